@@ -1,0 +1,45 @@
+"""Every error this package raises on purpose.
+
+A message states the value that was found, the constraint it broke and what to do about it. The classes
+hold nothing but their message, so they survive pickling between Ray actors and the driver.
+"""
+
+
+class MegatronTisError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(MegatronTisError, ValueError):
+    """A flag, a YAML key or a combination of them cannot work."""
+
+
+class HookLoadError(MegatronTisError):
+    """A function named by import path cannot be found, imported, called or trusted."""
+
+
+class BatchError(MegatronTisError, ValueError):
+    """Data of a batch breaks its contract; names the field, the sample and the position."""
+
+
+class ReplayError(MegatronTisError):
+    """Routes of a MoE replay would be ignored or misaligned."""
+
+
+class ParallelError(MegatronTisError, RuntimeError):
+    """A rank failed; carries the traceback of the rank that failed first."""
+
+
+class WeightError(MegatronTisError):
+    """Weights do not fit the model, or carry an unexpected version."""
+
+
+class CheckpointError(MegatronTisError):
+    """A checkpoint is missing, incomplete, foreign or corrupt."""
+
+
+class EngineError(MegatronTisError):
+    """A rollout engine failed, timed out or answered something unusable."""
+
+
+class ClusterError(MegatronTisError):
+    """The cluster cannot hold the job that was asked for."""

@@ -1,0 +1,1 @@
+"""Placement, Ray actors and the driver loop of `megatron-tis train`."""

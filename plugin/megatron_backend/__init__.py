@@ -1,0 +1,1 @@
+"""Megatron-Core backend: the only package that imports megatron."""

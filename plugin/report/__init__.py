@@ -1,0 +1,1 @@
+"""Run files, HTML reports and offline comparison."""
