@@ -1,0 +1,156 @@
+"""Vocabulary-parallel log-probs on real gloo ranks equal those of one process."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
+
+ROWS, COLUMNS = 13, 64
+
+
+def run_ranks(body: Callable[[int, int], None], size: int, seconds: float = 120.0) -> None:
+    """Run `body(rank, size)` in `size` fresh processes; a failing or silent rank fails the test."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.spawn(_rank_main, args=(body, size, port), nprocs=size, join=False)
+    try:
+        deadline = time.monotonic() + seconds
+        while not context.join(timeout=1.0):  # True when all have ended, raises what a rank raised
+            if time.monotonic() > deadline:
+                pytest.fail(f"ranks of {body.__name__} did not finish within {seconds} s")
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+
+
+def _rank_main(rank: int, body: Callable[[int, int], None], size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        body(rank, size)
+    finally:
+        dist.destroy_process_group()
+
+
+def whole_problem(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    logits = (torch.randn(ROWS, COLUMNS, generator=generator) * 4).to(dtype)
+    tokens = torch.randint(COLUMNS, (ROWS,), generator=generator)
+    keep = torch.rand(ROWS, COLUMNS, generator=generator) < 0.4
+    keep[torch.arange(ROWS), tokens] = True
+    keep[2, : COLUMNS // 2] = False  # at TP2 the first shard keeps nothing of this row
+    keep[2, tokens[2]] = False  # and its own token is dropped: log-probability -inf
+    keep[2, -1] = True
+    logits[4, 9] = -torch.inf
+    tokens[6] = COLUMNS + 3  # outside the vocabulary of every rank
+    return {"logits": logits, "tokens": tokens, "keep": keep}
+
+
+def loss_and_results(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    keep: torch.Tensor | None,
+    group: dist.ProcessGroup | None,
+    inplace: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    source = logits.clone().requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(
+        source * 1,
+        tokens,
+        group=group,
+        temperature=0.8,
+        entropy_grad=True,
+        keep_mask=keep,
+        inplace_grad=inplace,
+    )
+    assert entropy is not None
+    usable = torch.isfinite(log_probs)
+    weights = torch.linspace(-1, 1, ROWS)
+    (log_probs[usable] @ weights[usable] + entropy @ weights.flip(0)).backward()
+    assert source.grad is not None
+    return log_probs.detach(), entropy.detach(), source.grad
+
+
+def equal_to_one_process(rank: int, size: int) -> None:
+    width = COLUMNS // size
+    mine = slice(rank * width, (rank + 1) * width)
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = whole_problem(dtype)
+        for keep in (None, whole["keep"]):
+            for inplace in (False, True):
+                one = loss_and_results(whole["logits"], whole["tokens"], keep, None, inplace)
+                part = loss_and_results(
+                    whole["logits"][:, mine].contiguous(),
+                    whole["tokens"],
+                    None if keep is None else keep[:, mine].contiguous(),
+                    dist.group.WORLD,
+                    inplace,
+                )
+                torch.testing.assert_close(part[0], one[0])
+                torch.testing.assert_close(part[1], one[1])
+                torch.testing.assert_close(part[2], one[2][:, mine])
+
+
+def two_collectives_forward_none_backward(rank: int, size: int) -> None:
+    logits = torch.randn(5, 8, requires_grad=True)
+    real = dist.all_reduce
+    with mock.patch.object(dist, "all_reduce", side_effect=real) as counted:
+        log_probs, entropy = log_probs_and_entropy(
+            logits, torch.arange(5), group=dist.group.WORLD, entropy_grad=True
+        )
+        assert entropy is not None
+        assert counted.call_count == 2
+        (log_probs.sum() + entropy.sum()).backward()
+        assert counted.call_count == 2
+
+
+def a_nan_row_is_nan_on_every_rank_and_poisons_no_gradient(rank: int, size: int) -> None:
+    logits = torch.zeros(3, 8)
+    if rank == size - 1:
+        logits[1, 2] = torch.nan
+    logits.requires_grad_()
+    log_probs, entropy = log_probs_and_entropy(
+        logits, torch.zeros(3, dtype=torch.int64), group=dist.group.WORLD, entropy_grad=True
+    )
+    assert entropy is not None
+    assert torch.equal(log_probs.isnan(), torch.tensor([False, True, False]))
+    (log_probs[[0, 2]].sum() + entropy[[0, 2]].sum()).backward()
+    assert logits.grad is not None and torch.equal(logits.grad[1], torch.zeros(8))
+    assert torch.isfinite(logits.grad).all()
+
+
+def no_rows_run_without_a_collective_that_hangs(rank: int, size: int) -> None:
+    logits = torch.zeros(0, 8, requires_grad=True)
+    tokens = torch.zeros(0, dtype=torch.int64)
+    log_probs_and_entropy(logits, tokens, group=dist.group.WORLD)[0].sum().backward()
+    assert logits.grad is not None and logits.grad.shape == (0, 8)
+
+
+def all_claims(rank: int, size: int) -> None:
+    equal_to_one_process(rank, size)
+    two_collectives_forward_none_backward(rank, size)
+    a_nan_row_is_nan_on_every_rank_and_poisons_no_gradient(rank, size)
+    no_rows_run_without_a_collective_that_hangs(rank, size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sharded_results_gradients_and_collectives(size: int) -> None:
+    run_ranks(all_claims, size)
