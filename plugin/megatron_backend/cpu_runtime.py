@@ -1,0 +1,284 @@
+"""Runs stock Megatron-Core on CPU ranks over gloo.
+
+Megatron-Core assumes one CUDA device per rank. Nothing in it needs one for correctness, so on a machine
+without CUDA the few torch entry points that it touches are redirected to the CPU. Where CUDA is
+available `activate` returns at once and nothing below takes effect.
+
+Each entry of `SHIMS` says what it stands in for, which upstream code makes it necessary, and what would
+allow its removal. The patches are process-wide attributes rather than a torch function mode: a mode
+is per thread (Ray runs actor methods on other threads) and it taxes every torch call. Each patch changes
+only calls that would raise on a machine without CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+# Creation functions that take a `device` keyword; Megatron-Core passes "cuda" to several of them.
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+)
+
+
+@dataclass(frozen=True)
+class Shim:
+    """One redirection, with the reason for it and the condition that makes it superfluous."""
+
+    name: str
+    stands_in_for: str
+    cause: str
+    removed_when: str
+    install: Callable[[], None]
+
+
+class InertEvent:
+    """A CUDA event on a device that runs everything in order: always already reached."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        """Nothing to mark."""
+
+    def wait(self, stream: object = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """True: all earlier work is done."""
+        return True
+
+    def elapsed_time(self, end_event: object) -> float:
+        """0: an inert event keeps no time."""
+        return 0.0
+
+
+class InertStream:
+    """A CUDA stream on a device that has only one: every wait is already satisfied."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.device = _CPU
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: object) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: InertEvent | None = None) -> InertEvent:
+        """An event that counts as reached."""
+        return event or InertEvent()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """True: all earlier work is done."""
+        return True
+
+
+_THE_STREAM = InertStream()
+
+
+def _names_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    # A bare integer is a CUDA index in torch's device grammar.
+    return isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda"))
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+            # Pinning is a property of host memory that a GPU copies from; there is none.
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _redirect_factories() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _redirect_current_device() -> None:
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
+
+
+def _keep_tensors_where_they_are() -> None:
+    def stay(self: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return self
+
+    torch.Tensor.cuda = stay  # type: ignore[assignment]
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment]
+
+
+def _make_streams_inert() -> None:
+    def nothing(*_: object, **__: object) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def on_stream(stream: object) -> Iterator[None]:
+        yield
+
+    cuda: Any = torch.cuda
+    cuda.Stream, cuda.Event = InertStream, InertEvent
+    cuda.stream = on_stream
+    cuda.current_stream = cuda.default_stream = lambda device=None: _THE_STREAM
+    cuda.synchronize = cuda.empty_cache = cuda.set_stream = nothing
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = nothing
+
+
+def _answer_tensor_type() -> None:
+    original = torch.Tensor.type
+
+    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        if args or kwargs:
+            return answer
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("megatron.core.optimizer") and not answer.startswith("torch.cuda."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    torch.Tensor.type = tensor_type  # type: ignore[method-assign,assignment]
+
+
+class _NoCpuRngWarning(logging.Filter):
+    """Drops Megatron's warning that the CPU generator moved inside a fork: here it is the one forked."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed" not in record.getMessage()
+
+
+def _share_cpu_generator() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def get_state(*_: object, **__: object) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, *_: object, **__: object) -> None:
+        torch.set_rng_state(new_state)
+
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    cuda: Any = torch.cuda
+    cuda.get_rng_state = cuda.random.get_rng_state = get_state
+    cuda.set_rng_state = cuda.random.set_rng_state = set_state
+    cuda.manual_seed = cuda.random.manual_seed = manual_seed
+    patched: Any = megatron_random
+    patched._get_cuda_rng_state, patched._set_cuda_rng_state = get_state, set_state
+    logging.getLogger(megatron_random.__name__).addFilter(_NoCpuRngWarning())
+
+
+def _define_missing_gemm() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+SHIMS: tuple[Shim, ...] = (
+    Shim(
+        name="factories",
+        stands_in_for="tensor creation with device='cuda'",
+        cause="schedules, optimizer, gradient clipping and buffers hard-code device='cuda'",
+        removed_when="Megatron-Core takes the device from its configuration or from a parameter",
+        install=_redirect_factories,
+    ),
+    Shim(
+        name="current_device",
+        stands_in_for="torch.cuda.current_device()",
+        cause="used as the device argument of buffers, p2p receives and gathers",
+        removed_when="the same change as for `factories`",
+        install=_redirect_current_device,
+    ),
+    Shim(
+        name="tensor_cuda",
+        stands_in_for="Tensor.cuda() and Module.cuda()",
+        cause="optimizer state loading and checkpoint loading move tensors to the GPU by name",
+        removed_when="those calls become .to(device)",
+        install=_keep_tensors_where_they_are,
+    ),
+    Shim(
+        name="streams",
+        stands_in_for="CUDA streams, events, synchronize, empty_cache and NVTX ranges",
+        cause="p2p communication, DDP and the all-to-all MoE dispatcher order work with them",
+        removed_when="Megatron-Core guards them with torch.cuda.is_available()",
+        install=_make_streams_inert,
+    ),
+    Shim(
+        name="tensor_type",
+        stands_in_for="Tensor.type() answering 'torch.cuda.FloatTensor' to megatron.core.optimizer",
+        cause="the optimizers sort parameters by that string and reject every other one",
+        removed_when="the optimizers compare Tensor.dtype",
+        install=_answer_tensor_type,
+    ),
+    Shim(
+        name="rng",
+        stands_in_for="the CUDA generator in the RNG tracker and in activation recomputation",
+        cause="megatron.core.tensor_parallel.random saves, forks and restores the CUDA generator only",
+        removed_when="the tracker works on torch.Generator objects of any device",
+        install=_share_cpu_generator,
+    ),
+    Shim(
+        name="moe_gemm",
+        stands_in_for="moe_utils.te_general_gemm",
+        cause="megatron-core 0.16.1 defines the name only where Transformer Engine imports",
+        removed_when="the oldest supported megatron-core defines it (0.19 does)",
+        install=_define_missing_gemm,
+    ),
+)
+
+_installed = False
+
+
+def activate() -> bool:
+    """Installs every shim once per process. Returns whether this process runs on the CPU runtime."""
+    global _installed
+    if torch.cuda.is_available():
+        return False
+    if not _installed:
+        for shim in SHIMS:
+            shim.install()
+        _installed = True
+    return True
+
+
+def is_active() -> bool:
+    """Whether the shims are installed in this process."""
+    return _installed

@@ -1,0 +1,100 @@
+"""Tiny Hugging Face models: configs of the three supported families and deterministic weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB_SIZE = 96
+
+
+def _common(**overrides: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        # Large enough that logits differ clearly between tokens.
+        "initializer_range": 0.1,
+        **overrides,
+    }
+
+
+def tiny_qwen3(**overrides: Any) -> Any:
+    """Qwen3 dense: grouped-query attention, norms on queries and keys."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**_common(**overrides))
+
+
+def tiny_llama(**overrides: Any) -> Any:
+    """Llama."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_common(**overrides))
+
+
+def tiny_qwen3_moe(**overrides: Any) -> Any:
+    """Qwen3-MoE: 4 experts, 2 per token."""
+    from transformers import Qwen3MoeConfig
+
+    settings = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return Qwen3MoeConfig(**_common(**(settings | overrides)))
+
+
+FAMILIES = {"qwen3": tiny_qwen3, "qwen3_moe": tiny_qwen3_moe, "llama": tiny_llama}
+
+
+def hf_model(config: Any, seed: int = 0) -> Any:
+    """A transformers model in float32 and eval mode whose weights depend on `config` and `seed` only.
+
+    Norm weights are drawn around 1, so that a norm that was not loaded shows.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    return model.eval()
+
+
+def hf_state_dict(config: Any, seed: int = 0) -> dict[str, Tensor]:
+    """The weights of `hf_model(config, seed)` by their names in a checkpoint on disk."""
+    import tempfile
+    from pathlib import Path
+
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as directory:
+        hf_model(config, seed).save_pretrained(directory)
+        state: dict[str, Tensor] = {}
+        for file in Path(directory).glob("*.safetensors"):
+            state |= load_file(file)
+    return state
+
+
+def hf_log_probs(model: Any, tokens: Tensor) -> Tensor:
+    """[B, S-1] log-probs that `model` gives to each next token of `tokens` [B, S]."""
+    with torch.no_grad():
+        logits = model(tokens).logits[:, :-1].float()
+    return torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
