@@ -17,6 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from plugin.errors import ConfigError, ParallelError
 from plugin.megatron_backend import cpu_runtime
+from plugin.ppo_utils.parallel_context import ParallelContext
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,3 +196,20 @@ def destroy_parallel() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def loss_context(groups: ParallelGroups) -> ParallelContext:
+    """The groups that the loss and the corrections need; a group of one rank counts as not split."""
+    return ParallelContext(
+        tp_group=groups.tp_group if groups.tp_size > 1 else None,
+        cp_group=groups.cp_group if groups.cp_size > 1 else None,
+        cp_rank=groups.cp_rank,
+        cp_size=groups.cp_size,
+    )
+
+
+def ambient_parallel_context() -> ParallelContext | None:
+    """The loss context of a Megatron that another framework has initialised; None if nobody has."""
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    return loss_context(read_parallel_groups())

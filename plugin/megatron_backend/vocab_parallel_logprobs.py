@@ -58,7 +58,8 @@ def log_probs_and_entropy(
     when its logits hold NaN or inf.
     """
     _check_arguments(logits, tokens, temperature, with_entropy, entropy_grad, keep_mask)
-    if logits.stride(-1) != 1:
+    overlapping = logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]
+    if logits.stride(-1) != 1 or overlapping:
         logits = logits.contiguous()
     settings = _Settings(group, 1.0 / temperature, with_entropy, entropy_grad, inplace_grad)
     return _LogProbsAndEntropy.apply(logits, tokens, keep_mask, settings)
@@ -116,7 +117,7 @@ def combine_shards(
         weighted_sum = None if weighted_sum is None else packed[2]
     log_sum = sum_exp.log()
     entropy = None if weighted_sum is None else log_sum - weighted_sum / sum_exp
-    return target_exponent - log_sum, RowNormalizer(maximum, log_sum, entropy)
+    return target_exponent - log_sum, RowNormalizer(maximum, sum_exp, entropy)
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
@@ -158,7 +159,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         ctx.settings, ctx.kernels, ctx.consumed = settings, kernels, False
         ctx.set_materialize_grads(False)
         saved_entropy = rows.entropy if settings.entropy_grad else None
-        ctx.save_for_backward(logits, targets, rows.maximum, rows.log_sum, saved_entropy, keep_mask)
+        ctx.save_for_backward(logits, targets, rows.maximum, rows.sum_exp, saved_entropy, keep_mask)
         if rows.entropy is not None and not settings.entropy_grad:
             ctx.mark_non_differentiable(rows.entropy)
         return log_probs, rows.entropy
@@ -173,14 +174,14 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                 "second backward pass through log_probs_and_entropy(inplace_grad=True): the first one replaced "
                 "the logits by their gradient. Call it with inplace_grad=False to use the graph twice."
             )
-        logits, targets, maximum, log_sum, entropy, keep_mask = ctx.saved_tensors
+        logits, targets, maximum, sum_exp, entropy, keep_mask = ctx.saved_tensors
         kernels: RowKernels = ctx.kernels
         settings: _Settings = ctx.settings
         out = logits.detach() if settings.inplace_grad else torch.empty_like(logits)
         kernels.backward_blocks(
             logits,
             targets,
-            RowNormalizer(maximum, log_sum, entropy),
+            RowNormalizer(maximum, sum_exp, entropy),
             grad_log_probs,
             grad_entropy,
             scale=settings.scale,

@@ -79,9 +79,9 @@ def backward_blocks(
     for start in range(0, logits.shape[0], step):
         block = slice(start, start + step)
         log_prob = _kept(logits, keep_mask, block)
-        log_prob.sub_(rows.maximum[block, None]).mul_(scale)
-        log_prob.sub_(rows.log_sum[block, None]).clamp_(min=LOWEST_EXPONENT)
-        grad = log_prob.exp().neg_()
+        log_prob.sub_(rows.maximum[block, None]).mul_(scale).clamp_(min=LOWEST_EXPONENT)
+        grad = log_prob.exp().div_(-rows.sum_exp[block, None])
+        log_prob.sub_(rows.sum_exp[block, None].log())
         if grad_spread is not None and rows.entropy is not None:
             log_prob.add_(rows.entropy[block, None]).mul_(grad_spread[block, None])
             if grad_target is not None:

@@ -29,13 +29,13 @@ class ShardStatistics(NamedTuple):
 
 
 class RowNormalizer(NamedTuple):
-    """What turns a logit into a log-probability, `(logit - maximum) * scale - log_sum`; each `[T]` float32.
+    """What turns a logit into a probability, `exp((logit - maximum) * scale) / sum_exp`; each `[T]` float32.
 
-    Kept as two numbers: their sum, the log-sum-exp, would lose the low bits of `log_sum`.
+    Kept as two numbers: the log-sum-exp that joins them would lose low bits of both.
     """
 
     maximum: torch.Tensor
-    log_sum: torch.Tensor
+    sum_exp: torch.Tensor
     entropy: torch.Tensor | None  # needed only for the gradient of the entropy
 
 

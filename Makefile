@@ -1,0 +1,46 @@
+# `make test` and `make train` are all a newcomer needs: each builds .venv first if it is not there.
+PYTHON ?= python3.11
+TORCH ?= 2.13.0
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test lint format train bench lock clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
+
+venv: .venv/ready ## build .venv with pinned CPU dependencies
+
+# torch comes first: whatever depends on torch would otherwise pull its newest build.
+.venv/ready: requirements/cpu.txt setup.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==$(TORCH)
+	$(BIN)/python -m pip install --quiet -r requirements/cpu.txt
+	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+test: venv ## the whole default suite: unit, parallel (gloo ranks), Ray
+	$(BIN)/python -m pytest
+
+lint: venv ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv ## let ruff rewrite the files
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+train: venv ## a complete RL job on this machine, on CPU
+	$(BIN)/megatron-tis train
+
+bench: venv ## log-prob kernels against peers and the memory floor
+	$(BIN)/python -m benchmarks.logprob_bench
+
+lock: venv ## write the pins of the current .venv to requirements/cpu.txt
+	@echo '# Everything `make venv` installs on top of torch, pinned. Written by `make lock`.' > requirements/cpu.txt
+	$(BIN)/python -m pip freeze --exclude-editable | grep -vi '^torch==' >> requirements/cpu.txt
+
+clean: ## remove .venv and caches
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,248 @@
+"""The data that travels: samples, batches and microbatches, and one table of their fields.
+
+`FIELDS` is the single list of what a sample carries. Checking, slicing, splitting and the construction of
+padding microbatches all walk it, so that a field added here is added everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from plugin.errors import BatchError
+
+Shape = Literal["tokens", "response", "routes", "scalar"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One column of a batch.
+
+    shape: tokens [prompt + response], response [response], routes [prompt + response, moe_layers, topk], or
+        scalar (one number per sample)
+    dtype: of the tensors; None = kept as it comes (routes use the smallest type that holds the expert count)
+    padding: the value a padding microbatch carries
+    log_prob: whether the values are log-probabilities
+    """
+
+    name: str
+    shape: Shape
+    dtype: torch.dtype | None
+    optional: bool = False
+    padding: float = 0
+    log_prob: bool = False
+
+
+FIELDS: dict[str, Field] = {
+    field.name: field
+    for field in (
+        Field("unconcat_tokens", "tokens", torch.int64),
+        Field("total_lengths", "scalar", torch.int64),
+        Field("response_lengths", "scalar", torch.int64),
+        Field("loss_masks", "response", torch.int64),
+        Field("advantages", "response", torch.float32, optional=True),
+        Field("rollout_log_probs", "response", torch.float32, optional=True, log_prob=True),
+        Field("log_probs", "response", torch.float32, optional=True, log_prob=True),
+        Field("ref_log_probs", "response", torch.float32, optional=True, log_prob=True),
+        Field("teacher_log_probs", "response", torch.float32, optional=True, log_prob=True),
+        Field("rollout_mask_sums", "scalar", torch.float32, optional=True, padding=1),
+        Field("rollout_routed_experts", "routes", None, optional=True),
+        Field("rewards", "scalar", torch.float32, optional=True),
+        Field("group_index", "scalar", torch.int64, optional=True, padding=-1),
+        Field("weight_versions", "scalar", torch.int64, optional=True, padding=-1),
+    )
+}
+
+
+@dataclass(frozen=True)
+class RolloutSample:
+    """One trajectory as a rollout engine returns it.
+
+    tokens: [prompt + response] int64; loss_mask: [response], 1 where the policy chose the token
+    rollout_log_probs: [response] float32, at the sampling temperature; anything where loss_mask is 0
+    routed_experts: [prompt + response, moe_layers, topk] unsigned, or None
+
+    Example: prompt [5, 6], response [7, 8, 9] whose middle token came from a tool: tokens [5, 6, 7, 8, 9],
+    response_length 3, loss_mask [1, 0, 1].
+    """
+
+    tokens: Tensor
+    response_length: int
+    loss_mask: Tensor
+    reward: float = 0.0
+    group_index: int = 0
+    weight_version: int = 0
+    rollout_log_probs: Tensor | None = None
+    routed_experts: Tensor | None = None
+    metadata: dict[str, Any] = dataclass_field(default_factory=dict)
+
+
+@dataclass
+class RolloutBatch:
+    """Samples as columns: `columns[name][i]` belongs to sample i. Only the fields in use are present."""
+
+    columns: dict[str, list[Any]]
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[RolloutSample]) -> RolloutBatch:
+        """Columns from samples; an optional field that only some samples have is an error."""
+        columns: dict[str, list[Any]] = {
+            "unconcat_tokens": [sample.tokens for sample in samples],
+            "total_lengths": [int(sample.tokens.numel()) for sample in samples],
+            "response_lengths": [sample.response_length for sample in samples],
+            "loss_masks": [sample.loss_mask for sample in samples],
+            "rewards": [sample.reward for sample in samples],
+            "group_index": [sample.group_index for sample in samples],
+            "weight_versions": [sample.weight_version for sample in samples],
+        }
+        for name, values in (
+            ("rollout_log_probs", [sample.rollout_log_probs for sample in samples]),
+            ("rollout_routed_experts", [sample.routed_experts for sample in samples]),
+        ):
+            absent = [i for i, value in enumerate(values) if value is None]
+            if absent and len(absent) < len(values):
+                raise BatchError(
+                    f"sample {absent[0]} has no {name} but others have; either every sample carries it or none"
+                )
+            if values and not absent:
+                columns[name] = values
+        batch = cls(columns)
+        batch.check()
+        return batch
+
+    def __len__(self) -> int:
+        return len(self.columns["total_lengths"])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
+
+    def select(self, indices: Sequence[int]) -> RolloutBatch:
+        """The samples at `indices`, in that order."""
+        return RolloutBatch(
+            {name: [values[i] for i in indices] for name, values in self.columns.items()}
+        )
+
+    def with_column(self, name: str, values: list[Any]) -> RolloutBatch:
+        """A batch with one more (or a replaced) column."""
+        if name not in FIELDS:
+            raise BatchError(f"unknown field {name!r}; fields are {', '.join(FIELDS)}")
+        if len(values) != len(self):
+            raise BatchError(f"{name} has {len(values)} entries for {len(self)} samples")
+        return RolloutBatch({**self.columns, name: values})
+
+    def concatenated(self, other: RolloutBatch) -> RolloutBatch:
+        """This batch followed by another with the same fields."""
+        if self.columns.keys() != other.columns.keys():
+            different = sorted(self.columns.keys() ^ other.columns.keys())
+            raise BatchError(
+                f"batches differ in the fields {', '.join(different)}; both must carry the same"
+            )
+        return RolloutBatch(
+            {name: self.columns[name] + other.columns[name] for name in self.columns}
+        )
+
+    def check(self, *, max_log_prob: float = 0.1) -> None:
+        """Lengths, dtypes and values of every field, or a `BatchError` with field, sample and position.
+
+        Values are checked where the loss mask is 1; what is masked may hold anything.
+        """
+        for name, field in FIELDS.items():
+            if name not in self.columns:
+                if field.optional:
+                    continue
+                raise BatchError(f"the batch has no {name}; it is required")
+            if len(self.columns[name]) != len(self):
+                raise BatchError(
+                    f"{name} has {len(self.columns[name])} entries for {len(self)} samples"
+                )
+        unknown = sorted(self.columns.keys() - FIELDS.keys())
+        if unknown:
+            raise BatchError(f"unknown field {unknown[0]!r}; fields are {', '.join(FIELDS)}")
+        for i in range(len(self)):
+            self._check_sample(i, max_log_prob)
+
+    def _check_sample(self, i: int, max_log_prob: float) -> None:
+        total, response = self.columns["total_lengths"][i], self.columns["response_lengths"][i]
+        if not 0 <= response < max(total, 1):
+            raise BatchError(
+                f"sample {i} has total length {total} and response length {response}; a response follows at "
+                "least one prompt token"
+            )
+        expected = {"tokens": total, "response": response, "routes": total}
+        for name, field in FIELDS.items():
+            if name not in self.columns or field.shape == "scalar":
+                continue
+            value = self.columns[name][i]
+            if len(value) != expected[field.shape]:
+                raise BatchError(
+                    f"{name} of sample {i} has length {len(value)}, expected {expected[field.shape]} (total "
+                    f"{total}, response {response})"
+                )
+        mask = torch.as_tensor(self.columns["loss_masks"][i]) != 0
+        for name, field in FIELDS.items():
+            if name in self.columns and field.shape == "response" and field.dtype == torch.float32:
+                limit = max_log_prob if field.log_prob else None
+                _check_finite(name, i, torch.as_tensor(self.columns[name][i]), mask, limit)
+
+
+def _check_finite(
+    name: str, sample: int, values: Tensor, mask: Tensor, limit: float | None
+) -> None:
+    bad = mask & ~(values.abs() <= 1e4)
+    if limit is not None:
+        bad |= mask & ~(values <= limit)
+    if bool(bad.any()):
+        position = int(bad.nonzero()[0])
+        bound = "finite" if limit is None else f"a log-probability (finite, at most {limit})"
+        raise BatchError(
+            f"{name} of sample {sample} is {float(values[position])} at position {position}, where the loss mask "
+            f"is 1; it must be {bound}. Mask the token or repair the source of {name}"
+        )
+
+
+@dataclass
+class Microbatch:
+    """What one call of a forward step works on: a batch and whether it is padding.
+
+    A padding microbatch has the fields, dtypes and collectives of a real one and contributes nothing. The flag
+    is explicit: a real sample whose mask is all zero is not padding.
+    """
+
+    batch: RolloutBatch
+    is_padding: bool = False
+
+    @classmethod
+    def padding_like(cls, batch: RolloutBatch, *, tokens: int = 2) -> Microbatch:
+        """A padding microbatch with every field that `batch` has: one sample, one fully masked response token."""
+        template = {name: values[0] if values else None for name, values in batch.columns.items()}
+        return cls(
+            RolloutBatch(
+                {name: [_padding(FIELDS[name], template[name], tokens)] for name in template}
+            ),
+            True,
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.batch.columns)
+
+
+def _padding(field: Field, example: Any, tokens: int) -> Any:
+    """The value of `field` in a padding microbatch of `tokens` tokens, the last of them the response."""
+    if field.name == "total_lengths":
+        return tokens
+    if field.name == "response_lengths":
+        return 1
+    if field.shape == "scalar":
+        return int(field.padding) if field.dtype == torch.int64 else float(field.padding)
+    if field.shape == "routes":
+        layers, topk = example.shape[1:]
+        # Distinct experts: a duplicate would send a token twice to one expert.
+        routes = torch.arange(topk).expand(tokens, layers, topk).contiguous()
+        return routes.to(example.dtype)
+    length = tokens if field.shape == "tokens" else 1
+    return torch.full((length,), field.padding, dtype=field.dtype)

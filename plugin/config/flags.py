@@ -1,0 +1,194 @@
+"""How a dataclass field becomes a command line flag, a YAML key and a validated value.
+
+A *flag group* is a frozen dataclass whose fields are made with `flag(...)`. A configuration is a frozen
+dataclass that inherits from several groups, so that every value is a plain attribute named like its flag
+(`config.tis_clip` is `--tis-clip`). Each group checks its own fields in `check`; the checks run when the
+configuration is built, which is after every source (command line, YAML, namespace) has been merged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, Union, get_args, get_origin
+
+from plugin.errors import ConfigError
+
+
+def flag(
+    default: Any, help: str, *, at_least: float | None = None, above: float | None = None
+) -> Any:
+    """A field with its default, its help text and an optional lower bound."""
+    metadata = {"help": help, "at_least": at_least, "above": above}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def option_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def expect(condition: bool, message: str) -> None:
+    """Raise a `ConfigError` with `message` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagGroup:
+    """Base of all groups; a subclass gives `title` and, where needed, `check`."""
+
+    title: typing.ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            object.__setattr__(
+                self, item.name, _coerced(type(self), item, getattr(self, item.name))
+            )
+        for group in reversed(type(self).__mro__):
+            if "check" in vars(group):
+                vars(group)["check"](self)
+
+    @classmethod
+    def groups(cls) -> list[type[FlagGroup]]:
+        """The groups this configuration is made of, in the order of their definition."""
+        return [
+            g for g in cls.__mro__ if issubclass(g, FlagGroup) and "title" in vars(g) and g.title
+        ]
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Add one argument per field, grouped; what the user leaves out is absent from the namespace."""
+        for group in cls.groups():
+            section = parser.add_argument_group(group.title)
+            for name in vars(group).get("__annotations__", {}):
+                if name in {f.name for f in dataclasses.fields(cls)}:
+                    _add_argument(section, cls, name)
+
+    @classmethod
+    def from_sources(cls, flags: Mapping[str, Any], yaml_file: str | Path | None = None) -> Self:
+        """Merge a YAML file (lower) with explicit flags (higher), then validate the result."""
+        merged = _read_yaml(Path(yaml_file)) if yaml_file else {}
+        merged = {key.replace("-", "_"): value for key, value in merged.items()}
+        merged.update(flags)
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(merged) - known)
+        if unknown:
+            raise ConfigError(f"unknown setting {unknown[0]!r}{_did_you_mean(unknown[0], known)}")
+        return cls(**merged)
+
+    @classmethod
+    def from_namespace(cls, args: Any) -> Self:
+        """Take the fields that any namespace happens to have; the rest keep their defaults."""
+        if isinstance(args, cls):
+            return args
+        found = {
+            f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)
+        }
+        return cls(**found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Flat mapping of every field, as written to a run's `config.yaml`."""
+        return dataclasses.asdict(self)
+
+
+def _did_you_mean(name: str, known: set[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return (
+        f"; did you mean {near[0]!r}?"
+        if near
+        else "; `megatron-tis train --help` lists all settings"
+    )
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+        raise ConfigError(f"--config {path}: expected a mapping of setting names to values")
+    return loaded
+
+
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def field_type(owner: type, name: str) -> tuple[Any, bool]:
+    """The field's type without `None`, and whether `None` is allowed."""
+    if owner not in _HINTS:
+        _HINTS[owner] = typing.get_type_hints(owner)
+    hint = _HINTS[owner][name]
+    if get_origin(hint) in (Union, types.UnionType):
+        members = [member for member in get_args(hint) if member is not type(None)]
+        return members[0], len(members) < len(get_args(hint))
+    return hint, False
+
+
+def _add_argument(section: Any, owner: type, name: str) -> None:
+    item = next(f for f in dataclasses.fields(owner) if f.name == name)
+    kind, _ = field_type(owner, name)
+    shown = "none" if item.default is None else item.default
+    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
+    options["help"] = f"{item.metadata['help']} (default: {shown})".replace("%", "%%")
+    if kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif get_origin(kind) is Literal:
+        options["metavar"] = "{" + ",".join(map(str, get_args(kind))) + "}"
+    else:
+        options["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")
+    section.add_argument(option_name(name), **options)
+
+
+def _coerced(owner: type, item: dataclasses.Field, value: Any) -> Any:
+    """`value` as the field's type, within the field's bounds, or a `ConfigError`."""
+    kind, optional = field_type(owner, item.name)
+    if value is None or (optional and isinstance(value, str) and value.lower() == "none"):
+        if optional:
+            return None
+        raise ConfigError(f"{option_name(item.name)} is none; give a value")
+    if get_origin(kind) is Literal:
+        expect(
+            value in get_args(kind),
+            f"{option_name(item.name)} is {value!r}; choose one of {', '.join(map(str, get_args(kind)))}",
+        )
+        return value
+    value = _converted(kind, item.name, value)
+    _check_bounds(item, value)
+    return value
+
+
+def _converted(kind: Any, name: str, value: Any) -> Any:
+    wanted = f"{option_name(name)} is {value!r}; expected {getattr(kind, '__name__', kind)}"
+    if kind is bool:
+        expect(isinstance(value, bool), f"{wanted} (true or false)")
+        return value
+    if kind in (int, float):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(wanted) from None
+        expect(not isinstance(value, bool) and math.isfinite(number), f"{wanted}, a finite number")
+        expect(kind is float or number == int(number), wanted)
+        return kind(number) if kind is float or isinstance(value, str) else kind(value)
+    expect(kind is not str or isinstance(value, (str, Path)), wanted)
+    return str(value) if kind is str else value
+
+
+def _check_bounds(item: dataclasses.Field, value: Any) -> None:
+    low, above = item.metadata.get("at_least"), item.metadata.get("above")
+    name = option_name(item.name)
+    expect(low is None or value >= low, f"{name} is {value}; it must be at least {low}")
+    expect(above is None or value > above, f"{name} is {value}; it must be greater than {above}")

@@ -1,0 +1,67 @@
+"""Reads the namespace of another framework (slime, miles, a user's own) as a `LossConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any, get_args
+
+from plugin.config.loss_flags import LossConfig, PolicyLossName
+from plugin.errors import ConfigError
+
+_LOSS_NAMES = get_args(PolicyLossName)
+
+
+def loss_config_of(args: Any) -> LossConfig:
+    """The `LossConfig` that `args` means.
+
+    A namespace without `policy_loss` belongs to another framework: its loss follows
+    `pg_loss_type` or `advantage_estimator`, switches that are off take their coefficient with them, and a
+    correction that is right only on-policy is a warning there, because that framework has already
+    accepted it.
+    """
+    if isinstance(args, LossConfig):
+        return args
+    if hasattr(args, "policy_loss"):
+        return LossConfig.from_namespace(args)
+    found = {
+        f.name: getattr(args, f.name)
+        for f in dataclasses.fields(LossConfig)
+        if hasattr(args, f.name)
+    }
+    estimator = found.pop("advantage_estimator", None)
+    named = getattr(args, "pg_loss_type", None) or estimator
+    found["policy_loss"] = named if named in _LOSS_NAMES else "ppo"
+    for switch, dependent in (
+        ("use_kl_loss", "kl_loss_coef"),
+        ("use_rollout_kl_loss", "rollout_kl_loss_coef"),
+    ):
+        if not found.get(switch):
+            found.pop(dependent, None)
+    if not found.get("use_tis") and not found.get("get_mismatch_metrics"):
+        found.pop("custom_tis_function_path", None)
+    found.setdefault("calculate_per_token_loss", False)
+    return _accept_with_warning(found)
+
+
+def _accept_with_warning(found: dict[str, Any]) -> LossConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return LossConfig(**found)
+        except ConfigError as error:
+            if "--allow-biased-correction" not in str(error):
+                raise
+            reason = str(error)
+        config = LossConfig(**{**found, "allow_biased_correction": True})
+    _warn_once(reason)
+    return config
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=3)

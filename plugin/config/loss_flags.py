@@ -1,0 +1,289 @@
+"""Flags of the loss: which policy loss, which correction, which regularisers, which denominator."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from plugin.config.flags import FlagGroup, expect, flag
+from plugin.config.rejection_rules import parse_rejection_rules
+from plugin.errors import ConfigError
+
+PolicyLossName = Literal[
+    "ppo", "reinforce", "cispo", "gspo", "icepop", "dppo_tv", "dppo", "ipo_kl", "sapo"
+]
+KlEstimatorName = Literal["k1", "abs", "k2", "k3"]
+ReferenceKlName = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
+
+#: Losses that compare the current policy with the rollout policy themselves.
+ROLLOUT_LOSSES = ("icepop", "dppo_tv", "dppo", "ipo_kl")
+#: Losses whose gradient already carries exp(cur - train).
+RATIO_LOSSES = ("ppo", "cispo", "gspo", "sapo")
+
+
+@dataclass(frozen=True)
+class PolicyLossFlags(FlagGroup):
+    title: ClassVar[str] = "policy loss"
+
+    policy_loss: PolicyLossName = flag("ppo", "the per-token policy loss")
+    eps_clip: float = flag(0.2, "lower clip: ratio >= 1 - eps; 1.0 removes the bound", above=0)
+    eps_clip_high: float | None = flag(
+        None, "upper clip: ratio <= 1 + eps; none = eps-clip", above=0
+    )
+    eps_clip_c: float | None = flag(None, "dual-clip bound for negative advantages", above=1)
+    icepop_ratio_low: float = flag(0.2, "icepop keeps ratios from here ...", at_least=0)
+    icepop_ratio_high: float = flag(5.0, "... to here", above=0)
+    dppo_diff_low: float = flag(0.2, "dppo_tv keeps pi_cur - pi_rollout >= -this", at_least=0)
+    dppo_diff_high: float = flag(0.2, "dppo_tv keeps pi_cur - pi_rollout <= this", at_least=0)
+    dppo_ratio_cap: float | None = flag(None, "dppo_tv: cap on the ratio of a kept token", above=1)
+    dppo_mask_low: float = flag(0.2, "dppo drops A <= 0 below -this", at_least=0)
+    dppo_mask_high: float = flag(0.2, "dppo drops A > 0 above this", at_least=0)
+    ipo_ratio_low: float = flag(0.2, "ipo_kl keeps ratios from here ...", at_least=0)
+    ipo_ratio_high: float = flag(5.0, "... to here", above=0)
+    kl_tau: float = flag(1e-3, "squared log-ratio penalty of dppo and ipo_kl", at_least=0)
+    adv_tau: float = flag(1.0, "scale of the advantage (icepop, dppo_tv, dppo, ipo_kl)", at_least=0)
+    teacher_tau: float = flag(0.0, "scale of the teacher term (same losses)", at_least=0)
+    sapo_tau_pos: float = flag(1.0, "sapo gate temperature where A > 0", above=0)
+    sapo_tau_neg: float = flag(1.05, "sapo gate temperature elsewhere", above=0)
+
+    def check(self) -> None:
+        _check_band("icepop-ratio", self.icepop_ratio_low, self.icepop_ratio_high)
+        _check_band("ipo-ratio", self.ipo_ratio_low, self.ipo_ratio_high)
+        for name in ("dppo_diff", "dppo_mask"):
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            option = f"--{name.replace('_', '-')}"
+            expect(
+                0 < low <= 1 and 0 < high <= 1,
+                f"{option}-low is {low} and {option}-high is {high}; both bound a difference of "
+                "probabilities and must lie in (0, 1]; the default is 0.2",
+            )
+        expect(
+            self.teacher_tau == 0 or self.policy_loss in ROLLOUT_LOSSES,
+            f"--teacher-tau is {self.teacher_tau} with --policy-loss {self.policy_loss}; the teacher "
+            f"term exists for {', '.join(ROLLOUT_LOSSES)}; choose one of them or set it to 0",
+        )
+
+    @property
+    def clip_high(self) -> float:
+        """The upper clip that is in force."""
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+
+@dataclass(frozen=True)
+class CorrectionFlags(FlagGroup):
+    title: ClassVar[str] = "off-policy correction"
+
+    use_tis: bool = flag(False, "weight the policy loss by a correction")
+    tis_clip: float = flag(2.0, "upper bound of the correction weight", above=0)
+    tis_clip_low: float = flag(0.0, "lower bound of the correction weight", at_least=0)
+    custom_tis_function_path: str | None = flag(
+        None,
+        "correction to use: pkg.mod.fn, pkg.mod:fn or file.py:fn, comma-separated; none = vanilla TIS",
+    )
+    allow_biased_correction: bool = flag(
+        False, "allow off_policy_is_function on a loss that already carries a ratio"
+    )
+    sequence_tis_clip: float = flag(2.0, "upper bound of the sequence weight", above=0)
+    sequence_tis_clip_low: float = flag(0.0, "lower bound of the sequence weight", at_least=0)
+    sequence_tis_level: Literal["sequence", "geometric"] = flag(
+        "sequence", "sequence_tis_function: product or geometric mean of the token ratios"
+    )
+    geometric_mask_low: float = flag(
+        0.99, "geometric_mask_function keeps sequences from here ...", at_least=0
+    )
+    geometric_mask_high: float = flag(1.01, "... to here", above=0)
+    rejection_rules: str = flag(
+        "token_ratio=0.5:2.0", "rejection_function: level_statistic=low:high, comma-separated"
+    )
+    veto_threshold: float = flag(
+        1e-4, "veto_function drops a sequence with any ratio below this", above=0
+    )
+    opsm_delta: float = flag(
+        1e-4, "opsm_function drops A < 0 with mean(train - cur) above this", at_least=0
+    )
+    use_rollout_logprobs: bool = flag(False, "use the engine's log-probs in place of the trainer's")
+    get_mismatch_metrics: bool = flag(False, "report train/rollout mismatch without correcting it")
+    rollout_temperature: float = flag(1.0, "temperature the rollouts were sampled at", above=0)
+
+    def check(self) -> None:
+        _check_band(
+            "tis-clip", self.tis_clip_low, self.tis_clip, upper="tis-clip", lower="tis-clip-low"
+        )
+        _check_band(
+            "sequence-tis-clip",
+            self.sequence_tis_clip_low,
+            self.sequence_tis_clip,
+            upper="sequence-tis-clip",
+            lower="sequence-tis-clip-low",
+        )
+        _check_band("geometric-mask", self.geometric_mask_low, self.geometric_mask_high)
+        expect(
+            self.veto_threshold < 1,
+            f"--veto-threshold is {self.veto_threshold}; it must be below 1",
+        )
+        parse_rejection_rules(self.rejection_rules)
+        expect(
+            self.custom_tis_function_path is None or self.use_tis or self.get_mismatch_metrics,
+            f"--custom-tis-function-path {self.custom_tis_function_path} would never run; "
+            "add --use-tis (or --get-mismatch-metrics for its metrics alone)",
+        )
+        expect(
+            not (self.use_tis and self.use_rollout_logprobs),
+            "--use-tis with --use-rollout-logprobs: the old policy is then the rollout policy and every "
+            "weight is 1; drop one of the two",
+        )
+
+    def hook_names(self) -> list[str]:
+        """Import paths of the corrections, in order; the vanilla one when none is named."""
+        path = self.custom_tis_function_path or "plugin.ppo_utils.vanilla_tis_function"
+        return [part.strip() for part in path.split(",") if part.strip()]
+
+
+@dataclass(frozen=True)
+class RegularizerFlags(FlagGroup):
+    title: ClassVar[str] = "regularisers"
+
+    use_rollout_kl_loss: bool = flag(False, "add a KL between the current and the rollout policy")
+    rollout_kl_loss_coef: float = flag(0.0, "its coefficient; 0 = metric only", at_least=0)
+    rollout_kl_estimator_type: KlEstimatorName = flag("k2", "its estimator")
+    rollout_kl_scope: Literal["all", "kept"] = flag(
+        "all", "over every token, or those the loss keeps"
+    )
+    use_kl_loss: bool = flag(False, "add a KL to the reference policy")
+    kl_loss_coef: float = flag(0.0, "its coefficient; 0 = metric only", at_least=0)
+    kl_loss_type: ReferenceKlName = flag("k1", "its estimator (low_var_kl is another name of k3)")
+    use_unbiased_kl: bool = flag(False, "weight the reference KL by exp(cur - train)")
+    entropy_coef: float = flag(0.0, "entropy bonus", at_least=0)
+
+    def check(self) -> None:
+        for switch, coefficient in (
+            ("use_rollout_kl_loss", "rollout_kl_loss_coef"),
+            ("use_kl_loss", "kl_loss_coef"),
+        ):
+            value = getattr(self, coefficient)
+            if value and not getattr(self, switch):
+                option = switch.replace("_", "-")
+                raise ConfigError(
+                    f"--{coefficient.replace('_', '-')} is {value} but --{option} is off, so it would "
+                    f"do nothing; add --{option}"
+                )
+
+
+@dataclass(frozen=True)
+class AdvantageFlags(FlagGroup):
+    title: ClassVar[str] = "advantages"
+
+    advantage_estimator: Literal[
+        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
+    ] = flag("grpo", "how rewards become advantages")
+    grpo_std_normalization: bool = flag(True, "grpo: divide by the group's standard deviation")
+    normalize_advantages: bool = flag(False, "whiten advantages over the whole batch")
+    gamma: float = flag(1.0, "discount", at_least=0)
+    lambd: float = flag(1.0, "GAE lambda", at_least=0)
+
+    def check(self) -> None:
+        for name in ("gamma", "lambd"):
+            expect(
+                getattr(self, name) <= 1,
+                f"--{name} is {getattr(self, name)}; it must lie in [0, 1]",
+            )
+
+
+@dataclass(frozen=True)
+class NormalizationFlags(FlagGroup):
+    title: ClassVar[str] = "loss normalisation"
+
+    loss_denominator: Literal["original", "kept"] = flag(
+        "original", "whether rejected tokens stay in the denominator of the policy loss"
+    )
+    calculate_per_token_loss: bool | None = flag(
+        None, "one global token denominator; none = on for icepop, dppo_tv, dppo, ipo_kl, else off"
+    )
+    validate_batch: Literal["auto", "always", "never"] = flag(
+        "auto", "check values inside the loss; auto = where reading them does not stall a GPU"
+    )
+
+
+@dataclass(frozen=True)
+class LossConfig(
+    PolicyLossFlags, CorrectionFlags, RegularizerFlags, AdvantageFlags, NormalizationFlags
+):
+    """Everything `policy_loss_function` reads."""
+
+    def check(self) -> None:
+        self._check_correction_fits_loss()
+        self._check_kept_denominator()
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the loss has one global token denominator."""
+        if self.calculate_per_token_loss is None:
+            return self.policy_loss in ROLLOUT_LOSSES
+        return self.calculate_per_token_loss
+
+    def needs_rollout_log_probs(self) -> list[str]:
+        """The features in use that cannot work without the engine's log-probs."""
+        wanted = {
+            f"--policy-loss {self.policy_loss}": self.policy_loss in ROLLOUT_LOSSES,
+            "--use-tis": self.use_tis,
+            "--use-rollout-kl-loss": self.use_rollout_kl_loss,
+            "--use-rollout-logprobs": self.use_rollout_logprobs,
+            "--get-mismatch-metrics": self.get_mismatch_metrics,
+        }
+        return [name for name, needed in wanted.items() if needed]
+
+    def require_rollout_log_probs(self, available: bool) -> None:
+        """Fail at once where a feature would otherwise be silently inert."""
+        needing = self.needs_rollout_log_probs()
+        if needing and not available:
+            raise ConfigError(
+                f"{', '.join(needing)} needs rollout_log_probs and the batch has none; make the engine "
+                "return the log-prob of every sampled token, or turn the feature off"
+            )
+
+    def _check_correction_fits_loss(self) -> None:
+        if not self.use_tis:
+            return
+        expect(
+            self.policy_loss not in ROLLOUT_LOSSES,
+            f"--use-tis with --policy-loss {self.policy_loss}: that loss already compares the current "
+            "policy with the rollout policy, so the mismatch would be counted twice; drop --use-tis",
+        )
+        doubled = [name for name in self.hook_names() if _is_off_policy_is(name)]
+        if doubled and self.policy_loss in RATIO_LOSSES:
+            message = (
+                f"{doubled[0]} on --policy-loss {self.policy_loss} counts pi_theta/pi_old twice and is "
+                "right only for the first update on a rollout"
+            )
+            if not self.allow_biased_correction:
+                raise ConfigError(
+                    f"{message}; use --policy-loss reinforce, or insist with --allow-biased-correction"
+                )
+            warnings.warn(message, stacklevel=2)
+
+    def _check_kept_denominator(self) -> None:
+        regularised = {
+            "--kl-loss-coef": self.kl_loss_coef,
+            "--rollout-kl-loss-coef": self.rollout_kl_loss_coef,
+            "--entropy-coef": self.entropy_coef,
+        }
+        active = [name for name, value in regularised.items() if value]
+        expect(
+            not (self.loss_denominator == "kept" and self.per_token and active),
+            f"--loss-denominator kept with a global token denominator and {', '.join(active)}: the two "
+            "terms would need two denominators; use --no-calculate-per-token-loss or the original one",
+        )
+
+
+def _is_off_policy_is(path: str) -> bool:
+    return path.replace(":", ".").rsplit(".", 1)[-1] == "off_policy_is_function"
+
+
+def _check_band(
+    name: str, low: float, high: float, *, lower: str | None = None, upper: str | None = None
+) -> None:
+    lower, upper = lower or f"{name}-low", upper or f"{name}-high"
+    expect(
+        low < high, f"--{lower} is {low} and --{upper} is {high}; the lower must be below the upper"
+    )

@@ -1,0 +1,29 @@
+"""From tokens to one scalar: policy losses, regularisers, loadable corrections, in pure torch."""
+
+from plugin.loss.hook_loading import load_function, load_hook
+from plugin.loss.interfaces import (
+    CorrectionHook,
+    LossInputs,
+    LossOutputs,
+    PolicyTerm,
+    RegularizerTerm,
+    TokenMetric,
+)
+from plugin.loss.policy_loss import compute_loss, loss_inputs, policy_loss_function, reduce_loss
+from plugin.loss.policy_losses import POLICY_LOSSES
+
+__all__ = [
+    "POLICY_LOSSES",
+    "CorrectionHook",
+    "LossInputs",
+    "LossOutputs",
+    "PolicyTerm",
+    "RegularizerTerm",
+    "TokenMetric",
+    "compute_loss",
+    "load_function",
+    "load_hook",
+    "loss_inputs",
+    "policy_loss_function",
+    "reduce_loss",
+]

@@ -1,0 +1,106 @@
+"""What goes into a loss and what comes out of it.
+
+Everything is flat over the local response tokens of a microbatch (T of them). Two samples with responses of
+3 and 2 tokens, the second token of the first one masked:
+
+    mask           [True, False, True, True, True]
+    cur_log_probs  [c00,  0.0,   c02,  c10,  c11]     masked positions are neutralised to 0
+    shards         local_lengths [3, 2], sample_index [0, 0, 0, 1, 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from plugin.ppo_utils.sequence_shards import SequenceShards
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """All per-token inputs of a loss, float32, 0 where masked.
+
+    mask: [T] bool, the original loss mask
+    cur_log_probs: [T] with gradient; train_log_probs, advantages: [T] without
+    rollout_log_probs, ref_log_probs, teacher_log_probs: [T] without gradient, or None
+    entropy: [T] or None; carries a gradient only if its coefficient is not 0
+    loss_masks: the full-response masks, one per sample, as hooks receive them
+    """
+
+    mask: Tensor
+    shards: SequenceShards
+    cur_log_probs: Tensor
+    train_log_probs: Tensor
+    advantages: Tensor
+    loss_masks: Sequence[Tensor]
+    total_lengths: Sequence[int]
+    rollout_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+
+    def require_rollout(self) -> Tensor:
+        """rollout_log_probs [T]; set-up has checked that they are there for whoever needs them."""
+        assert self.rollout_log_probs is not None
+        return self.rollout_log_probs
+
+    def per_sample(self, values: Tensor) -> list[Tensor]:
+        """A flat tensor [T] as one tensor per sample."""
+        return list(values.split(self.shards.local_lengths))
+
+
+@dataclass(frozen=True)
+class TokenMetric:
+    """A per-token quantity [T] and the tokens it is a mean over (bool [T])."""
+
+    values: Tensor
+    over: Tensor
+
+
+@dataclass(frozen=True)
+class PolicyTerm:
+    """A policy loss per token [T], the tokens it keeps (bool [T]) and metrics over the original mask."""
+
+    loss: Tensor
+    kept: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RegularizerTerm:
+    """A regulariser per token [T]; it enters the loss as coefficient * value."""
+
+    name: str
+    coefficient: float
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """Everything a caller needs to reduce: the per-token terms and the per-token metrics."""
+
+    policy: PolicyTerm
+    regularizers: tuple[RegularizerTerm, ...]
+    metrics: dict[str, TokenMetric]
+
+
+class CorrectionHook(Protocol):
+    """A loadable correction; see `plugin.ppo_utils.corrections` for the meaning of the arguments."""
+
+    def __call__(
+        self,
+        args: Any,
+        *,
+        pg_loss: Tensor,
+        train_log_probs: Sequence[Tensor],
+        rollout_log_probs: Sequence[Tensor],
+        loss_masks: Sequence[Tensor],
+        cur_log_probs: Sequence[Tensor],
+        advantages: Sequence[Tensor],
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        **kwargs: Any,
+    ) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]: ...

@@ -1,0 +1,67 @@
+"""Which denominator, over which tokens.
+
+Every loss here is a weighted mean over the tokens of the whole global batch,
+
+    loss = sum_t w_t l_t / sum_t w_t,
+
+with w_t = 1 for one global token denominator, and w_t = 1 / (tokens of the sample) for a mean of sample means.
+The weights depend on the original masks alone, so that sum_t w_t is known before the step, is the number
+of tokens or of samples that carry loss, and does not depend on how the batch was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from plugin.ppo_utils.sequence_shards import SequenceShards
+
+Reducer = Callable[[Tensor], Tensor]
+
+
+def sample_denominators(
+    loss_masks: Sequence[Tensor], mask_sums: Sequence[Tensor | float] | None = None
+) -> Tensor:
+    """[N] float32: the token count that each sample is divided by, at least 1.
+
+    `mask_sums` overrides the sample's own count, e.g. with the count of all samples of one rollout.
+    """
+    if mask_sums is not None:
+        counts = torch.stack([torch.as_tensor(value, dtype=torch.float32) for value in mask_sums])
+    elif loss_masks:
+        counts = torch.stack([(mask != 0).sum() for mask in loss_masks]).float()
+    else:
+        counts = torch.zeros(0)
+    return counts.clamp(min=1)
+
+
+def token_weights(
+    shards: SequenceShards,
+    mask: Tensor,
+    loss_masks: Sequence[Tensor],
+    *,
+    per_token: bool,
+    mask_sums: Sequence[Tensor | float] | None = None,
+) -> Tensor:
+    """w_t [T], 0 where masked."""
+    if per_token:
+        return mask.float()
+    denominators = sample_denominators(loss_masks, mask_sums).to(shards.device)
+    return torch.where(mask, 1.0 / shards.per_token(denominators), 0.0)
+
+
+def weighted_sum(weights: Tensor) -> Reducer:
+    """The reducer sum_t w_t x_t; a token of weight 0 is not computed with."""
+
+    def reduce(values: Tensor) -> Tensor:
+        return (torch.where(weights > 0, values, 0.0) * weights).sum()
+
+    return reduce
+
+
+def kept_token_scale(kept: Tensor, mask: Tensor, shards: SequenceShards) -> Tensor:
+    """[T]: turns a mean over a sample's original tokens into a mean over its kept ones."""
+    kept_count, count = shards.sequence_sums(kept, mask)
+    return shards.per_token(count / kept_count.clamp(min=1))

@@ -1,0 +1,246 @@
+"""policy_loss_function: from logits and a batch to one scalar and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugin.config import LossConfig
+from plugin.config.foreign_namespace import loss_config_of
+from plugin.errors import BatchError, ConfigError
+from plugin.loss.hook_calling import apply_hooks
+from plugin.loss.interfaces import LossInputs, LossOutputs, TokenMetric
+from plugin.loss.normalization import Reducer, kept_token_scale
+from plugin.loss.policy_losses import POLICY_LOSSES
+from plugin.loss.regularizers import regularizer_terms, token_entropy
+from plugin.loss.response_rows import response_rows, response_tokens
+from plugin.loss.value_checks import check_log_ratio, check_values
+from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
+from plugin.ppo_utils.kl_estimators import k3
+from plugin.ppo_utils.masked_ops import neutralised
+from plugin.ppo_utils.parallel_context import current_parallel_context
+from plugin.ppo_utils.sequence_shards import SequenceShards
+
+_OPTIONAL_LOG_PROBS = ("rollout_log_probs", "ref_log_probs", "teacher_log_probs")
+
+
+def policy_loss_function(
+    args: Any, batch: Mapping[str, Any], logits: Tensor, sum_of_sample_mean: Reducer
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of one microbatch and its metrics, with the signature slime calls.
+
+    args: any namespace with our flag names; missing flags take their defaults
+    batch: unconcat_tokens, total_lengths, response_lengths, loss_masks, advantages, and as needed
+        rollout_log_probs, log_probs (the trainer's), ref_log_probs, teacher_log_probs
+    logits: [1, T, V/tp] or [T, V/tp], samples packed one after the other
+    sum_of_sample_mean: reduces per-token values [R] (already 0 where masked) to a scalar
+    """
+    config = loss_config_of(args)
+    config.require_rollout_log_probs(batch.get("rollout_log_probs") is not None)
+    cur, entropy = log_probs_of_responses(config, batch, logits)
+    inputs = loss_inputs(config, batch, cur, entropy)
+    outputs = compute_loss(args, config, inputs)
+    loss, metrics = reduce_loss(config, inputs, outputs, sum_of_sample_mean)
+    return _attached(loss, logits), metrics
+
+
+def log_probs_of_responses(
+    config: LossConfig, batch: Mapping[str, Any], logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy [R] of the local response tokens at the rollout temperature."""
+    # The vocabulary-parallel kernel needs torch alone; it sits with the backend because it is built there.
+    from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
+
+    rows_logits = logits.squeeze(0) if logits.dim() == 3 else logits
+    if rows_logits.dim() != 2:
+        raise BatchError(f"logits have shape {tuple(logits.shape)}; expected [1, T, V] or [T, V]")
+    shards = _shards(batch, logits.device)
+    rows = response_rows(shards, batch["total_lengths"]).to(logits.device)
+    if (
+        rows.numel()
+        and int(sum(batch["total_lengths"])) > rows_logits.shape[0] * shards.context.cp_size
+    ):
+        raise BatchError(
+            f"logits have {rows_logits.shape[0]} rows but the samples have {sum(batch['total_lengths'])} "
+            "tokens; pack the samples in the order of total_lengths"
+        )
+    targets = torch.zeros(rows_logits.shape[0], dtype=torch.int64, device=logits.device)
+    targets[rows] = response_tokens(shards, batch["unconcat_tokens"])
+    log_probs, entropy = log_probs_and_entropy(
+        rows_logits,
+        targets,
+        group=shards.context.tp_group,
+        temperature=config.rollout_temperature,
+        entropy_grad=config.entropy_coef != 0,
+    )
+    assert entropy is not None
+    return log_probs[rows], entropy[rows]
+
+
+def loss_inputs(
+    config: LossConfig,
+    batch: Mapping[str, Any],
+    cur_log_probs: Tensor,
+    entropy: Tensor | None = None,
+) -> LossInputs:
+    """Flatten, check and neutralise the per-token fields of a batch around `cur_log_probs` [R]."""
+    shards = _shards(batch, cur_log_probs.device)
+    mask = shards.local_mask(_checked_masks(batch["loss_masks"], shards))
+    if mask.numel() != cur_log_probs.numel():
+        raise BatchError(
+            f"cur_log_probs has {cur_log_probs.numel()} tokens but the samples have {mask.numel()} local ones"
+        )
+    raw: dict[str, Tensor | None] = {"cur_log_probs": cur_log_probs}
+    raw["advantages"] = _flat("advantages", batch["advantages"], shards)
+    for name in _OPTIONAL_LOG_PROBS:
+        raw[name] = _flat(name, batch.get(name), shards)
+    train = raw["rollout_log_probs"] if config.use_rollout_logprobs else None
+    train = train if train is not None else _flat("log_probs", batch.get("log_probs"), shards)
+    raw["train_log_probs"] = cur_log_probs.detach() if train is None else train
+    if config.validate_batch == "always" or (
+        config.validate_batch == "auto" and cur_log_probs.device.type == "cpu"
+    ):
+        _check_numbers(raw, mask, shards)
+    if config.teacher_tau and raw["teacher_log_probs"] is None:
+        raise ConfigError(
+            f"--teacher-tau is {config.teacher_tau} but the batch has no teacher_log_probs; give a teacher"
+        )
+    clean = {
+        name: None if value is None else neutralised(value, mask) for name, value in raw.items()
+    }
+    return LossInputs(
+        mask=mask,
+        shards=shards,
+        loss_masks=batch["loss_masks"],
+        total_lengths=batch["total_lengths"],
+        entropy=None if entropy is None else token_entropy(entropy, mask, config),
+        **clean,  # type: ignore[arg-type]
+    )
+
+
+def compute_loss(args: Any, config: LossConfig, inputs: LossInputs) -> LossOutputs:
+    """Policy loss, corrections and regularisers per token; `args` is what hooks receive."""
+    term = POLICY_LOSSES[config.policy_loss](inputs, config)
+    if config.use_tis:
+        term = apply_hooks(args, config.hook_names(), term, inputs)
+    elif config.get_mismatch_metrics:
+        with torch.no_grad():
+            observed = apply_hooks(args, config.hook_names(), term, inputs)
+        term.metrics.update(
+            {key: observed.metrics[key] for key in observed.metrics.keys() - term.metrics}
+        )
+    metrics = {
+        name: TokenMetric(value.detach(), inputs.mask) for name, value in term.metrics.items()
+    }
+    metrics.update(_comparison_metrics(config, inputs, term.kept))
+    return LossOutputs(term, regularizer_terms(inputs, config, term.kept), metrics)
+
+
+def reduce_loss(
+    config: LossConfig, inputs: LossInputs, outputs: LossOutputs, reduce: Reducer
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Reduce every term with the caller's reducer, over the original masks."""
+    policy = outputs.policy.loss
+    if config.loss_denominator == "kept":
+        if config.per_token:
+            raise ConfigError(
+                "--loss-denominator kept with a global token denominator: only the backend's own step can "
+                "count the kept tokens of all microbatches; use --no-calculate-per-token-loss here"
+            )
+        policy = policy * kept_token_scale(outputs.policy.kept, inputs.mask, inputs.shards)
+    pg_loss = reduce(policy)
+    loss, metrics = pg_loss, {}
+    for term in outputs.regularizers:
+        reduced = reduce(term.values)
+        if term.coefficient:
+            loss = loss + term.coefficient * reduced
+        metrics[term.name] = _detached(reduced, policy)
+    for name, metric in outputs.metrics.items():
+        metrics[name] = _detached(reduce(torch.where(metric.over, metric.values, 0.0)), policy)
+    metrics["pg_loss"] = _detached(pg_loss, policy)
+    metrics["loss"] = _detached(loss, policy)
+    return loss, metrics
+
+
+def _comparison_metrics(
+    config: LossConfig, inputs: LossInputs, kept: Tensor
+) -> dict[str, TokenMetric]:
+    """How far the three policies are from each other."""
+    mask, cur = inputs.mask, inputs.cur_log_probs.detach()
+    cur_over_train = log_ratio(cur, inputs.train_log_probs, mask)
+    metrics = {
+        "ppo_kl": TokenMetric(-cur_over_train, mask),
+        "ois": TokenMetric(safe_exp(cur_over_train), mask),
+    }
+    if inputs.teacher_log_probs is not None:
+        metrics["teacher_kl"] = TokenMetric(log_ratio(cur, inputs.teacher_log_probs, mask), mask)
+    if inputs.rollout_log_probs is None:
+        return metrics
+    train_over_rollout = log_ratio(inputs.train_log_probs, inputs.rollout_log_probs, mask)
+    mismatch = k3(log_ratio(inputs.rollout_log_probs, cur, mask))
+    metrics |= {
+        "train_rollout_logprob_abs_diff": TokenMetric(train_over_rollout.abs(), mask),
+        "mismatch_kl": TokenMetric(mismatch, mask),
+        "masked_mismatch_kl": TokenMetric(mismatch, mask & ~kept),
+        "unmasked_mismatch_kl": TokenMetric(mismatch, kept),
+    }
+    return metrics
+
+
+def _shards(batch: Mapping[str, Any], device: torch.device) -> SequenceShards:
+    return SequenceShards.of(
+        batch["total_lengths"], batch["response_lengths"], device, current_parallel_context()
+    )
+
+
+def _checked_masks(loss_masks: Sequence[Tensor], shards: SequenceShards) -> Sequence[Tensor]:
+    lengths = [mask.numel() for mask in loss_masks]
+    if lengths != list(shards.response_lengths):
+        raise BatchError(
+            f"loss_masks have lengths {lengths} but the responses {list(shards.response_lengths)}; give one mask "
+            "per sample, as long as its whole response"
+        )
+    return loss_masks
+
+
+def _flat(name: str, values: Sequence[Tensor] | None, shards: SequenceShards) -> Tensor | None:
+    if values is None:
+        return None
+    lengths = [value.numel() for value in values]
+    if lengths != shards.local_lengths:
+        raise BatchError(
+            f"{name} has lengths {lengths} but the local responses {shards.local_lengths}; give one tensor per "
+            "sample with one value per response token"
+        )
+    flat = torch.cat([value.reshape(-1) for value in values]) if values else torch.zeros(0)
+    return flat.detach().to(device=shards.device, dtype=torch.float32)
+
+
+def _check_numbers(raw: Mapping[str, Tensor | None], mask: Tensor, shards: SequenceShards) -> None:
+    check_values(raw, mask, shards)
+    cur, rollout, train = (
+        raw[name] for name in ("cur_log_probs", "rollout_log_probs", "train_log_probs")
+    )
+    assert cur is not None and train is not None
+    check_log_ratio("cur_log_probs", "train_log_probs", cur.detach() - train, mask, shards)
+    if rollout is not None:
+        check_log_ratio("cur_log_probs", "rollout_log_probs", cur.detach() - rollout, mask, shards)
+
+
+def _detached(value: Tensor, like: Tensor) -> Tensor:
+    """A metric without graph; reducers of other frameworks answer 0 (an int) for an empty batch."""
+    return value.detach().clone() if isinstance(value, Tensor) else like.new_zeros(())
+
+
+def _attached(loss: Tensor, logits: Tensor) -> Tensor:
+    """`loss`, connected to `logits` even when no token contributed.
+
+    Every rank must run backward through the model: a loss without a graph would make this rank skip the
+    collectives that the others wait in. An empty slice has the value 0 and a zero gradient whatever the logits hold.
+    """
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        return loss
+    return loss + logits.reshape(-1)[:0].sum().float()

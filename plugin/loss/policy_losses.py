@@ -1,0 +1,181 @@
+"""The policy losses: one small function each, from `LossInputs` to a `PolicyTerm`.
+
+Notation: cur, train, rollout are log-probs; r is a ratio; A the advantage; sg the stop-gradient. Inputs are 0
+where masked, so every per-token loss is 0 there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from plugin.config import LossConfig
+from plugin.loss.interfaces import LossInputs, PolicyTerm
+from plugin.ppo_utils.importance_ratio import (
+    EDGE_TOLERANCE,
+    clipped_ratio,
+    geometric_log_ratio,
+    inside_band,
+    log_bound,
+    log_ratio,
+    probability_difference,
+    safe_exp,
+)
+
+
+def ppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """max(-r A, -clip(r, 1 - eps, 1 + eps_high) A), r = exp(cur - train); dual clip for A < 0."""
+    return _clipped_surrogate(_cur_over_train(inputs), inputs, config)
+
+
+def gspo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """PPO's clip on the sequence ratio exp(mean(cur - train)); each token passes its own gradient."""
+    token_log_r = _cur_over_train(inputs)
+    sequence_log_r = geometric_log_ratio(token_log_r, inputs.mask, inputs.shards)
+    # The value is the sequence's, the gradient the token's: no gradient has to cross a collective.
+    straight_through = inputs.cur_log_probs - inputs.cur_log_probs.detach()
+    return _clipped_surrogate(
+        inputs.shards.per_token(sequence_log_r) + straight_through, inputs, config
+    )
+
+
+def reinforce(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """-A cur: the base on which `off_policy_is_function` is unbiased."""
+    loss = -inputs.advantages * inputs.cur_log_probs
+    return PolicyTerm(loss, inputs.mask, {"pg_clipfrac": torch.zeros_like(inputs.advantages)})
+
+
+def cispo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """-sg(clip(r, 1 - eps, 1 + eps_high)) A cur, r = exp(cur - train): gradient only through cur."""
+    low, high = _clip_bounds(config)
+    log_r = _cur_over_train(inputs).detach()
+    weight = clipped_ratio(log_r, low, high)
+    loss = -weight * inputs.advantages * inputs.cur_log_probs
+    return PolicyTerm(loss, inputs.mask, {"pg_clipfrac": (~inside_band(log_r, low, high)).float()})
+
+
+def sapo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """-sigmoid(tau (r - 1)) 4 / tau A: a soft gate in place of the clip, steeper for A <= 0."""
+    ratio = safe_exp(_cur_over_train(inputs))
+    positive = inputs.advantages > 0
+    tau = torch.where(positive, config.sapo_tau_pos, config.sapo_tau_neg)
+    gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    closed = (gate.detach() * tau / 4 - 0.5).abs() > 0.45
+    return PolicyTerm(-gate * inputs.advantages, inputs.mask, {"pg_clipfrac": closed.float()})
+
+
+def icepop(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """-keep A r with keep = low <= r <= high, r = exp(cur - rollout); dropped, not clipped."""
+    log_r = _cur_over_rollout(inputs)
+    low, high = config.icepop_ratio_low, config.icepop_ratio_high
+    return _masked_surrogate(inputs, config, log_r, *_outside_ratio_band(log_r, low, high))
+
+
+def dppo_tv(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """-keep A r with keep = -low <= pi_cur - pi_rollout <= high; symmetric, whatever the sign of A."""
+    log_r = _cur_over_rollout(inputs)
+    difference = _probability_shift(inputs)
+    too_low = difference < -config.dppo_diff_low - EDGE_TOLERANCE
+    too_high = difference > config.dppo_diff_high + EDGE_TOLERANCE
+    return _masked_surrogate(inputs, config, log_r, too_low, too_high, cap=config.dppo_ratio_cap)
+
+
+def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """-keep A r + kl_tau log(r)^2; drops A > 0 that rose too far and A <= 0 that fell too far."""
+    log_r = _cur_over_rollout(inputs)
+    difference = _probability_shift(inputs)
+    positive = inputs.advantages > 0
+    too_high = positive & (difference > config.dppo_mask_high + EDGE_TOLERANCE)
+    too_low = ~positive & (difference < -config.dppo_mask_low - EDGE_TOLERANCE)
+    term = _masked_surrogate(inputs, config, log_r, too_low, too_high)
+    return PolicyTerm(term.loss + config.kl_tau * log_r.square(), term.kept, term.metrics)
+
+
+def ipo_kl(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """keep (-A r + kl_tau log(r)^2) with IcePop's band: the penalty acts on kept tokens only."""
+    log_r = _cur_over_rollout(inputs)
+    outside = _outside_ratio_band(log_r, config.ipo_ratio_low, config.ipo_ratio_high)
+    term = _masked_surrogate(inputs, config, log_r, *outside)
+    penalty = torch.where(term.kept, config.kl_tau * log_r.square(), 0.0)
+    return PolicyTerm(term.loss + penalty, term.kept, term.metrics)
+
+
+POLICY_LOSSES: dict[str, Callable[[LossInputs, LossConfig], PolicyTerm]] = {
+    "ppo": ppo,
+    "reinforce": reinforce,
+    "cispo": cispo,
+    "gspo": gspo,
+    "icepop": icepop,
+    "dppo_tv": dppo_tv,
+    "dppo": dppo,
+    "ipo_kl": ipo_kl,
+    "sapo": sapo,
+}
+
+
+def _cur_over_train(inputs: LossInputs) -> Tensor:
+    return log_ratio(inputs.cur_log_probs, inputs.train_log_probs, inputs.mask)
+
+
+def _cur_over_rollout(inputs: LossInputs) -> Tensor:
+    return log_ratio(inputs.cur_log_probs, inputs.require_rollout(), inputs.mask)
+
+
+def _probability_shift(inputs: LossInputs) -> Tensor:
+    return probability_difference(inputs.cur_log_probs, inputs.require_rollout(), inputs.mask)
+
+
+def _clip_bounds(config: LossConfig) -> tuple[float, float]:
+    return max(0.0, 1.0 - config.eps_clip), 1.0 + config.clip_high
+
+
+def _clipped_surrogate(log_r: Tensor, inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    ratio = safe_exp(log_r)
+    low, high = _clip_bounds(config)
+    unclipped = -ratio * inputs.advantages
+    clipped = -ratio.clamp(low, high) * inputs.advantages
+    loss = torch.maximum(unclipped, clipped)
+    if config.eps_clip_c is not None:
+        bounded = torch.minimum(loss, -config.eps_clip_c * inputs.advantages)
+        loss = torch.where(inputs.advantages < 0, bounded, loss)
+    return PolicyTerm(loss, inputs.mask, {"pg_clipfrac": (clipped > unclipped).float()})
+
+
+def _outside_ratio_band(log_r: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    outside = ~inside_band(log_r, low, high)
+    below = log_r.detach() < log_bound(low)
+    return outside & below, outside & ~below
+
+
+def _masked_surrogate(
+    inputs: LossInputs,
+    config: LossConfig,
+    log_r: Tensor,
+    too_low: Tensor,
+    too_high: Tensor,
+    cap: float | None = None,
+) -> PolicyTerm:
+    """-A r on the tokens that are neither too low nor too high, A scaled and joined by the teacher."""
+    kept = inputs.mask & ~(too_low | too_high)
+    # Selecting the log-ratio before exp keeps a dropped token's huge ratio out of value and gradient.
+    ratio = safe_exp(torch.where(kept, log_r, 0.0))
+    if cap is not None:
+        ratio = ratio.clamp(max=cap)
+    loss = torch.where(kept, -_guided_advantages(inputs, config) * ratio, 0.0)
+    metrics = {
+        "is_masked": (inputs.mask & ~kept).float(),
+        "is_masked_low": (inputs.mask & too_low).float(),
+        "is_masked_high": (inputs.mask & too_high).float(),
+    }
+    return PolicyTerm(loss, kept, metrics)
+
+
+def _guided_advantages(inputs: LossInputs, config: LossConfig) -> Tensor:
+    """adv_tau A + teacher_tau sg(teacher - cur)."""
+    advantages = config.adv_tau * inputs.advantages
+    if config.teacher_tau and inputs.teacher_log_probs is not None:
+        gap = inputs.teacher_log_probs - inputs.cur_log_probs.detach()
+        advantages = advantages + config.teacher_tau * gap
+    return advantages

@@ -1,0 +1,208 @@
+"""Advantage estimators: from one reward per sample to one advantage per token.
+
+Group estimators work on `rewards` [N] with `group_index` [N] (samples of one prompt share an index) and return
+[N]; `spread_over_tokens` gives every token of a sample its value. Token estimators (REINFORCE++, GAE) work on
+lists of 1-D tensors, one per sample; only unmasked tokens count as steps, so tool output between two turns
+is no step of the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plugin.errors import BatchError
+
+_SCAN_BLOCK = 128
+
+
+def grpo_advantages(
+    rewards: Tensor, group_index: Tensor, *, std_normalization: bool = True, epsilon: float = 1e-6
+) -> Tensor:
+    """(reward - group mean) / (group std + epsilon) [N]; without std, only the difference.
+
+    The standard deviation is the unbiased one; a group of one has advantage 0.
+    """
+    centred = rewards.float() - _group_mean(rewards, group_index)
+    if not std_normalization:
+        return centred
+    count = _group_sum(torch.ones_like(centred), group_index)
+    variance = _group_sum(centred.square(), group_index) / (count - 1).clamp(min=1)
+    return centred / (variance.sqrt() + epsilon)
+
+
+def rloo_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
+    """reward - mean reward of the other members of its group [N]; a group of one has advantage 0."""
+    rewards = rewards.float()
+    count = _group_sum(torch.ones_like(rewards), group_index)
+    others = (_group_sum(rewards, group_index) - rewards) / (count - 1).clamp(min=1)
+    return torch.where(count > 1, rewards - others, 0.0)
+
+
+def reinforce_plus_plus_returns(
+    rewards: Tensor,
+    loss_masks: Sequence[Tensor],
+    *,
+    gamma: float = 1.0,
+    kl: Sequence[Tensor] | None = None,
+    kl_coef: float = 0.0,
+) -> list[Tensor]:
+    """Discounted returns per token: the reward arrives at the last unmasked token, the KL at each."""
+    _check_count("loss_masks", loss_masks, rewards)
+    results = []
+    for i, (reward, mask) in enumerate(zip(rewards.float(), loss_masks, strict=True)):
+        steps = mask.nonzero().flatten()
+        step_rewards = torch.zeros(len(steps), dtype=torch.float32, device=mask.device)
+        if kl is not None and kl_coef:
+            step_rewards -= kl_coef * kl[i].float()[steps]
+        if len(steps):
+            step_rewards[-1] += reward
+        results.append(_at_steps(discounted_suffix_sums(step_rewards, gamma), steps, mask))
+    return results
+
+
+def reinforce_plus_plus_advantages(
+    rewards: Tensor,
+    loss_masks: Sequence[Tensor],
+    *,
+    gamma: float = 1.0,
+    kl: Sequence[Tensor] | None = None,
+    kl_coef: float = 0.0,
+    group: dist.ProcessGroup | None = None,
+) -> list[Tensor]:
+    """REINFORCE++: token returns, whitened over the whole batch."""
+    returns = reinforce_plus_plus_returns(rewards, loss_masks, gamma=gamma, kl=kl, kl_coef=kl_coef)
+    return whiten(returns, loss_masks, group=group)
+
+
+def reinforce_plus_plus_baseline_advantages(
+    rewards: Tensor,
+    group_index: Tensor,
+    loss_masks: Sequence[Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> list[Tensor]:
+    """REINFORCE++-baseline: reward - group mean at every token, whitened over the whole batch."""
+    centred = rewards.float() - _group_mean(rewards, group_index)
+    return whiten(spread_over_tokens(centred, loss_masks), loss_masks, group=group)
+
+
+def gae_advantages(
+    rewards: Tensor,
+    values: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    *,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Generalised advantage estimation; returns (advantages, returns), one tensor per sample.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = sum_k (gamma lambda)^k delta_{t+k}; V is 0 after the end.
+    """
+    _check_count("values", values, rewards)
+    advantages, returns = [], []
+    for reward, value, mask in zip(rewards.float(), values, loss_masks, strict=True):
+        steps = mask.nonzero().flatten()
+        step_values = value.float()[steps]
+        next_values = torch.cat([step_values[1:], step_values.new_zeros(min(1, len(steps)))])
+        delta = gamma * next_values - step_values
+        if len(steps):
+            delta[-1] += reward
+        step_advantages = discounted_suffix_sums(delta, gamma * lambd)
+        advantages.append(_at_steps(step_advantages, steps, mask))
+        returns.append(_at_steps(step_advantages + step_values, steps, mask))
+    return advantages, returns
+
+
+def spread_over_tokens(per_sample: Tensor, loss_masks: Sequence[Tensor]) -> list[Tensor]:
+    """Every unmasked token of sample i gets `per_sample[i]`, masked tokens 0."""
+    _check_count("loss_masks", loss_masks, per_sample)
+    return [
+        torch.where(mask != 0, value, torch.zeros_like(value))
+        for value, mask in zip(per_sample, loss_masks, strict=True)
+    ]
+
+
+def whiten(
+    values: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    *,
+    shift_mean: bool = True,
+    group: dist.ProcessGroup | None = None,
+    epsilon: float = 1e-8,
+) -> list[Tensor]:
+    """Zero mean and unit variance over all unmasked tokens, of every rank of `group` if given.
+
+    The variance is unbiased. Masked tokens are ignored and become 0. `shift_mean=False` keeps the mean.
+    """
+    if len(values) != len(loss_masks):
+        raise BatchError(
+            f"{len(values)} value tensors for {len(loss_masks)} loss masks; give one each"
+        )
+    device = values[0].device if values else torch.device("cpu")
+    kept = [value.double()[mask != 0] for value, mask in zip(values, loss_masks, strict=True)]
+    flat = torch.cat(kept) if kept else torch.zeros(0, dtype=torch.float64, device=device)
+    # Two rounds, mean first: a sum of squares of uncentred values loses the variance to cancellation.
+    total, count = _reduced(torch.stack([flat.sum(), flat.new_tensor(flat.numel())]), group)
+    mean = total / count.clamp(min=1)
+    squares = _reduced((flat - mean).square().sum(), group)
+    scale = (squares / (count - 1).clamp(min=1) + epsilon).rsqrt()
+    offset = 0.0 if shift_mean else mean
+    return [
+        torch.where(mask != 0, ((value.double() - mean) * scale + offset).float(), 0.0)
+        for value, mask in zip(values, loss_masks, strict=True)
+    ]
+
+
+def discounted_suffix_sums(values: Tensor, discount: float) -> Tensor:
+    """y_t = sum over k >= t of discount^(k - t) * values_k [L], in blocks rather than step by step."""
+    result = torch.empty_like(values, dtype=torch.float64)
+    position = torch.arange(_SCAN_BLOCK, dtype=torch.float64, device=values.device)
+    exponent = position[None, :] - position[:, None]
+    weights = torch.where(exponent >= 0, discount ** exponent.clamp(min=0), 0.0)
+    carry = values.new_zeros((), dtype=torch.float64)
+    for start in range((len(values) - 1) // _SCAN_BLOCK * _SCAN_BLOCK, -1, -_SCAN_BLOCK):
+        block = values[start : start + _SCAN_BLOCK].double()
+        n = len(block)
+        carried = carry * discount ** (n - position[:n])
+        result[start : start + n] = weights[:n, :n] @ block + carried
+        carry = result[start]
+    return result.float()
+
+
+def _group_sum(values: Tensor, group_index: Tensor) -> Tensor:
+    groups = int(group_index.max()) + 1 if group_index.numel() else 0
+    sums = torch.zeros(groups, dtype=values.dtype, device=values.device)
+    return sums.index_add_(0, group_index, values)[group_index]
+
+
+def _group_mean(rewards: Tensor, group_index: Tensor) -> Tensor:
+    if rewards.shape != group_index.shape:
+        raise BatchError(
+            f"rewards have shape {tuple(rewards.shape)}, group_index {tuple(group_index.shape)}; "
+            "give one group index per reward"
+        )
+    rewards = rewards.float()
+    return _group_sum(rewards, group_index) / _group_sum(torch.ones_like(rewards), group_index)
+
+
+def _at_steps(step_values: Tensor, steps: Tensor, mask: Tensor) -> Tensor:
+    full = torch.zeros(mask.numel(), dtype=torch.float32, device=mask.device)
+    full[steps] = step_values
+    return full
+
+
+def _check_count(name: str, per_sample: Sequence[Tensor], rewards: Tensor) -> None:
+    if len(per_sample) != rewards.numel():
+        raise BatchError(
+            f"{len(per_sample)} {name} for {rewards.numel()} rewards; give one per sample"
+        )
+
+
+def _reduced(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(value, group=group)
+    return value

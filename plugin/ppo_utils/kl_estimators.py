@@ -1,0 +1,49 @@
+"""Per-token estimators of a KL divergence from the log-probs of one sampled token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from plugin.errors import ConfigError
+from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, log_ratio
+
+
+def k1(difference: Tensor) -> Tensor:
+    """d: unbiased, signed, high variance."""
+    return difference
+
+
+def absolute(difference: Tensor) -> Tensor:
+    """|d|: a bounded-slope penalty."""
+    return difference.abs()
+
+
+def k2(difference: Tensor) -> Tensor:
+    """d^2 / 2: its gradient is d times the score."""
+    return difference.square() / 2
+
+
+def k3(difference: Tensor) -> Tensor:
+    """exp(-d) - 1 + d: unbiased and never negative; bounded in log space so that it stays finite."""
+    bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # expm1 keeps the small values exact: exp(-d) - 1 loses them to cancellation.
+    return torch.expm1(-bounded) + bounded
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": k1,
+    "abs": absolute,
+    "k2": k2,
+    "k3": k3,
+    "low_var_kl": k3,
+}
+
+
+def kl_estimate(log_probs: Tensor, base_log_probs: Tensor, mask: Tensor, kind: str) -> Tensor:
+    """KL per token [T], d = log_probs - base_log_probs, exactly 0 where masked."""
+    if kind not in KL_ESTIMATORS:
+        raise ConfigError(f"KL estimator {kind!r}; choose one of {', '.join(KL_ESTIMATORS)}")
+    return KL_ESTIMATORS[kind](log_ratio(log_probs, base_log_probs, mask))

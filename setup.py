@@ -1,0 +1,49 @@
+"""Package definition of megatron-tis (import name: plugin)."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    for line in (ROOT / "plugin" / "__init__.py").read_text().splitlines():
+        if line.startswith("__version__"):
+            return line.split('"')[1]
+    raise RuntimeError("plugin/__init__.py has no __version__")
+
+
+setup(
+    name="megatron-tis",
+    version=version(),
+    description="Megatron-Core backend plugin for RL post-training with loadable off-policy corrections",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["plugin", "plugin.*"]),
+    package_data={"plugin": ["py.typed"], "plugin.megatron_backend.kernels": ["*.cpp"]},
+    install_requires=["torch>=2.6", "numpy", "pyyaml"],
+    extras_require={
+        "megatron": [
+            "megatron-core>=0.16.1",
+            "mbridge>=0.15.1",
+            "transformers>=5",
+            "einops",
+            "safetensors",
+        ],
+        "job": [
+            "ray[default]>=2.40",
+            "transformers>=5",
+            "tensorboard",
+            "tqdm",
+            "matplotlib",
+            "pyarrow",
+        ],
+        "gpu": ["transformer-engine[pytorch]"],
+        "vllm": ["vllm"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+    },
+    entry_points={"console_scripts": ["megatron-tis = plugin.cli:main"]},
+)
