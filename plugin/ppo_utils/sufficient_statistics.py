@@ -1,0 +1,111 @@
+"""Sums, counts and maxima that can be added over microbatches and ranks without losing exactness.
+
+A mean of means depends on how a batch was cut; a sum and a count do not. Every metric is therefore kept as
+cells of one of two kinds, sums and maxima (a minimum is the maximum of the negated value), in float64,
+and divided only at the very end. A step packs all its cells into one tensor for one collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plugin.ppo_utils.masked_ops import masked_max, masked_sum
+
+
+class StatisticsTable:
+    """Named cells of sums and maxima; a cell is a float64 tensor of any fixed shape (a scalar, a histogram)."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.sums: dict[str, Tensor] = {}
+        self.maxima: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor | float) -> None:
+        """Add to a sum cell."""
+        value = torch.as_tensor(value, device=self.device).detach().double()
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def maximum(self, name: str, value: Tensor | float) -> None:
+        """Raise a maximum cell."""
+        value = torch.as_tensor(value, device=self.device).detach().double()
+        self.maxima[name] = (
+            torch.maximum(self.maxima[name], value) if name in self.maxima else value
+        )
+
+    def add_mean(self, name: str, values: Tensor, over: Tensor) -> None:
+        """Contribute [T] values to the mean `name` over the tokens where `over` is True."""
+        self.add(f"{name}:sum", masked_sum(values.detach(), over))
+        self.add(f"{name}:count", over.sum())
+
+    def add_extremes(self, name: str, values: Tensor, over: Tensor) -> None:
+        """Contribute [T] values to the true maximum and minimum of `name`."""
+        self.maximum(f"{name}:max", masked_max(values.detach(), over))
+        self.maximum(f"{name}:-min", masked_max(-values.detach(), over))
+
+    def merge(self, other: StatisticsTable) -> None:
+        """Take in the cells of another table."""
+        for name, value in other.sums.items():
+            self.add(name, value)
+        for name, value in other.maxima.items():
+            self.maximum(name, value)
+
+    def digest(self) -> int:
+        """A number that is equal on two ranks exactly if they hold the same cells in the same shapes."""
+        described = [(name, tuple(self._cell(name).shape)) for name in self._names()]
+        return int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:6], "big")
+
+    def packed(self) -> Tensor:
+        """All cells in one flat float64 tensor, in the order of their sorted names, sums first."""
+        cells = [self._cell(name).reshape(-1) for name in self._names()]
+        return (
+            torch.cat(cells) if cells else torch.zeros(0, dtype=torch.float64, device=self.device)
+        )
+
+    def reduced(self, group: dist.ProcessGroup | None) -> StatisticsTable:
+        """The table of all ranks of `group` together: one collective. All must hold the same cells."""
+        mine = self.packed()
+        if group is None or group.size() == 1:
+            return self._from_rows(mine[None])
+        rows = mine.new_empty(group.size() * mine.numel())
+        dist.all_gather_into_tensor(rows, mine, group=group)
+        return self._from_rows(rows.view(group.size(), -1))
+
+    def means(self) -> dict[str, float]:
+        """Every pair of `:sum` and `:count` as a mean, every extreme as itself; an empty mean is 0."""
+        values: dict[str, float] = {}
+        for name, total in self.sums.items():
+            if name.endswith(":sum"):
+                base = name.removesuffix(":sum")
+                values[base] = float(total / self.sums[f"{base}:count"].clamp(min=1))
+        for name, value in self.maxima.items():
+            base, _, kind = name.rpartition(":")
+            values[f"{base}_{kind.lstrip('-')}"] = -float(value) if kind[0] == "-" else float(value)
+        return values
+
+    def _names(self) -> list[str]:
+        return [f"+{name}" for name in sorted(self.sums)] + [
+            f"^{name}" for name in sorted(self.maxima)
+        ]
+
+    def _cell(self, prefixed: str) -> Tensor:
+        return (self.sums if prefixed[0] == "+" else self.maxima)[prefixed[1:]]
+
+    def _from_rows(self, rows: Tensor) -> StatisticsTable:
+        table, offset = StatisticsTable("cpu"), 0
+        rows = rows.cpu()
+        for name in self._names():
+            cell = self._cell(name)
+            block = rows[:, offset : offset + cell.numel()]
+            offset += cell.numel()
+            combined = (block.sum(0) if name[0] == "+" else block.amax(0)).reshape(cell.shape)
+            (table.sums if name[0] == "+" else table.maxima)[name[1:]] = combined
+        return table
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """The cells themselves, for writing to a file."""
+        return {"sums": dict(self.sums), "maxima": dict(self.maxima)}
