@@ -1,6 +1,17 @@
 """Configuration: frozen dataclasses are the single source of flags, defaults, help and validation."""
 
 from plugin.config.flags import FlagGroup, flag
+from plugin.config.job_flags import (
+    EMBEDDED_DEFAULTS,
+    BatchingFlags,
+    JobConfig,
+    LaunchFlags,
+    ModelFlags,
+    OptimizerFlags,
+    OutputFlags,
+    ParallelFlags,
+    RolloutFlags,
+)
 from plugin.config.loss_flags import (
     RATIO_LOSSES,
     ROLLOUT_LOSSES,
@@ -14,16 +25,25 @@ from plugin.config.loss_flags import (
 from plugin.config.rejection_rules import RejectionRule, parse_rejection_rules
 
 __all__ = [
+    "EMBEDDED_DEFAULTS",
     "RATIO_LOSSES",
     "ROLLOUT_LOSSES",
     "AdvantageFlags",
+    "BatchingFlags",
     "CorrectionFlags",
     "FlagGroup",
+    "JobConfig",
+    "LaunchFlags",
     "LossConfig",
+    "ModelFlags",
     "NormalizationFlags",
+    "OptimizerFlags",
+    "OutputFlags",
+    "ParallelFlags",
     "PolicyLossFlags",
     "RegularizerFlags",
     "RejectionRule",
+    "RolloutFlags",
     "flag",
     "parse_rejection_rules",
 ]

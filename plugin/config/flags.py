@@ -72,7 +72,7 @@ class FlagGroup:
     @classmethod
     def from_sources(cls, flags: Mapping[str, Any], yaml_file: str | Path | None = None) -> Self:
         """Merge a YAML file (lower) with explicit flags (higher), then validate the result."""
-        merged = _read_yaml(Path(yaml_file)) if yaml_file else {}
+        merged = read_yaml(Path(yaml_file)) if yaml_file else {}
         merged = {key.replace("-", "_"): value for key, value in merged.items()}
         merged.update(flags)
         known = {f.name for f in dataclasses.fields(cls)}
@@ -107,7 +107,8 @@ def _did_you_mean(name: str, known: set[str]) -> str:
     )
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, safe-loaded; an empty file is an empty mapping."""
     import yaml
 
     try:

@@ -1,0 +1,389 @@
+"""Flags of a training job: model, optimizer, parallel sizes, batching, rollouts, launch and output.
+
+`JobConfig` is the loss configuration plus these groups. Parallel sizes keep Megatron's own names.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from plugin.config.flags import FlagGroup, expect, flag, read_yaml
+from plugin.config.loss_flags import LossConfig
+
+DtypeName = Literal["float32", "bfloat16"]
+
+#: What the built-in task uses where the user says nothing; a real model has other needs.
+EMBEDDED_DEFAULTS: dict[str, Any] = {
+    "lr": 3e-3,
+    "rollout_batch_size": 16,
+    "n_samples_per_prompt": 8,
+    "num_rollouts": 60,
+    "max_response_length": 8,
+    "micro_batch_size": 64,
+}
+
+
+@dataclass(frozen=True)
+class ModelFlags(FlagGroup):
+    title: ClassVar[str] = "model"
+
+    hf_checkpoint: str | None = flag(
+        None, "Hugging Face model directory; none = a tiny model built on the spot"
+    )
+    embedded_model: Literal["qwen3", "qwen3_moe", "llama"] = flag(
+        "qwen3", "family of the tiny model that is built without --hf-checkpoint"
+    )
+    ref_hf_checkpoint: str | None = flag(
+        None, "reference policy of --use-kl-loss; none = the weights the run starts from"
+    )
+    teacher_hf_checkpoint: str | None = flag(None, "teacher policy of --teacher-tau")
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = flag(
+        "auto", "Megatron's layers; auto = Transformer Engine where it can run"
+    )
+    train_dtype: DtypeName = flag("float32", "dtype of the trainer's weights and activations")
+    fused_lm_head: bool = flag(
+        False, "compute log-probs in the LM head, without logits of every token"
+    )
+    inplace_logits_grad: bool = flag(
+        False, "write the gradient of the logits over the logits (saves their size in memory)"
+    )
+    use_routing_replay: bool = flag(
+        False, "MoE: the training pass repeats the routes of the trainer's own log-prob pass"
+    )
+    use_rollout_routing_replay: bool = flag(
+        False, "MoE: the trainer repeats the routes that the rollout engine reports"
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
+        "alltoall", "how tokens reach their experts"
+    )
+    moe_router_fusion: bool = flag(False, "fused MoE router; refuses every routing replay")
+
+    def check(self) -> None:
+        expect(
+            not (self.use_routing_replay and self.use_rollout_routing_replay),
+            "--use-routing-replay with --use-rollout-routing-replay: routes can come from one source only; "
+            "drop one of the two",
+        )
+        replay = self.use_routing_replay or self.use_rollout_routing_replay
+        expect(
+            not (self.moe_router_fusion and replay),
+            "--moe-router-fusion with routing replay: the fused router never looks at the replayed routes; "
+            "drop --moe-router-fusion",
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerFlags(FlagGroup):
+    title: ClassVar[str] = "optimizer"
+
+    lr: float = flag(1e-6, "learning rate", above=0)
+    min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = flag(
+        "constant", "from lr to min-lr over the job"
+    )
+    lr_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", at_least=0)
+    weight_decay: float = flag(0.0, "decoupled weight decay", at_least=0)
+    adam_beta1: float = flag(0.9, "Adam beta1", at_least=0)
+    adam_beta2: float = flag(0.98, "Adam beta2", at_least=0)
+    adam_eps: float = flag(1e-8, "Adam epsilon", above=0)
+    clip_grad: float = flag(1.0, "largest gradient norm; 0 = no clipping", at_least=0)
+    use_distributed_optimizer: bool = flag(
+        False, "shard the optimizer state over data parallel ranks"
+    )
+    skip_on_grad_norm: float | None = flag(
+        None, "skip a step whose gradient norm is above this", above=0
+    )
+
+    def check(self) -> None:
+        for name in ("adam_beta1", "adam_beta2"):
+            value = getattr(self, name)
+            expect(value < 1, f"--{name.replace('_', '-')} is {value}; it must lie in [0, 1)")
+        expect(
+            self.min_lr <= self.lr,
+            f"--min-lr is {self.min_lr}, above --lr {self.lr}; lower it",
+        )
+
+
+@dataclass(frozen=True)
+class ParallelFlags(FlagGroup):
+    title: ClassVar[str] = "parallel layout (Megatron's names)"
+
+    tensor_model_parallel_size: int = flag(1, "tensor parallel ranks", at_least=1)
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages", at_least=1)
+    virtual_pipeline_model_parallel_size: int | None = flag(
+        None, "model chunks per pipeline stage (interleaved schedule)", at_least=2
+    )
+    context_parallel_size: int = flag(1, "context parallel ranks", at_least=1)
+    expert_model_parallel_size: int = flag(1, "expert parallel ranks", at_least=1)
+    expert_tensor_parallel_size: int = flag(1, "tensor parallel ranks of an expert", at_least=1)
+    sequence_parallel: bool = flag(False, "split norms and dropouts over tensor parallel ranks")
+
+    def check(self) -> None:
+        expect(
+            self.virtual_pipeline_model_parallel_size is None
+            or self.pipeline_model_parallel_size > 1,
+            f"--virtual-pipeline-model-parallel-size is {self.virtual_pipeline_model_parallel_size} with one "
+            "pipeline stage; raise --pipeline-model-parallel-size or drop it",
+        )
+        expect(
+            not self.sequence_parallel or self.tensor_model_parallel_size > 1,
+            "--sequence-parallel splits the sequence over tensor parallel ranks, and there is only one; "
+            "drop it or raise --tensor-model-parallel-size",
+        )
+
+    @property
+    def smallest_world_size(self) -> int:
+        """The fewest ranks that hold one copy of the model in this layout."""
+        dense = self.tensor_model_parallel_size * self.context_parallel_size
+        expert = self.expert_tensor_parallel_size * self.expert_model_parallel_size
+        return math.lcm(dense, expert) * self.pipeline_model_parallel_size
+
+
+@dataclass(frozen=True)
+class BatchingFlags(FlagGroup):
+    title: ClassVar[str] = "batching and memory"
+
+    micro_batch_size: int = flag(
+        1, "samples per microbatch, unless --max-tokens-per-gpu is set", at_least=1
+    )
+    max_tokens_per_gpu: int | None = flag(
+        None, "token budget of a microbatch: packs samples of different length", at_least=2
+    )
+    num_updates_per_rollout: int = flag(
+        1, "optimizer updates on each rollout batch, each over the whole batch", at_least=1
+    )
+    recompute_granularity: Literal["full", "selective"] | None = flag(None, "activation recompute")
+    recompute_method: Literal["uniform", "block"] | None = flag(
+        None, "which layers full recompute covers"
+    )
+    recompute_num_layers: int | None = flag(None, "layers per recompute unit", at_least=1)
+
+    def check(self) -> None:
+        full = self.recompute_granularity == "full"
+        given = self.recompute_method is not None and self.recompute_num_layers is not None
+        expect(
+            not full or given,
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers; for example "
+            "--recompute-method uniform --recompute-num-layers 1",
+        )
+        expect(
+            full or (self.recompute_method is None and self.recompute_num_layers is None),
+            "--recompute-method and --recompute-num-layers would do nothing; add "
+            "--recompute-granularity full",
+        )
+
+
+@dataclass(frozen=True)
+class RolloutFlags(FlagGroup):
+    title: ClassVar[str] = "rollouts"
+
+    task_path: str | None = flag(
+        None, "task to train on: pkg.mod.Task, pkg.mod:Task or file.py:Task; runs that code"
+    )
+    prompt_data: str | None = flag(
+        None, 'JSONL file, one {"prompt": ..., "answer": ...} per line; needs --hf-checkpoint'
+    )
+    reward_function_path: str | None = flag(
+        None, "fn(response, row) -> float for --prompt-data; none = exact match; runs that code"
+    )
+    apply_chat_template: bool = flag(False, "render --prompt-data through the chat template")
+    rollout_engine: Literal["transformers"] = flag("transformers", "what generates the tokens")
+    num_rollout_engines: int = flag(1, "engine actors; prompts are shared out", at_least=1)
+    rollout_batch_size: int = flag(32, "prompts per rollout", at_least=1)
+    n_samples_per_prompt: int = flag(8, "responses per prompt (one group)", at_least=1)
+    num_rollouts: int = flag(100, "rollout batches to train on", at_least=1)
+    max_prompt_length: int = flag(1024, "longer prompts are an error, in tokens", at_least=1)
+    max_response_length: int = flag(1024, "tokens a response may have", at_least=1)
+    rollout_top_p: float = flag(1.0, "nucleus sampling; 1 = off", above=0)
+    rollout_top_k: int | None = flag(None, "sample among the k likeliest; none = off", at_least=1)
+    return_rollout_log_probs: bool = flag(
+        True, "have the engine report the log-prob of every sampled token"
+    )
+    rollout_dtype: DtypeName = flag("float32", "dtype of the engine's weights")
+    rollout_quantization: Literal["none", "int8"] = flag(
+        "none", "int8 = the engine's linear layers keep 8-bit weights, one scale per output row"
+    )
+    rollout_max_batch: int = flag(256, "responses an engine generates at once", at_least=1)
+    async_rollouts: bool = flag(False, "generate the next rollouts while the trainer trains")
+    max_weight_staleness: int | None = flag(
+        None, "async: drop samples more weight versions old than this; none = 1", at_least=0
+    )
+
+    def check(self) -> None:
+        expect(
+            self.rollout_top_p <= 1,
+            f"--rollout-top-p is {self.rollout_top_p}; it must lie in (0, 1]",
+        )
+        expect(
+            self.task_path is None or self.prompt_data is None,
+            "--task-path with --prompt-data: a task brings its own prompts; drop one of the two",
+        )
+        expect(
+            self.reward_function_path is None or self.prompt_data is not None,
+            "--reward-function-path scores --prompt-data; add it, or put the reward into the task",
+        )
+        expect(
+            self.max_weight_staleness is None or self.async_rollouts,
+            f"--max-weight-staleness is {self.max_weight_staleness} but rollouts are synchronous and "
+            "never stale; add --async-rollouts",
+        )
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Sequences in one rollout batch."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def staleness_limit(self) -> int:
+        """The weight age that is still trained on."""
+        if not self.async_rollouts:
+            return 0
+        return 1 if self.max_weight_staleness is None else self.max_weight_staleness
+
+
+@dataclass(frozen=True)
+class LaunchFlags(FlagGroup):
+    title: ClassVar[str] = "launch"
+
+    num_nodes: int = flag(1, "nodes that hold trainer ranks", at_least=1)
+    num_gpus_per_node: int | None = flag(
+        None,
+        "trainer ranks per node, one per GPU, or per CPU slot without GPUs; none = as few as fit the layout",
+        at_least=1,
+    )
+    address: str | None = flag(
+        None, "Ray cluster to join: host:port, or auto; none = a private one on this machine"
+    )
+    colocate: bool = flag(
+        False, "engines share the trainer's GPUs (or CPU slots) instead of having their own"
+    )
+    cpus_per_rank: int = flag(1, "CPU slots that a rank or engine reserves", at_least=1)
+    threads_per_rank: int = flag(1, "torch threads of a rank or engine on CPU", at_least=1)
+    start_timeout: float = flag(300.0, "seconds the actors may take to start", above=0)
+    step_timeout: float = flag(1800.0, "seconds a step of trainer or engine may take", above=0)
+    network_interface: str | None = flag(
+        None, "interface for trainer traffic between nodes; none = loopback, or Ray's with several"
+    )
+    seed: int = flag(1234, "seed of weights, prompts and sampling", at_least=0)
+
+
+@dataclass(frozen=True)
+class OutputFlags(FlagGroup):
+    title: ClassVar[str] = "output"
+
+    run_dir: str | None = flag(None, "run directory; none = runs/<time>-<name>")
+    name: str = flag("train", "name of the run")
+    save_interval: int | None = flag(None, "rollouts between checkpoints", at_least=1)
+    save_hf: bool = flag(False, "write the trained model as a Hugging Face directory at the end")
+    dump_log_probs: str | None = flag(
+        None, "directory for the log-probs of every step, for `megatron-tis compare`"
+    )
+    use_wandb: bool = flag(False, "also log to Weights & Biases, if it is installed")
+    wandb_project: str = flag("megatron-tis", "its project")
+
+
+@dataclass(frozen=True)
+class JobConfig(
+    LossConfig,
+    ModelFlags,
+    OptimizerFlags,
+    ParallelFlags,
+    BatchingFlags,
+    RolloutFlags,
+    LaunchFlags,
+    OutputFlags,
+):
+    """Everything `megatron-tis train` reads."""
+
+    @classmethod
+    def from_sources(cls, flags: Mapping[str, Any], yaml_file: str | Path | None = None) -> Self:
+        """As `FlagGroup.from_sources`; without a model directory the built-in job's defaults lie below."""
+        given = {**(read_yaml(Path(yaml_file)) if yaml_file else {}), **flags}
+        own_model = given.get("hf_checkpoint") or given.get("hf-checkpoint")
+        below = {} if own_model else EMBEDDED_DEFAULTS
+        named = {key.replace("-", "_") for key in given}
+        extra = {key: value for key, value in below.items() if key not in named}
+        return super().from_sources({**extra, **flags}, yaml_file)
+
+    def check(self) -> None:
+        self._check_world()
+        self._check_rollouts()
+        self._check_other_policies()
+        expect(
+            self.advantage_estimator != "gae",
+            "--advantage-estimator gae needs a value model, and the job trains none; choose grpo, rloo or "
+            "reinforce_plus_plus",
+        )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Trainer ranks on each node."""
+        if self.num_gpus_per_node is not None:
+            return self.num_gpus_per_node
+        return -(-self.smallest_world_size // self.num_nodes)
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks in all."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model."""
+        return self.world_size // (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+    def _check_world(self) -> None:
+        smallest = self.smallest_world_size
+        expect(
+            self.world_size % smallest == 0,
+            f"--num-nodes {self.num_nodes} x --num-gpus-per-node {self.ranks_per_node} gives {self.world_size} "
+            f"ranks; the layout (tensor {self.tensor_model_parallel_size}, pipeline "
+            f"{self.pipeline_model_parallel_size}, context {self.context_parallel_size}, expert "
+            f"{self.expert_model_parallel_size}) needs a multiple of {smallest}",
+        )
+        expect(
+            not (self.colocate and self.async_rollouts),
+            "--colocate with --async-rollouts: engines that share the trainer's devices cannot generate "
+            "while it trains; drop one of the two",
+        )
+
+    def _check_rollouts(self) -> None:
+        expect(
+            self.prompt_data is None or self.hf_checkpoint is not None,
+            f"--prompt-data {self.prompt_data} needs a model with a tokenizer; add --hf-checkpoint",
+        )
+        expect(
+            self.n_samples_per_prompt > 1
+            or self.advantage_estimator not in ("grpo", "rloo", "reinforce_plus_plus_baseline"),
+            f"--n-samples-per-prompt is 1 with --advantage-estimator {self.advantage_estimator}: a group of "
+            "one has no baseline and every advantage is 0; sample at least 2, or use reinforce_plus_plus",
+        )
+        if self.rollout_top_p < 1 or self.rollout_top_k is not None:
+            warnings.warn(
+                "--rollout-top-p or --rollout-top-k: the engine samples from a truncated distribution and the "
+                "trainer's log-probs are of the full one, so ratios are biased; prefer 1 and none",
+                stacklevel=2,
+            )
+
+    def _check_other_policies(self) -> None:
+        expect(
+            self.ref_hf_checkpoint is None or self.use_kl_loss,
+            f"--ref-hf-checkpoint {self.ref_hf_checkpoint} would never be read; add --use-kl-loss",
+        )
+        expect(
+            self.teacher_tau == 0 or self.teacher_hf_checkpoint is not None,
+            f"--teacher-tau is {self.teacher_tau} without a teacher; add --teacher-hf-checkpoint",
+        )
+        expect(
+            self.teacher_hf_checkpoint is None or self.teacher_tau > 0,
+            f"--teacher-hf-checkpoint {self.teacher_hf_checkpoint} would do nothing; set --teacher-tau",
+        )
