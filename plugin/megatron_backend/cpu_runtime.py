@@ -142,8 +142,8 @@ def _keep_tensors_where_they_are() -> None:
     def stay(self: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         return self
 
-    torch.Tensor.cuda = stay  # type: ignore[assignment]
-    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment]
+    torch.Tensor.cuda = stay  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
 
 
 def _make_streams_inert() -> None:
@@ -212,6 +212,55 @@ def _define_missing_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
+def _hand_split_sizes_to_host() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    original = moe_utils.maybe_move_tensor_to_cpu
+
+    @functools.wraps(original)
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = original(tensor, as_numpy=as_numpy, record_stream=record_stream)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = move
+
+
+def _exchange_unequal_slices() -> None:
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = (
+        mappings._gather_along_first_dim,
+        mappings._reduce_scatter_along_first_dim,
+    )
+
+    def summed(whole: torch.Tensor, group: Any) -> torch.Tensor:
+        if whole.numel():
+            torch.distributed.all_reduce(whole, group=group)
+        return whole
+
+    @functools.wraps(gather)
+    def gather_slices(
+        input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        whole = input_.new_zeros((sum(output_split_sizes), *input_.shape[1:]))
+        whole.split(output_split_sizes)[group.rank()].copy_(input_)
+        return summed(whole, group)
+
+    @functools.wraps(reduce_scatter)
+    def reduce_scatter_slices(
+        input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        whole = summed(input_.clone(), group)
+        return whole.split(input_split_sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_slices
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_slices
+
+
 SHIMS: tuple[Shim, ...] = (
     Shim(
         name="factories",
@@ -261,6 +310,20 @@ SHIMS: tuple[Shim, ...] = (
         cause="megatron-core 0.16.1 defines the name only where Transformer Engine imports",
         removed_when="the oldest supported megatron-core defines it (0.19 does)",
         install=_define_missing_gemm,
+    ),
+    Shim(
+        name="moe_split_sizes",
+        stands_in_for="moe_utils.maybe_move_tensor_to_cpu on a tensor that is already there",
+        cause="it turns split sizes into the numbers that all_to_all takes only if they were on a GPU",
+        removed_when="the as_numpy conversion no longer depends on is_cuda",
+        install=_hand_split_sizes_to_host,
+    ),
+    Shim(
+        name="unequal_slices",
+        stands_in_for="all_gather and reduce_scatter of slices of different lengths",
+        cause="the all-to-all MoE dispatcher with expert tensor parallelism; NCCL takes them, gloo does not",
+        removed_when="gloo accepts lists of tensors of different sizes",
+        install=_exchange_unequal_slices,
     ),
 )
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,9 +53,10 @@ _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.
 
 def unwrap(chunk: torch.nn.Module) -> Any:
     """The `GPTModel` inside DDP or precision wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
+    inner: Any = chunk
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner
 
 
 def load_hf_weights(
@@ -92,9 +93,9 @@ def export_hf_weights(
     models = [unwrap(chunk) for chunk in chunks]
     bridge = _bridge(models[0], groups)
     local = _local_parameters(models, groups)
-    for stage, entries in enumerate(_gather_entries(local, groups)):
+    for stage, entries in enumerate(_gather_entries(list(local), groups)):
         for entry in entries:
-            parameter = local[entry.name] if stage == groups.pp_rank else None
+            parameter = local[entry] if stage == groups.pp_rank else None
             yield from _export_one(entry, parameter, stage, bridge, groups)
 
 
@@ -219,7 +220,9 @@ class _Safetensors:
     def __init__(self, directory: Path) -> None:
         self.where = str(directory)
         if not directory.is_dir():
-            raise WeightError(f"{directory} is not a directory; pass a local Hugging Face model directory")
+            raise WeightError(
+                f"{directory} is not a directory; pass a local Hugging Face model directory"
+            )
         self._files = sorted(directory.glob("*.safetensors"))
         if not self._files:
             raise WeightError(
@@ -295,91 +298,98 @@ def _shape_error(
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the other pipeline stages must know to receive one exported parameter."""
+    """What every pipeline stage must know about a parameter to take part in its export."""
 
     name: str
-    shape: tuple[int, ...]
+    """Canonical name; experts are numbered as on expert rank 0, so that all expert ranks agree on it."""
+    whole_shape: tuple[int, ...]
+    """Shape once merged over tensor parallel ranks; experts have the expert rank in front."""
     dtype: torch.dtype
     is_sharded: bool
-    """Cut over the (expert) tensor parallel ranks."""
 
 
-def _local_parameters(models: Sequence[Any], groups: ParallelGroups) -> dict[str, Tensor]:
-    """This rank's parameters by canonical name, without the second copy of a tied embedding.
-
-    Expert numbers stay those of expert rank 0, so that all expert ranks list the same names.
-    """
-    local: dict[str, Tensor] = {}
+def _local_parameters(
+    models: Sequence[Any], groups: ParallelGroups
+) -> dict[_Entry, torch.nn.Parameter]:
+    """This rank's parameters in model order, without the second copy of a tied embedding."""
+    local: dict[_Entry, torch.nn.Parameter] = {}
     for model in models:
         for name, parameter in model.named_parameters():
             canonical = canonical_name(name, model, groups)
             if canonical == "output_layer.weight" and model.hf_config.tie_word_embeddings:
                 continue
-            if match := _GROUPED_EXPERT.search(canonical):
-                per_rank = model.config.num_moe_experts // groups.ep_size
-                lowest = int(match.group(2)) - groups.ep_rank * per_rank
-                canonical = f"{canonical[: match.start(2)]}{lowest}"
-            local[canonical] = parameter.detach()
-            local[canonical].is_cut = bool(  # type: ignore[attr-defined]
-                getattr(parameter, "tensor_model_parallel", False)
-            )
-            local[canonical].partition_dim = getattr(  # type: ignore[attr-defined]
-                parameter, "partition_dim", -1
-            )
-            local[canonical].tensor_model_parallel = local[canonical].is_cut  # type: ignore[attr-defined]
+            local[_entry(canonical, parameter, model, groups)] = parameter
     return local
 
 
-def _gather_entries(local: dict[str, Tensor], groups: ParallelGroups) -> list[list[_Entry]]:
-    """Per pipeline stage, what it will export, in the same order on every rank."""
-    own = [
-        _Entry(name, tuple(tensor.shape), tensor.dtype, bool(tensor.is_cut))  # type: ignore[attr-defined]
-        for name, tensor in local.items()
-    ]
+def _entry(
+    canonical: str, parameter: torch.nn.Parameter, model: Any, groups: ParallelGroups
+) -> _Entry:
+    shape = list(parameter.shape)
+    is_sharded = bool(getattr(parameter, "tensor_model_parallel", False))
+    match = _GROUPED_EXPERT.search(canonical)
+    if is_sharded:
+        cut = parameter.partition_dim  # type: ignore[attr-defined]
+        shape[cut] *= groups.etp_size if match else groups.tp_size
+    if match:
+        shape = [groups.ep_size, *shape]
+        per_rank = model.config.num_moe_experts // groups.ep_size
+        lowest = int(match.group(2)) - groups.ep_rank * per_rank
+        canonical = f"{canonical[: match.start(2)]}{lowest}"
+    return _Entry(canonical, tuple(shape), parameter.dtype, is_sharded)
+
+
+def _gather_entries(own: Sequence[_Entry], groups: ParallelGroups) -> list[list[_Entry]]:
+    """Per pipeline stage, what it exports, in the same order on every rank."""
     if groups.pp_size == 1:
-        return [own]
+        return [list(own)]
     everyone: list[Any] = [None] * groups.pp_size
-    dist.all_gather_object(everyone, own, group=groups.pp_group)
+    dist.all_gather_object(everyone, list(own), group=groups.pp_group)
     return everyone
 
 
 def _export_one(
     entry: _Entry,
-    parameter: Tensor | None,
+    parameter: torch.nn.Parameter | None,
     stage: int,
     bridge: LLMBridge,
     groups: ParallelGroups,
 ) -> Iterator[tuple[str, Tensor]]:
+    """The Hugging Face tensors of one parameter; `parameter` is None on stages that do not hold it."""
     match = _GROUPED_EXPERT.search(entry.name)
-    if match is None:
-        whole = None
-        if parameter is not None:
-            shards = [parameter]
-            if entry.is_sharded:
-                shards = _all_gather(parameter, groups.tp_group)
-            whole = _merge(entry.name, shards, parameter, bridge)
-        whole = _from_stage(whole, stage, entry, groups)
-        yield from zip(*bridge._weight_to_hf_format(entry.name, whole), strict=True)
-        return
     whole = None
     if parameter is not None:
-        shards = _all_gather(parameter, groups.etp_group)
-        whole = _merge(entry.name, shards, parameter, bridge)
-        whole = torch.stack(_all_gather(whole, groups.ep_group))
+        whole = _merge_shards(entry, parameter, bridge, groups, is_expert=match is not None)
     whole = _from_stage(whole, stage, entry, groups)
+    if match is None:
+        yield from _hf_tensors(entry.name, whole, bridge)
+        return
     per_rank = bridge.config.num_moe_experts // groups.ep_size
     for ep_rank, expert in enumerate(whole):
         number = ep_rank * per_rank + int(match.group(2))
-        name = f"{entry.name[: match.start(2)]}{number}"
-        yield from zip(*bridge._weight_to_hf_format(name, expert), strict=True)
+        yield from _hf_tensors(f"{entry.name[: match.start(2)]}{number}", expert, bridge)
 
 
-def _merge(
-    name: str, shards: list[Tensor], parameter: Tensor, bridge: LLMBridge
+def _hf_tensors(name: str, whole: Tensor, bridge: LLMBridge) -> Iterator[tuple[str, Tensor]]:
+    names, tensors = bridge._weight_to_hf_format(name, whole)
+    yield from zip(names, tensors, strict=True)
+
+
+def _merge_shards(
+    entry: _Entry,
+    parameter: torch.nn.Parameter,
+    bridge: LLMBridge,
+    groups: ParallelGroups,
+    *,
+    is_expert: bool,
 ) -> Tensor:
-    if len(shards) == 1:
-        return shards[0]
-    return bridge._weight_merge_across_tp(name, shards, parameter)
+    """The parameter whole; for an expert, those of all expert ranks stacked in front."""
+    tensor = parameter.detach()
+    if entry.is_sharded:
+        shards = _all_gather(tensor, groups.etp_group if is_expert else groups.tp_group)
+        if len(shards) > 1:
+            tensor = bridge._weight_merge_across_tp(entry.name, shards, parameter)
+    return torch.stack(_all_gather(tensor, groups.ep_group)) if is_expert else tensor
 
 
 def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -391,16 +401,76 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return gathered
 
 
-def _from_stage(
-    whole: Tensor | None, stage: int, entry: _Entry, groups: ParallelGroups
-) -> Tensor:
+def _from_stage(whole: Tensor | None, stage: int, entry: _Entry, groups: ParallelGroups) -> Tensor:
     """The merged tensor of pipeline stage `stage`, on all stages."""
-    if groups.pp_size == 1:
-        assert whole is not None
-        return whole
-    source = dist.get_global_rank(groups.pp_group, stage)
     if whole is None:
-        whole = torch.empty(_whole_shape(entry, groups), dtype=entry.dtype, device=_device(groups))
-    whole = whole.contiguous()
-    dist.broadcast(whole, src=source, group=groups.pp_group)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        whole = torch.empty(entry.whole_shape, dtype=entry.dtype, device=device)
+    if groups.pp_size > 1:
+        whole = whole.contiguous()
+        source = dist.get_global_rank(groups.pp_group, stage)
+        dist.broadcast(whole, src=source, group=groups.pp_group)
     return whole
+
+
+class _Writer:
+    """Collects tensors into shards and makes the finished directory appear at once."""
+
+    def __init__(self, directory: Path, shard_bytes: int) -> None:
+        self._directory = directory
+        self._partial = directory.with_name(directory.name + ".partial")
+        self._shard_bytes = shard_bytes
+        self._shard: dict[str, Tensor] = {}
+        self._names_by_shard: list[list[str]] = []
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes a copy of one tensor; writes a shard whenever one is full."""
+        if not self._total_bytes:
+            self._start()
+        # A copy: exported tensors may be views of the model, which safetensors refuses when they overlap.
+        self._shard[name] = tensor.to("cpu", copy=True).contiguous()
+        self._total_bytes += tensor.nbytes
+        if sum(held.nbytes for held in self._shard.values()) >= self._shard_bytes:
+            self._flush()
+
+    def _start(self) -> None:
+        if self._directory.exists() and any(self._directory.iterdir()):
+            raise WeightError(f"{self._directory} exists and is not empty; choose a new directory")
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+
+    def _flush(self) -> None:
+        number = len(self._names_by_shard)
+        save_file(self._shard, self._partial / f"shard-{number}", metadata={"format": "pt"})
+        self._names_by_shard.append(sorted(self._shard))
+        self._shard = {}
+
+    def finish(self, hf_config: Any, tokenizer_from: str | Path | None) -> None:
+        """Names the shards the way transformers expects, adds index, config and tokenizer."""
+        if self._shard:
+            self._flush()
+        count = len(self._names_by_shard)
+        file_of: dict[str, str] = {}
+        for number, names in enumerate(self._names_by_shard):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self._partial / f"shard-{number}").rename(self._partial / file)
+            file_of |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": file_of}
+        (self._partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        hf_config.save_pretrained(self._partial)
+        for pattern in _TOKENIZER_FILES if tokenizer_from else ():
+            for tokenizer_file in Path(str(tokenizer_from)).glob(pattern):
+                shutil.copy(tokenizer_file, self._partial)
+        if self._directory.exists():
+            self._directory.rmdir()
+        self._partial.rename(self._directory)
+
+
+def _message_of(action: Callable[..., None], *args: Any) -> str | None:
+    """Runs `action`; what went wrong as text, for the ranks that did not see it, or None."""
+    try:
+        action(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

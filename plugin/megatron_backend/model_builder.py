@@ -129,6 +129,9 @@ def transformer_config(
         recompute_method=settings.recompute_method,
         recompute_num_layers=settings.recompute_num_layers,
         deallocate_pipeline_outputs=True,
+        # gloo matches batched messages of one pair of ranks in posting order, which mixes up the two
+        # directions that the interleaved schedule exchanges at once
+        batch_p2p_comm=on_cuda,
         use_cpu_initialization=not on_cuda,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -289,7 +292,9 @@ def _build_chunk(
         )
     if model.post_process:
         _hide_vocab_padding(model, hf_config.vocab_size, groups)
-    return model if torch.cuda.is_available() is False else model.cuda()
+    # Names and shapes on the Hugging Face side; weights are loaded and exported by them.
+    model.hf_config = hf_config
+    return model.cuda() if torch.cuda.is_available() else model
 
 
 def rotary_arguments(hf_config: Any) -> dict[str, Any]:
