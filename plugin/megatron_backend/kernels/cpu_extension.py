@@ -47,9 +47,7 @@ def load_library() -> ctypes.CDLL | None:
     """The compiled kernels, built if no earlier process left them in the cache; None, warned once, if impossible."""
     try:
         path = cache_directory() / f"logprob_rows-{_build_key()}.so"
-        if not path.exists():
-            build_library(path)
-        return _with_signatures(ctypes.CDLL(str(path)))
+        return _with_signatures(_open_or_build(path))
     except (OSError, subprocess.SubprocessError) as error:
         details = getattr(error, "stderr", None) or error
         warnings.warn(
@@ -59,6 +57,16 @@ def load_library() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
+
+
+def _open_or_build(path: Path) -> ctypes.CDLL:
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            path.unlink()  # damaged: build it again
+    build_library(path)
+    return ctypes.CDLL(str(path))
 
 
 def cache_directory() -> Path:

@@ -20,6 +20,7 @@ constexpr int64_t kLanes = 8;
 #else
 constexpr int64_t kLanes = 4;
 #endif
+constexpr int64_t kStep = 2 * kLanes;  // columns per iteration: two registers
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
@@ -35,63 +36,78 @@ struct bfloat16 {
   uint16_t bits;
 };
 
-inline float load(const float* from) { return *from; }
-inline float load(const bfloat16* from) {
-  return __builtin_bit_cast(float, static_cast<uint32_t>(from->bits) << 16);
-}
-
-inline Floats load_lanes(const float* from) {
-  Floats values;
-  std::memcpy(&values, from, sizeof values);
-  return values;
-}
-inline Floats load_lanes(const bfloat16* from) {
-  Halves halves;
-  std::memcpy(&halves, from, sizeof halves);
-  return __builtin_bit_cast(Floats, __builtin_convertvector(halves, Words) << 16);
-}
-
-inline void store_lanes(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
-inline void store_lanes(bfloat16* to, Floats values) {
-  const Words bits = __builtin_bit_cast(Words, values);
-  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-  const Halves halves =
-      __builtin_convertvector(values == values ? rounded : rounded * 0 + 0x7fc0u, Halves);
-  std::memcpy(to, &halves, sizeof halves);
-}
-
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }  // b where a is NaN
 inline Floats spread(float value) { return Floats{} + value; }
 
-// One row of logits as float32 lanes; a column that `keep` drops reads as -inf.
+template <typename Vector>
+inline Vector read(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+// kStep columns as float32. Their order inside the pair is that of the overload: consecutive for float32, even
+// and odd columns for bfloat16, whose two halves of a 32-bit word need a shift or a mask and no shuffle.
+struct Pair {
+  Floats first, second;
+};
+
+inline Pair load_pair(const float* from) { return {read<Floats>(from), read<Floats>(from + kLanes)}; }
+inline Pair load_pair(const bfloat16* from) {
+  const Words words = read<Words>(from);
+  return {__builtin_bit_cast(Floats, words << 16), __builtin_bit_cast(Floats, words & 0xffff0000u)};
+}
+
+inline void store_pair(float* to, Pair values) { std::memcpy(to, &values, sizeof values); }
+inline void store_pair(bfloat16* to, Pair values) {
+  // To nearest, ties to even. A NaN of bfloat16 logits, or one that the processor made, survives the addition.
+  const auto rounded = [](Floats lanes) {
+    const Words bits = __builtin_bit_cast(Words, lanes);
+    return bits + 0x7fffu + ((bits >> 16) & 1u);
+  };
+  const Words words = (rounded(values.first) >> 16) | (rounded(values.second) & 0xffff0000u);
+  std::memcpy(to, &words, sizeof words);
+}
+
+// Lanes where the keep mask of kStep columns is set, in the order of load_pair.
+inline Pair masked(Pair values, const uint8_t* keep, const float*) {
+  const Ints first = __builtin_convertvector(read<Bytes>(keep), Ints);
+  const Ints second = __builtin_convertvector(read<Bytes>(keep + kLanes), Ints);
+  return {first != 0 ? values.first : spread(kNegativeInfinity),
+          second != 0 ? values.second : spread(kNegativeInfinity)};
+}
+inline Pair masked(Pair values, const uint8_t* keep, const bfloat16*) {
+  const Words both = __builtin_convertvector(read<Halves>(keep), Words);
+  return {(both & 0xffu) != 0 ? values.first : spread(kNegativeInfinity),
+          (both >> 8) != 0 ? values.second : spread(kNegativeInfinity)};
+}
+
+inline void set_to_negative_infinity(float* value) { *value = kNegativeInfinity; }
+inline void set_to_negative_infinity(bfloat16* value) { value->bits = 0xff80; }
+
+// One row of logits; a column that `keep` drops reads as -inf.
 template <typename Logit, bool kMasked>
 struct Row {
   const Logit* logits;
   const uint8_t* keep;
 
-  Floats lanes(int64_t column) const {
-    const Floats values = load_lanes(logits + column);
-    if constexpr (!kMasked) return values;
-    Bytes kept;
-    std::memcpy(&kept, keep + column, sizeof kept);
-    return __builtin_convertvector(kept, Ints) != 0 ? values : spread(kNegativeInfinity);
-  }
-
-  // The last `count` < kLanes columns, filled up with -inf.
-  Floats tail(int64_t column, int64_t count) const {
-    Floats values = spread(kNegativeInfinity);
-    for (int64_t j = 0; j < count; ++j) {
-      if (!kMasked || keep[column + j]) values[j] = load(logits + column + j);
-    }
+  Pair pair(int64_t column) const {
+    const Pair values = load_pair(logits + column);
+    if constexpr (kMasked) return masked(values, keep + column, logits);
     return values;
   }
 
-  // The hardware does not foresee the next chunk while a chunk is read for the second time.
-  void prefetch(int64_t column) const {
-    for (size_t byte = 0; byte < kLanes * sizeof(Logit); byte += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(logits + column) + byte);
+  // The last `count` < kStep columns, filled up with -inf.
+  Pair tail(int64_t column, int64_t count) const {
+    Logit padded[kStep];
+    for (int64_t j = 0; j < kStep; ++j) {
+      if (j < count && (!kMasked || keep[column + j])) padded[j] = logits[column + j];
+      else set_to_negative_infinity(padded + j);
     }
+    return load_pair(padded);
   }
+
+  // The hardware does not foresee the next chunk while a chunk is read for the second time.
+  void prefetch(int64_t column) const { __builtin_prefetch(logits + column); }
 };
 
 // 2^x for -126 <= x <= 0 and for NaN, to about one unit in the last place. `kZeroBelow` makes the result 0 at
@@ -133,6 +149,8 @@ struct RowSums {
   }
 };
 
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }  // b where a is NaN
+
 inline float largest_lane(Floats values) {
   float largest = kNegativeInfinity;
   for (int64_t j = 0; j < kLanes; ++j) largest = values[j] > largest ? values[j] : largest;
@@ -146,34 +164,46 @@ inline double sum_of_lanes(Floats values) {
 }
 
 template <bool kEntropy>
-inline void add_lanes(Floats values, float shift, float log2_scale, Floats& sum, Floats& weighted) {
-  const Floats exponent = clamp_exponent((values - shift) * log2_scale);
-  const Floats weight = power_of_two<false>(exponent);
-  sum += weight;
-  if constexpr (kEntropy) weighted += weight * exponent;
-}
+struct LaneSums {
+  float shift, log2_scale;
+  Floats sum{}, weighted{};
+
+  void add(Floats values) {
+    const Floats exponent = clamp_exponent((values - shift) * log2_scale);
+    const Floats weight = power_of_two<false>(exponent);
+    sum += weight;
+    if constexpr (kEntropy) weighted += weight * exponent;
+  }
+};
 
 // A chunk is read twice, the second time from the first-level cache: for its maximum, then for its sums.
 template <bool kEntropy, typename Logit, bool kMasked>
 RowSums row_sums(Row<Logit, kMasked> row, int64_t columns, double log2_scale) {
   RowSums sums;
-  for (int64_t first = 0; first < columns; first += kChunk) {
-    const int64_t end = columns - first < kChunk ? columns : first + kChunk;
-    const int64_t full = first + (end - first) / kLanes * kLanes;
-    const Floats rest = row.tail(full, end - full);
-    Floats largest = rest;
-    for (int64_t j = first; j < full; j += kLanes) largest = larger(row.lanes(j), largest);
-    sums.raise_maximum(largest_lane(largest), log2_scale);
-    const float shift = sums.maximum == kNegativeInfinity ? 0.0f : sums.maximum;
-    const float factor = static_cast<float>(log2_scale);
-    Floats sum{}, weighted{};
-    for (int64_t j = first; j < full; j += kLanes) {
-      row.prefetch(j + kChunk);
-      add_lanes<kEntropy>(row.lanes(j), shift, factor, sum, weighted);
+  for (int64_t begin = 0; begin < columns; begin += kChunk) {
+    const int64_t end = columns - begin < kChunk ? columns : begin + kChunk;
+    const int64_t full = begin + (end - begin) / kStep * kStep;
+    const Pair rest = row.tail(full, end - full);
+    Pair largest = rest;
+    for (int64_t j = begin; j < full; j += kStep) {
+      const Pair values = row.pair(j);
+      largest = {larger(values.first, largest.first), larger(values.second, largest.second)};
     }
-    if (full < end) add_lanes<kEntropy>(rest, shift, factor, sum, weighted);
-    sums.sum_exp += sum_of_lanes(sum);
-    sums.weighted_sum += sum_of_lanes(weighted);
+    sums.raise_maximum(largest_lane(larger(largest.first, largest.second)), log2_scale);
+    const float shift = sums.maximum == kNegativeInfinity ? 0.0f : sums.maximum;
+    LaneSums<kEntropy> even{shift, static_cast<float>(log2_scale)}, odd = even;
+    for (int64_t j = begin; j < full; j += kStep) {
+      row.prefetch(j + kChunk);
+      const Pair values = row.pair(j);
+      even.add(values.first);
+      odd.add(values.second);
+    }
+    if (full < end) {
+      even.add(rest.first);
+      odd.add(rest.second);
+    }
+    sums.sum_exp += sum_of_lanes(even.sum + odd.sum);
+    if constexpr (kEntropy) sums.weighted_sum += sum_of_lanes(even.weighted + odd.weighted);
   }
   return sums;
 }
@@ -187,18 +217,19 @@ struct GradientLine {
     const Floats exponent = clamp_exponent((values - maximum) * log2_scale);
     return power_of_two<true>(exponent) * (exponent * slope + constant);
   }
+  Pair at(Pair values) const { return {at(values.first), at(values.second)}; }
 };
 
 template <typename Logit, bool kMasked>
 void row_gradient(Row<Logit, kMasked> row, int64_t columns, GradientLine line, Logit* out) {
-  const int64_t full = columns / kLanes * kLanes;
-  for (int64_t j = 0; j < full; j += kLanes) {
-    row.prefetch(j + 64 * kLanes);
-    store_lanes(out + j, line.at(row.lanes(j)));
+  const int64_t full = columns / kStep * kStep;
+  for (int64_t j = 0; j < full; j += kStep) {
+    row.prefetch(j + 64 * kStep);
+    store_pair(out + j, line.at(row.pair(j)));
   }
   if (full == columns) return;
-  Logit last[kLanes];
-  store_lanes(last, line.at(row.tail(full, columns - full)));
+  Logit last[kStep];
+  store_pair(last, line.at(row.tail(full, columns - full)));
   std::memcpy(static_cast<void*>(out + full), last, (columns - full) * sizeof(Logit));
 }
 
@@ -226,7 +257,7 @@ void forward(Matrix m, float scale, bool with_entropy, float* maximum, float* su
     maximum[i] = sums.maximum;
     sum_exp[i] = static_cast<float>(sums.sum_exp);
     if (with_entropy) weighted_sum[i] = static_cast<float>(sums.weighted_sum * kLn2);
-    target_logit[i] = m.targets[i] < 0 ? 0.0f : load(logits + m.targets[i]);
+    target_logit[i] = m.targets[i] < 0 ? 0.0f : row.tail(m.targets[i], 1).first[0];
   }
 }
 
@@ -252,11 +283,13 @@ void backward(Matrix m, const float* maximum, const float* sum_exp, const float*
                             static_cast<float>(-on_entropy * kLn2 / sum)};
     // Computed before the row is overwritten, and rounded to the logits' type only once.
     const int64_t target = m.targets[i];
-    Logit at_target[kLanes];
+    const Row<Logit, kMasked> row{logits, m.keep_row(i)};
+    Logit at_target[kStep];
     if (target >= 0) {
-      store_lanes(at_target, line.at(spread(load(logits + target))) + static_cast<float>(on_target));
+      const Floats away = line.at(row.tail(target, 1).first);
+      store_pair(at_target, {away + static_cast<float>(on_target), away});
     }
-    row_gradient(Row<Logit, kMasked>{logits, m.keep_row(i)}, m.columns, line, out_row);
+    row_gradient(row, m.columns, line, out_row);
     if (target >= 0) out_row[target] = at_target[0];
   }
 }
