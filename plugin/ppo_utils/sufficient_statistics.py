@@ -76,13 +76,18 @@ class StatisticsTable:
         return self._from_rows(rows.view(group.size(), -1))
 
     def means(self) -> dict[str, float]:
-        """Every pair of `:sum` and `:count` as a mean, every extreme as itself; an empty mean is 0."""
+        """Every pair of `:sum` and `:count` as a mean, every scalar extreme as itself; an empty mean is 0.
+
+        Cells with a shape (histograms, tables) are left to whoever recorded them.
+        """
         values: dict[str, float] = {}
         for name, total in self.sums.items():
             if name.endswith(":sum"):
                 base = name.removesuffix(":sum")
                 values[base] = float(total / self.sums[f"{base}:count"].clamp(min=1))
         for name, value in self.maxima.items():
+            if value.dim():
+                continue
             base, _, kind = name.rpartition(":")
             values[f"{base}_{kind.lstrip('-')}"] = -float(value) if kind[0] == "-" else float(value)
         return values

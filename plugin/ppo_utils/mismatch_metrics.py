@@ -1,0 +1,329 @@
+"""How far the policies are apart: sufficient statistics of a microbatch, exact metrics of a step.
+
+`record_mismatch` adds a microbatch to a table of sums and maxima. It never waits for the device: no value is
+read back, tokens are sorted into fixed bins with `index_add`. `summarise` turns the reduced table into
+numbers; what it gives does not depend on how the batch was cut.
+
+The ratio is pi_train / pi_rollout unless the caller passes the one its correction works on. All KL estimates
+are of KL(rollout || train), because the tokens were sampled from the rollout policy: d = rollout - train.
+
+Every metric exists for all tokens (`mismatch/k3`) and per slice (`mismatch/by_position/64-127/k3`). Slices
+without a token are left out.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
+from plugin.ppo_utils.kl_estimators import k1, k2, k3
+from plugin.ppo_utils.masked_ops import neutralised
+from plugin.ppo_utils.sufficient_statistics import StatisticsTable
+
+#: First response position of every bin: 0, 1, 2-3, 4-7, ..., 65536+.
+POSITION_STARTS = (0, *(2**power for power in range(17)))
+#: First staleness (trainer version - weight version of the sample) of every bin.
+STALENESS_STARTS = (0, 1, 2, 3, 5, 9)
+#: Lower edge of the rollout probability of every bin.
+PROBABILITY_EDGES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99)
+PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+
+_HISTOGRAM_HALF = 128
+_HISTOGRAM_UNIT = 1e-4
+_HISTOGRAM_LIMIT = 20.0
+HISTOGRAM_BINS = 2 * _HISTOGRAM_HALF + 1
+
+_SUMS = (
+    *("count", "masked_low", "masked_high", "clipped_low", "clipped_high"),
+    *("ratio", "ratio_squared", "weight", "weight_squared"),
+    *("k1", "k2", "k3", "abs_log_ratio", "train_log_prob", "rollout_log_prob"),
+    *("positive_advantage", "positive_removed", "negative_advantage", "negative_removed"),
+)
+_EXTREMES = ("log_ratio", "-log_ratio", "weight", "-weight")
+_CUR_SUMS = ("count", "ratio", "ratio_squared", "k1", "k2", "k3")
+#: A weight is called clipped where it is further than this from its ratio (float32 rounding stays inside).
+_CLIP_TOLERANCE = 1e-5
+
+
+def _integer_labels(starts: tuple[int, ...]) -> tuple[str, ...]:
+    ends = [start - 1 for start in starts[1:]]
+    closed = [f"{a}-{b}" if b > a else f"{a}" for a, b in zip(starts, ends, strict=False)]
+    return (*closed, f"{starts[-1]}+")
+
+
+_PROBABILITY_LABELS = tuple(
+    f"{low:g}-{high:g}"
+    for low, high in zip(PROBABILITY_EDGES, (*PROBABILITY_EDGES[1:], 1.0), strict=True)
+)
+#: The rows of every cell, in order: all tokens, then the bins of each dimension.
+SLICES: tuple[str, ...] = (
+    "",
+    *(f"by_position/{label}/" for label in _integer_labels(POSITION_STARTS)),
+    *(f"by_staleness/{label}/" for label in _integer_labels(STALENESS_STARTS)),
+    *(f"by_rollout_prob/{label}/" for label in _PROBABILITY_LABELS),
+)
+_FIRST_STALENESS = 1 + len(POSITION_STARTS)
+_FIRST_PROBABILITY = _FIRST_STALENESS + len(STALENESS_STARTS)
+
+
+def record_mismatch(
+    table: StatisticsTable,
+    *,
+    mask: Tensor,
+    train_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    position: Tensor,
+    cur_log_probs: Tensor | None = None,
+    staleness: Tensor | None = None,
+    advantages: Tensor | None = None,
+    kept: Tensor | None = None,
+    weights: Tensor | None = None,
+    correction_ratio: Tensor | None = None,
+) -> None:
+    """Add the tokens of one microbatch to `table`; nothing is read where `mask` is False.
+
+    mask: [T] bool, the original loss mask; log-probs and advantages: [T]
+    position: [T] int64, 0 = first response token; staleness: [T] int64, weight versions behind, or None
+    kept: [T] bool, the tokens the correction keeps (None = all)
+    weights: [T], the correction's weight on each token (None = its ratio on kept tokens, 0 on dropped)
+    correction_ratio: [T], what the weight was before bounding (None = exp(train - rollout))
+    """
+    with torch.no_grad():
+        log_r = log_ratio(train_log_probs, rollout_log_probs, mask).double()
+        log_before = log_r
+        if correction_ratio is not None:
+            log_before = neutralised(correction_ratio, mask, 1.0).double().clamp(min=1e-30).log()
+        before = safe_exp(log_before)
+        kept = mask if kept is None else mask & kept
+        after = before if weights is None else neutralised(weights, mask).double()
+        after = torch.where(kept, after, 0.0)
+        rollout = neutralised(rollout_log_probs, mask).double()
+        removed = mask & ~kept
+        sums = {
+            "count": mask.double(),
+            "masked_low": (removed & (before < 1)).double(),
+            "masked_high": (removed & (before >= 1)).double(),
+            "clipped_low": (kept & (after > before * (1 + _CLIP_TOLERANCE))).double(),
+            "clipped_high": (kept & (after < before * (1 - _CLIP_TOLERANCE))).double(),
+            "ratio": before,
+            "ratio_squared": before.square(),
+            "weight": after,
+            "weight_squared": after.square(),
+            "k1": k1(-log_r),
+            "k2": k2(-log_r),
+            "k3": k3(-log_r),
+            "abs_log_ratio": log_r.abs(),
+            "train_log_prob": neutralised(train_log_probs, mask).double(),
+            "rollout_log_prob": rollout,
+            **_advantage_sums(advantages, mask, removed),
+        }
+        rows = _slice_rows(position, staleness, rollout)
+        _add_sums(table, "mismatch:sums", sums, mask, rows)
+        extremes = torch.stack((log_before, -log_before, after, -after), 1)
+        _raise_extremes(table, "mismatch:extremes", extremes, mask, rows)
+        _add_histogram(table, "mismatch:histogram", log_before, mask, rows)
+        _record_cur(table, mask, cur_log_probs, rollout_log_probs)
+
+
+def summarise(table: StatisticsTable) -> dict[str, float]:
+    """Flat metrics of a (reduced) table: `mismatch/...`, and `mismatch/cur/...` for cur against rollout."""
+    if "mismatch:sums" not in table.sums:
+        return {}
+    sums, histogram = (table.sums[f"mismatch:{kind}"].cpu() for kind in ("sums", "histogram"))
+    extremes = table.maxima["mismatch:extremes"].cpu()
+    metrics: dict[str, float] = {}
+    for row, label in enumerate(SLICES):
+        cells = dict(zip(_SUMS, sums[row].tolist(), strict=True))
+        if cells["count"] == 0:
+            continue
+        extreme = dict(zip(_EXTREMES, extremes[row].tolist(), strict=True))
+        values = _row_metrics(cells, extreme) | _percentiles(histogram[row])
+        metrics |= {f"mismatch/{label}{name}": value for name, value in values.items()}
+    return metrics | _cur_metrics(table)
+
+
+def histogram_bin(log_r: Tensor) -> Tensor:
+    """int64: the bin of each log-ratio; fine around 0, 5 to 10 % wide away from it, +-20 at the ends."""
+    scale = _HISTOGRAM_HALF / math.log1p(_HISTOGRAM_LIMIT / _HISTOGRAM_UNIT)
+    bounded = log_r.clamp(-_HISTOGRAM_LIMIT, _HISTOGRAM_LIMIT)
+    steps = torch.sign(bounded) * torch.log1p(bounded.abs() / _HISTOGRAM_UNIT) * scale
+    return steps.round().long() + _HISTOGRAM_HALF
+
+
+def histogram_edge(step: float) -> float:
+    """The log-ratio at a (fractional) bin number counted from the centre bin."""
+    scale = _HISTOGRAM_HALF / math.log1p(_HISTOGRAM_LIMIT / _HISTOGRAM_UNIT)
+    return math.copysign(_HISTOGRAM_UNIT * math.expm1(abs(step) / scale), step)
+
+
+def histogram_percentile(counts: Tensor, percent: float) -> float:
+    """The log-ratio below which `percent` of the counts [HISTOGRAM_BINS] lie, interpolated in its bin."""
+    total = float(counts.sum())
+    below, target = 0.0, total * percent / 100
+    for index, count in enumerate(counts.tolist()):
+        if count and below + count >= target:
+            inside = min(max((target - below) / count, 0.0), 1.0)
+            return histogram_edge(index - _HISTOGRAM_HALF - 0.5 + inside)
+        below += count
+    return 0.0
+
+
+def _advantage_sums(advantages: Tensor | None, mask: Tensor, removed: Tensor) -> dict[str, Tensor]:
+    values = torch.zeros_like(mask, dtype=torch.float64)
+    if advantages is not None:
+        values = neutralised(advantages, mask).double()
+    positive, negative = values.clamp(min=0), (-values).clamp(min=0)
+    return {
+        "positive_advantage": positive,
+        "positive_removed": torch.where(removed, positive, 0.0),
+        "negative_advantage": negative,
+        "negative_removed": torch.where(removed, negative, 0.0),
+    }
+
+
+def _slice_rows(position: Tensor, staleness: Tensor | None, rollout: Tensor) -> Tensor:
+    """[4, T] int64: the rows a token belongs to. Unknown staleness goes to a row past the end, dropped later."""
+    unused = len(SLICES)
+    rows = [
+        torch.zeros_like(position),
+        1 + _bin(position, POSITION_STARTS),
+        torch.full_like(position, unused),
+        _FIRST_PROBABILITY + _bin(rollout.exp(), PROBABILITY_EDGES),
+    ]
+    if staleness is not None:
+        known = _FIRST_STALENESS + _bin(staleness, STALENESS_STARTS)
+        rows[2] = torch.where(staleness >= 0, known, unused)
+    return torch.stack(rows)
+
+
+def _bin(values: Tensor, starts: tuple[float, ...]) -> Tensor:
+    """int64 [T]: the last bin whose start is not above the value."""
+    edges = torch.tensor(starts[1:], dtype=torch.float64, device=values.device)
+    return torch.bucketize(values.double(), edges, right=True)
+
+
+def _add_sums(
+    table: StatisticsTable, name: str, sums: dict[str, Tensor], mask: Tensor, rows: Tensor
+) -> None:
+    values = torch.stack(tuple(sums.values()), 1)
+    values = torch.where(mask[:, None], values, 0.0)
+    cell = values.new_zeros(len(SLICES) + 1, values.shape[1])
+    for row in rows:
+        cell.index_add_(0, row, values)
+    table.add(name, cell[:-1])
+
+
+def _raise_extremes(
+    table: StatisticsTable, name: str, values: Tensor, mask: Tensor, rows: Tensor
+) -> None:
+    values = torch.where(mask[:, None], values, -torch.inf)
+    cell = values.new_full((len(SLICES) + 1, values.shape[1]), -torch.inf)
+    for row in rows:
+        cell.scatter_reduce_(0, row[:, None].expand_as(values), values, reduce="amax")
+    table.maximum(name, cell[:-1])
+
+
+def _add_histogram(
+    table: StatisticsTable, name: str, log_r: Tensor, mask: Tensor, rows: Tensor
+) -> None:
+    cell = log_r.new_zeros((len(SLICES) + 1) * HISTOGRAM_BINS)
+    bins, ones = histogram_bin(log_r), mask.double()
+    for row in rows:
+        cell.index_add_(0, row * HISTOGRAM_BINS + bins, ones)
+    table.add(name, cell.view(-1, HISTOGRAM_BINS)[:-1])
+
+
+def _record_cur(table: StatisticsTable, mask: Tensor, cur: Tensor | None, rollout: Tensor) -> None:
+    if cur is None:
+        return
+    log_r = log_ratio(cur, rollout, mask).double()
+    ratio = safe_exp(log_r)
+    sums = (mask.double(), ratio, ratio.square(), k1(-log_r), k2(-log_r), k3(-log_r))
+    values = torch.where(mask[:, None], torch.stack(sums, 1), 0.0)
+    table.add("mismatch_cur:sums", values.sum(0))
+    ends = torch.where(mask[:, None], torch.stack((log_r, -log_r), 1), -torch.inf)
+    empty = ends.new_full((1, 2), -torch.inf)
+    table.maximum("mismatch_cur:extremes", torch.cat((ends, empty)).amax(0))
+
+
+def _row_metrics(cells: dict[str, float], extreme: dict[str, float]) -> dict[str, float]:
+    count = cells["count"]
+    mean = {name: value / count for name, value in cells.items()}
+    kept = count - cells["masked_low"] - cells["masked_high"]
+    train_ppl, rollout_ppl = (
+        math.exp(min(-mean[f"{which}_log_prob"], 80.0)) for which in ("train", "rollout")
+    )
+    return {
+        "tokens": count,
+        "ratio_mean": mean["ratio"],
+        "ratio_max": _bounded_exp(extreme["log_ratio"]),
+        "ratio_min": _bounded_exp(-extreme["-log_ratio"]),
+        "weight_mean": mean["weight"],
+        "weight_max": extreme["weight"],
+        "weight_min": -extreme["-weight"],
+        "ess": _ess(cells["ratio"], cells["ratio_squared"]),
+        "ess_share": _ess(cells["ratio"], cells["ratio_squared"]) / count,
+        "weight_ess": _ess(cells["weight"], cells["weight_squared"]),
+        "weight_ess_share": _ess(cells["weight"], cells["weight_squared"]) / count,
+        "chi2": mean["ratio_squared"] - 1,
+        "k1": mean["k1"],
+        "k2": mean["k2"],
+        "k3": mean["k3"],
+        "abs_log_ratio": mean["abs_log_ratio"],
+        "train_perplexity": train_ppl,
+        "rollout_perplexity": rollout_ppl,
+        "perplexity_gap": train_ppl - rollout_ppl,
+        "kept_share": kept / count,
+        **{
+            f"{kind}_{side}_share": mean[f"{kind}_{side}"]
+            for kind in ("masked", "clipped")
+            for side in ("low", "high")
+        },
+        "positive_advantage_removed": _share(
+            cells["positive_removed"], cells["positive_advantage"]
+        ),
+        "negative_advantage_removed": _share(
+            cells["negative_removed"], cells["negative_advantage"]
+        ),
+    }
+
+
+def _percentiles(counts: Tensor) -> dict[str, float]:
+    return {
+        f"ratio_p{percent:02d}": math.exp(histogram_percentile(counts, percent))
+        for percent in PERCENTILES
+    }
+
+
+def _cur_metrics(table: StatisticsTable) -> dict[str, float]:
+    if "mismatch_cur:sums" not in table.sums:
+        return {}
+    cells = dict(zip(_CUR_SUMS, table.sums["mismatch_cur:sums"].tolist(), strict=True))
+    if cells["count"] == 0:
+        return {}
+    high, negative_low = table.maxima["mismatch_cur:extremes"].tolist()
+    metrics = {
+        "ratio_mean": cells["ratio"] / cells["count"],
+        "ratio_max": _bounded_exp(high),
+        "ratio_min": _bounded_exp(-negative_low),
+        "ess_share": _ess(cells["ratio"], cells["ratio_squared"]) / cells["count"],
+        "chi2": cells["ratio_squared"] / cells["count"] - 1,
+        **{name: cells[name] / cells["count"] for name in ("k1", "k2", "k3")},
+    }
+    return {f"mismatch/cur/{name}": value for name, value in metrics.items()}
+
+
+def _ess(total: float, squares: float) -> float:
+    """Effective sample size (sum w)^2 / sum w^2; 0 where every weight is 0."""
+    return total * total / squares if squares > 0 else 0.0
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _bounded_exp(value: float) -> float:
+    return math.exp(min(value, 700.0))
