@@ -199,6 +199,16 @@ def _check_divisible(hf_config: Any, settings: ModelSettings, groups: ParallelGr
     ):
         if value % divisor:
             raise ConfigError(f"cannot divide {what}: {value} / {divisor}; choose another size")
+    if not is_moe(hf_config) and groups.ep_size > 1:
+        raise ConfigError(
+            f"expert parallel size {groups.ep_size} needs a MoE model, and {hf_config.model_type} has "
+            "no experts; drop --expert-model-parallel-size"
+        )
+    if settings.moe_token_dispatcher_type == "allgather" and settings.variable_seq_lengths:
+        raise ConfigError(
+            "the allgather MoE dispatcher needs micro-batches of one length; use alltoall, or turn "
+            "variable sequence lengths off"
+        )
     if is_moe(hf_config) and groups.tp_size > 1 and not settings.sequence_parallel:
         raise ConfigError(
             f"a MoE model with tensor parallel size {groups.tp_size} needs --sequence-parallel"
