@@ -42,8 +42,6 @@ def correction_weights(
             return None
         ones = PolicyTerm(torch.where(inputs.mask, 1.0, 0.0), inputs.mask)
         corrected = apply_hooks(args, config.hook_names(), ones, inputs)
-        ratio = corrected.metrics.get("tis")
-        if ratio is None:
-            # A pure rejection keeps a token as it is: its weight is 1 before and 1 or 0 after.
-            ratio = torch.ones_like(corrected.loss)
-        return CorrectionWeights(ratio, corrected.loss, corrected.kept)
+        # A pure rejection keeps a token as it is: its weight is 1 before and 1 or 0 after.
+        before = corrected.metrics.get("tis", torch.ones_like(corrected.loss))
+        return CorrectionWeights(before, corrected.loss, corrected.kept)
