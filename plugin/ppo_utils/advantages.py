@@ -26,20 +26,20 @@ def grpo_advantages(
 
     The standard deviation is the unbiased one; a group of one has advantage 0.
     """
-    centred = rewards.float() - _group_mean(rewards, group_index)
+    centred = _centred_in_group(rewards, group_index)
     if not std_normalization:
-        return centred
+        return centred.float()
     count = _group_sum(torch.ones_like(centred), group_index)
     variance = _group_sum(centred.square(), group_index) / (count - 1).clamp(min=1)
-    return centred / (variance.sqrt() + epsilon)
+    return (centred / (variance.sqrt() + epsilon)).float()
 
 
 def rloo_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
     """reward - mean reward of the other members of its group [N]; a group of one has advantage 0."""
-    rewards = rewards.float()
-    count = _group_sum(torch.ones_like(rewards), group_index)
-    others = (_group_sum(rewards, group_index) - rewards) / (count - 1).clamp(min=1)
-    return torch.where(count > 1, rewards - others, 0.0)
+    # The sum of all n deviations from the group mean is 0, so r - mean(others) = (r - mean) * n / (n - 1).
+    centred = _centred_in_group(rewards, group_index)
+    count = _group_sum(torch.ones_like(centred), group_index)
+    return (centred * count / (count - 1).clamp(min=1)).float()
 
 
 def reinforce_plus_plus_returns(
@@ -52,6 +52,8 @@ def reinforce_plus_plus_returns(
 ) -> list[Tensor]:
     """Discounted returns per token: the reward arrives at the last unmasked token, the KL at each."""
     _check_count("loss_masks", loss_masks, rewards)
+    if kl is not None:
+        _check_lengths("kl", kl, loss_masks)
     results = []
     for i, (reward, mask) in enumerate(zip(rewards.float(), loss_masks, strict=True)):
         steps = mask.nonzero().flatten()
@@ -86,7 +88,7 @@ def reinforce_plus_plus_baseline_advantages(
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
     """REINFORCE++-baseline: reward - group mean at every token, whitened over the whole batch."""
-    centred = rewards.float() - _group_mean(rewards, group_index)
+    centred = _centred_in_group(rewards, group_index).float()
     return whiten(spread_over_tokens(centred, loss_masks), loss_masks, group=group)
 
 
@@ -102,7 +104,8 @@ def gae_advantages(
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = sum_k (gamma lambda)^k delta_{t+k}; V is 0 after the end.
     """
-    _check_count("values", values, rewards)
+    _check_count("loss_masks", loss_masks, rewards)
+    _check_lengths("values", values, loss_masks)
     advantages, returns = [], []
     for reward, value, mask in zip(rewards.float(), values, loss_masks, strict=True):
         steps = mask.nonzero().flatten()
@@ -138,10 +141,7 @@ def whiten(
 
     The variance is unbiased. Masked tokens are ignored and become 0. `shift_mean=False` keeps the mean.
     """
-    if len(values) != len(loss_masks):
-        raise BatchError(
-            f"{len(values)} value tensors for {len(loss_masks)} loss masks; give one each"
-        )
+    _check_lengths("values", values, loss_masks)
     device = values[0].device if values else torch.device("cpu")
     kept = [value.double()[mask != 0] for value, mask in zip(values, loss_masks, strict=True)]
     flat = torch.cat(kept) if kept else torch.zeros(0, dtype=torch.float64, device=device)
@@ -174,19 +174,26 @@ def discounted_suffix_sums(values: Tensor, discount: float) -> Tensor:
 
 
 def _group_sum(values: Tensor, group_index: Tensor) -> Tensor:
-    groups = int(group_index.max()) + 1 if group_index.numel() else 0
-    sums = torch.zeros(groups, dtype=values.dtype, device=values.device)
-    return sums.index_add_(0, group_index, values)[group_index]
+    # Indices are names, not positions: they may be sparse, huge or negative.
+    names, position = group_index.unique(return_inverse=True)
+    sums = torch.zeros(names.numel(), dtype=values.dtype, device=values.device)
+    return sums.index_add_(0, position, values)[position]
 
 
-def _group_mean(rewards: Tensor, group_index: Tensor) -> Tensor:
+def _centred_in_group(rewards: Tensor, group_index: Tensor) -> Tensor:
+    """reward - group mean [N], in float64.
+
+    In float32 the mean of equal rewards is off by a rounding error, which dividing by a standard deviation of
+    that same size turns into an advantage of about 0.01 for a group that teaches nothing.
+    """
     if rewards.shape != group_index.shape:
         raise BatchError(
             f"rewards have shape {tuple(rewards.shape)}, group_index {tuple(group_index.shape)}; "
             "give one group index per reward"
         )
-    rewards = rewards.float()
-    return _group_sum(rewards, group_index) / _group_sum(torch.ones_like(rewards), group_index)
+    rewards = rewards.double()
+    count = _group_sum(torch.ones_like(rewards), group_index)
+    return rewards - _group_sum(rewards, group_index) / count
 
 
 def _at_steps(step_values: Tensor, steps: Tensor, mask: Tensor) -> Tensor:
@@ -199,6 +206,15 @@ def _check_count(name: str, per_sample: Sequence[Tensor], rewards: Tensor) -> No
     if len(per_sample) != rewards.numel():
         raise BatchError(
             f"{len(per_sample)} {name} for {rewards.numel()} rewards; give one per sample"
+        )
+
+
+def _check_lengths(name: str, per_token: Sequence[Tensor], loss_masks: Sequence[Tensor]) -> None:
+    lengths, expected = ([value.numel() for value in values] for values in (per_token, loss_masks))
+    if lengths != expected:
+        raise BatchError(
+            f"{name} have lengths {lengths} but the loss masks {expected}; give one tensor per sample, as long "
+            "as its response"
         )
 
 
