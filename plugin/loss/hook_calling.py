@@ -109,8 +109,9 @@ def _described(value: Any) -> str:
 def _refuse_gradient_through_weight(args: Any, name: str, values: dict[str, Any]) -> None:
     """On a hook's first call, run it once more on detached copies to see where its gradient flows.
 
-    A correction weight that is not detached adds a gradient of its own to the policy gradient. Hooks are pure,
-    so the extra call changes nothing.
+    A correction weight that is not detached adds a gradient of its own to the policy gradient. What counts is
+    that the graph is connected, not the size of the gradient: the first batch may have advantages of 0 or
+    weights at their bound. Hooks are pure, so the extra call changes nothing.
     """
     loss = values["pg_loss"].detach().clone().requires_grad_()
     cur = [value.detach().clone().requires_grad_() for value in values["cur_log_probs"]]
@@ -125,7 +126,7 @@ def _refuse_gradient_through_weight(args: Any, name: str, values: dict[str, Any]
                 "detach the weight, not the loss"
             )
         gradients = torch.autograd.grad(new_loss.sum(), cur, allow_unused=True)
-    if any(gradient is not None and bool((gradient != 0).any()) for gradient in gradients):
+    if any(gradient is not None for gradient in gradients):
         raise BatchError(
             f"hook {name!r} lets gradient flow through its weight; compute it under torch.no_grad() or "
             "call .detach() on it"

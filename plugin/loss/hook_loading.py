@@ -66,6 +66,7 @@ def load_hook(path: str) -> Callable[..., Any]:
             f"hook {path!r} does not accept {', '.join(missing)}; name these arguments or add **kwargs"
         )
     extras = [name for name in EXTRA_ARGUMENTS if takes_any or name in accepted]
+    # slime passes `args` by name; a hook whose namespace comes first under another name gets it by position.
     by_keyword = "args" in accepted
 
     def call(args: Any, **values: Any) -> Any:
@@ -96,9 +97,14 @@ def _keyword_arguments(path: str, function: Callable[..., Any]) -> tuple[set[str
             f"hook {path!r} requires {', '.join(unknown)}, which no caller passes; give it a default"
         )
     accepted = {p.name for p in parameters if p.kind not in (*optional_kinds, p.POSITIONAL_ONLY)}
-    if not positional and "args" not in accepted:
-        accepted |= {"args"} if any(p.kind is p.VAR_KEYWORD for p in parameters) else set()
-    return accepted, any(p.kind is p.VAR_KEYWORD for p in parameters)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if first in (*REQUIRED_ARGUMENTS, *EXTRA_ARGUMENTS, "args") and "args" not in accepted:
+        if not takes_any:
+            raise HookLoadError(
+                f"hook {path!r} does not accept args; give it a first argument for the flags, or **kwargs"
+            )
+        accepted |= {"args"}
+    return accepted, takes_any
 
 
 def _split(path: str) -> tuple[str, str]:
