@@ -29,7 +29,7 @@ def sample_denominators(
     `mask_sums` overrides the sample's own count, e.g. with the count of all samples of one rollout.
     """
     if mask_sums is not None:
-        counts = torch.stack([torch.as_tensor(value, dtype=torch.float32) for value in mask_sums])
+        counts = torch.tensor([float(value) for value in mask_sums])
     elif loss_masks:
         counts = torch.stack([(mask != 0).sum() for mask in loss_masks]).float()
     else:

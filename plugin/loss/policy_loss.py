@@ -58,15 +58,14 @@ def log_probs_of_responses(
     if rows_logits.dim() != 2:
         raise BatchError(f"logits have shape {tuple(logits.shape)}; expected [1, T, V] or [T, V]")
     shards = _shards(batch, logits.device)
-    rows = response_rows(shards, batch["total_lengths"]).to(logits.device)
-    if (
-        rows.numel()
-        and int(sum(batch["total_lengths"])) > rows_logits.shape[0] * shards.context.cp_size
-    ):
+    _check_token_lengths(batch)
+    rows = response_rows(shards, batch["total_lengths"])
+    if rows.numel() and int(rows.max()) >= rows_logits.shape[0]:
         raise BatchError(
-            f"logits have {rows_logits.shape[0]} rows but the samples have {sum(batch['total_lengths'])} "
-            "tokens; pack the samples in the order of total_lengths"
+            f"logits have {rows_logits.shape[0]} rows but the samples need row {int(rows.max())} (total lengths "
+            f"{list(batch['total_lengths'])}); pack the samples in the order of total_lengths"
         )
+    rows = rows.to(logits.device)
     targets = torch.zeros(rows_logits.shape[0], dtype=torch.int64, device=logits.device)
     targets[rows] = response_tokens(shards, batch["unconcat_tokens"])
     log_probs, entropy = log_probs_and_entropy(
@@ -87,6 +86,8 @@ def loss_inputs(
     entropy: Tensor | None = None,
 ) -> LossInputs:
     """Flatten, check and neutralise the per-token fields of a batch around `cur_log_probs` [R]."""
+    config.require_rollout_log_probs(batch.get("rollout_log_probs") is not None)
+    _require(batch, "loss_masks", "advantages")
     shards = _shards(batch, cur_log_probs.device)
     mask = shards.local_mask(_checked_masks(batch["loss_masks"], shards))
     if mask.numel() != cur_log_probs.numel():
@@ -190,7 +191,28 @@ def _comparison_metrics(
     return metrics
 
 
+def _require(batch: Mapping[str, Any], *names: str) -> None:
+    missing = [name for name in names if batch.get(name) is None]
+    if missing:
+        raise BatchError(
+            f"the batch has no {', '.join(missing)}; policy_loss_function needs unconcat_tokens, total_lengths, "
+            "response_lengths, loss_masks and advantages"
+        )
+
+
+def _check_token_lengths(batch: Mapping[str, Any]) -> None:
+    _require(batch, "unconcat_tokens")
+    lengths = [len(ids) for ids in batch["unconcat_tokens"]]
+    expected = [int(length) for length in batch["total_lengths"]]
+    if lengths != expected:
+        raise BatchError(
+            f"unconcat_tokens have lengths {lengths} but total_lengths are {expected}; give one tensor of prompt "
+            "and response per sample"
+        )
+
+
 def _shards(batch: Mapping[str, Any], device: torch.device) -> SequenceShards:
+    _require(batch, "total_lengths", "response_lengths")
     return SequenceShards.of(
         batch["total_lengths"], batch["response_lengths"], device, current_parallel_context()
     )

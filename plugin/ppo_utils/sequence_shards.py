@@ -63,6 +63,11 @@ class SequenceShards:
         """Shards of samples with these lengths; `total_lengths` matters only under context parallelism."""
         context = context or current_parallel_context()
         responses = tuple(int(length) for length in response_lengths)
+        if total_lengths is None and context.cp_size > 1:
+            raise BatchError(
+                f"total_lengths are missing with {context.cp_size} context parallel ranks; which tokens a rank "
+                "holds depends on the length of prompt and response together, so pass them"
+            )
         totals = (
             responses if total_lengths is None else tuple(int(length) for length in total_lengths)
         )
@@ -94,6 +99,12 @@ class SequenceShards:
 
     def local(self, full: Sequence[Tensor]) -> Tensor:
         """[T]: the local part of one full-response tensor per sample."""
+        lengths = [value.numel() for value in full]
+        if lengths != list(self.response_lengths):
+            raise BatchError(
+                f"full-response tensors (loss masks, tokens) have lengths {lengths} but the responses "
+                f"{list(self.response_lengths)}; give one tensor per sample, as long as its whole response"
+            )
         parts = [
             value[start:end]
             for value, spans in zip(full, self.spans, strict=True)
