@@ -6,6 +6,7 @@ padding microbatches all walk it, so that a field added here is added everywhere
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
@@ -147,9 +148,9 @@ class RolloutBatch:
         )
 
     def check(self, *, max_log_prob: float = 0.1) -> None:
-        """Lengths, dtypes and values of every field, or a `BatchError` with field, sample and position.
+        """Lengths and values of every field, or a `BatchError` with field, sample and position.
 
-        Values are checked where the loss mask is 1; what is masked may hold anything.
+        Per-token values are checked where the loss mask is 1; what is masked may hold anything.
         """
         for name, field in FIELDS.items():
             if name not in self.columns:
@@ -183,11 +184,36 @@ class RolloutBatch:
                     f"{name} of sample {i} has length {len(value)}, expected {expected[field.shape]} (total "
                     f"{total}, response {response})"
                 )
+        _check_token_ids(i, torch.as_tensor(self.columns["unconcat_tokens"][i]))
         mask = torch.as_tensor(self.columns["loss_masks"][i]) != 0
         for name, field in FIELDS.items():
-            if name in self.columns and field.shape == "response" and field.dtype == torch.float32:
+            if name not in self.columns or field.dtype != torch.float32:
+                continue
+            if field.shape == "scalar":
+                _check_scalar(name, i, float(self.columns[name][i]))
+            else:
                 limit = max_log_prob if field.log_prob else None
                 _check_finite(name, i, torch.as_tensor(self.columns[name][i]), mask, limit)
+
+
+def _check_token_ids(sample: int, ids: Tensor) -> None:
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise BatchError(
+            f"unconcat_tokens of sample {sample} are {ids.dtype}; token ids are integers, convert them"
+        )
+    if bool((ids < 0).any()):
+        position = int((ids < 0).nonzero()[0])
+        raise BatchError(
+            f"unconcat_tokens of sample {sample} is {int(ids[position])} at position {position}; a token id is "
+            "at least 0. Drop padding before building the batch"
+        )
+
+
+def _check_scalar(name: str, sample: int, value: float) -> None:
+    if not math.isfinite(value):
+        raise BatchError(
+            f"{name} of sample {sample} is {value}; it must be finite. Repair its source or drop the sample"
+        )
 
 
 def _check_finite(
