@@ -115,7 +115,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         loaded = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
     if loaded is None:
         return {}

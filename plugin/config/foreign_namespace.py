@@ -27,7 +27,7 @@ def loss_config_of(args: Any) -> LossConfig:
     found = {
         f.name: getattr(args, f.name)
         for f in dataclasses.fields(LossConfig)
-        if hasattr(args, f.name)
+        if getattr(args, f.name, None) is not None
     }
     estimator = found.pop("advantage_estimator", None)
     named = getattr(args, "pg_loss_type", None) or estimator

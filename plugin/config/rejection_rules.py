@@ -52,6 +52,8 @@ def _parse_rule(text: str) -> RejectionRule:
         raise ConfigError(fix) from None
     if not low < high:
         raise ConfigError(f"--rejection-rules {text!r}: low {low} must be below high {high}")
+    if math.isinf(low) and math.isinf(high):
+        raise ConfigError(f"--rejection-rules {text!r} keeps everything; give low, high or both")
     if statistic == "ratio" and high <= 0:
         raise ConfigError(f"--rejection-rules {text!r}: a ratio is positive, high must be too")
     return RejectionRule(level, statistic, low, high)

@@ -20,8 +20,9 @@ _DEFAULTS = {field.name: field.default for field in dataclasses.fields(LossConfi
 
 
 def setting(args: Any, name: str) -> Any:
-    """The flag `name` of any namespace; one that is missing there takes its documented default."""
-    return getattr(args, name, _DEFAULTS[name])
+    """The flag `name` of any namespace; one that is missing or None there takes its documented default."""
+    value = getattr(args, name, None)
+    return _DEFAULTS[name] if value is None else value
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from plugin.ppo_utils.importance_ratio import (
     log_bound,
     log_ratio,
     probability_difference,
+    safe_exp,
 )
 from plugin.ppo_utils.kl_estimators import KL_ESTIMATORS
 
@@ -48,7 +49,7 @@ def geometric_mask_function(
     with torch.no_grad():
         mean_log_r = geometric_log_ratio(tokens.train_over_rollout(), tokens.mask, tokens.shards)
         log_r = tokens.shards.per_token(mean_log_r)
-        metrics = {"geometric_ratio": tokens.metric(log_r.exp())}
+        metrics = {"geometric_ratio": tokens.metric(safe_exp(log_r))}
         low_side, high_side = log_r < log_bound(low), log_r > log_bound(high)
         keep = inside_band(log_r, low, high)
     return _rejected(tokens, pg_loss, loss_masks, keep, metrics, low_side, high_side)
@@ -66,7 +67,8 @@ def rejection_function(
     """Keep only what every rule keeps: a statistic of the mismatch inside its band.
 
     statistic: ratio = exp(train - rollout); k1, k2, k3 of d = rollout - train (KL of rollout from train)
-    level: token (drops tokens); mean, sum, max over the sequence (drop sequences)
+    level: token (drops tokens); mean, sum, max over the sequence (drop sequences). Of ratios, mean is the
+    geometric mean and sum the product: exp of the mean or sum of train - rollout.
     Flags: --rejection-rules "token_ratio=0.5:2.0"; e.g. "token_ratio=0.2:5,mean_k3=:0.01,max_k2=:8".
     Reference: Liu et al. 2025 (masked importance sampling); rollout correction in verl.
     """
