@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugin.ppo_utils.masked_ops import masked_max, masked_sum
+from plugin.ppo_utils.masked_ops import masked_max, neutralised
 
 
 class StatisticsTable:
@@ -39,7 +39,7 @@ class StatisticsTable:
 
     def add_mean(self, name: str, values: Tensor, over: Tensor) -> None:
         """Contribute [T] values to the mean `name` over the tokens where `over` is True."""
-        self.add(f"{name}:sum", masked_sum(values.detach(), over))
+        self.add(f"{name}:sum", neutralised(values.detach(), over).double().sum())
         self.add(f"{name}:count", over.sum())
 
     def add_extremes(self, name: str, values: Tensor, over: Tensor) -> None:
