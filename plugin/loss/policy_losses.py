@@ -2,6 +2,9 @@
 
 Notation: cur, train, rollout are log-probs; r is a ratio; A the advantage; sg the stop-gradient. Inputs are 0
 where masked, so every per-token loss is 0 there too.
+
+Each docstring is the entry of its loss in `megatron-tis corrections`: a sentence, the formula, the flags with
+their defaults, the reference.
 """
 
 from __future__ import annotations
@@ -26,12 +29,23 @@ from plugin.ppo_utils.importance_ratio import (
 
 
 def ppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """max(-r A, -clip(r, 1 - eps, 1 + eps_high) A), r = exp(cur - train); dual clip for A < 0."""
+    """Clipped surrogate: no gain from moving a token's ratio beyond the clip.
+
+    loss = max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(cur - train); for A < 0 at most
+    -eps_clip_c A
+    Flags: --eps-clip 0.2, --eps-clip-high (= eps-clip), --eps-clip-c (none).
+    Reference: Schulman et al. 2017 (PPO); Ye et al. 2020 (dual clip).
+    """
     return _clipped_surrogate(_cur_over_train(inputs), inputs, config)
 
 
 def gspo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """PPO's clip on the sequence ratio exp(mean(cur - train)); each token passes its own gradient."""
+    """PPO's clip on the ratio of the whole sequence; each token passes its own gradient.
+
+    loss = max(-s A, -clip(s, 1 - eps_clip, 1 + eps_clip_high) A), s = exp(mean(cur - train))
+    Flags: --eps-clip 0.2, --eps-clip-high (= eps-clip), --eps-clip-c (none). The paper's bounds are 3e-4 and 4e-4.
+    Reference: Zheng et al. 2025 (GSPO).
+    """
     token_log_r = _cur_over_train(inputs)
     sequence_log_r = geometric_log_ratio(token_log_r, inputs.mask, inputs.shards)
     # The value is the sequence's, the gradient the token's: no gradient has to cross a collective.
@@ -42,13 +56,23 @@ def gspo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
 
 def reinforce(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """-A cur: the base on which `off_policy_is_function` is unbiased."""
+    """Plain policy gradient: the base on which `off_policy_is_function` is unbiased.
+
+    loss = -A cur
+    Flags: none.
+    Reference: Williams 1992 (REINFORCE).
+    """
     loss = -inputs.advantages * inputs.cur_log_probs
     return PolicyTerm(loss, inputs.mask, {"pg_clipfrac": torch.zeros_like(inputs.advantages)})
 
 
 def cispo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """-sg(clip(r, 1 - eps, 1 + eps_high)) A cur, r = exp(cur - train): gradient only through cur."""
+    """Clips the weight, never the gradient: every token keeps a gradient, through cur alone.
+
+    loss = -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A cur, r = exp(cur - train)
+    Flags: --eps-clip 0.2 (1.0 removes the lower bound), --eps-clip-high (= eps-clip).
+    Reference: MiniMax 2025 (CISPO, MiniMax-M1).
+    """
     low, high = _clip_bounds(config)
     log_r = _cur_over_train(inputs).detach()
     weight = clipped_ratio(log_r, low, high)
@@ -57,7 +81,12 @@ def cispo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
 
 def sapo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """-sigmoid(tau (r - 1)) 4 / tau A: a soft gate in place of the clip, steeper for A <= 0."""
+    """A soft gate in place of the clip, steeper for A <= 0.
+
+    loss = -sigmoid(tau (r - 1)) 4 / tau A, r = exp(cur - train); tau = sapo_tau_pos for A > 0, else sapo_tau_neg
+    Flags: --sapo-tau-pos 1.0, --sapo-tau-neg 1.05.
+    Reference: Gao et al. 2025 (SAPO).
+    """
     ratio = safe_exp(_cur_over_train(inputs))
     positive = inputs.advantages > 0
     tau = torch.where(positive, config.sapo_tau_pos, config.sapo_tau_neg)
@@ -67,14 +96,24 @@ def sapo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
 
 def icepop(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """-keep A r with keep = low <= r <= high, r = exp(cur - rollout); dropped, not clipped."""
+    """Importance ratio against the rollout policy inside a band; outside, the token is dropped, not clipped.
+
+    loss = -keep A r, r = exp(cur - rollout), keep = icepop_ratio_low <= r <= icepop_ratio_high
+    Flags: --icepop-ratio-low 0.2, --icepop-ratio-high 5.0, --adv-tau 1.0, --teacher-tau 0.0.
+    Reference: Ling team 2025, "Every step evolves" (IcePop).
+    """
     log_r = _cur_over_rollout(inputs)
     low, high = config.icepop_ratio_low, config.icepop_ratio_high
     return _masked_surrogate(inputs, config, log_r, *_outside_ratio_band(log_r, low, high))
 
 
 def dppo_tv(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """-keep A r with keep = -low <= pi_cur - pi_rollout <= high; symmetric, whatever the sign of A."""
+    """Importance ratio on tokens whose probability moved little; symmetric, whatever the sign of A.
+
+    loss = -keep A r, r = exp(cur - rollout), keep = -dppo_diff_low <= pi_cur - pi_rollout <= dppo_diff_high
+    Flags: --dppo-diff-low 0.2, --dppo-diff-high 0.2, --dppo-ratio-cap (none), --adv-tau 1.0, --teacher-tau 0.0.
+    Reference: Qi et al. 2026 (DPPO, total variation), in the symmetric form of prime-rl.
+    """
     log_r = _cur_over_rollout(inputs)
     difference = _probability_shift(inputs)
     too_low = difference < -config.dppo_diff_low - EDGE_TOLERANCE
@@ -83,7 +122,13 @@ def dppo_tv(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
 
 def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """-keep A r + kl_tau log(r)^2; drops A > 0 that rose too far and A <= 0 that fell too far."""
+    """Drops tokens with A > 0 that rose too far and with A <= 0 that fell too far; penalises every token's drift.
+
+    loss = -keep A r + kl_tau log(r)^2, r = exp(cur - rollout), keep = pi_cur - pi_rollout <= dppo_mask_high for
+    A > 0, >= -dppo_mask_low else
+    Flags: --dppo-mask-low 0.2, --dppo-mask-high 0.2, --kl-tau 0.001, --adv-tau 1.0, --teacher-tau 0.0.
+    Reference: Qi et al. 2026 (DPPO); squared log-ratio penalty as in prime-rl.
+    """
     log_r = _cur_over_rollout(inputs)
     difference = _probability_shift(inputs)
     positive = inputs.advantages > 0
@@ -94,7 +139,12 @@ def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
 
 def ipo_kl(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """keep (-A r + kl_tau log(r)^2) with IcePop's band: the penalty acts on kept tokens only."""
+    """IcePop's band with a drift penalty that acts on kept tokens only.
+
+    loss = keep (-A r + kl_tau log(r)^2), r = exp(cur - rollout), keep = ipo_ratio_low <= r <= ipo_ratio_high
+    Flags: --ipo-ratio-low 0.2, --ipo-ratio-high 5.0, --kl-tau 0.001, --adv-tau 1.0, --teacher-tau 0.0.
+    Reference: Prime Intellect 2025, prime-rl (masked ratio with a squared log-ratio penalty).
+    """
     log_r = _cur_over_rollout(inputs)
     outside = _outside_ratio_band(log_r, config.ipo_ratio_low, config.ipo_ratio_high)
     term = _masked_surrogate(inputs, config, log_r, *outside)
