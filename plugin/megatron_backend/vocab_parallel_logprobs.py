@@ -120,6 +120,20 @@ def combine_shards(
     return target_exponent - log_sum, RowNormalizer(maximum, sum_exp, entropy)
 
 
+def merge_column_ranges(
+    first: ShardStatistics, second: ShardStatistics, scale: float
+) -> ShardStatistics:
+    """Statistics of the same rows over two disjoint ranges of one shard's columns, as over their union."""
+    maximum = torch.maximum(first.maximum, second.maximum)
+    sum_exp, weighted_sum = _shift_sums(first, maximum, scale)
+    more, more_weighted = _shift_sums(second, maximum, scale)
+    if weighted_sum is not None and more_weighted is not None:
+        weighted_sum = weighted_sum + more_weighted
+    return ShardStatistics(
+        maximum, sum_exp + more, weighted_sum, first.target_logit + second.target_logit
+    )
+
+
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks of a group; 1 for None, which stands for "not sharded", not for the default group."""
     return 1 if group is None else dist.get_world_size(group)
@@ -233,18 +247,18 @@ def _check_arguments(
             f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}; it must be bool {list(logits.shape)}, like "
             "the logits. Slice it to this rank's columns of the vocabulary."
         )
-    check_temperature(temperature)
-    if entropy_grad and not with_entropy:
-        raise ConfigError(
-            "entropy_grad=True with with_entropy=False: there is no entropy to differentiate. "
-            "Pass with_entropy=True."
-        )
+    check_settings(temperature, with_entropy, entropy_grad)
 
 
-def check_temperature(temperature: float) -> None:
-    """Raise ConfigError unless the temperature is a positive, finite number."""
+def check_settings(temperature: float, with_entropy: bool, entropy_grad: bool) -> None:
+    """Raise ConfigError for a temperature that is not positive, or a gradient of an entropy that is not wanted."""
     if not (math.isfinite(temperature) and temperature > 0):
         raise ConfigError(
             f"temperature is {temperature}; it must be positive and finite. Log-probs of greedily sampled "
             "tokens are those of temperature 1."
+        )
+    if entropy_grad and not with_entropy:
+        raise ConfigError(
+            "entropy_grad=True with with_entropy=False: there is no entropy to differentiate. "
+            "Pass with_entropy=True."
         )

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from plugin.megatron_backend.fused_lm_head import fused_log_probs_and_entropy
 from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
 
 ROWS, COLUMNS = 13, 64
@@ -144,11 +145,49 @@ def no_rows_run_without_a_collective_that_hangs(rank: int, size: int) -> None:
     assert logits.grad is not None and logits.grad.shape == (0, 8)
 
 
+def fused_head_equals_one_process(rank: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(9)
+    rows, columns, width = 16, COLUMNS * 3, 5
+    hidden = torch.randn(rows, width, generator=generator)
+    weight = torch.randn(columns, width, generator=generator)
+    tokens = torch.randint(columns, (rows,), generator=generator)
+    row_mask = torch.arange(rows) % 4 != 1
+    coefficients = torch.linspace(-1, 1, rows)
+
+    def run(
+        hidden: torch.Tensor, weight: torch.Tensor, **options: object
+    ) -> tuple[torch.Tensor, ...]:
+        hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        log_probs, entropy = fused_log_probs_and_entropy(
+            hidden, weight, tokens, row_mask=row_mask, entropy_grad=True, temperature=1.2, **options
+        )
+        assert entropy is not None
+        (log_probs @ coefficients + entropy @ coefficients.flip(0)).backward()
+        assert hidden.grad is not None and weight.grad is not None
+        return log_probs.detach(), entropy.detach(), hidden.grad, weight.grad
+
+    one = run(hidden, weight)
+    part = weight.chunk(size)[rank]
+    for budget in (1 << 20, 700):
+        options = {"group": dist.group.WORLD, "memory_budget_bytes": budget}
+        sharded = run(hidden, part, **options)
+        torch.testing.assert_close(sharded[:3], one[:3])
+        torch.testing.assert_close(sharded[3], one[3].chunk(size)[rank])
+        partial = run(hidden, part, reduce_hidden_grad=False, **options)[2]
+        dist.all_reduce(partial)
+        torch.testing.assert_close(partial, one[2])
+        sequence = run(hidden.chunk(size)[rank], part, sequence_parallel=True, **options)
+        torch.testing.assert_close(sequence[:2], one[:2])
+        torch.testing.assert_close(sequence[2], one[2].chunk(size)[rank])
+        torch.testing.assert_close(sequence[3], one[3].chunk(size)[rank])
+
+
 def all_claims(rank: int, size: int) -> None:
     equal_to_one_process(rank, size)
     two_collectives_forward_none_backward(rank, size)
     a_nan_row_is_nan_on_every_rank_and_poisons_no_gradient(rank, size)
     no_rows_run_without_a_collective_that_hangs(rank, size)
+    fused_head_equals_one_process(rank, size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
