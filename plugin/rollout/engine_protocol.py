@@ -1,0 +1,138 @@
+"""What a rollout engine is: prompts in, tokens with their log-probs out, weights with a version.
+
+An engine runs in a process of its own and knows nothing of rewards, groups or training. The protocol is the
+same for an engine that lives in a Ray actor and for a client of a server elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from plugin.errors import EngineError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """How tokens are drawn; `log_probs` and `routed_experts` say what is reported besides them."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    max_response_length: int = 1024
+    stop_token_ids: tuple[int, ...] = ()
+    log_probs: bool = True
+    routed_experts: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt and the seeds of its responses: one response per seed.
+
+    A response depends on the weights, the prompt and its own seed, not on what else is in the batch (up to
+    rounding), so a request can be sent again, to another engine, after a failure.
+    """
+
+    prompt: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response.
+
+    tokens: [response] int64, with the stop token if one was sampled
+    log_probs: [response] float32, of the distribution each token was drawn from; None if not asked for
+    routed_experts: [prompt + response, moe_layers, topk] unsigned; None if not asked for
+    weight_version: of the weights that generated every token of this response
+    """
+
+    tokens: Tensor
+    finish_reason: FinishReason
+    weight_version: int
+    log_probs: Tensor | None = None
+    routed_experts: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    """What an engine says about itself."""
+
+    name: str
+    weight_version: int
+    generated_tokens: int
+
+
+class RolloutEngine(Protocol):
+    """The engine as its owner sees it. Calls are served one after the other."""
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+    ) -> list[list[Generation]]:
+        """For each request, one generation per seed, in order."""
+        ...
+
+    def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
+        """One safetensors bucket of Hugging Face tensors; with `last` the weights become `version`."""
+        ...
+
+    def health(self) -> EngineHealth:
+        """Answers when the engine is alive and idle."""
+        ...
+
+
+def check_generations(
+    requests: Sequence[GenerationRequest],
+    answers: Sequence[Sequence[Generation]],
+    parameters: SamplingParameters,
+) -> None:
+    """Whether an engine answered what it was asked, or an `EngineError` that names the request."""
+    if len(answers) != len(requests):
+        raise EngineError(f"the engine answered {len(answers)} of {len(requests)} requests")
+    for number, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        if len(answer) != len(request.seeds):
+            raise EngineError(
+                f"request {number} asked for {len(request.seeds)} responses and got {len(answer)}"
+            )
+        for generation in answer:
+            _check_generation(number, request, generation, parameters)
+
+
+def _check_generation(
+    number: int, request: GenerationRequest, generation: Generation, parameters: SamplingParameters
+) -> None:
+    length = generation.tokens.numel()
+    if not 1 <= length <= parameters.max_response_length:
+        raise EngineError(
+            f"request {number} got a response of {length} tokens; between 1 and "
+            f"{parameters.max_response_length} were asked for"
+        )
+    wanted = (
+        ("log-probs", parameters.log_probs, generation.log_probs, length),
+        (
+            "routed experts",
+            parameters.routed_experts,
+            generation.routed_experts,
+            len(request.prompt) + length,
+        ),
+    )
+    for what, asked, value, rows in wanted:
+        if asked and (value is None or len(value) != rows):
+            found = "none" if value is None else str(len(value))
+            raise EngineError(
+                f"request {number} got {found} {what} where {rows} were expected; "
+                "use an engine version that reports them for every token"
+            )
+
+
+def smallest_unsigned(count: int) -> torch.dtype:
+    """The smallest unsigned type that holds 0 .. count - 1."""
+    if count <= 1 << 8:
+        return torch.uint8
+    return torch.uint16 if count <= 1 << 16 else torch.uint32
