@@ -122,8 +122,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if _names_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
-            # Pinning is a property of host memory that a GPU copies from; there is none.
-            kwargs.pop("pin_memory", None)
+        # Pinned memory is what a GPU copies from; without one, torch refuses to allocate it.
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return create
@@ -264,7 +264,7 @@ def _exchange_unequal_slices() -> None:
 SHIMS: tuple[Shim, ...] = (
     Shim(
         name="factories",
-        stands_in_for="tensor creation with device='cuda'",
+        stands_in_for="tensor creation with device='cuda' or in pinned memory",
         cause="schedules, optimizer, gradient clipping and buffers hard-code device='cuda'",
         removed_when="Megatron-Core takes the device from its configuration or from a parameter",
         install=_redirect_factories,
