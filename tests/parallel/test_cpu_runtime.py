@@ -1,0 +1,198 @@
+"""Stock Megatron-Core schedules, DDP and optimizers run on CPU ranks and agree between layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plugin.megatron_backend import cpu_runtime
+from plugin.megatron_backend.hf_weights import export_hf_weights
+from plugin.megatron_backend.model_builder import ModelSettings, OptimizerSettings
+from plugin.megatron_backend.parallel_groups import ParallelGroups
+from tests.parallel.schedule_runs import loaded_model, train_one_step
+from tests.parallel.tiny_models import (
+    VOCAB_SIZE,
+    hf_log_probs,
+    hf_model,
+    hf_state_dict,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
+
+TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+VPP, EP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
+FULL_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def microbatches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(0, VOCAB_SIZE, (2, 8), generator=generator) for _ in range(4)]
+
+
+def step_on_rank(
+    groups: ParallelGroups,
+    config: Any,
+    state: dict[str, Tensor],
+    settings: ModelSettings,
+    optimizer: OptimizerSettings,
+) -> tuple[float, dict[str, Tensor]]:
+    """Gradient norm and whole weights after one step on 4 microbatches, shared out over DP ranks."""
+    tokens = microbatches()
+    per_rank = len(tokens) // groups.dp_size
+    own = tokens[groups.dp_rank * per_rank : (groups.dp_rank + 1) * per_rank]
+    chunks = loaded_model(config, state, groups, settings)
+    wrapped, grad_norm = train_one_step(chunks, own, groups, optimizer)
+    weights = {name: tensor.clone() for name, tensor in export_hf_weights(wrapped, groups)}
+    return grad_norm, weights
+
+
+# Large epsilon: the update is then proportional to the gradient, not to its sign, and rounding of tiny
+# gradients cannot flip it.
+PLAIN = OptimizerSettings(lr=1e-2, adam_eps=1e-2)
+SHARDED = OptimizerSettings(lr=1e-2, adam_eps=1e-2, use_distributed_optimizer=True)
+SP = {"sequence_parallel": True}
+
+DENSE_STEPS = [
+    ("TP2", 2, {TP: 2}, {}, PLAIN),
+    ("TP2+SP", 2, {TP: 2}, SP, PLAIN),
+    ("PP2", 2, {PP: 2}, {}, PLAIN),
+    ("PP2 x VPP2", 2, {PP: 2, VPP: 2}, {}, PLAIN),
+    ("PP2 x VPP2, full recompute", 2, {PP: 2, VPP: 2}, FULL_RECOMPUTE, PLAIN),
+    ("DP2", 2, {}, {}, PLAIN),
+    ("DP2, distributed optimizer", 2, {}, {}, SHARDED),
+    ("TP2+SP x PP2, full recompute", 4, {TP: 2, PP: 2}, SP | FULL_RECOMPUTE, PLAIN),
+    ("DP2 x TP2, distributed optimizer", 4, {TP: 2}, {}, SHARDED),
+]
+MOE_STEPS = [
+    ("TP2+SP", 2, {TP: 2}, SP, PLAIN),
+    ("EP2", 2, {EP: 2}, {}, PLAIN),
+    ("EP2, distributed optimizer", 2, {EP: 2}, {}, SHARDED),
+    ("EP2 x TP2+SP", 4, {EP: 2, TP: 2}, SP, PLAIN),
+    ("EP2 x PP2, full recompute", 4, {EP: 2, PP: 2}, FULL_RECOMPUTE, PLAIN),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "sizes", "settings", "optimizer"),
+    [pytest.param("dense", *case[1:], id=f"dense, {case[0]}") for case in DENSE_STEPS]
+    + [pytest.param("moe", *case[1:], id=f"moe, {case[0]}") for case in MOE_STEPS],
+)
+def test_a_step_has_the_gradient_norm_and_weights_of_one_process(
+    run_ranks: Any,
+    family: str,
+    ranks: int,
+    sizes: dict[str, int],
+    settings: dict[str, Any],
+    optimizer: OptimizerSettings,
+) -> None:
+    config = tiny_qwen3() if family == "dense" else tiny_qwen3_moe()
+    state = hf_state_dict(config)
+    arguments = (config, state, ModelSettings(**settings), optimizer)
+    [(norm, weights)] = run_ranks(step_on_rank, 1, config, state, ModelSettings(), PLAIN)
+    for got_norm, got_weights in run_ranks(step_on_rank, ranks, *arguments, **sizes):
+        assert got_norm == pytest.approx(norm, rel=1e-5)
+        for name, tensor in weights.items():
+            assert (tensor - state[name]).abs().max() > 1e-5, f"{name} must have been updated"
+            torch.testing.assert_close(got_weights[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def dropout_step_on_rank(
+    groups: ParallelGroups, config: Any, state: dict[str, Tensor], settings: ModelSettings
+) -> float:
+    return step_on_rank(groups, config, state, settings, PLAIN)[0]
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, {}), (2, {TP: 2})], ids=["one rank", "TP2"])
+def test_recomputation_draws_the_dropout_of_the_first_pass_again(
+    run_ranks: Any, ranks: int, sizes: dict[str, int]
+) -> None:
+    config = tiny_qwen3()
+    state = hf_state_dict(config)
+    norms = {}
+    for name, changes in {"kept": {}, "recomputed": FULL_RECOMPUTE}.items():
+        settings = ModelSettings(attention_dropout=0.3, hidden_dropout=0.3, **changes)
+        norms[name] = run_ranks(dropout_step_on_rank, ranks, config, state, settings, **sizes)
+    assert norms["kept"] == pytest.approx(norms["recomputed"], rel=1e-6)
+    without = run_ranks(dropout_step_on_rank, ranks, config, state, ModelSettings(), **sizes)
+    assert norms["kept"] != pytest.approx(without, rel=1e-3), "dropout must have had an effect"
+
+
+def bfloat16_step_on_rank(
+    groups: ParallelGroups, config: Any, state: dict[str, Tensor]
+) -> tuple[Tensor | None, float, bool]:
+    from tests.parallel.schedule_runs import forward_log_probs
+
+    settings = ModelSettings(dtype=torch.bfloat16)
+    chunks = loaded_model(config, state, groups, settings)
+    log_probs = forward_log_probs(chunks, microbatches(), groups)
+    wrapped, norm = train_one_step(chunks, microbatches(), groups, SHARDED)
+    all_bfloat16 = all(p.dtype is torch.bfloat16 for c in wrapped for p in c.parameters())
+    return log_probs and log_probs[0], norm, all_bfloat16
+
+
+def test_bfloat16_with_the_distributed_optimizer_stays_close_to_float32(run_ranks: Any) -> None:
+    config = tiny_qwen3()
+    state = hf_state_dict(config)
+    [(norm, _)] = run_ranks(step_on_rank, 1, config, state, ModelSettings(), PLAIN)
+    want = hf_log_probs(hf_model(config), microbatches()[0])
+    for log_probs, got_norm, all_bfloat16 in run_ranks(
+        bfloat16_step_on_rank, 2, config, state, **{TP: 2}
+    ):
+        assert all_bfloat16
+        # bfloat16 keeps 8 bits: relative error 2^-8 = 0.004 per operation, logits here are below 10
+        torch.testing.assert_close(log_probs, want, rtol=0, atol=0.2)
+        assert got_norm == pytest.approx(norm, rel=0.1)
+
+
+def patched_functions_on_rank(groups: ParallelGroups) -> dict[str, bool]:
+    before = {name: getattr(torch, name) for name in ("empty", "zeros", "tensor")}
+    tensor_type = torch.Tensor.type
+    active = cpu_runtime.activate()
+    return {
+        "active": active and cpu_runtime.is_active(),
+        "not wrapped twice": all(getattr(torch, name) is fn for name, fn in before.items())
+        and torch.Tensor.type is tensor_type,
+        "cuda factory gives cpu": torch.empty(2, device="cuda").device.type == "cpu",
+        "current device is cpu": torch.cuda.current_device() == torch.device("cpu"),
+        "other callers see the true type": torch.zeros(1).type() == "torch.FloatTensor",
+        "type still converts": torch.zeros(1).type(torch.int64).dtype is torch.int64,
+    }
+
+
+def test_activating_twice_changes_nothing_and_others_see_true_types(run_ranks: Any) -> None:
+    for facts in run_ranks(patched_functions_on_rank, 1):
+        assert all(facts.values()), facts
+
+
+def activate_with_cuda_on_rank(groups: ParallelGroups) -> tuple[bool, int]:
+    """Pretends that CUDA is there and that nothing is installed yet; counts installed shims."""
+    installed: list[str] = []
+    shims = tuple(
+        cpu_runtime.Shim(s.name, "", "", "", lambda s=s: installed.append(s.name))  # type: ignore[misc]
+        for s in cpu_runtime.SHIMS
+    )
+    saved = torch.cuda.is_available, cpu_runtime.SHIMS, cpu_runtime._installed
+    torch.cuda.is_available = lambda: True  # type: ignore[assignment]
+    cpu_runtime.SHIMS, cpu_runtime._installed = shims, False
+    try:
+        return cpu_runtime.activate(), len(installed)
+    finally:
+        torch.cuda.is_available, cpu_runtime.SHIMS, cpu_runtime._installed = saved  # type: ignore[assignment]
+
+
+def test_where_cuda_is_available_nothing_is_installed(run_ranks: Any) -> None:
+    assert run_ranks(activate_with_cuda_on_rank, 1) == [(False, 0)]
+
+
+def test_every_shim_says_what_it_replaces_why_and_until_when() -> None:
+    names = [shim.name for shim in cpu_runtime.SHIMS]
+    assert len(set(names)) == len(names)
+    for shim in cpu_runtime.SHIMS:
+        assert shim.stands_in_for and shim.cause and shim.removed_when
