@@ -11,6 +11,7 @@ from plugin.config.job_flags import (
     OutputFlags,
     ParallelFlags,
     RolloutFlags,
+    TrainerConfig,
 )
 from plugin.config.loss_flags import (
     RATIO_LOSSES,
@@ -44,6 +45,7 @@ __all__ = [
     "RegularizerFlags",
     "RejectionRule",
     "RolloutFlags",
+    "TrainerConfig",
     "flag",
     "parse_rejection_rules",
 ]

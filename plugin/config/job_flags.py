@@ -288,12 +288,13 @@ class OutputFlags(FlagGroup):
 
 
 @dataclass(frozen=True)
+class TrainerConfig(LossConfig, ModelFlags, OptimizerFlags, ParallelFlags, BatchingFlags):
+    """Everything a trainer reads."""
+
+
+@dataclass(frozen=True)
 class JobConfig(
-    LossConfig,
-    ModelFlags,
-    OptimizerFlags,
-    ParallelFlags,
-    BatchingFlags,
+    TrainerConfig,
     RolloutFlags,
     LaunchFlags,
     OutputFlags,

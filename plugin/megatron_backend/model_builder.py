@@ -339,17 +339,23 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
+def real_vocab_rows(vocab_size: int, tp_size: int, tp_rank: int) -> int:
+    """How many of a tensor parallel rank's output rows are tokens; the rest, at the end, is padding."""
+    share = padded_vocab_size(vocab_size, tp_size) // tp_size
+    return max(0, min(share, vocab_size - tp_rank * share))
+
+
 def _hide_vocab_padding(model: GPTModel, vocab_size: int, groups: ParallelGroups) -> None:
     """Keeps padding columns out of every softmax by pinning their logits, without gradient."""
     padded = padded_vocab_size(vocab_size, groups.tp_size)
     if padded == vocab_size:
         return
     share = padded // groups.tp_size
-    first_local = max(0, min(share, vocab_size - groups.tp_rank * share))
+    real_rows = real_vocab_rows(vocab_size, groups.tp_size, groups.tp_rank)
 
     def pin(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         logits = output[0]
-        first = first_local if logits.shape[-1] == share else vocab_size
+        first = real_rows if logits.shape[-1] == share else vocab_size
         value = max(_PADDING_LOGIT, torch.finfo(logits.dtype).min)
         logits[..., first:] = value
         return output

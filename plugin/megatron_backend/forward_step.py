@@ -1,0 +1,205 @@
+"""The two closures that Megatron's schedules call: the log-prob pass and the training pass.
+
+A schedule calls `forward_step(data_iterator, model)` for every microbatch and model chunk, and gets the chunk's
+output and, for the last stage, a function that turns that output into a loss. Everything that can be done
+before the schedule starts is done in `prepare`, where an error can still be raised on all ranks together; an
+error inside a loss closure is collected and the rank goes on with a loss of zero, so that it keeps
+taking part in the collectives of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugin.batch_types import FIELDS, Microbatch
+from plugin.config import TrainerConfig
+from plugin.loss.interfaces import LossInputs, LossOutputs
+from plugin.loss.normalization import kept_token_scale, token_weights
+from plugin.loss.policy_loss import compute_loss, loss_inputs
+from plugin.megatron_backend.loss_scaling import LossScale
+from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
+from plugin.megatron_backend.rank_agreement import ErrorCollector
+from plugin.megatron_backend.sequence_packing import ModelInputs, SequenceLayout, model_inputs
+from plugin.megatron_backend.step_metrics import record_step
+from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
+from plugin.ppo_utils.parallel_context import use_parallel_context
+from plugin.ppo_utils.sufficient_statistics import StatisticsTable
+
+LossClosure = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class PreparedMicrobatch:
+    """A microbatch ready for the model: its layout and the columns that its loss needs, local to this rank."""
+
+    inputs: ModelInputs
+    columns: dict[str, Any]
+    is_padding: bool
+
+
+def prepare(
+    microbatches: Sequence[Microbatch],
+    groups: ParallelGroups,
+    *,
+    layout: SequenceLayout = "packed",
+    transformer_engine: bool = False,
+    sequence_parallel: bool = False,
+    device: torch.device | str = "cpu",
+) -> list[PreparedMicrobatch]:
+    """Lay out every microbatch of a step for this rank."""
+    prepared = []
+    for microbatch in microbatches:
+        inputs = model_inputs(
+            microbatch.batch,
+            groups,
+            layout=layout,
+            transformer_engine=transformer_engine,
+            sequence_parallel=sequence_parallel,
+            device=device,
+        )
+        columns = _local_columns(microbatch, inputs)
+        prepared.append(PreparedMicrobatch(inputs, columns, microbatch.is_padding))
+    return prepared
+
+
+def _local_columns(microbatch: Microbatch, inputs: ModelInputs) -> dict[str, Any]:
+    """Per-token columns cut to this CP rank's tokens; masks stay whole, as corrections expect them."""
+    columns = dict(microbatch.batch.columns)
+    for name, values in columns.items():
+        if FIELDS[name].shape == "response" and name != "loss_masks":
+            local = inputs.shards.local([torch.as_tensor(value) for value in values])
+            columns[name] = list(local.split(inputs.shards.local_lengths))
+    device = inputs.shards.device
+    columns["loss_masks"] = [torch.as_tensor(mask).to(device) for mask in columns["loss_masks"]]
+    return columns
+
+
+def run_model(model: Any, inputs: ModelInputs) -> Tensor:
+    """The chunk's output: logits [B, S_local, V/tp] on the last stage, hidden states before it."""
+    return model(
+        input_ids=inputs.tokens,
+        position_ids=inputs.position_ids,
+        attention_mask=None,
+        packed_seq_params=inputs.packed_seq_params,
+    )
+
+
+def response_log_probs(
+    logits: Tensor,
+    inputs: ModelInputs,
+    groups: ParallelGroups,
+    *,
+    temperature: float,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob and entropy [R] of the local response tokens from the model's output."""
+    flat = logits.reshape(-1, logits.shape[-1])
+    targets = torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device)
+    targets[inputs.rows] = inputs.targets
+    log_probs, entropy = log_probs_and_entropy(
+        flat, targets, group=loss_context(groups).tp_group, temperature=temperature, **options
+    )
+    return log_probs[inputs.rows], None if entropy is None else entropy[inputs.rows]
+
+
+def log_prob_forward_step(
+    config: TrainerConfig, groups: ParallelGroups, errors: ErrorCollector
+) -> Callable[[Iterator[PreparedMicrobatch], Any], tuple[Tensor, LossClosure]]:
+    """Closure of the log-prob pass: collects [R] log-probs per microbatch (None where padding or failed)."""
+
+    def forward_step(data: Iterator[PreparedMicrobatch], model: Any) -> tuple[Tensor, LossClosure]:
+        microbatch = next(data)
+
+        def collect(logits: Tensor, non_loss_data: bool = True) -> Tensor | None:
+            with errors.collecting(), torch.no_grad():
+                log_probs, _ = response_log_probs(
+                    logits,
+                    microbatch.inputs,
+                    groups,
+                    temperature=config.rollout_temperature,
+                    with_entropy=False,
+                )
+                return None if microbatch.is_padding else log_probs
+            return None
+
+        return run_model(model, microbatch.inputs), collect
+
+    return forward_step
+
+
+def training_forward_step(
+    config: TrainerConfig,
+    groups: ParallelGroups,
+    scale: LossScale,
+    table: StatisticsTable,
+    errors: ErrorCollector,
+) -> Callable[[Iterator[PreparedMicrobatch], Any], tuple[Tensor, LossClosure]]:
+    """Closure of the training pass: policy loss, corrections, regularisers and metrics of a microbatch."""
+
+    def forward_step(data: Iterator[PreparedMicrobatch], model: Any) -> tuple[Tensor, LossClosure]:
+        microbatch = next(data)
+
+        def loss_of(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            loss = logits.reshape(-1)[:0].sum().float()
+            count = torch.zeros((), dtype=torch.int, device=logits.device)
+            with errors.collecting(), use_parallel_context(loss_context(groups)):
+                loss, count = _microbatch_loss(config, groups, scale, table, microbatch, logits)
+            return loss, count, {}
+
+        return run_model(model, microbatch.inputs), loss_of
+
+    return forward_step
+
+
+def _microbatch_loss(
+    config: TrainerConfig,
+    groups: ParallelGroups,
+    scale: LossScale,
+    table: StatisticsTable,
+    microbatch: PreparedMicrobatch,
+    logits: Tensor,
+) -> tuple[Tensor, Tensor]:
+    cur, entropy = response_log_probs(
+        logits,
+        microbatch.inputs,
+        groups,
+        temperature=config.rollout_temperature,
+        entropy_grad=config.entropy_coef != 0,
+        inplace_grad=config.inplace_logits_grad,
+    )
+    inputs = loss_inputs(config, microbatch.columns, cur, entropy)
+    outputs = compute_loss(config, config, inputs)
+    weights = token_weights(
+        inputs.shards,
+        inputs.mask,
+        inputs.loss_masks,
+        per_token=config.per_token,
+        mask_sums=microbatch.columns.get("rollout_mask_sums"),
+    )
+    policy, denominator = _policy_loss(config, inputs, outputs)
+    total = policy
+    for term in outputs.regularizers:
+        if term.coefficient:
+            total = total + term.coefficient * term.values
+    record_step(
+        table, config, inputs, outputs, weights, policy, total, denominator, microbatch.columns
+    )
+    weighted = (torch.where(weights > 0, total, 0.0) * weights).sum()
+    return scale.for_megatron(weighted, denominator.sum())
+
+
+def _policy_loss(
+    config: TrainerConfig, inputs: LossInputs, outputs: LossOutputs
+) -> tuple[Tensor, Tensor]:
+    """The policy loss [T] and the tokens (bool [T]) in the denominator of a per-token mean."""
+    if config.loss_denominator == "original":
+        return outputs.policy.loss, inputs.mask
+    if config.per_token:
+        return outputs.policy.loss, outputs.policy.kept
+    scale = kept_token_scale(outputs.policy.kept, inputs.mask, inputs.shards)
+    return outputs.policy.loss * scale, inputs.mask

@@ -1,0 +1,57 @@
+"""Undoes what Megatron's schedule and DDP multiply into the loss. The only place that knows these factors.
+
+Wanted: the gradient of one global mean, sum_t w_t l_t / sum_t w_t over every token of every rank. Megatron-Core
+offers two conventions, chosen by `TransformerConfig.calculate_per_token_loss`:
+
+- per token: the schedule leaves the loss alone, DDP sums gradients over DP x CP ranks, and `finalize_model_grads`
+  divides by the sum of the token counts that the loss closures returned. So a closure returns its plain sum
+  and its local count.
+- per sample: the schedule divides by the returned count (1 here) and by the number of microbatches, and DDP
+  divides by the DP x CP size. So a closure multiplies both back in and divides by the global sum of weights, which
+  is known before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plugin.batch_types import RolloutBatch
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The factors of one step.
+
+    total_weight: sum of w_t over the global batch
+    """
+
+    per_token: bool
+    total_weight: float
+    num_microbatches: int
+    dp_cp_size: int
+
+    def for_megatron(self, weighted_sum: Tensor, local_count: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, num_tokens) as a loss closure returns them.
+
+        weighted_sum: sum of w_t l_t over this microbatch's local tokens
+        local_count: its local tokens that are in the denominator (used per token only)
+        """
+        if self.per_token:
+            return weighted_sum, local_count.to(torch.int)
+        factor = self.num_microbatches * self.dp_cp_size / max(self.total_weight, 1e-12)
+        return weighted_sum * factor, torch.ones((), dtype=torch.int, device=weighted_sum.device)
+
+
+def total_weight(batch: RolloutBatch, *, per_token: bool) -> float:
+    """Sum of w_t over the whole batch: tokens that carry loss, or samples that carry loss."""
+    counts = [int((torch.as_tensor(mask) != 0).sum()) for mask in batch.columns["loss_masks"]]
+    if per_token:
+        return float(sum(counts))
+    divisors: Sequence[float] = batch.columns.get("rollout_mask_sums") or counts
+    return sum(
+        count / max(float(divisor), 1.0) for count, divisor in zip(counts, divisors, strict=True)
+    )

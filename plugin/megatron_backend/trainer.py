@@ -1,0 +1,270 @@
+"""MegatronTrainer: one rank of an RL trainer on stock Megatron-Core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugin.batch_types import Microbatch, RolloutBatch
+from plugin.config import TrainerConfig
+from plugin.errors import BatchError
+from plugin.loss.hook_loading import load_hook
+from plugin.megatron_backend.forward_step import (
+    PreparedMicrobatch,
+    log_prob_forward_step,
+    prepare,
+    training_forward_step,
+)
+from plugin.megatron_backend.hf_weights import export_hf_weights, load_hf_weights, unwrap
+from plugin.megatron_backend.loss_scaling import LossScale, total_weight
+from plugin.megatron_backend.microbatching import (
+    BatchingLimits,
+    MicrobatchPlan,
+    build_microbatches,
+    plan_microbatches,
+)
+from plugin.megatron_backend.model_builder import (
+    ModelSettings,
+    OptimizerSettings,
+    build_model,
+    build_optimizer,
+    uses_transformer_engine,
+    wrap_with_ddp,
+)
+from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.rank_agreement import ErrorCollector
+from plugin.megatron_backend.sequence_packing import SequenceLayout
+from plugin.megatron_backend.step_metrics import step_metrics
+from plugin.megatron_backend.train_step import (
+    GuardedOptimizer,
+    connect,
+    first_bad_parameter,
+    gather_responses,
+    run_schedule,
+    spread_from_last_stage,
+)
+from plugin.ppo_utils.sufficient_statistics import StatisticsTable
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step reports, the same on every rank.
+
+    metrics: exact means, extremes and counts over the global batch
+    updated: False if the step was skipped because the gradient was not finite or too large
+    bad_parameter: the first parameter with a non-finite gradient, if any
+    """
+
+    metrics: dict[str, float]
+    updated: bool
+    grad_norm: float
+    bad_parameter: str | None = None
+
+
+@dataclass
+class _Step:
+    """A global batch cut for this rank."""
+
+    plan: MicrobatchPlan
+    microbatches: list[PreparedMicrobatch] = field(default_factory=list)
+
+
+class MegatronTrainer:
+    """Model, optimizer and the two passes of one rank.
+
+    Every rank is given the same global batch and takes its own share, so all ranks plan alike without talking.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        hf_config: Any,
+        groups: ParallelGroups,
+        *,
+        layout: SequenceLayout = "packed",
+        trainable: bool = True,
+        seed: int = 1234,
+    ) -> None:
+        self.config, self.hf_config, self.groups, self.layout = config, hf_config, groups, layout
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.version = 0
+        if config.use_tis or config.get_mismatch_metrics:
+            for name in config.hook_names():
+                load_hook(name)
+        models = build_model(hf_config, model_settings(config, seed), groups)
+        self.chunks: list[Any] = list(models)
+        self.optimizer: GuardedOptimizer | None = None
+        if trainable:
+            self._make_trainable()
+
+    def _make_trainable(self) -> None:
+        config = self.config
+        self.chunks = list(
+            wrap_with_ddp(
+                self.chunks,
+                use_distributed_optimizer=config.use_distributed_optimizer,
+                groups=self.groups,
+            )
+        )
+        optimizer = build_optimizer(self.chunks, optimizer_settings(config))
+        connect(self.chunks, optimizer)
+        self.optimizer = GuardedOptimizer(optimizer, config.skip_on_grad_norm)
+
+    def load_hf_weights(self, source: str | Path | Mapping[str, Tensor]) -> None:
+        """Take the weights of a Hugging Face directory or state dict."""
+        load_hf_weights([unwrap(chunk) for chunk in self.chunks], source, self.groups)
+        if self.optimizer is not None:
+            # The optimizer keeps float32 copies of half-precision weights.
+            self.optimizer.optimizer.reload_model_params()
+
+    def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, whole; a collective."""
+        return export_hf_weights([unwrap(chunk) for chunk in self.chunks], self.groups)
+
+    def set_learning_rate(self, value: float) -> None:
+        """Use `value` from the next step on."""
+        assert self.optimizer is not None
+        for group in self.optimizer.optimizer.param_groups:
+            group["lr"] = value * group.get("lr_mult", 1.0)
+
+    def compute_log_probs(self, batch: RolloutBatch) -> list[Tensor]:
+        """Log-probs [response] of every sample of the global batch, on every rank, by a forward-only pass."""
+        errors = ErrorCollector(self.device)
+        step = self._prepared(batch, errors)
+        for chunk in self.chunks:
+            chunk.eval()
+        forward_step = log_prob_forward_step(self.config, self.groups, errors)
+        with torch.no_grad():
+            results = run_schedule(
+                forward_step, self.chunks, step.microbatches, self.groups, forward_only=True
+            )
+        errors.agree("the log-prob pass")
+        return gather_responses(
+            results,
+            step.microbatches,
+            step.plan.ranks[self.groups.dp_rank],
+            batch.columns["response_lengths"],
+            self.groups,
+            self.device,
+        )
+
+    def train_step(self, batch: RolloutBatch) -> StepResult:
+        """One optimizer step on the global batch; either every rank raises or none does."""
+        assert self.optimizer is not None, "a trainer built with trainable=False cannot train"
+        errors = ErrorCollector(self.device)
+        with errors.collecting():
+            self._check_trainable(batch)
+        step = self._prepared(batch, errors)
+        table = StatisticsTable(self.device)
+        scale = LossScale(
+            per_token=self.config.per_token,
+            total_weight=total_weight(batch, per_token=self.config.per_token),
+            num_microbatches=step.plan.num_microbatches,
+            dp_cp_size=self.groups.dp_cp_size,
+        )
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.optimizer.zero_grad()
+        forward_step = training_forward_step(self.config, self.groups, scale, table, errors)
+        run_schedule(forward_step, self.chunks, step.microbatches, self.groups)
+        last = self.groups.is_last_stage
+        errors.agree("the training step", table.digest() if last else None)
+        metrics = step_metrics(table.reduced(self.groups.dp_cp_group)) if last else None
+        metrics = spread_from_last_stage(metrics, self.groups)
+        return self._apply(metrics, step)
+
+    def _apply(self, metrics: dict[str, float], step: _Step) -> StepResult:
+        assert self.optimizer is not None
+        updated, grad_norm = self.optimizer.step()
+        bad = None if updated else first_bad_parameter(self.chunks, self.groups)
+        self.version += int(updated)
+        metrics |= {
+            "grad_norm": grad_norm,
+            "skipped_steps": float(self.optimizer.skipped_steps),
+            "num_microbatches": float(step.plan.num_microbatches),
+            "padding_microbatch_share": step.plan.padding_share(),
+        }
+        return StepResult(metrics, updated, grad_norm, bad)
+
+    def _check_trainable(self, batch: RolloutBatch) -> None:
+        batch.check()
+        if "advantages" not in batch:
+            raise BatchError("the batch has no advantages; compute them from the rewards first")
+        self.config.require_rollout_log_probs("rollout_log_probs" in batch)
+
+    def _prepared(self, batch: RolloutBatch, errors: ErrorCollector) -> _Step:
+        """Plan and lay out this rank's share; errors are raised here, on all ranks, before any schedule."""
+        step: _Step | None = None
+        with errors.collecting():
+            plan = plan_microbatches(
+                batch.columns["total_lengths"],
+                self._limits(),
+                dp_size=self.groups.dp_size,
+                # The interleaved schedule wants whole rounds over the stages.
+                count_multiple=self.groups.pp_size if self.groups.vpp_size else 1,
+                hidden_size=self.hf_config.hidden_size,
+            )
+            microbatches = build_microbatches(batch, plan, self.groups.dp_rank)
+            step = _Step(plan, self._laid_out(microbatches))
+        errors.agree("preparing the batch")
+        assert step is not None
+        return step
+
+    def _laid_out(self, microbatches: list[Microbatch]) -> list[PreparedMicrobatch]:
+        prepared = prepare(
+            microbatches,
+            self.groups,
+            layout=self.layout,
+            transformer_engine=uses_transformer_engine(self.config.transformer_impl),
+            sequence_parallel=self.config.sequence_parallel,
+            device=self.device,
+        )
+        for microbatch in prepared:
+            microbatch.columns["trainer_version"] = self.version
+        return prepared
+
+    def _limits(self) -> BatchingLimits:
+        budget = self.config.max_tokens_per_gpu
+        return BatchingLimits(
+            max_tokens=None if budget is None else budget * self.groups.cp_size,
+            micro_batch_size=self.config.micro_batch_size,
+            max_sample_tokens=self.hf_config.max_position_embeddings,
+        )
+
+
+def model_settings(config: TrainerConfig, seed: int = 1234) -> ModelSettings:
+    """The model builder's share of the configuration."""
+    return ModelSettings(
+        transformer_impl=config.transformer_impl,
+        dtype=_DTYPES[config.train_dtype],
+        sequence_parallel=config.sequence_parallel,
+        recompute_granularity=config.recompute_granularity,
+        recompute_method=config.recompute_method,
+        recompute_num_layers=config.recompute_num_layers,
+        moe_enable_routing_replay=config.use_routing_replay or config.use_rollout_routing_replay,
+        moe_token_dispatcher_type=config.moe_token_dispatcher_type,
+        calculate_per_token_loss=config.per_token,
+        seed=seed,
+    )
+
+
+def optimizer_settings(config: TrainerConfig) -> OptimizerSettings:
+    """The optimizer's share of the configuration."""
+    return OptimizerSettings(
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        use_distributed_optimizer=config.use_distributed_optimizer,
+    )
