@@ -1,0 +1,54 @@
+"""Log-probs on a GPU agree with the CPU. Needs CUDA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plugin.megatron_backend.fused_lm_head import fused_log_probs_and_entropy
+from plugin.megatron_backend.kernels import row_kernels_for
+from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_results_and_gradients_equal_those_of_the_cpu(
+    dtype: torch.dtype, inplace: bool, masked: bool
+) -> None:
+    logits = (torch.randn(33, 10_007) * 4).to(dtype)
+    tokens = torch.randint(10_007, (33,))
+    keep = torch.rand(33, 10_007) < 0.5 if masked else None
+    if keep is not None:
+        keep[torch.arange(33), tokens] = True
+    results = []
+    for device in ("cpu", "cuda"):
+        source = logits.to(device).requires_grad_()
+        log_probs, entropy = log_probs_and_entropy(
+            source * 1,
+            tokens.to(device),
+            temperature=0.8,
+            entropy_grad=True,
+            inplace_grad=inplace,
+            keep_mask=None if keep is None else keep.to(device),
+        )
+        assert entropy is not None
+        (log_probs.sum() - entropy.sum()).backward()
+        assert source.grad is not None
+        results.append((log_probs.detach().cpu(), entropy.detach().cpu(), source.grad.cpu()))
+    torch.testing.assert_close(results[1][:2], results[0][:2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[1][2], results[0][2])
+    assert row_kernels_for(logits.cuda()).name == "triton_rows"
+
+
+def test_the_fused_head_equals_logits_followed_by_log_probs() -> None:
+    hidden, weight = (
+        torch.randn(64, 128, device="cuda"),
+        torch.randn(9000, 128, device="cuda") * 0.1,
+    )
+    tokens = torch.randint(9000, (64,), device="cuda")
+    expected, _ = log_probs_and_entropy(hidden @ weight.t(), tokens)
+    actual, _ = fused_log_probs_and_entropy(hidden, weight, tokens, memory_budget_bytes=1 << 20)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
