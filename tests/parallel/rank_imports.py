@@ -16,13 +16,14 @@ from transformers import (  # noqa: E402
     Qwen3MoeForCausalLM,
 )
 
-from plugin.megatron_backend import model_builder, parallel_groups  # noqa: E402
+from plugin.megatron_backend import hf_weights, model_builder, parallel_groups  # noqa: E402
 
 __all__ = [
     "LlamaForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "cpu_runtime",
+    "hf_weights",
     "model_builder",
     "parallel_groups",
     "torch",
