@@ -23,7 +23,11 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["plugin", "plugin.*"]),
-    package_data={"plugin": ["py.typed"], "plugin.megatron_backend.kernels": ["*.cpp"]},
+    package_data={
+        "plugin": ["py.typed"],
+        "plugin.megatron_backend.kernels": ["*.cpp"],
+        "plugin.report": ["page/*"],
+    },
     install_requires=["torch>=2.6", "numpy", "pyyaml"],
     extras_require={
         "megatron": [

@@ -45,14 +45,14 @@ function linearTicks(low, high, wanted) {
 }
 
 function logTicks(low, high) {
-  const first = Math.ceil(Math.log10(low) - 1e-9), last = Math.floor(Math.log10(high) + 1e-9);
-  if (last - first < 1) {
-    const ticks = linearTicks(low, high, 5).filter((t) => t > 0);
-    return ticks.length ? ticks : [low, high];
-  }
-  const every = Math.ceil((last - first + 1) / 5), ticks = [];
-  for (let p = first; p <= last; p += every) ticks.push(Math.pow(10, p));
-  return ticks;
+  const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
+  const inside = (ticks) => ticks.filter((t) => t >= low * 0.999 && t <= high * 1.001);
+  const powers = [];
+  for (let p = first; p <= last; p += 1) powers.push(Math.pow(10, p));
+  const decades = inside(powers);
+  if (decades.length > 3) return decades.filter((_, i) => i % Math.ceil(decades.length / 5) === 0);
+  const finer = inside(powers.flatMap((p) => [p, 2 * p, 5 * p]));
+  return finer.length > 2 ? finer : linearTicks(low, high, 5).filter((t) => t > 0);
 }
 
 function visible(items) { return (items || []).filter((item) => item.run === undefined || !state.hidden.has(item.run)); }
