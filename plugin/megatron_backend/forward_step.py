@@ -24,7 +24,12 @@ from plugin.loss.policy_loss import compute_loss, loss_inputs
 from plugin.megatron_backend.loss_scaling import LossScale
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.rank_agreement import ErrorCollector
-from plugin.megatron_backend.sequence_packing import ModelInputs, SequenceLayout, model_inputs
+from plugin.megatron_backend.sequence_packing import (
+    ModelInputs,
+    SequenceLayout,
+    model_inputs,
+    row_length,
+)
 from plugin.megatron_backend.step_metrics import record_step
 from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
 from plugin.ppo_utils.parallel_context import use_parallel_context
@@ -52,6 +57,11 @@ def prepare(
     device: torch.device | str = "cpu",
 ) -> list[PreparedMicrobatch]:
     """Lay out every microbatch of a step for this rank."""
+    at_least = 0
+    if groups.vpp_size:
+        # The interleaved schedule keeps several messages under way between two stages and posts its receives
+        # in another order than the sends; with one size for all of them no receive can be too small.
+        at_least = max(row_length(m.batch, groups, layout, sequence_parallel) for m in microbatches)
     prepared = []
     for microbatch in microbatches:
         inputs = model_inputs(
@@ -60,6 +70,7 @@ def prepare(
             layout=layout,
             transformer_engine=transformer_engine,
             sequence_parallel=sequence_parallel,
+            at_least=at_least,
             device=device,
         )
         columns = _local_columns(microbatch, inputs)

@@ -50,9 +50,10 @@ def model_inputs(
     layout: SequenceLayout = "packed",
     transformer_engine: bool = False,
     sequence_parallel: bool = False,
+    at_least: int = 0,
     device: torch.device | str = "cpu",
 ) -> ModelInputs:
-    """Lay out the samples of `batch` for this rank."""
+    """Lay out the samples of `batch` for this rank; rows are filled up to `at_least` tokens (of all CP ranks)."""
     columns = batch.columns
     shards = SequenceShards.of(
         columns["total_lengths"],
@@ -60,10 +61,10 @@ def model_inputs(
         torch.device(device),
         loss_context(groups),
     )
-    row_multiple = groups.tp_size if sequence_parallel else 1
+    row_multiple = _row_multiple(groups, sequence_parallel)
     build = _packed if layout == "packed" else _padded
     tokens, positions, params, rows = build(
-        columns["unconcat_tokens"], shards, groups, row_multiple, transformer_engine
+        columns["unconcat_tokens"], shards, groups, row_multiple, at_least, transformer_engine
     )
     return ModelInputs(
         tokens=tokens.to(device, non_blocking=True),
@@ -75,19 +76,38 @@ def model_inputs(
     )
 
 
+def row_length(
+    batch: RolloutBatch, groups: ParallelGroups, layout: SequenceLayout, sequence_parallel: bool
+) -> int:
+    """Tokens (of all CP ranks) in a row that holds the samples of `batch`."""
+    samples = batch.columns["unconcat_tokens"]
+    lengths = _filled_lengths(samples, groups.cp_size)
+    needed = sum(lengths) if layout == "packed" else max(lengths)
+    return _round_up(needed, _row_multiple(groups, sequence_parallel))
+
+
+def _row_multiple(groups: ParallelGroups, sequence_parallel: bool) -> int:
+    chunks = 2 * groups.cp_size if groups.cp_size > 1 else 1
+    return chunks * (groups.tp_size if sequence_parallel else 1)
+
+
+def _filled_lengths(samples: Sequence[Tensor], cp_size: int) -> list[int]:
+    return [_round_up(len(ids), 2 * cp_size if cp_size > 1 else 1) for ids in samples]
+
+
 def _packed(
     samples: Sequence[Tensor],
     shards: SequenceShards,
     groups: ParallelGroups,
     row_multiple: int,
+    at_least: int,
     transformer_engine: bool,
 ) -> tuple[Tensor, Tensor, Any, Tensor]:
     from plugin.megatron_backend.local_layers import PackedLayout
 
     cp_size, cp_rank = groups.cp_size, groups.cp_rank
-    sample_multiple = 2 * cp_size if cp_size > 1 else 1
-    lengths = [_round_up(len(ids), sample_multiple) for ids in samples]
-    row_length = _round_up(sum(lengths), sample_multiple * row_multiple)
+    lengths = _filled_lengths(samples, cp_size)
+    row_length = _round_up(max(sum(lengths), at_least), row_multiple)
     layout = PackedLayout.from_lengths(
         lengths, row_length=row_length, cp_size=cp_size, cp_rank=cp_rank, device=shards.device
     )
@@ -107,13 +127,14 @@ def _padded(
     shards: SequenceShards,
     groups: ParallelGroups,
     row_multiple: int,
+    at_least: int,
     transformer_engine: bool,
 ) -> tuple[Tensor, Tensor, Any, Tensor]:
     if groups.cp_size > 1:
         raise ConfigError(
             f"the padded layout with context parallel size {groups.cp_size} is not supported; use packed"
         )
-    length = _round_up(max(len(ids) for ids in samples), row_multiple)
+    length = _round_up(max(at_least, *(len(ids) for ids in samples)), row_multiple)
     tokens = torch.stack([_filled(ids, length) for ids in samples])
     rows = [
         i * length + torch.arange(len(ids) - response - 1, len(ids) - 1)
