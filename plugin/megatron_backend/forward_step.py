@@ -59,8 +59,8 @@ def prepare(
     """Lay out every microbatch of a step for this rank."""
     at_least = 0
     if groups.vpp_size:
-        # The interleaved schedule keeps several messages under way between two stages and posts its receives
-        # in another order than the sends; with one size for all of them no receive can be too small.
+        # The interleaved schedule announces the shapes of its messages to the next and to the previous stage at
+        # once. With two stages these are one peer, and the shapes of different microbatches come out swapped.
         at_least = max(row_length(m.batch, groups, layout, sequence_parallel) for m in microbatches)
     prepared = []
     for microbatch in microbatches:
