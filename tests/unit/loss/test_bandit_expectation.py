@@ -1,0 +1,130 @@
+"""Which losses and corrections are unbiased: exact expectations on a softmax bandit.
+
+Four actions, three different policies. The gradient of the true objective J = sum_a pi_cur(a) A(a) is known
+exactly. Actions are sampled from the rollout policy, so the expected gradient of a loss is the sum over
+all actions of pi_rollout(a) times its gradient on that action: nothing is sampled, nothing is estimated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plugin.config import LossConfig
+from plugin.loss import policy_loss_function
+
+CUR = torch.tensor([0.5, -0.3, 0.2, -0.6])
+TRAIN = torch.tensor([0.1, 0.4, -0.2, 0.3])
+ROLLOUT = torch.tensor([0.3, 0.1, -0.4, 0.6])
+ADVANTAGES = torch.tensor([1.0, -0.5, 2.0, 0.3])
+
+UNBOUNDED: dict[str, Any] = {
+    **{"eps_clip": 1.0, "eps_clip_high": 1e6, "tis_clip": 1e6, "sequence_tis_clip": 1e6},
+    **{"icepop_ratio_low": 0.0, "icepop_ratio_high": 1e6},
+    **{"ipo_ratio_low": 0.0, "ipo_ratio_high": 1e6},
+    **{"dppo_diff_low": 1.0, "dppo_diff_high": 1.0, "dppo_mask_low": 1.0, "dppo_mask_high": 1.0},
+    "kl_tau": 0.0,
+}
+HOOK = "plugin.ppo_utils."
+
+
+def true_gradient(cur: Tensor) -> Tensor:
+    # dJ/dtheta_k = sum_a pi(a) A(a) (1[a = k] - pi(k)) = pi(k) (A(k) - J)
+    policy = cur.double().softmax(-1)
+    return policy * (ADVANTAGES - (policy * ADVANTAGES).sum())
+
+
+def expected_gradient(cur: Tensor, train: Tensor, rollout: Tensor, **flags: Any) -> Tensor:
+    """-gradient of the expected loss: a batch with one sample per action, weighted by pi_rollout."""
+    actions = range(len(cur))
+    theta = cur.clone().requires_grad_()
+    # one prompt token and one response token per sample: row 2a predicts action a
+    logits = theta.expand(2 * len(cur), -1)[None]
+    batch = {
+        "unconcat_tokens": [torch.tensor([0, a]) for a in actions],
+        "total_lengths": [2 for _ in actions],
+        "response_lengths": [1 for _ in actions],
+        "loss_masks": [torch.ones(1) for _ in actions],
+        "advantages": list(ADVANTAGES.split(1)),
+        "log_probs": list(train.log_softmax(-1).split(1)),
+        "rollout_log_probs": list(rollout.log_softmax(-1).split(1)),
+    }
+    probabilities = rollout.softmax(-1)
+    config = LossConfig(**{**UNBOUNDED, **flags})
+    loss, _ = policy_loss_function(config, batch, logits, lambda x: (x * probabilities).sum())
+    loss.backward()
+    assert theta.grad is not None
+    return -theta.grad.double()
+
+
+def relative_error(gradient: Tensor, cur: Tensor = CUR) -> float:
+    true = true_gradient(cur)
+    return float((gradient - true).norm() / true.norm())
+
+
+def correction(name: str | None) -> dict[str, Any]:
+    if name is None:
+        return {}
+    return {"use_tis": True, "custom_tis_function_path": HOOK + name}
+
+
+UNBIASED = [
+    ("reinforce", "off_policy_is_function"),
+    ("ppo", "vanilla_tis_function"),
+    ("cispo", "vanilla_tis_function"),
+    ("gspo", "vanilla_tis_function"),
+    ("ppo", "icepop_function"),
+    ("ppo", "sequence_tis_function"),
+    ("icepop", None),
+    ("dppo_tv", None),
+    ("dppo", None),
+    ("ipo_kl", None),
+]
+
+
+@pytest.mark.parametrize("base, hook", UNBIASED)
+def test_unbiased_without_bounds(base: str, hook: str | None) -> None:
+    gradient = expected_gradient(CUR, TRAIN, ROLLOUT, policy_loss=base, **correction(hook))
+    assert relative_error(gradient) < 1e-5
+
+
+@pytest.mark.parametrize("base", ["ppo", "cispo", "gspo"])
+@pytest.mark.filterwarnings("ignore:.*counts pi_theta/pi_old twice")
+def test_off_policy_is_counts_the_ratio_twice_on_a_base_that_carries_one(base: str) -> None:
+    flags = correction("off_policy_is_function") | {"allow_biased_correction": True}
+    gradient = expected_gradient(CUR, TRAIN, ROLLOUT, policy_loss=base, **flags)
+    assert relative_error(gradient) > 0.3
+    # ... and is right there for the first update on a rollout, when cur is still train
+    first_update = expected_gradient(CUR, CUR, ROLLOUT, policy_loss=base, **flags)
+    assert relative_error(first_update) < 1e-5
+
+
+@pytest.mark.parametrize("base, hook", [
+    ("reinforce", None),  # no correction at all
+    ("ppo", None),  # corrects staleness, not the mismatch of train and rollout
+    ("cispo", None),
+    ("reinforce", "vanilla_tis_function"),  # corrects the mismatch, not staleness
+])  # fmt: skip
+def test_half_a_correction_is_biased(base: str, hook: str | None) -> None:
+    gradient = expected_gradient(CUR, TRAIN, ROLLOUT, policy_loss=base, **correction(hook))
+    assert relative_error(gradient) > 0.05
+
+
+@pytest.mark.parametrize("base", ["reinforce", "ppo", "cispo", "gspo", "sapo", "icepop", "dppo_tv"])
+def test_every_loss_is_exact_when_all_policies_agree(base: str) -> None:
+    assert relative_error(expected_gradient(CUR, CUR, CUR, policy_loss=base)) < 1e-5
+
+
+def test_truncation_trades_bias_for_bounded_weights() -> None:
+    errors = [
+        relative_error(
+            expected_gradient(
+                CUR, TRAIN, ROLLOUT, policy_loss="ppo", tis_clip=cap, **correction("vanilla_tis_function")
+            )
+        )
+        for cap in (0.8, 1.0, 1.2, 1e6)
+    ]  # fmt: skip
+    assert errors == sorted(errors, reverse=True) and errors[0] > 0.05 and errors[-1] < 1e-5
