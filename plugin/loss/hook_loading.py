@@ -111,7 +111,8 @@ def _split(path: str) -> tuple[str, str]:
     module_name, separator, function_name = path.rpartition(":")
     if not separator:
         module_name, _, function_name = path.rpartition(".")
-    if not module_name or not function_name.isidentifier():
+    is_file = separator and module_name.endswith(".py")
+    if not module_name or not function_name.isidentifier() or ("/" in module_name and not is_file):
         raise HookLoadError(
             f"{path!r} names no function; write package.module.function, package.module:function or "
             "path/to/file.py:function"

@@ -242,12 +242,14 @@ def _flat(name: str, values: Sequence[Tensor] | None, shards: SequenceShards) ->
 
 
 def _check_numbers(raw: Mapping[str, Tensor | None], mask: Tensor, shards: SequenceShards) -> None:
-    check_values(raw, mask, shards)
+    # Named as the batch names it: the trainer's log-probs arrive as `log_probs`.
+    shown = {"log_probs" if n == "train_log_probs" else n: value for n, value in raw.items()}
+    check_values(shown, mask, shards)
     cur, rollout, train = (
         raw[name] for name in ("cur_log_probs", "rollout_log_probs", "train_log_probs")
     )
     assert cur is not None and train is not None
-    check_log_ratio("cur_log_probs", "train_log_probs", cur.detach() - train, mask, shards)
+    check_log_ratio("cur_log_probs", "log_probs", cur.detach() - train, mask, shards)
     if rollout is not None:
         check_log_ratio("cur_log_probs", "rollout_log_probs", cur.detach() - rollout, mask, shards)
 

@@ -30,7 +30,7 @@ def check_values(fields: Mapping[str, Tensor | None], mask: Tensor, shards: Sequ
             value = fields[name]
             assert value is not None
             raise BatchError(
-                f"{name} is {float(value[index])} at {_place(index, shards)}, where the loss mask is 1; it must "
+                f"{name} is {float(value.detach()[index])} at {_place(index, shards)}, where the loss mask is 1; it must "
                 f"be finite and within +-{MAX_ABS_VALUE:g}. Mask the token or repair the source of {name}"
             )
 
