@@ -124,6 +124,31 @@ def test_recomputation_draws_the_dropout_of_the_first_pass_again(
     assert norms["kept"] != pytest.approx(without, rel=1e-3), "dropout must have had an effect"
 
 
+def random_numbers_on_rank(groups: ParallelGroups) -> tuple[list[float], list[float], list[float]]:
+    """What a fresh model's generators give before, inside and after a fork of the tracker."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    from plugin.megatron_backend.model_builder import build_model
+
+    build_model(tiny_qwen3(), ModelSettings(seed=5), groups)
+    torch.manual_seed(99)
+    before = torch.rand(2).tolist()
+    with get_cuda_rng_tracker().fork():
+        inside = torch.rand(2).tolist()
+    return before, inside, torch.rand(2).tolist()
+
+
+def test_forked_random_numbers_differ_between_tp_ranks_and_leave_the_shared_ones_alone(
+    run_ranks: Any,
+) -> None:
+    first, second = run_ranks(random_numbers_on_rank, 2, **{TP: 2})
+    torch.manual_seed(99)
+    unforked = torch.rand(4).tolist()
+    assert first[0] == second[0] == unforked[:2]
+    assert first[1] != second[1], "attention dropout of different heads must differ"
+    assert first[2] == second[2] == unforked[2:], "hidden dropout must agree between TP ranks"
+
+
 def bfloat16_step_on_rank(
     groups: ParallelGroups, config: Any, state: dict[str, Tensor]
 ) -> tuple[Tensor | None, float, bool]:
