@@ -2,7 +2,7 @@
 
 The logits are read once in the forward pass, and read and written once in the backward pass; between the two
 only a few numbers per row are kept. Sharded over `n` ranks this takes two collectives of `[T]` and
-`[2 or 3, T]` floats forward, and none backward.
+`[2 or 3, T]` numbers forward, and none backward.
 """
 
 from __future__ import annotations
@@ -101,23 +101,25 @@ def combine_shards(
     `targets` and `absent` come from `locate_targets`. With `group` None or of one rank nothing is
     communicated; otherwise one max, and one sum of everything else.
     """
-    maximum, sum_exp, weighted_sum, target_logit = statistics
+    maximum = statistics.maximum
     sharded = group_size(group) > 1 and targets.numel() > 0
     if sharded:
         maximum = maximum.clone()
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-    target_exponent = ((target_logit - maximum) * scale).masked_fill(targets < 0, 0.0)
-    target_exponent = target_exponent.masked_fill(absent, -torch.inf)
+    # A few numbers per row: in float64 the results are the exact ones, rounded once.
+    target_exponent = (statistics.target_logit.double() - maximum) * scale
+    target_exponent = target_exponent.masked_fill(targets < 0, 0.0).masked_fill(absent, -torch.inf)
+    sum_exp, weighted_sum = _shift_sums(statistics, maximum, scale)
     if sharded:
-        sum_exp, weighted_sum = _shift_sums(statistics, maximum, scale)
         parts = [target_exponent, sum_exp]
         packed = torch.stack(parts if weighted_sum is None else [*parts, weighted_sum])
         dist.all_reduce(packed, op=dist.ReduceOp.SUM, group=group)
         target_exponent, sum_exp = packed[0], packed[1]
         weighted_sum = None if weighted_sum is None else packed[2]
     log_sum = sum_exp.log()
-    entropy = None if weighted_sum is None else log_sum - weighted_sum / sum_exp
-    return target_exponent - log_sum, RowNormalizer(maximum, sum_exp, entropy)
+    entropy = None if weighted_sum is None else (log_sum - weighted_sum / sum_exp).float()
+    rows = RowNormalizer(maximum, sum_exp.float(), entropy)
+    return (target_exponent - log_sum).float(), rows
 
 
 def merge_column_ranges(
@@ -128,10 +130,9 @@ def merge_column_ranges(
     sum_exp, weighted_sum = _shift_sums(first, maximum, scale)
     more, more_weighted = _shift_sums(second, maximum, scale)
     if weighted_sum is not None and more_weighted is not None:
-        weighted_sum = weighted_sum + more_weighted
-    return ShardStatistics(
-        maximum, sum_exp + more, weighted_sum, first.target_logit + second.target_logit
-    )
+        weighted_sum = (weighted_sum + more_weighted).float()
+    target_logit = first.target_logit + second.target_logit
+    return ShardStatistics(maximum, (sum_exp + more).float(), weighted_sum, target_logit)
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
@@ -213,8 +214,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 def _shift_sums(
     statistics: ShardStatistics, maximum: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sums of one shard, relative to the maximum of all shards instead of its own."""
-    shift = (statistics.maximum - maximum) * scale
+    """The sums of one shard in float64, relative to the maximum of all shards instead of its own."""
+    shift = (statistics.maximum.double() - maximum) * scale
     # A shard that keeps no column has maximum -inf and sums of 0; any finite shift leaves them 0.
     shift = shift.masked_fill(statistics.maximum == -torch.inf, 0.0)
     factor = shift.exp()
