@@ -10,6 +10,7 @@ taking part in the collectives of the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from plugin.loss.policy_loss import compute_loss, loss_inputs
 from plugin.megatron_backend.loss_scaling import LossScale
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.rank_agreement import ErrorCollector
+from plugin.megatron_backend.router_replay import RouterReplaySession
 from plugin.megatron_backend.sequence_packing import (
     ModelInputs,
     SequenceLayout,
@@ -42,6 +44,7 @@ LossClosure = Callable[..., Any]
 class PreparedMicrobatch:
     """A microbatch ready for the model: its layout and the columns that its loss needs, local to this rank."""
 
+    number: int
     inputs: ModelInputs
     columns: dict[str, Any]
     is_padding: bool
@@ -63,7 +66,7 @@ def prepare(
         # once. With two stages these are one peer, and the shapes of different microbatches come out swapped.
         at_least = max(row_length(m.batch, groups, layout, sequence_parallel) for m in microbatches)
     prepared = []
-    for microbatch in microbatches:
+    for number, microbatch in enumerate(microbatches):
         inputs = model_inputs(
             microbatch.batch,
             groups,
@@ -74,7 +77,7 @@ def prepare(
             device=device,
         )
         columns = _local_columns(microbatch, inputs)
-        prepared.append(PreparedMicrobatch(inputs, columns, microbatch.is_padding))
+        prepared.append(PreparedMicrobatch(number, inputs, columns, microbatch.is_padding))
     return prepared
 
 
@@ -90,14 +93,18 @@ def _local_columns(microbatch: Microbatch, inputs: ModelInputs) -> dict[str, Any
     return columns
 
 
-def run_model(model: Any, inputs: ModelInputs) -> Tensor:
+def run_model(
+    model: Any, microbatch: PreparedMicrobatch, replay: RouterReplaySession | None = None
+) -> Tensor:
     """The chunk's output: logits [B, S_local, V/tp] on the last stage, hidden states before it."""
-    return model(
-        input_ids=inputs.tokens,
-        position_ids=inputs.position_ids,
-        attention_mask=None,
-        packed_seq_params=inputs.packed_seq_params,
-    )
+    inputs = microbatch.inputs
+    with nullcontext() if replay is None else replay.microbatch(microbatch.number):
+        return model(
+            input_ids=inputs.tokens,
+            position_ids=inputs.position_ids,
+            attention_mask=None,
+            packed_seq_params=inputs.packed_seq_params,
+        )
 
 
 def response_log_probs(
@@ -119,7 +126,10 @@ def response_log_probs(
 
 
 def log_prob_forward_step(
-    config: TrainerConfig, groups: ParallelGroups, errors: ErrorCollector
+    config: TrainerConfig,
+    groups: ParallelGroups,
+    errors: ErrorCollector,
+    replay: RouterReplaySession | None = None,
 ) -> Callable[[Iterator[PreparedMicrobatch], Any], tuple[Tensor, LossClosure]]:
     """Closure of the log-prob pass: collects [R] log-probs per microbatch (None where padding or failed)."""
 
@@ -138,7 +148,7 @@ def log_prob_forward_step(
                 return None if microbatch.is_padding else log_probs
             return None
 
-        return run_model(model, microbatch.inputs), collect
+        return run_model(model, microbatch, replay), collect
 
     return forward_step
 
@@ -149,6 +159,7 @@ def training_forward_step(
     scale: LossScale,
     table: StatisticsTable,
     errors: ErrorCollector,
+    replay: RouterReplaySession | None = None,
 ) -> Callable[[Iterator[PreparedMicrobatch], Any], tuple[Tensor, LossClosure]]:
     """Closure of the training pass: policy loss, corrections, regularisers and metrics of a microbatch."""
 
@@ -162,7 +173,7 @@ def training_forward_step(
                 loss, count = _microbatch_loss(config, groups, scale, table, microbatch, logits)
             return loss, count, {}
 
-        return run_model(model, microbatch.inputs), loss_of
+        return run_model(model, microbatch, replay), loss_of
 
     return forward_step
 

@@ -30,6 +30,8 @@ class ModelInputs:
 
     tokens, position_ids: [B, S_local] int64 (B = 1 when packed)
     packed_seq_params: how the row is divided into samples; None when padded
+    sample_ids: [B, S_local] int64 on the CPU, the sample of every token, -1 where the row is filled up; positions
+        in the sample are `position_ids`
     rows: [R] int64, index into the flattened [B * S_local] output of the row that predicts each local response
         token; targets: [R] int64, those tokens
     shards: which response tokens of which sample these are
@@ -38,6 +40,7 @@ class ModelInputs:
     tokens: Tensor
     position_ids: Tensor
     packed_seq_params: Any
+    sample_ids: Tensor
     rows: Tensor
     targets: Tensor
     shards: SequenceShards
@@ -63,10 +66,12 @@ def model_inputs(
     )
     row_multiple = _row_multiple(groups, sequence_parallel)
     build = _packed if layout == "packed" else _padded
-    tokens, positions, params, rows = build(
+    tokens, positions, sample_ids, params, rows = build(
         columns["unconcat_tokens"], shards, groups, row_multiple, at_least, transformer_engine
     )
+    lengths = torch.tensor([*columns["total_lengths"], 0])
     return ModelInputs(
+        sample_ids=torch.where(positions.cpu() < lengths[sample_ids], sample_ids, -1),
         tokens=tokens.to(device, non_blocking=True),
         position_ids=positions.to(device, non_blocking=True),
         packed_seq_params=params,
@@ -102,7 +107,7 @@ def _packed(
     row_multiple: int,
     at_least: int,
     transformer_engine: bool,
-) -> tuple[Tensor, Tensor, Any, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Any, Tensor]:
     from plugin.megatron_backend.local_layers import PackedLayout
 
     cp_size, cp_rank = groups.cp_size, groups.cp_rank
@@ -119,7 +124,7 @@ def _packed(
     params: Any = layout
     if transformer_engine:
         params = _thd_params([len(piece) for piece in pieces], shards.device)
-    return local[None], layout.positions[None], params, rows
+    return local[None], layout.positions[None], layout.sample_ids.cpu()[None], params, rows
 
 
 def _padded(
@@ -129,7 +134,7 @@ def _padded(
     row_multiple: int,
     at_least: int,
     transformer_engine: bool,
-) -> tuple[Tensor, Tensor, Any, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Any, Tensor]:
     if groups.cp_size > 1:
         raise ConfigError(
             f"the padded layout with context parallel size {groups.cp_size} is not supported; use packed"
@@ -140,7 +145,9 @@ def _padded(
         i * length + torch.arange(len(ids) - response - 1, len(ids) - 1)
         for i, (ids, response) in enumerate(zip(samples, shards.response_lengths, strict=True))
     ]
-    return tokens, torch.arange(length).expand_as(tokens).contiguous(), None, torch.cat(rows)
+    positions = torch.arange(length).expand_as(tokens).contiguous()
+    sample_ids = torch.arange(len(samples))[:, None].expand_as(tokens)
+    return tokens, positions, sample_ids, None, torch.cat(rows)
 
 
 def _thd_params(lengths: Sequence[int], device: torch.device) -> Any:

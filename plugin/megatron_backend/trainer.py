@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.config import TrainerConfig
-from plugin.errors import BatchError
+from plugin.errors import BatchError, ReplayError
 from plugin.loss.hook_loading import load_hook
 from plugin.megatron_backend.forward_step import (
     PreparedMicrobatch,
@@ -38,6 +39,14 @@ from plugin.megatron_backend.model_builder import (
 )
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.rank_agreement import ErrorCollector
+from plugin.megatron_backend.router_replay import (
+    MicrobatchRoutes,
+    RecordedRoutes,
+    RoutedModel,
+    RouterReplaySession,
+    router_order,
+    routes_of,
+)
 from plugin.megatron_backend.sequence_packing import SequenceLayout
 from plugin.megatron_backend.step_metrics import step_metrics
 from plugin.megatron_backend.train_step import (
@@ -73,7 +82,19 @@ class _Step:
     """A global batch cut for this rank."""
 
     plan: MicrobatchPlan
-    microbatches: list[PreparedMicrobatch] = field(default_factory=list)
+    microbatches: list[PreparedMicrobatch]
+    routes: list[MicrobatchRoutes] | None = None
+    fingerprint: Any = None
+
+    def real_rows(self, groups: ParallelGroups, sequence_parallel: bool) -> list[Tensor]:
+        """Per microbatch, which rows that routers see are real tokens."""
+        return [
+            (router_order(m.inputs.sample_ids, groups, sequence_parallel) >= 0).to(
+                m.inputs.tokens.device
+            )
+            & (not m.is_padding)
+            for m in self.microbatches
+        ]
 
 
 class MegatronTrainer:
@@ -103,6 +124,9 @@ class MegatronTrainer:
         self.optimizer: GuardedOptimizer | None = None
         if trainable:
             self._make_trainable()
+        replays = config.use_routing_replay or config.use_rollout_routing_replay
+        self.routed_model = RoutedModel.of(self.chunks) if replays else None
+        self.recorded_routes: RecordedRoutes | None = None
 
     def _make_trainable(self) -> None:
         config = self.config
@@ -140,11 +164,17 @@ class MegatronTrainer:
         step = self._prepared(batch, errors)
         for chunk in self.chunks:
             chunk.eval()
-        forward_step = log_prob_forward_step(self.config, self.groups, errors)
-        with torch.no_grad():
+        if self.config.use_routing_replay:
+            self.recorded_routes = RecordedRoutes(step.fingerprint)
+        replay = self._replay_session(step)
+        forward_step = log_prob_forward_step(self.config, self.groups, errors, replay)
+        with torch.no_grad(), replay or nullcontext():
             results = run_schedule(
                 forward_step, self.chunks, step.microbatches, self.groups, forward_only=True
             )
+        with errors.collecting():
+            if replay is not None:
+                replay.check_consumed()
         errors.agree("the log-prob pass")
         return gather_responses(
             results,
@@ -161,7 +191,8 @@ class MegatronTrainer:
         errors = ErrorCollector(self.device)
         with errors.collecting():
             self._check_trainable(batch)
-        step = self._prepared(batch, errors)
+            self._check_recorded()
+        step = self._prepared(batch, errors, recorded=self.recorded_routes)
         table = StatisticsTable(self.device)
         scale = LossScale(
             per_token=self.config.per_token,
@@ -173,12 +204,19 @@ class MegatronTrainer:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.optimizer.zero_grad()
-        forward_step = training_forward_step(self.config, self.groups, scale, table, errors)
-        run_schedule(forward_step, self.chunks, step.microbatches, self.groups)
+        replay = self._replay_session(step)
+        forward_step = training_forward_step(self.config, self.groups, scale, table, errors, replay)
+        with replay or nullcontext():
+            run_schedule(forward_step, self.chunks, step.microbatches, self.groups)
+        with errors.collecting():
+            if replay is not None:
+                replay.check_consumed()
         last = self.groups.is_last_stage
         errors.agree("the training step", table.digest() if last else None)
         metrics = step_metrics(table.reduced(self.groups.dp_cp_group)) if last else None
         metrics = spread_from_last_stage(metrics, self.groups)
+        if replay is not None:
+            metrics |= replay.metrics(self.groups, sequence_parallel=self.config.sequence_parallel)
         return self._apply(metrics, step)
 
     def _apply(self, metrics: dict[str, float], step: _Step) -> StepResult:
@@ -200,7 +238,28 @@ class MegatronTrainer:
             raise BatchError("the batch has no advantages; compute them from the rewards first")
         self.config.require_rollout_log_probs("rollout_log_probs" in batch)
 
-    def _prepared(self, batch: RolloutBatch, errors: ErrorCollector) -> _Step:
+    def _check_recorded(self) -> None:
+        if self.config.use_routing_replay and self.recorded_routes is None:
+            raise ReplayError(
+                "--use-routing-replay replays the routes of the log-prob pass and none has run; call "
+                "compute_log_probs on this batch first"
+            )
+
+    def _replay_session(self, step: _Step) -> RouterReplaySession | None:
+        if self.routed_model is None:
+            return None
+        return RouterReplaySession(
+            self.routed_model,
+            len(step.microbatches),
+            replayed=step.routes,
+            recorded=self.recorded_routes if self.config.use_routing_replay else None,
+            real=step.real_rows(self.groups, self.config.sequence_parallel),
+            device=self.device,
+        )
+
+    def _prepared(
+        self, batch: RolloutBatch, errors: ErrorCollector, recorded: RecordedRoutes | None = None
+    ) -> _Step:
         """Plan and lay out this rank's share; errors are raised here, on all ranks, before any schedule."""
         step: _Step | None = None
         with errors.collecting():
@@ -213,7 +272,11 @@ class MegatronTrainer:
                 hidden_size=self.hf_config.hidden_size,
             )
             microbatches = build_microbatches(batch, plan, self.groups.dp_rank)
-            step = _Step(plan, self._laid_out(microbatches))
+            prepared = self._laid_out(microbatches)
+            fingerprint = (tuple(batch.columns["total_lengths"]), plan)
+            step = _Step(plan, prepared, self._routes(microbatches, prepared), fingerprint)
+            if recorded is not None:
+                recorded.require(fingerprint)
         errors.agree("preparing the batch")
         assert step is not None
         return step
@@ -230,6 +293,22 @@ class MegatronTrainer:
         for microbatch in prepared:
             microbatch.columns["trainer_version"] = self.version
         return prepared
+
+    def _routes(
+        self, microbatches: list[Microbatch], prepared: list[PreparedMicrobatch]
+    ) -> list[MicrobatchRoutes] | None:
+        if self.routed_model is None or not self.config.use_rollout_routing_replay:
+            return None
+        return [
+            routes_of(
+                microbatch,
+                laid_out.inputs,
+                self.routed_model,
+                self.groups,
+                sequence_parallel=self.config.sequence_parallel,
+            )
+            for microbatch, laid_out in zip(microbatches, prepared, strict=True)
+        ]
 
     def _limits(self) -> BatchingLimits:
         budget = self.config.max_tokens_per_gpu
