@@ -72,9 +72,7 @@ class FlagGroup:
     @classmethod
     def from_sources(cls, flags: Mapping[str, Any], yaml_file: str | Path | None = None) -> Self:
         """Merge a YAML file (lower) with explicit flags (higher), then validate the result."""
-        merged = read_yaml(Path(yaml_file)) if yaml_file else {}
-        merged = {key.replace("-", "_"): value for key, value in merged.items()}
-        merged.update(flags)
+        merged = {**(read_yaml(Path(yaml_file)) if yaml_file else {}), **flags}
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(merged) - known)
         if unknown:
@@ -108,7 +106,7 @@ def _did_you_mean(name: str, known: set[str]) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, safe-loaded; an empty file is an empty mapping."""
+    """The settings in a YAML file, safe-loaded, keys with underscores; an empty file has none."""
     import yaml
 
     try:
@@ -121,7 +119,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
         raise ConfigError(f"--config {path}: expected a mapping of setting names to values")
-    return loaded
+    settings = {key.replace("-", "_"): value for key, value in loaded.items()}
+    if len(settings) < len(loaded):
+        twice = next(key for key in settings if key.replace("_", "-") in loaded and key in loaded)
+        raise ConfigError(f"--config {path}: {twice} is given twice, with - and with _; keep one")
+    return settings
 
 
 _HINTS: dict[type, dict[str, Any]] = {}
@@ -183,7 +185,10 @@ def _converted(kind: Any, name: str, value: Any) -> Any:
             raise ConfigError(wanted) from None
         expect(not isinstance(value, bool) and math.isfinite(number), f"{wanted}, a finite number")
         expect(kind is float or number == int(number), wanted)
-        return kind(number) if kind is float or isinstance(value, str) else kind(value)
+        if kind is float:
+            return number
+        # Not through float where it can be helped: that would round integers beyond 2**53.
+        return int(value) if not isinstance(value, str) or value.strip().isdigit() else int(number)
     expect(kind is not str or isinstance(value, (str, Path)), wanted)
     return str(value) if kind is str else value
 
