@@ -23,7 +23,7 @@ from plugin.rollout.engine_protocol import (
 from plugin.rollout.int8_weights import quantize_linears
 from plugin.rollout.route_recorder import RouteRecorder
 from plugin.rollout.sampling import draw, sampling_log_probs, uniform_rows
-from plugin.rollout.weight_buckets import WeightLoader
+from plugin.rollout.weight_buckets import NO_WEIGHTS, WeightLoader
 
 
 class TransformersEngine:
@@ -68,8 +68,8 @@ class TransformersEngine:
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> list[list[Generation]]:
         """For each request, one generation per seed, in order."""
-        if self._loader.version == 0 or self._loader.is_partial:
-            state = "no weights" if self._loader.version == 0 else "half of a new version"
+        if self._loader.version == NO_WEIGHTS or self._loader.is_partial:
+            state = "half of a new version" if self._loader.is_partial else "no weights"
             raise EngineError(f"{self._name} has {state}; finish load_weights before generate")
         answers: list[list[Generation]] = []
         for part in _parts(requests, self._max_batch):

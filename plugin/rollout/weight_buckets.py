@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from plugin.errors import WeightError
 from plugin.rollout.int8_weights import Int8Linear, through_int8
 
+#: Version of an engine that has received no weights yet; the first real one is 0.
+NO_WEIGHTS = -1
+
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
 
@@ -51,7 +54,7 @@ class WeightLoader:
         self._loading: int | None = None
         self._expected = self._expected_names()
         self._seen: set[str] = set()
-        self.version = 0
+        self.version = NO_WEIGHTS
 
     @property
     def is_partial(self) -> bool:

@@ -1,0 +1,108 @@
+"""Which models a job uses: from a Hugging Face directory, or tiny ones built on the spot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plugin.config import JobConfig
+from plugin.errors import ConfigError
+from plugin.rollout.character_tokenizer import CharacterTokenizer
+from plugin.rollout.copy_digits_task import ALPHABET
+
+_HIDDEN, _HEAD_DIM, _LAYERS, _HEADS, _QUERY_GROUPS, _EXPERTS = 64, 16, 2, 4, 2, 4
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model's config and where its weights are.
+
+    hf_config: the config as a mapping, `model_type` included
+    directory: Hugging Face directory that every trainer node can read, or None
+    weights: the weights themselves as safetensors, where there is no directory
+    """
+
+    hf_config: dict[str, Any]
+    directory: str | None = None
+    weights: bytes | None = None
+
+
+def policy_source(config: JobConfig) -> ModelSource:
+    """The policy that is trained."""
+    if config.hf_checkpoint is None:
+        return _built_on_the_spot(config)
+    return directory_source(config.hf_checkpoint, "--hf-checkpoint")
+
+
+def directory_source(directory: str, option: str) -> ModelSource:
+    """The model in a local Hugging Face directory."""
+    import transformers
+
+    path = Path(directory).expanduser()
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{option} {directory} holds no config.json; give a local Hugging Face model directory"
+        )
+    loaded = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    return ModelSource(loaded.to_dict(), directory=str(path.resolve()))
+
+
+def load_tokenizer(config: JobConfig) -> Any:
+    """The tokenizer of the policy."""
+    if config.hf_checkpoint is None:
+        return CharacterTokenizer(ALPHABET)
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            config.hf_checkpoint, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--hf-checkpoint {config.hf_checkpoint} has no usable tokenizer: {error}"
+        ) from error
+
+
+def _built_on_the_spot(config: JobConfig) -> ModelSource:
+    """A model of about 0.1 M parameters with random weights that depend on the seed only."""
+    import safetensors.torch
+    import torch
+    import transformers
+
+    built = transformers.AutoConfig.for_model(**_tiny_config(config))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = transformers.AutoModelForCausalLM.from_config(built, dtype=torch.float32)
+    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    return ModelSource(built.to_dict(), weights=safetensors.torch.save(weights))
+
+
+def _tiny_config(config: JobConfig) -> dict[str, Any]:
+    tensor = config.tensor_model_parallel_size
+    chunks = config.pipeline_model_parallel_size * (
+        config.virtual_pipeline_model_parallel_size or 1
+    )
+    tiny: dict[str, Any] = {
+        "model_type": config.embedded_model,
+        "vocab_size": CharacterTokenizer(ALPHABET).vocab_size,
+        "hidden_size": _HIDDEN,
+        "intermediate_size": 2 * _HIDDEN,
+        "num_hidden_layers": max(_LAYERS, chunks),
+        "num_attention_heads": max(_HEADS, tensor),
+        "num_key_value_heads": max(_QUERY_GROUPS, tensor),
+        "head_dim": _HEAD_DIM,
+        "max_position_embeddings": config.max_response_length + 128,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.05,
+    }
+    if config.embedded_model == "qwen3_moe":
+        tiny |= {
+            "num_experts": max(_EXPERTS, config.expert_model_parallel_size),
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": _HIDDEN,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        }
+    return tiny

@@ -1,0 +1,147 @@
+"""Where the actors go: one bundle per trainer node, one bundle per engine, checked before anything starts.
+
+Trainer ranks are packed: `num_nodes` nodes with `ranks_per_node` ranks each. Engines have bundles of their own,
+or with `--colocate` share the trainer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plugin.config import JobConfig
+from plugin.errors import ClusterError
+
+#: Shares of a GPU when an engine lives beside a rank. Two ranks never fit on one GPU, an engine does.
+COLOCATED_RANK_GPU, COLOCATED_ENGINE_GPU = 0.6, 0.4
+
+
+@dataclass(frozen=True)
+class ResourcePlan:
+    """What a job reserves: resources of each trainer node and of each engine ({} when colocated)."""
+
+    trainer_nodes: list[dict[str, float]]
+    engines: list[dict[str, float]]
+    rank: dict[str, float]
+    engine: dict[str, float]
+
+    @property
+    def cpu_slots(self) -> int:
+        """CPU slots of the whole job."""
+        return int(sum(bundle["CPU"] for bundle in self.trainer_nodes + self.engines))
+
+
+def plan_resources(config: JobConfig, *, use_gpus: bool) -> ResourcePlan:
+    """The reservations of a job on GPUs, or on CPU slots."""
+    cpus, per_node = float(config.cpus_per_rank), config.ranks_per_node
+    node = {"CPU": cpus * per_node, **({"GPU": float(per_node)} if use_gpus else {})}
+    own = {"CPU": cpus, **({"GPU": 1.0} if use_gpus else {})}
+    if not config.colocate:
+        engines = [own] * config.num_rollout_engines
+        return ResourcePlan([node] * config.num_nodes, engines, own, own)
+    rank = {"CPU": cpus, **({"GPU": COLOCATED_RANK_GPU} if use_gpus else {})}
+    engine = {"CPU": 0.0, **({"GPU": COLOCATED_ENGINE_GPU} if use_gpus else {})}
+    return ResourcePlan([node] * config.num_nodes, [], rank, engine)
+
+
+def check_cluster(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> None:
+    """A `ClusterError` that says what the cluster has and what the job needs, unless it fits.
+
+    nodes: total resources of every node
+    """
+    left = [dict(node) for node in nodes]
+    for bundle in plan.trainer_nodes:
+        # Spread: each trainer bundle needs a node that no other trainer bundle has.
+        fitting = [node for node in left if _fits(bundle, node) and "taken" not in node]
+        if not fitting:
+            raise ClusterError(_too_small(plan, nodes))
+        _take(bundle, fitting[0])
+        fitting[0]["taken"] = 1
+    for bundle in plan.engines:
+        fitting = [node for node in left if _fits(bundle, node)]
+        if not fitting:
+            raise ClusterError(_too_small(plan, nodes))
+        _take(bundle, fitting[0])
+
+
+def _fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
+    return all(node.get(name, 0.0) >= amount for name, amount in bundle.items())
+
+
+def _take(bundle: Mapping[str, float], node: dict[str, float]) -> None:
+    for name, amount in bundle.items():
+        node[name] = node.get(name, 0.0) - amount
+
+
+def _too_small(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> str:
+    has = ", ".join(_shown(node) for node in nodes) or "no node"
+    engines = (
+        f" and {len(plan.engines)} x ({_shown(plan.engines[0])}) for engines"
+        if plan.engines
+        else ""
+    )
+    return (
+        f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} ({has}); the job needs "
+        f"{len(plan.trainer_nodes)} x ({_shown(plan.trainer_nodes[0])}) on nodes of their own{engines}; add nodes, "
+        "or lower --num-nodes, --num-gpus-per-node, --cpus-per-rank or --num-rollout-engines"
+    )
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    return " + ".join(
+        f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU") if name in resources
+    )
+
+
+@dataclass
+class Reservation:
+    """Placement groups of a running job; `trainer_nodes` is ordered by node address."""
+
+    trainer: Any
+    engines: Any | None
+    trainer_nodes: list[int]
+
+    def release(self) -> None:
+        """Gives the resources back."""
+        from ray.util import remove_placement_group
+
+        for group in (self.trainer, self.engines):
+            if group is not None:
+                remove_placement_group(group)
+
+
+def reserve(plan: ResourcePlan, timeout: float) -> Reservation:
+    """Reserves the plan's bundles on the connected cluster, or a `ClusterError` after `timeout` seconds."""
+    import ray
+    from ray.util import placement_group
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    check_cluster(plan, [node["Resources"] for node in alive])
+    strategy = "STRICT_SPREAD" if len(plan.trainer_nodes) > 1 else "STRICT_PACK"
+    trainer = placement_group(plan.trainer_nodes, strategy=strategy)
+    engines = placement_group(plan.engines, strategy="PACK") if plan.engines else None
+    reservation = Reservation(trainer, engines, [])
+    for group in (trainer, engines):
+        if group is not None and not group.wait(timeout_seconds=timeout):
+            reservation.release()
+            raise ClusterError(
+                f"the cluster is large enough but did not free the job's resources within {timeout:g} s; wait for "
+                "other jobs to end, or raise --start-timeout"
+            )
+    reservation.trainer_nodes = _bundles_by_address(trainer, alive)
+    return reservation
+
+
+def _bundles_by_address(group: Any, nodes: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Bundle numbers ordered by the address (then the id) of the node that holds them."""
+    from ray.util import placement_group_table
+
+    place = placement_group_table(group)["bundles_to_node_id"]
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
+    return sorted(place, key=lambda number: (_numeric(address[place[number]]), place[number]))
+
+
+def _numeric(address: str) -> tuple[int | str, ...]:
+    """Sorts 10.0.0.9 before 10.0.0.10."""
+    return tuple(int(part) if part.isdigit() else part for part in address.split("."))

@@ -1,0 +1,87 @@
+"""Starts a private Ray on this machine, or joins a running one.
+
+The private one listens on loopback only: Ray binds to loopback when it believes that the platform has no
+clusters, and the switch for that has to be in the environment before Ray is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from plugin.config import JobConfig
+from plugin.errors import ClusterError
+
+_LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+@contextlib.contextmanager
+def cluster(config: JobConfig, cpu_slots: int) -> Iterator[None]:
+    """A connection to Ray for the time of a job.
+
+    cpu_slots: what the job reserves; the private cluster offers at least as many, however many cores
+        the machine has
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if config.address is None:
+        _start_private(cpu_slots)
+    else:
+        _join(config.address)
+    import ray
+
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start_private(cpu_slots: int) -> None:
+    if "ray" not in sys.modules:
+        os.environ[_LOOPBACK_SWITCH] = "0"
+    import ray
+
+    if ray.is_initialized():
+        raise ClusterError(
+            "this process already talks to a Ray cluster; call ray.shutdown() first, or pass --address"
+        )
+    ray.init(
+        address="local",
+        num_cpus=max(cpu_slots, os.cpu_count() or 1),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    _require_loopback(ray.nodes())
+
+
+def _require_loopback(nodes: list[dict[str, Any]]) -> None:
+    """Ray imported by somebody else before the switch was set listens on every interface: say so."""
+    outside = [
+        n["NodeManagerAddress"] for n in nodes if not n["NodeManagerAddress"].startswith("127.")
+    ]
+    if outside and os.environ.get(_LOOPBACK_SWITCH) != "1":
+        import warnings
+
+        warnings.warn(
+            f"Ray was imported before megatron-tis could restrict it and listens on {outside[0]}; set "
+            f"{_LOOPBACK_SWITCH}=0 before importing ray to keep it on loopback",
+            stacklevel=4,
+        )
+
+
+def _join(address: str) -> None:
+    import ray
+
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ClusterError(
+            f"--address {address}: no Ray cluster answers there ({error}); start one with `ray start --head`, or "
+            "drop --address for a private one"
+        ) from error

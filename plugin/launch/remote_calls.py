@@ -1,0 +1,57 @@
+"""Waiting for Ray actors: the first failure at once, our own errors as themselves, never for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from plugin.errors import MegatronTisError, ParallelError
+
+_POLL_SECONDS = 0.05
+
+
+def wait_for_all(
+    references: Sequence[Any],
+    names: Sequence[str],
+    *,
+    timeout: float,
+    while_waiting: Callable[[], None] | None = None,
+) -> list[Any]:
+    """Results in order; raises the first failure as soon as it is known, whatever the others do.
+
+    names: who is called, for messages; while_waiting: called again and again until all have answered
+    """
+    import ray
+
+    deadline = time.monotonic() + timeout
+    waiting = dict(zip(references, names, strict=True))
+    results: dict[Any, Any] = {}
+    while waiting:
+        pause = _POLL_SECONDS if while_waiting else min(5.0, max(0.0, deadline - time.monotonic()))
+        done, _ = ray.wait(list(waiting), num_returns=1, timeout=pause)
+        for reference in done:
+            results[reference] = result_of(reference, waiting.pop(reference))
+        if while_waiting is not None:
+            while_waiting()
+        if waiting and time.monotonic() > deadline:
+            raise ParallelError(
+                f"{', '.join(waiting.values())} did not answer within {timeout:g} s; look for a hang there, or "
+                "raise --step-timeout (--start-timeout while starting)"
+            )
+    return [results[reference] for reference in references]
+
+
+def result_of(reference: Any, name: str) -> Any:
+    """The value of a finished call, or the error that ended it."""
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, MegatronTisError):
+            raise cause from error
+        raise ParallelError(f"{name} failed:\n{error}") from error
+    except ray.exceptions.RayActorError as error:
+        raise ParallelError(f"{name} died: {error}") from error

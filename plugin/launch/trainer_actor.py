@@ -1,0 +1,169 @@
+"""One trainer rank: the body of a Ray actor around `MegatronTrainer`.
+
+Every method is called on all ranks at once with the same arguments; what is the same everywhere is returned by
+rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from plugin.config import JobConfig
+from plugin.launch.array_transport import Arrays, batch_from_arrays
+from plugin.launch.model_source import ModelSource
+
+PolicyName = Literal["policy", "reference", "teacher"]
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where an actor landed: for the order of the ranks and for messages."""
+
+    address: str
+    node_id: str
+    device: int
+
+
+class TrainerRank:
+    """Holds the policy and, where the loss needs them, the reference and the teacher."""
+
+    def __init__(self, config: JobConfig) -> None:
+        import torch
+
+        self._config = config
+        if not torch.cuda.is_available():
+            torch.set_num_threads(config.threads_per_rank)
+        self._trainers: dict[PolicyName, Any] = {}
+        self._rank = -1
+        self._store: Any = None
+
+    def place(self) -> RankPlace:
+        """The node and the device of this actor."""
+        import ray
+
+        devices = ray.get_gpu_ids()
+        context = ray.get_runtime_context()
+        address = ray.util.get_node_ip_address()
+        return RankPlace(address, context.get_node_id(), int(devices[0]) if devices else 0)
+
+    def open_rendezvous(self) -> str:
+        """An address at which all ranks can meet; called on rank 0.
+
+        On one node that is a file. Across nodes it is a TCP store that listens on this node's address only;
+        torch's own would listen on every interface.
+        """
+        if self._config.num_nodes == 1:
+            return f"file://{tempfile.mkdtemp(prefix='megatron_tis_')}/rendezvous"
+        from torch.distributed import TCPStore
+
+        address = self.place().address
+        listener = socket.socket()
+        listener.bind((address, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        # multi_tenant: init_process_group opens the same store again in this process and finds this one.
+        self._store = TCPStore(
+            address,
+            port,
+            self._config.world_size,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+        return f"tcp://{address}:{port}"
+
+    def join(self, rank: int, rendezvous: str) -> None:
+        """Becomes rank `rank` of the process group."""
+        from plugin.megatron_backend.parallel_groups import init_parallel
+
+        self._rank = rank
+        interface = self._config.network_interface
+        if interface is None and (rendezvous.startswith(("file:", "tcp://127."))):
+            interface = "lo"
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        # Ray shows each actor its own GPU only.
+        os.environ["LOCAL_RANK"] = "0"
+        config = self._config
+        self._groups = init_parallel(
+            rank,
+            config.world_size,
+            init_method=rendezvous,
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+            timeout_seconds=config.step_timeout,
+        )
+
+    def build(self, name: PolicyName, source: ModelSource) -> None:
+        """Builds one of the models and loads its weights; only the policy can be trained."""
+        import safetensors.torch
+        from transformers import AutoConfig
+
+        from plugin.megatron_backend.trainer import MegatronTrainer
+
+        trainer = MegatronTrainer(
+            self._config,
+            AutoConfig.for_model(**source.hf_config),
+            self._groups,
+            trainable=name == "policy",
+            seed=self._config.seed,
+        )
+        if source.directory is not None:
+            trainer.load_hf_weights(source.directory)
+        elif source.weights is not None:
+            trainer.load_hf_weights(safetensors.torch.load(source.weights))
+        self._trainers[name] = trainer
+
+    def log_probs(self, name: PolicyName, arrays: Arrays) -> Any:
+        """Log-probs of every response of the batch, end to end, as a NumPy array; None besides rank 0."""
+        import torch
+
+        results = self._trainers[name].compute_log_probs(batch_from_arrays(arrays))
+        return torch.cat(results).numpy() if self._rank == 0 else None
+
+    def train(self, arrays: Arrays, version: int, learning_rate: float) -> Any:
+        """One optimizer step; a `StepResult` from rank 0, None from the others.
+
+        version: of the weights the step starts from, counted in weight syncs; the age of samples refers to it
+        """
+        trainer = self._trainers["policy"]
+        trainer.version = version
+        trainer.set_learning_rate(learning_rate)
+        result = trainer.train_step(batch_from_arrays(arrays))
+        return result if self._rank == 0 else None
+
+    def export_weights(self) -> list[Any] | None:
+        """The policy in the object store, one reference per bucket; None besides rank 0."""
+        import ray
+
+        from plugin.rollout.weight_buckets import pack_buckets
+
+        exported = self._trainers["policy"].export_hf_weights()
+        if self._rank != 0:
+            for _ in exported:
+                pass
+            return None
+        return [ray.put(bucket) for bucket in pack_buckets(exported)]
+
+    def save_hf(self, directory: str, tokenizer_from: str | None) -> None:
+        """Writes the policy as a Hugging Face directory, from rank 0."""
+        from plugin.megatron_backend.hf_weights import save_hf_directory
+
+        save_hf_directory(
+            self._trainers["policy"].chunks, directory, self._groups, tokenizer_from=tokenizer_from
+        )
+
+    def leave(self) -> None:
+        """Leaves the process group."""
+        from plugin.megatron_backend.parallel_groups import destroy_parallel
+
+        destroy_parallel()
