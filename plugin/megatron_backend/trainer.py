@@ -15,6 +15,12 @@ from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.errors import BatchError, ReplayError
 from plugin.loss.hook_loading import load_hook
+from plugin.megatron_backend.checkpointing import (
+    TrainerParts,
+    TrainerState,
+    load_checkpoint,
+    save_checkpoint,
+)
 from plugin.megatron_backend.forward_step import (
     PreparedMicrobatch,
     log_prob_forward_step,
@@ -157,6 +163,31 @@ class MegatronTrainer:
         assert self.optimizer is not None
         for group in self.optimizer.optimizer.param_groups:
             group["lr"] = value * group.get("lr_mult", 1.0)
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        step: int,
+        user_state: dict[str, Any],
+        *,
+        keep_last: int | None = None,
+    ) -> Path:
+        """Write `<directory>/step_<step>` with a JSON-able `user_state`; a collective."""
+        skipped = 0 if self.optimizer is None else self.optimizer.skipped_steps
+        state = TrainerState(step, self.version, skipped, user_state)
+        return save_checkpoint(directory, self._parts(), state, keep_last=keep_last)
+
+    def load_checkpoint(self, directory: str | Path) -> tuple[int, dict[str, Any]]:
+        """Resume from `directory` or the latest checkpoint in it: (step, user_state); a collective."""
+        state = load_checkpoint(directory, self._parts())
+        self.version = state.trainer_version
+        if self.optimizer is not None:
+            self.optimizer.skipped_steps = state.skipped_steps
+        return state.step, state.user_state
+
+    def _parts(self) -> TrainerParts:
+        optimizer = None if self.optimizer is None else self.optimizer.optimizer
+        return TrainerParts(self.chunks, optimizer, self.hf_config, self.groups, self.device)
 
     def compute_log_probs(self, batch: RolloutBatch) -> list[Tensor]:
         """Log-probs [response] of every sample of the global batch, on every rank, by a forward-only pass."""
@@ -328,7 +359,6 @@ def model_settings(config: TrainerConfig, seed: int = 1234) -> ModelSettings:
         recompute_granularity=config.recompute_granularity,
         recompute_method=config.recompute_method,
         recompute_num_layers=config.recompute_num_layers,
-        moe_enable_routing_replay=config.use_routing_replay or config.use_rollout_routing_replay,
         moe_token_dispatcher_type=config.moe_token_dispatcher_type,
         calculate_per_token_loss=config.per_token,
         seed=seed,

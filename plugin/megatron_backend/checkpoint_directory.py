@@ -1,0 +1,320 @@
+"""Checkpoints as directories: names, atomic publication, integrity. No tensors and no process group here.
+
+    checkpoints/
+      latest                      text: the name of the directory to resume from
+      step_0000012/
+        metadata.json             format, step, model, layout, size and checksum of every other file
+        user_state.json           what the driver wants back
+        rng/rank_00000.safetensors
+        model/                    Megatron-Core's own distributed checkpoint: model and optimizer
+      step_0000013.incomplete/    a save that is running, or was killed
+
+A directory gets its final name in one rename, after everything in it has reached the disk. Whatever is named
+`step_<number>` is therefore complete, and a killed save leaves only an `.incomplete` directory behind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from plugin.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "megatron-tis checkpoint"
+FORMAT_VERSION = 1
+METADATA_FILE = "metadata.json"
+USER_STATE_FILE = "user_state.json"
+LATEST_FILE = "latest"
+INCOMPLETE = ".incomplete"
+
+_STEP_NAME = re.compile(r"step_(\d{7,})")
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class CheckpointMetadata:
+    """What `metadata.json` says about a checkpoint.
+
+    model: the numbers of the Hugging Face config that fix the shapes
+    layout: parallel sizes at the time of the save, for instance {"tp": 2, "pp": 1, ...}
+    optimizer_step: updates that Adam has counted; None for a checkpoint without an optimizer
+    files: [size in bytes, CRC-32] by path relative to the directory, of every file but this one
+    """
+
+    step: int
+    trainer_version: int
+    skipped_steps: int
+    optimizer_step: int | None
+    dtype: str
+    model: dict[str, Any]
+    layout: dict[str, int]
+    software: dict[str, str] = field(default_factory=dict)
+    files: dict[str, list[int]] = field(default_factory=dict)
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lives once it is complete."""
+    return root / f"step_{step:07d}"
+
+
+def begin(root: Path, step: int) -> Path:
+    """An empty directory to write the checkpoint of `step` into."""
+    if step < 0:
+        raise CheckpointError(f"step is {step} but must be at least 0; pass the finished steps")
+    directory = step_directory(root, step)
+    directory = directory.with_name(directory.name + INCOMPLETE)
+    if directory.exists():
+        logger.warning("removing %s, left behind by a save that did not finish", directory)
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+    return directory
+
+
+def publish(incomplete: Path) -> Path:
+    """Give a finished checkpoint its final name and make it the latest; both survive a power cut."""
+    final = incomplete.with_name(incomplete.name.removesuffix(INCOMPLETE))
+    _sync_tree(incomplete)
+    replaced = final.with_name(final.name + ".replaced" + INCOMPLETE)
+    if final.exists():
+        # A run that was resumed from an earlier checkpoint comes by this step again.
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(final, replaced)
+    os.rename(incomplete, final)
+    _sync(final.parent)
+    _mark_latest(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def _mark_latest(final: Path) -> None:
+    marker = final.with_name(LATEST_FILE)
+    draft = final.with_name(LATEST_FILE + INCOMPLETE)
+    draft.write_text(final.name + "\n")
+    _sync(draft)
+    os.replace(draft, marker)
+    _sync(final.parent)
+
+
+def prune(root: Path, keep_last: int | None) -> None:
+    """Remove all but the newest `keep_last` checkpoints, never the latest, and what killed saves left."""
+    if keep_last is not None and keep_last < 1:
+        raise CheckpointError(f"keep_last is {keep_last} but must be at least 1; None keeps all")
+    latest = _read_marker(root)
+    surplus = [] if keep_last is None else complete_checkpoints(root)[:-keep_last]
+    for directory in [path for path in surplus if path.name != latest] + incomplete_saves(root):
+        # Renamed first: a removal that is interrupted must not leave half a checkpoint under a good name.
+        doomed = directory
+        if not directory.name.endswith(INCOMPLETE):
+            doomed = directory.with_name(directory.name + ".removed" + INCOMPLETE)
+            os.rename(directory, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints under `root`, oldest step first."""
+    if not root.is_dir():
+        return []
+    named = [(match, path) for path in root.iterdir() if (match := _step_match(path))]
+    return [path for _, path in sorted(named, key=lambda pair: int(pair[0].group(1)))]
+
+
+def _step_match(path: Path) -> re.Match[str] | None:
+    return _STEP_NAME.fullmatch(path.name) if path.is_dir() else None
+
+
+def incomplete_saves(root: Path) -> list[Path]:
+    """Directories that a running or killed save has not published."""
+    return sorted(path for path in root.glob(f"step_*{INCOMPLETE}") if path.is_dir())
+
+
+def resolve(directory: Path) -> Path:
+    """The checkpoint to load: `directory` itself, or the latest one in it.
+
+    Warns about saves that did not finish, and about a `latest` marker that leads nowhere.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory; give the path of a checkpoint")
+    if directory.name.endswith(INCOMPLETE):
+        raise CheckpointError(
+            f"{directory} was left behind by a save that did not finish; give {directory.parent}, "
+            "which holds the last complete one"
+        )
+    if (directory / METADATA_FILE).exists() or _STEP_NAME.fullmatch(directory.name):
+        return directory
+    complete = complete_checkpoints(directory)
+    leftovers = incomplete_saves(directory)
+    if not complete:
+        also = f" (only {leftovers[0].name}, of a save that did not finish)" if leftovers else ""
+        raise CheckpointError(
+            f"{directory} holds no complete checkpoint{also}; give the `checkpoints` directory of a run "
+            "or one step_<number> in it"
+        )
+    chosen = _latest(directory, complete)
+    for leftover in leftovers:
+        logger.warning(
+            "%s is incomplete: its save did not finish. Resuming from %s instead; the next save removes it",
+            leftover,
+            chosen,
+        )
+    return chosen
+
+
+def _latest(root: Path, complete: list[Path]) -> Path:
+    marked = _read_marker(root)
+    for path in complete:
+        if path.name == marked:
+            return path
+    logger.warning(
+        "%s names %r, which is no complete checkpoint; taking the newest, %s",
+        root / LATEST_FILE,
+        marked,
+        complete[-1].name,
+    )
+    return complete[-1]
+
+
+def _read_marker(root: Path) -> str | None:
+    marker = root / LATEST_FILE
+    return marker.read_text(errors="replace").strip() if marker.is_file() else None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` so that reading gives it back unchanged; anything else is refused."""
+    try:
+        text = json.dumps(content, allow_nan=False, indent=1)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path.name} cannot hold this value: {error}; use dicts with string keys, lists, strings, "
+            "finite numbers, booleans and None"
+        ) from None
+    if json.loads(text) != content:
+        raise CheckpointError(
+            f"{path.name} would come back changed (tuples become lists, keys become strings); "
+            "use lists and string keys"
+        )
+    path.write_text(text + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path.parent} has no {path.name}, so it is not a checkpoint of this software, or files "
+            "were removed; resume from another step_<number>"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is not valid JSON ({error}); resume from another step_<number>"
+        ) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__} instead of an object; "
+            "resume from another step_<number>"
+        )
+    return content
+
+
+def write_metadata(directory: Path, metadata: CheckpointMetadata) -> None:
+    """Write `metadata.json`, the last file of a checkpoint."""
+    content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(metadata)}
+    write_json(directory / METADATA_FILE, content)
+
+
+def read_metadata(directory: Path) -> CheckpointMetadata:
+    """`metadata.json` of a checkpoint; refuses other formats and versions."""
+    path = directory / METADATA_FILE
+    content = read_json(path)
+    found = content.pop("format", None)
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {found!r} instead of {FORMAT!r}: another program wrote {directory}; "
+            "convert it to a Hugging Face directory and start from that with --hf-checkpoint"
+        )
+    version = content.pop("format_version", None)
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version!r}; this release reads version {FORMAT_VERSION}; use the "
+            f"release that wrote it ({content.get('software', {})})"
+        )
+    expected = {entry.name for entry in fields(CheckpointMetadata)}
+    if set(content) != expected:
+        differing = sorted(set(content) ^ expected)
+        raise CheckpointError(
+            f"{path} should have exactly the keys {sorted(expected)} but differs in {differing}; "
+            "resume from another step_<number>"
+        )
+    return CheckpointMetadata(**content)
+
+
+def files_of(directory: Path) -> list[str]:
+    """Paths of all files of a checkpoint but its metadata, relative to it and sorted."""
+    names = (
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    )
+    return sorted(name for name in names if name != METADATA_FILE)
+
+
+def seal_files(directory: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    """Force files to disk; [size, CRC-32] of each."""
+    sealed = {}
+    for name in names:
+        _sync(directory / name)
+        sealed[name] = list(_size_and_checksum(directory / name))
+    return sealed
+
+
+def check_files(directory: Path, recorded: Mapping[str, list[int]], names: Iterable[str]) -> None:
+    """Compare some of a checkpoint's files with what `metadata.json` recorded about them."""
+    for name in names:
+        path = directory / name
+        size, checksum = recorded[name]
+        found = path.stat().st_size if path.is_file() else None
+        if found is None:
+            problem = "is missing"
+        elif found != size:
+            problem = f"has {found} bytes instead of {size}: it was cut off or overwritten"
+        elif _size_and_checksum(path)[1] != checksum:
+            problem = "has other content than when it was saved (CRC-32 differs)"
+        else:
+            continue
+        raise CheckpointError(
+            f"{path} {problem}, so the checkpoint cannot be used; copy it again or resume from another "
+            "step_<number>"
+        )
+
+
+def _size_and_checksum(path: Path) -> tuple[int, int]:
+    size = checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            size += len(block)
+            checksum = zlib.crc32(block, checksum)
+    return size, checksum
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(directory: Path) -> None:
+    """Force directory entries, and `metadata.json`, to disk; the other files were sealed before."""
+    _sync(directory / METADATA_FILE)
+    for path in [*directory.rglob("*"), directory, directory.parent]:
+        if path.is_dir():
+            _sync(path)
