@@ -119,11 +119,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
         raise ConfigError(f"--config {path}: expected a mapping of setting names to values")
-    settings = {key.replace("-", "_"): value for key, value in loaded.items()}
-    if len(settings) < len(loaded):
-        twice = next(key for key in settings if key.replace("_", "-") in loaded and key in loaded)
-        raise ConfigError(f"--config {path}: {twice} is given twice, with - and with _; keep one")
-    return settings
+    names = [key.replace("-", "_") for key in loaded]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigError(
+            f"--config {path}: {twice[0]} is given twice, with - and with _; keep one"
+        )
+    return dict(zip(names, loaded.values(), strict=True))
 
 
 _HINTS: dict[type, dict[str, Any]] = {}

@@ -33,9 +33,7 @@ def hook_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HookFile:
 
 
 def corrected(path: str, **flags: Any) -> LossConfig:
-    return LossConfig(
-        policy_loss="reinforce", use_tis=True, custom_tis_function_path=path, **flags
-    )
+    return LossConfig(policy_loss="reinforce", use_tis=True, custom_tis_function_path=path, **flags)
 
 
 def run_hook(path: str, masks: list[list[int]] | None = None) -> Any:
@@ -86,15 +84,15 @@ def test_gradient_through_a_weight_is_found_even_on_a_batch_that_teaches_nothing
 
 
 def test_gradient_through_a_clamped_weight_is_found_at_its_bound(hook_file: HookFile) -> None:
-    path = hook_file(
-        "return pg_loss * torch.cat(cur_log_probs).exp().clamp(2, 3), loss_masks, {}"
-    )
+    path = hook_file("return pg_loss * torch.cat(cur_log_probs).exp().clamp(2, 3), loss_masks, {}")
     with pytest.raises(BatchError, match="lets gradient flow through its weight"):
         run_hook(path)
 
 
 def test_a_batch_without_tokens_does_not_count_as_the_check(hook_file: HookFile) -> None:
-    path = hook_file("return pg_loss * torch.cat([*cur_log_probs, torch.zeros(0)]).exp(), loss_masks, {}")
+    path = hook_file(
+        "return pg_loss * torch.cat([*cur_log_probs, torch.zeros(0)]).exp(), loss_masks, {}"
+    )
     run(corrected(path), *random_batch([]))
     with pytest.raises(BatchError, match="lets gradient flow through its weight"):
         run_hook(path)
@@ -107,7 +105,9 @@ def test_a_checked_hook_is_called_once_per_microbatch(hook_file: HookFile, tmp_p
     )
     for _ in range(3):
         run_hook(path)
-    assert log.read_text() == "x" * (1 + 3)  # one more on the first batch: where does its gradient flow?
+    assert log.read_text() == "x" * (
+        1 + 3
+    )  # one more on the first batch: where does its gradient flow?
 
 
 def test_an_exception_inside_a_hook_is_the_users_own(hook_file: HookFile) -> None:

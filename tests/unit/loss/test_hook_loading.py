@@ -45,7 +45,9 @@ def test_three_spellings_load_the_hook_once(package: Path, spelling: str) -> Non
     assert first is load_hook(path)
     assert load_function(path).__name__ == "hook"
     assert (package / "good.loads").read_text() == "x"
-    values = dict.fromkeys(("train_log_probs", "rollout_log_probs", "total_lengths", "response_lengths"))
+    values = dict.fromkeys(
+        ("train_log_probs", "rollout_log_probs", "total_lengths", "response_lengths")
+    )
     result = first(None, pg_loss=1, loss_masks=[], cur_log_probs=None, advantages=None, **values)
     assert result == (2, [], {})
 
@@ -121,11 +123,10 @@ def define(package: Path, name: str, source: str) -> str:
     return f"user_hooks.{name}.hook"
 
 
-CONTRACT = "pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths"
-VALUES = {
-    name: name
-    for name in (*CONTRACT.split(", "), "cur_log_probs", "advantages")
-}
+CONTRACT = (
+    "pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths"
+)
+VALUES = {name: name for name in (*CONTRACT.split(", "), "cur_log_probs", "advantages")}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,11 @@ def test_a_hook_gets_the_extra_arguments_exactly_if_it_takes_them(package: Path)
 @pytest.mark.parametrize(
     "name, signature, message",
     [
-        ("lacks", "args, pg_loss, loss_masks", "does not accept train_log_probs, rollout_log_probs"),
+        (
+            "lacks",
+            "args, pg_loss, loss_masks",
+            "does not accept train_log_probs, rollout_log_probs",
+        ),
         ("demands", f"args, {CONTRACT}, magic", "requires magic, which no caller passes"),
         ("lacks_args", CONTRACT, "does not accept args"),
     ],
@@ -172,5 +177,7 @@ def test_a_hook_that_cannot_be_called_is_refused_when_it_is_loaded(
 
 
 def test_a_callable_object_is_a_hook(package: Path) -> None:
-    source = "class Hook:\n    def __call__(self, args, **kwargs):\n        return args\nhook = Hook()\n"
+    source = (
+        "class Hook:\n    def __call__(self, args, **kwargs):\n        return args\nhook = Hook()\n"
+    )
     assert load_hook(define(package, "instance", source))("flags", **VALUES) == "flags"

@@ -71,9 +71,7 @@ def test_cutting_a_batch_into_microbatches_adds_up(
     close(joined, gradient[:, :-1])
 
 
-def with_garbage(
-    batch: dict[str, Any], logits: Tensor, seed: int
-) -> tuple[dict[str, Any], Tensor]:
+def with_garbage(batch: dict[str, Any], logits: Tensor, seed: int) -> tuple[dict[str, Any], Tensor]:
     """NaN, infinities and 1e30 wherever a mask is 0: in every field, in token ids, in the logits' rows."""
     draw = random.Random(seed)
     dirty = {name: [v.clone() if isinstance(v, Tensor) else v for v in values] for name, values in batch.items()}  # fmt: skip
@@ -179,9 +177,7 @@ def test_context_parallel_ranks_add_up_to_the_whole(name: str, cp_size: int) -> 
 
 
 def shards_of(batch: dict[str, Any]) -> SequenceShards:
-    return SequenceShards.of(
-        batch["total_lengths"], batch["response_lengths"], torch.device("cpu")
-    )
+    return SequenceShards.of(batch["total_lengths"], batch["response_lengths"], torch.device("cpu"))
 
 
 def context_parallel_part(

@@ -56,5 +56,7 @@ def test_under_context_parallelism_each_local_row_precedes_its_token(size: int) 
         tokens = response_tokens(local, ids).tolist()
         assert [layout[row] + 1 for row in rows] == tokens
         seen += tokens
-    expected = [t for i, length in enumerate(lengths) for t in ids[i][len(ids[i]) - length :].tolist()]
+    expected = [
+        t for i, length in enumerate(lengths) for t in ids[i][len(ids[i]) - length :].tolist()
+    ]
     assert sorted(seen) == expected

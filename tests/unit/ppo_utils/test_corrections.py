@@ -130,7 +130,10 @@ def test_sequence_tis_at_the_geometric_level_does_not_grow_with_length() -> None
 
 def test_sequence_tis_of_a_long_mismatched_sequence_neither_overflows_nor_vanishes() -> None:
     flags = {"sequence_tis_clip": 1e9}
-    train = [torch.full((500,), 3.0), torch.full((500,), -3.0)]  # sums +-1500: exp overflows float64
+    train = [
+        torch.full((500,), 3.0),
+        torch.full((500,), -3.0),
+    ]  # sums +-1500: exp overflows float64
     loss, _, metrics = call_hook(sequence_tis_function, train=train, flags=flags)
     torch.testing.assert_close(loss[0].item(), math.exp(20), rtol=1e-5, atol=0)
     torch.testing.assert_close(loss[-1].item(), math.exp(-20), rtol=1e-5, atol=0)

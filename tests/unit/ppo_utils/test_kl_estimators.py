@@ -57,7 +57,9 @@ def test_masked_tokens_have_no_divergence_and_no_gradient(kind: str, garbage: fl
 
 def test_k3_stays_finite_for_any_difference_and_exact_for_small_ones() -> None:
     mask = torch.tensor([True, True, True])
-    values = kl_estimate(torch.tensor([-100.0, 0.0, -1e-4]), torch.tensor([0.0, -100.0, 0]), mask, "k3")
+    values = kl_estimate(
+        torch.tensor([-100.0, 0.0, -1e-4]), torch.tensor([0.0, -100.0, 0]), mask, "k3"
+    )
     # bounded at d = -20: exp(20) - 1 - 20; at d = 20: exp(-20) - 1 + 20
     expected = [math.exp(20) - 21, math.exp(-20) + 19]
     torch.testing.assert_close(values[:2], torch.tensor(expected))

@@ -107,9 +107,7 @@ def test_veto_drops_the_sequence_of_one_impossible_token() -> None:
 
 
 def test_veto_threshold_is_a_flag() -> None:
-    result = call_hook(
-        veto_function, train=[logs(0.4), logs(0.6)], flags={"veto_threshold": 0.5}
-    )
+    result = call_hook(veto_function, train=[logs(0.4), logs(0.6)], flags={"veto_threshold": 0.5})
     assert kept(result) == [[0], [1]]
 
 
@@ -168,9 +166,7 @@ def test_dppo_tv_mask_drops_by_probability_not_by_ratio() -> None:
     assert kept(result) == [[1, 0, 1, 0, 1]]
     assert result[2]["is_masked_high"].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
     assert result[2]["is_masked_low"].tolist() == [0.0, 0.0, 0.0, 1.0, 0.0]
-    torch.testing.assert_close(
-        result[2]["prob_diff_abs"], torch.tensor([0.2, 0.3, 0.2, 0.3, 0.01])
-    )
+    torch.testing.assert_close(result[2]["prob_diff_abs"], torch.tensor([0.2, 0.3, 0.2, 0.3, 0.01]))
 
 
 def test_dppo_tv_mask_has_two_bounds() -> None:

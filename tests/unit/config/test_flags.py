@@ -1,0 +1,172 @@
+"""Flags, YAML keys and values: one source, merged before validation."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plugin.config import FlagGroup, JobConfig, LossConfig, flag
+from plugin.errors import ConfigError
+
+
+def parse(*words: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    LossConfig.add_arguments(parser)
+    return vars(parser.parse_args(words))
+
+
+def test_what_the_user_leaves_out_is_absent_and_takes_the_default() -> None:
+    assert parse() == {}
+    assert LossConfig.from_sources(parse()) == LossConfig()
+
+
+def test_every_field_has_a_flag_and_a_help_text() -> None:
+    parser = argparse.ArgumentParser()
+    LossConfig.add_arguments(parser)
+    help_text = parser.format_help()
+    for item in dataclasses.fields(LossConfig):
+        assert "--" + item.name.replace("_", "-") in help_text, item.name
+        assert item.metadata["help"]
+
+
+def test_the_defaults_are_the_documented_contract() -> None:
+    c = LossConfig()
+    assert (c.policy_loss, c.eps_clip, c.clip_high, c.eps_clip_c) == ("ppo", 0.2, 0.2, None)
+    assert (c.use_tis, c.tis_clip, c.tis_clip_low) == (False, 2.0, 0.0)
+    assert c.hook_names() == ["plugin.ppo_utils.vanilla_tis_function"]
+    assert (c.icepop_ratio_low, c.icepop_ratio_high) == (0.2, 5.0)
+    assert (c.dppo_diff_low, c.dppo_diff_high, c.dppo_mask_low, c.dppo_mask_high) == (0.2,) * 4
+    assert (c.ipo_ratio_low, c.ipo_ratio_high) == (0.2, 5.0)
+    assert (c.kl_tau, c.adv_tau, c.teacher_tau) == (1e-3, 1.0, 0.0)
+    assert (c.use_rollout_kl_loss, c.rollout_kl_loss_coef) == (False, 0.0)
+    assert (c.rollout_kl_estimator_type, c.rollout_kl_scope) == ("k2", "all")
+    assert (c.use_kl_loss, c.kl_loss_coef, c.kl_loss_type) == (False, 0.0, "k1")
+    assert (c.use_unbiased_kl, c.entropy_coef) == (False, 0.0)
+    assert (c.advantage_estimator, c.loss_denominator) == ("grpo", "original")
+    assert (c.use_rollout_logprobs, c.get_mismatch_metrics) == (False, False)
+
+
+def test_flags_are_parsed_and_converted() -> None:
+    found = parse(
+        *("--policy-loss", "icepop", "--eps-clip", "3e-4", "--use-kl-loss"),
+        *("--no-calculate-per-token-loss", "--eps-clip-high", "none"),
+    )
+    config = LossConfig.from_sources(found)
+    assert config.policy_loss == "icepop" and config.eps_clip == 3e-4 and config.use_kl_loss
+    assert config.calculate_per_token_loss is False and config.eps_clip_high is None
+
+
+def test_yaml_gives_values_and_flags_override_them(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    # PyYAML reads 1e-3 as a string; both spellings of a key are fine
+    file.write_text("eps-clip: 1e-3\ntis_clip: 4\nuse-tis: true\neps_clip_c: none\n")
+    config = LossConfig.from_sources({"tis_clip": "3.0"}, file)
+    assert (config.eps_clip, config.tis_clip, config.use_tis) == (1e-3, 3.0, True)
+    assert isinstance(config.tis_clip, float) and config.eps_clip_c is None
+
+
+def test_an_empty_yaml_file_is_fine(tmp_path: Path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("# nothing\n")
+    assert LossConfig.from_sources({}, file) == LossConfig()
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("tis_clipp: 3", "unknown setting 'tis_clipp'; did you mean 'tis_clip'"),
+        ("zzzzzz: 3", "unknown setting 'zzzzzz'; `megatron-tis train --help` lists"),
+        ("- a\n- b", "expected a mapping"),
+        ("1: 2", "expected a mapping"),
+        ("a: [", "not valid YAML"),
+        ("tis_clip: -1", "--tis-clip is -1.0; it must be greater than 0"),
+        ("tis_clip: .inf", "a finite number"),
+        ("tis_clip: .nan", "a finite number"),
+        ("tis_clip: true", "expected float"),
+        ("tis_clip: [1]", "expected float"),
+        ("tis_clip:", "--tis-clip is none; give a value"),
+        ("use_tis: 1", "expected bool .true or false"),
+        ("use_tis: 'yes please'", "expected bool"),
+        ("policy_loss: ppoo", "--policy-loss is 'ppoo'; choose one of ppo, reinforce"),
+        ("policy_loss: [ppo]", "choose one of"),
+        ("custom_tis_function_path: 3", "expected str"),
+        ("custom_tis_function_path: [a.b]", "expected str"),
+        ("!!python/object/apply:os.system ['true']", "not valid YAML"),
+    ],
+)
+def test_a_yaml_file_passes_the_same_checks_as_the_command_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        LossConfig.from_sources({}, file)
+
+
+def test_a_yaml_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read .No such file"):
+        LossConfig.from_sources({}, tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        LossConfig.from_sources({}, tmp_path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        LossConfig.from_sources({}, binary)
+
+
+def test_one_setting_in_two_spellings_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text("tis-clip: 3\ntis_clip: 4\n")
+    with pytest.raises(ConfigError, match="tis_clip is given twice"):
+        LossConfig.from_sources({}, file)
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LossConfig().tis_clip = 3.0  # type: ignore[misc]
+
+
+def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
+    import yaml
+
+    config = LossConfig(policy_loss="icepop", eps_clip=3e-4, eps_clip_c=3.0)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config.as_dict()))
+    assert LossConfig.from_sources({}, file) == config
+
+
+def test_a_namespace_gives_the_fields_it_has() -> None:
+    args = argparse.Namespace(tis_clip=3.0, something_else=1)
+    assert LossConfig.from_namespace(args) == LossConfig(tis_clip=3.0)
+    config = LossConfig()
+    assert LossConfig.from_namespace(config) is config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbers(FlagGroup):
+    title = "numbers"
+    count: int = flag(1, "a 100% help text", at_least=1)
+
+
+def test_integers_stay_exact_and_refuse_fractions() -> None:
+    assert _Numbers(count="12").count == 12  # type: ignore[arg-type]
+    assert _Numbers(count=2.0).count == 2  # type: ignore[arg-type]
+    assert _Numbers(count="9007199254740993").count == 2**53 + 1  # type: ignore[arg-type]
+    for bad in (1.5, "1.5", "many", 0, True):
+        with pytest.raises(ConfigError, match="--count is"):
+            _Numbers(count=bad)  # type: ignore[arg-type]
+
+
+def test_a_percent_sign_in_a_help_text_does_not_break_help() -> None:
+    parser = argparse.ArgumentParser()
+    _Numbers.add_arguments(parser)
+    assert "a 100% help text (default: 1)" in parser.format_help()
+
+
+def test_a_job_configuration_runs_the_checks_of_the_loss_too() -> None:
+    with pytest.raises(ConfigError, match="--tis-clip-low"):
+        JobConfig.from_sources({"tis_clip_low": 5.0})

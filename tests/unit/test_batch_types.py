@@ -1,0 +1,167 @@
+"""Samples, batches, microbatches: one table of fields, checked and padded by walking it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from plugin.batch_types import FIELDS, Microbatch, RolloutBatch, RolloutSample
+from plugin.config import LossConfig
+from plugin.errors import BatchError
+from plugin.loss import policy_loss_function
+
+
+def sample(**changes: Any) -> RolloutSample:
+    """Prompt [5, 6], response [7, 8, 9] whose middle token came from a tool."""
+    fields: dict[str, Any] = {
+        "tokens": torch.tensor([5, 6, 7, 8, 9]),
+        "response_length": 3,
+        "loss_mask": torch.tensor([1, 0, 1]),
+        "reward": 1.0,
+        "rollout_log_probs": torch.tensor([-0.5, math.nan, -1.5]),
+    }
+    return RolloutSample(**{**fields, **changes})
+
+
+def full_batch() -> RolloutBatch:
+    """A batch in which every field of the table is present."""
+    batch = RolloutBatch.from_samples([
+        sample(routed_experts=torch.zeros(5, 2, 3, dtype=torch.uint8)),
+        sample(routed_experts=torch.zeros(5, 2, 3, dtype=torch.uint8), reward=0.0),
+    ])  # fmt: skip
+    for name, field in FIELDS.items():
+        if name not in batch:
+            per_sample: Any = 1.0 if field.shape == "scalar" else torch.full((3,), -0.5)
+            batch = batch.with_column(name, [per_sample, per_sample])
+    batch.check()
+    return batch
+
+
+def test_samples_become_columns() -> None:
+    batch = RolloutBatch.from_samples([sample(), sample(reward=0.5, group_index=3, weight_version=2)])  # fmt: skip
+    assert len(batch) == 2
+    assert batch.columns["total_lengths"] == [5, 5]
+    assert batch.columns["response_lengths"] == [3, 3]
+    assert batch.columns["rewards"] == [1.0, 0.5]
+    assert batch.columns["group_index"] == [0, 3]
+    assert batch.columns["weight_versions"] == [0, 2]
+    assert "rollout_log_probs" in batch and "rollout_routed_experts" not in batch
+
+
+def test_no_samples_make_an_empty_batch() -> None:
+    batch = RolloutBatch.from_samples([])
+    assert len(batch) == 0
+    batch.check()
+
+
+def test_an_optional_field_that_only_some_samples_have_is_an_error() -> None:
+    with pytest.raises(BatchError, match="sample 1 has no rollout_log_probs but others have"):
+        RolloutBatch.from_samples([sample(), sample(rollout_log_probs=None)])
+
+
+def test_selecting_and_joining_keep_samples_whole() -> None:
+    batch = RolloutBatch.from_samples([sample(reward=float(i)) for i in range(4)])
+    picked = batch.select([2, 0])
+    assert picked.columns["rewards"] == [2.0, 0.0]
+    joined = picked.concatenated(batch.select([3]))
+    assert joined.columns["rewards"] == [2.0, 0.0, 3.0] and len(joined) == 3
+    joined.check()
+    with pytest.raises(BatchError, match="differ in the fields advantages"):
+        joined.concatenated(picked.with_column("advantages", [torch.zeros(3)] * 2))
+
+
+def test_columns_must_be_known_and_complete() -> None:
+    batch = RolloutBatch.from_samples([sample()])
+    with pytest.raises(BatchError, match="unknown field 'advantage'"):
+        batch.with_column("advantage", [0])
+    with pytest.raises(BatchError, match="advantages has 2 entries for 1 samples"):
+        batch.with_column("advantages", [0, 0])
+    with pytest.raises(BatchError, match="unknown field 'extra'"):
+        RolloutBatch({**batch.columns, "extra": [0]}).check()
+    columns = {name: values for name, values in batch.columns.items() if name != "loss_masks"}
+    with pytest.raises(BatchError, match="the batch has no loss_masks"):
+        RolloutBatch(columns).check()
+    with pytest.raises(BatchError, match="loss_masks has 0 entries for 1 samples"):
+        RolloutBatch({**batch.columns, "loss_masks": []}).check()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"response_length": 5}, "total length 5 and response length 5"),
+        ({"response_length": -1}, "response length -1"),
+        ({"response_length": 2}, "loss_masks of sample 0 has length 3, expected 2"),
+        ({"rollout_log_probs": torch.zeros(4)}, "rollout_log_probs of sample 0 has length 4"),
+        ({"routed_experts": torch.zeros(3, 1, 1)}, "rollout_routed_experts of sample 0 has length 3"),
+        ({"tokens": torch.tensor([5.0, 6, 7, 8, 9])}, "unconcat_tokens of sample 0 are torch.float32"),
+        ({"tokens": torch.tensor([5, 6, 7, -1, 9])}, "is -1 at position 3"),
+        ({"reward": math.nan}, "rewards of sample 0 is nan"),
+        ({"reward": math.inf}, "rewards of sample 0 is inf"),
+        ({"rollout_log_probs": torch.tensor([-0.5, 0, math.nan])},
+         "rollout_log_probs of sample 0 is nan at position 2"),
+        ({"rollout_log_probs": torch.tensor([-math.inf, 0, -1])}, "is -inf at position 0"),
+        ({"rollout_log_probs": torch.tensor([-0.5, 0, -1e30])}, "at position 2"),
+        ({"rollout_log_probs": torch.tensor([0.5, 0, -1])}, "at most 0.1"),
+    ],
+)  # fmt: skip
+def test_a_bad_sample_is_named_with_field_and_position(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BatchError, match=message):
+        RolloutBatch.from_samples([sample(**changes)])
+
+
+@pytest.mark.parametrize("name", [n for n, f in FIELDS.items() if f.dtype == torch.float32])
+def test_every_float_field_of_the_table_is_checked_where_unmasked(name: str) -> None:
+    batch = full_batch()
+    value: Any = math.nan if FIELDS[name].shape == "scalar" else torch.tensor([-0.5, 0, math.nan])
+    good = batch.columns[name][0]
+    with pytest.raises(BatchError, match=f"{name} of sample 1 is nan"):
+        batch.with_column(name, [good, value]).check()
+    if FIELDS[name].shape == "response":
+        masked = torch.tensor([-0.5, math.nan, -0.5])
+        batch.with_column(name, [good, masked]).check()
+
+
+def test_half_precision_log_probs_pass_the_check() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        log_probs = torch.tensor([-0.5, math.nan, -1.5], dtype=dtype)
+        RolloutBatch.from_samples([sample(rollout_log_probs=log_probs)])
+
+
+def test_a_sample_without_a_response_is_fine() -> None:
+    empty = sample(response_length=0, loss_mask=torch.zeros(0), rollout_log_probs=torch.zeros(0))
+    assert len(RolloutBatch.from_samples([empty, sample()])) == 2
+
+
+def test_a_padding_microbatch_has_every_field_of_the_table() -> None:
+    batch = full_batch()
+    assert set(batch.columns) == set(FIELDS)  # a field added later is covered here too
+    padding = Microbatch.padding_like(batch)
+    assert padding.is_padding and set(padding) == set(FIELDS)
+    padding.batch.check()
+    for name, field in FIELDS.items():
+        (value,) = padding.batch.columns[name]
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == (field.dtype or torch.uint8), name
+    assert not padding.batch.columns["loss_masks"][0].any()
+    routes = padding.batch.columns["rollout_routed_experts"][0]
+    assert routes.shape == (2, 2, 3) and routes[0, 0].tolist() == [0, 1, 2]  # distinct experts
+
+
+def test_a_padding_microbatch_contributes_nothing() -> None:
+    columns = Microbatch.padding_like(full_batch()).batch.columns
+    logits = torch.randn(1, 2, 10, requires_grad=True)
+    config = LossConfig(use_tis=True, use_kl_loss=True, kl_loss_coef=1.0, entropy_coef=1.0)
+    loss, metrics = policy_loss_function(config, columns, logits, torch.sum)
+    loss.backward()
+    assert loss.item() == 0.0 and logits.grad is not None and not logits.grad.any()
+    assert all(value.item() == 0.0 for value in metrics.values())
+
+
+def test_a_real_sample_that_is_fully_masked_is_not_padding() -> None:
+    batch = RolloutBatch.from_samples([sample(loss_mask=torch.zeros(3))])
+    assert not Microbatch(batch).is_padding
