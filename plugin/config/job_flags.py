@@ -20,9 +20,9 @@ DtypeName = Literal["float32", "bfloat16"]
 #: What the built-in task uses where the user says nothing; a real model has other needs.
 EMBEDDED_DEFAULTS: dict[str, Any] = {
     "lr": 3e-3,
-    "rollout_batch_size": 16,
+    "rollout_batch_size": 64,
     "n_samples_per_prompt": 8,
-    "num_rollouts": 60,
+    "num_rollouts": 100,
     "max_response_length": 8,
     "micro_batch_size": 64,
 }

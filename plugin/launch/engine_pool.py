@@ -60,8 +60,8 @@ class EnginePool:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._config = config
-        actor = ray.remote(EngineActor)
-        self.actors = []
+        actor: Any = ray.remote(EngineActor)
+        self.actors: list[Any] = []
         for number in range(config.num_rollout_engines):
             group, bundle = reservation.engines, number
             if group is None:

@@ -156,11 +156,10 @@ class TrainerRank:
 
     def save_hf(self, directory: str, tokenizer_from: str | None) -> None:
         """Writes the policy as a Hugging Face directory, from rank 0."""
-        from plugin.megatron_backend.hf_weights import save_hf_directory
+        from plugin.megatron_backend.hf_weights import save_hf_checkpoint
 
-        save_hf_directory(
-            self._trainers["policy"].chunks, directory, self._groups, tokenizer_from=tokenizer_from
-        )
+        chunks = self._trainers["policy"].chunks
+        save_hf_checkpoint(directory, chunks, self._groups, tokenizer_from=tokenizer_from)
 
     def leave(self) -> None:
         """Leaves the process group."""

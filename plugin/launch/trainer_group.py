@@ -26,7 +26,7 @@ class TrainerGroup:
 
         self._config = config
         self._idle: Callable[[], None] | None = None
-        actor = ray.remote(TrainerRank)
+        actor: Any = ray.remote(TrainerRank)
         self._ranks = [
             actor.options(
                 num_cpus=plan.rank["CPU"],

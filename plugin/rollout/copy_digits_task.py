@@ -21,7 +21,7 @@ class CopyDigitsTask:
         self._tokenizer = tokenizer
         self._seed = seed
         self._digits = digits
-        self.stop_token_ids = (tokenizer.eos_token_id,)
+        self.stop_token_ids: tuple[int, ...] = (tokenizer.eos_token_id,)
 
     def prompt(self, index: int) -> Prompt:
         """Digits and `=`; the answer is in `data`."""

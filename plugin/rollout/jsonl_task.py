@@ -44,7 +44,7 @@ class JsonlTask:
         self._shuffled: tuple[int, list[int]] = (-1, [])
         if tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no eos_token_id, so no response could end")
-        self.stop_token_ids = (int(tokenizer.eos_token_id),)
+        self.stop_token_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
 
     def prompt(self, index: int) -> Prompt:
         """Row `index` modulo the file, in the order of its pass."""

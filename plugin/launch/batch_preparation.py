@@ -1,0 +1,97 @@
+"""From groups of responses to a batch that the trainer accepts: checked, with advantages, described."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugin.batch_types import RolloutBatch
+from plugin.config import JobConfig
+from plugin.errors import BatchError
+from plugin.launch.rollout_queue import Group, samples_of
+from plugin.ppo_utils.advantages import (
+    grpo_advantages,
+    reinforce_plus_plus_advantages,
+    reinforce_plus_plus_baseline_advantages,
+    rloo_advantages,
+    spread_over_tokens,
+    whiten,
+)
+
+
+def prepare_batch(config: JobConfig, groups: list[Group], route_shape: Any = None) -> RolloutBatch:
+    """The groups' samples as a batch with advantages, or a `BatchError` before any rank sees it.
+
+    route_shape: (moe_layers, topk, experts) that replayed routes must have
+    """
+    batch = RolloutBatch.from_samples(samples_of(groups))
+    config.require_rollout_log_probs("rollout_log_probs" in batch)
+    if config.use_rollout_routing_replay:
+        check_routes(batch, route_shape)
+    batch = batch.with_column("advantages", advantages_of(config, batch))
+    batch.check()
+    return batch
+
+
+def advantages_of(config: JobConfig, batch: RolloutBatch) -> list[Tensor]:
+    """One [response] tensor per sample, by the estimator of the configuration."""
+    rewards = torch.tensor(batch.columns["rewards"], dtype=torch.float32)
+    group_index = torch.tensor(batch.columns["group_index"])
+    masks = batch.columns["loss_masks"]
+    if config.advantage_estimator == "reinforce_plus_plus":
+        return reinforce_plus_plus_advantages(rewards, masks, gamma=config.gamma)
+    if config.advantage_estimator == "reinforce_plus_plus_baseline":
+        return reinforce_plus_plus_baseline_advantages(rewards, group_index, masks)
+    if config.advantage_estimator == "rloo":
+        per_sample = rloo_advantages(rewards, group_index)
+    else:
+        per_sample = grpo_advantages(
+            rewards, group_index, std_normalization=config.grpo_std_normalization
+        )
+    advantages = spread_over_tokens(per_sample, masks)
+    return whiten(advantages, masks) if config.normalize_advantages else advantages
+
+
+def check_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> None:
+    """Every token has distinct experts in range in every MoE layer, or a `BatchError`."""
+    if "rollout_routed_experts" not in batch:
+        raise BatchError(
+            "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; use an engine that "
+            "reports them, or --use-routing-replay"
+        )
+    layers, topk, experts = shape
+    for i, routes in enumerate(batch.columns["rollout_routed_experts"]):
+        if tuple(routes.shape[1:]) != (layers, topk):
+            raise BatchError(
+                f"rollout_routed_experts of sample {i} has shape {list(routes.shape)}; the model has {layers} MoE "
+                f"layers and routes each token to {topk} experts"
+            )
+        ordered = routes.long().sort(dim=-1).values
+        repeated = (ordered[..., 1:] == ordered[..., :-1]).any()
+        if bool(repeated) or int(ordered.max()) >= experts:
+            raise BatchError(
+                f"rollout_routed_experts of sample {i} repeats an expert or names one above {experts - 1}; "
+                "repair the engine's routes"
+            )
+
+
+def describe_batch(batch: RolloutBatch, groups: Sequence[Group], version: int) -> dict[str, float]:
+    """What the driver knows about a batch: rewards, lengths, ends and staleness."""
+    rewards = torch.tensor(batch.columns["rewards"], dtype=torch.float64)
+    lengths = torch.tensor(batch.columns["response_lengths"], dtype=torch.float64)
+    behind = version - torch.tensor(batch.columns["weight_versions"], dtype=torch.float64)
+    generations = [generation for group in groups for generation in group.generations]
+    truncated = sum(generation.finish_reason == "length" for generation in generations)
+    uniform = sum(max(group.rewards) == min(group.rewards) for group in groups)
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(correction=0)),
+        "uniform_group_share": uniform / len(groups),
+        "response_length": float(lengths.mean()),
+        "truncated_share": truncated / len(generations),
+        "staleness": float(behind.mean()),
+        "staleness_max": float(behind.max()),
+    }

@@ -1,0 +1,240 @@
+"""The driver of a job: rollouts, advantages, log-prob passes, updates, weight sync, until the end.
+
+Synchronous: engines generate, then the trainer trains, in turn. Asynchronous: the engines go on generating
+with the weights they have while the trainer works; the queue bounds how old those may be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plugin.batch_types import RolloutBatch
+from plugin.config import JobConfig
+from plugin.launch.batch_preparation import describe_batch, prepare_batch
+from plugin.launch.engine_pool import EnginePool
+from plugin.launch.placement import plan_resources, reserve
+from plugin.launch.preflight import JobParts, check_job
+from plugin.launch.progress import ProgressPrinter
+from plugin.launch.ray_cluster import cluster
+from plugin.launch.rollout_queue import Group, RolloutQueue
+from plugin.launch.trainer_group import TrainerGroup, places_as_text
+from plugin.report.run_files import RunFiles, new_run_dir
+
+
+@dataclass
+class JobResult:
+    """How a job ended.
+
+    history: the metrics of every step
+    """
+
+    run_dir: Path
+    history: list[dict[str, Any]]
+    interrupted: bool = False
+
+
+def run_job(config: JobConfig) -> JobResult:
+    """Runs a whole job; Ctrl-C ends it early with its report written."""
+    started = time.monotonic()
+    parts = check_job(config)
+    run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
+    total = config.num_rollouts * config.num_updates_per_rollout
+    printer = ProgressPrinter(total)
+    files = RunFiles(run_dir, config.as_dict())
+    result = JobResult(run_dir, [])
+    try:
+        with _running(config, parts) as (trainer, queue, engines):
+            printer.say(
+                f"{config.world_size} trainer ranks ({places_as_text(trainer)}), {len(engines)} engines, started in "
+                f"{time.monotonic() - started:.0f} s; {run_dir}"
+            )
+            job = _Job(config, parts, trainer, queue, engines, files, printer, result.history)
+            job.run()
+    except KeyboardInterrupt:
+        result.interrupted = True
+        printer.say("interrupted")
+    finally:
+        if result.history:
+            files.write_report()
+        files.close()
+    return result
+
+
+@contextlib.contextmanager
+def _running(
+    config: JobConfig, parts: JobParts
+) -> Iterator[tuple[TrainerGroup, RolloutQueue, EnginePool]]:
+    """The cluster, the ranks and the engines of a job, ready to work; ended whatever happens."""
+    slots = plan_resources(config, use_gpus=False).cpu_slots
+    with cluster(config, slots), contextlib.ExitStack() as cleanup:
+        import ray
+
+        plan = plan_resources(config, use_gpus=ray.cluster_resources().get("GPU", 0) > 0)
+        reservation = reserve(plan, config.start_timeout)
+        cleanup.callback(reservation.release)
+        trainer = TrainerGroup(config, plan, reservation)
+        cleanup.callback(trainer.close)
+        engines = EnginePool(config, parts.policy.hf_config, plan, reservation)
+        cleanup.callback(engines.close)
+        trainer.join()
+        trainer.build("policy", parts.policy)
+        if parts.reference is not None:
+            trainer.build("reference", parts.reference)
+        if parts.teacher is not None:
+            trainer.build("teacher", parts.teacher)
+        engines.wait_until_ready()
+        yield trainer, RolloutQueue(parts.task, engines, parts.sampling, config), engines
+
+
+class _Job:
+    """One run's loop and what it keeps between steps."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        parts: JobParts,
+        trainer: TrainerGroup,
+        queue: RolloutQueue,
+        engines: EnginePool,
+        files: RunFiles,
+        printer: ProgressPrinter,
+        history: list[dict[str, Any]],
+    ) -> None:
+        self._config, self._parts = config, parts
+        self._trainer, self._queue, self._engines = trainer, queue, engines
+        self._files, self._printer, self._history = files, printer, history
+        self._version = 0
+        self._updates = 0
+        self._wandb = _start_wandb(config)
+        self._dump = _start_dump(config)
+
+    def run(self) -> None:
+        """All rollouts."""
+        if self._config.async_rollouts:
+            self._trainer.while_waiting(self._queue.pump)
+        self._sync_weights(wait=True)
+        self._engines.require_version(0)
+        for rollout in range(self._config.num_rollouts):
+            self._one_rollout(rollout)
+        if self._config.save_hf:
+            target = self._files.run_dir / "model"
+            self._trainer.save_hf(str(target.resolve()), self._config.hf_checkpoint)
+            self._printer.say(f"model written to {target}")
+
+    def _one_rollout(self, rollout: int) -> None:
+        began = time.monotonic()
+        groups = self._queue.take(self._version)
+        self._queue.pump()
+        generated = time.monotonic()
+        batch = self._with_log_probs(prepare_batch(self._config, groups, self._parts.route_shape))
+        scored = time.monotonic()
+        described = describe_batch(batch, groups, self._version)
+        timings = {"seconds_waiting": generated - began, "seconds_log_probs": scored - generated}
+        for _ in range(self._config.num_updates_per_rollout):
+            self._one_update(rollout, batch, groups, described | timings, began)
+            began = time.monotonic()
+            timings = {}
+        self._version += 1
+        if rollout + 1 < self._config.num_rollouts:
+            self._sync_weights(wait=not self._config.async_rollouts)
+
+    def _one_update(
+        self,
+        rollout: int,
+        batch: RolloutBatch,
+        groups: list[Group],
+        described: dict[str, float],
+        began: float,
+    ) -> None:
+        started = time.monotonic()
+        rate = learning_rate(self._config, self._updates)
+        metrics, skipped = self._trainer.train(batch, self._version, rate)
+        self._updates += 1
+        now = time.monotonic()
+        tokens = sum(int(length) for length in batch.columns["response_lengths"])
+        line = {
+            "step": self._updates,
+            "rollout": rollout,
+            "weight_version": self._version,
+            "lr": rate,
+            "tokens_per_second": tokens / max(now - began, 1e-9),
+            "seconds_training": now - started,
+            "seconds": now - began,
+            "dropped_stale": self._queue.counts.dropped_stale,
+            "prompts_issued": self._queue.counts.issued,
+            "prompts_trained": self._queue.counts.taken,
+            **described,
+            **metrics,
+        }
+        if skipped is not None:
+            self._printer.say(f"step {self._updates} was skipped: {skipped}")
+        self._record(line, batch)
+
+    def _record(self, line: dict[str, Any], batch: RolloutBatch) -> None:
+        self._history.append(line)
+        self._files.log_step(line)
+        self._printer.step(line)
+        if self._wandb is not None:
+            self._wandb.log(line, step=self._updates)
+        if self._dump is not None:
+            self._dump.write(self._updates, batch.columns, trainer_version=self._version)
+
+    def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
+        """Adds what the loss needs from forward-only passes.
+
+        The trainer's own log-probs are recomputed where they can differ from those of the update: on a second
+        update, or when its routes are replayed. On the first update they are the update's own.
+        """
+        config = self._config
+        if (
+            config.num_updates_per_rollout > 1
+            or config.use_routing_replay
+            or self._dump is not None
+        ):
+            batch = batch.with_column("log_probs", self._trainer.log_probs("policy", batch))
+        if self._parts.reference is not None:
+            batch = batch.with_column("ref_log_probs", self._trainer.log_probs("reference", batch))
+        if self._parts.teacher is not None:
+            batch = batch.with_column(
+                "teacher_log_probs", self._trainer.log_probs("teacher", batch)
+            )
+        return batch
+
+    def _sync_weights(self, *, wait: bool) -> None:
+        self._engines.send_weights(self._version, self._trainer.export_weights())
+        if wait:
+            self._engines.finish_loads()
+
+
+def learning_rate(config: JobConfig, update: int) -> float:
+    """Warm-up, then constant or a decay from lr to min-lr over the job; `update` counts from 0."""
+    if update < config.lr_warmup_steps:
+        return config.lr * (update + 1) / config.lr_warmup_steps
+    if config.lr_decay_style == "constant":
+        return config.lr
+    total = config.num_rollouts * config.num_updates_per_rollout
+    done = min(1.0, (update - config.lr_warmup_steps) / max(1, total - config.lr_warmup_steps))
+    share = 1 - done if config.lr_decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.min_lr + (config.lr - config.min_lr) * share
+
+
+def _start_wandb(config: JobConfig) -> Any | None:
+    if not config.use_wandb:
+        return None
+    import wandb
+
+    return wandb.init(project=config.wandb_project, name=config.name, config=config.as_dict())
+
+
+def _start_dump(config: JobConfig) -> Any | None:
+    if config.dump_log_probs is None:
+        return None
+    from plugin.report.log_prob_dump import LogProbDump
+
+    return LogProbDump(config.dump_log_probs)

@@ -1,0 +1,63 @@
+"""`megatron-tis train`: run a job. Nothing heavy is imported before the arguments are read."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import warnings
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One argument per setting, and the YAML file below them."""
+    from plugin.config import JobConfig
+
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with settings; flags on the command line win"
+    )
+    JobConfig.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 at the end, 2 for a mistake of the user, 1 for a failure, 130 after Ctrl-C."""
+    from plugin.config import JobConfig
+    from plugin.errors import ConfigError, HookLoadError, MegatronTisError
+
+    warnings.showwarning = _show_warning
+    known = {item for group in JobConfig.groups() for item in vars(group)["__annotations__"]}
+    flags = {name: value for name, value in vars(args).items() if name in known}
+    try:
+        config = JobConfig.from_sources(flags, getattr(args, "config", None))
+        return _run(config)
+    except (ConfigError, HookLoadError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except MegatronTisError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(config: Any) -> int:
+    from plugin.launch.job import run_job
+
+    # `ray job stop` and most schedulers end a job with SIGTERM: leave as on Ctrl-C.
+    signal.signal(signal.SIGTERM, _interrupt)
+    result = run_job(config)
+    if result.history:
+        first, last = result.history[0], result.history[-1]
+        print(
+            f"reward {first['reward']:.3f} -> {last['reward']:.3f} in {last['step']} steps; "
+            f"report: {result.run_dir / 'report.html'}"
+        )
+    return 130 if result.interrupted else 0
+
+
+def _interrupt(_signal: int, _frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """Our warnings are for the user, who has no use for a source line; others keep to their category."""
+    if category is UserWarning:
+        print(f"warning: {message}", file=sys.stderr)
