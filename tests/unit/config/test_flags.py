@@ -108,7 +108,7 @@ def test_a_yaml_file_passes_the_same_checks_as_the_command_line(
 
 
 def test_a_yaml_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read .No such file"):
+    with pytest.raises(ConfigError, match=r"cannot be read .No such file"):
         LossConfig.from_sources({}, tmp_path / "missing.yaml")
     with pytest.raises(ConfigError, match="cannot be read"):
         LossConfig.from_sources({}, tmp_path)

@@ -22,10 +22,18 @@ ROLLOUT = torch.tensor([0.3, 0.1, -0.4, 0.6])
 ADVANTAGES = torch.tensor([1.0, -0.5, 2.0, 0.3])
 
 UNBOUNDED: dict[str, Any] = {
-    **{"eps_clip": 1.0, "eps_clip_high": 1e6, "tis_clip": 1e6, "sequence_tis_clip": 1e6},
-    **{"icepop_ratio_low": 0.0, "icepop_ratio_high": 1e6},
-    **{"ipo_ratio_low": 0.0, "ipo_ratio_high": 1e6},
-    **{"dppo_diff_low": 1.0, "dppo_diff_high": 1.0, "dppo_mask_low": 1.0, "dppo_mask_high": 1.0},
+    "eps_clip": 1.0,
+    "eps_clip_high": 1e6,
+    "tis_clip": 1e6,
+    "sequence_tis_clip": 1e6,
+    "icepop_ratio_low": 0.0,
+    "icepop_ratio_high": 1e6,
+    "ipo_ratio_low": 0.0,
+    "ipo_ratio_high": 1e6,
+    "dppo_diff_low": 1.0,
+    "dppo_diff_high": 1.0,
+    "dppo_mask_low": 1.0,
+    "dppo_mask_high": 1.0,
     "kl_tau": 0.0,
 }
 HOOK = "plugin.ppo_utils."

@@ -59,7 +59,7 @@ def test_fault_02_a_missing_rollout_log_prob_on_a_masked_token_poisons_no_metric
 def test_fault_03_a_fully_masked_sample_does_not_dilute_a_ratio() -> None:
     # on-policy: every ratio is 1; beside a fully masked sample the mean must stay 1.0, not become 0.5
     config = LossConfig(use_tis=True)
-    batch, logits = random_batch([[1, 1], [0, 0]])
+    batch, _logits = random_batch([[1, 1], [0, 0]])
     cur = torch.cat(batch["log_probs"])
     batch["rollout_log_probs"] = batch["log_probs"]
     inputs = loss_inputs(config, batch, cur)
@@ -158,7 +158,7 @@ def test_fault_12_yaml_is_merged_before_validation_and_cannot_bypass_it(tmp_path
     # each is valid alone; together the lower bound is above the upper
     assert LossConfig.from_sources({}, file).tis_clip == 0.5
     assert LossConfig.from_sources({"tis_clip_low": 0.6, "tis_clip": 2.0}).tis_clip_low == 0.6
-    with pytest.raises(ConfigError, match="--tis-clip-low is 0.6 and --tis-clip is 0.5"):
+    with pytest.raises(ConfigError, match=r"--tis-clip-low is 0\.6 and --tis-clip is 0\.5"):
         LossConfig.from_sources({"tis_clip_low": 0.6}, file)
 
 

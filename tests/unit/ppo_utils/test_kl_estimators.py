@@ -77,5 +77,5 @@ def test_k1_and_k3_are_unbiased_over_all_outcomes(kind: str) -> None:
 
 
 def test_an_unknown_estimator_is_a_config_error_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="'k9'.*k1, abs, k2, k3"):
+    with pytest.raises(ConfigError, match=r"'k9'.*k1, abs, k2, k3"):
         kl_estimate(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.bool), "k9")

@@ -19,7 +19,7 @@ from tests.unit.ppo_utils.hook_calls import call_hook, logs
 
 def kept(result: tuple[Any, Any, Any]) -> list[list[int]]:
     """The returned masks, after checking that loss, masks and metric agree about what is dropped."""
-    loss, masks, metrics = result
+    loss, masks, _metrics = result
     flat = torch.cat(list(masks))
     assert torch.equal(loss != 0, flat != 0)
     return [mask.tolist() for mask in masks]
