@@ -1,0 +1,133 @@
+"""Router replay on real ranks: the same step for every layout, and exactly the given experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel import replay_jobs, tiny_models
+from tests.parallel.training_jobs import uneven_batch
+
+FULL_RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+REPLAY = {"use_rollout_routing_replay": True}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "dp2": (2, {}, {}),
+    "pp2_recompute": (2, {"pipeline_model_parallel_size": 2}, FULL_RECOMPUTE),
+    "vpp2_recompute": (
+        2,
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        FULL_RECOMPUTE,
+    ),
+    "ep2": (2, {"expert_model_parallel_size": 2}, {"max_tokens_per_gpu": 40}),
+    "tp2_sp": (2, {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}),
+    "cp2": (2, {"context_parallel_size": 2}, {"max_tokens_per_gpu": 24}),
+    "cp2_tp2_sp_recompute": (
+        4,
+        {"context_parallel_size": 2, "tensor_model_parallel_size": 2},
+        {"sequence_parallel": True, **FULL_RECOMPUTE},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def dense_first() -> tuple[Any, dict[str, torch.Tensor]]:
+    """A MoE model whose first two layers are dense: with PP2 the first stage has no router at all."""
+    config = tiny_models.tiny_qwen3_moe(mlp_only_layers=[0, 1])
+    return config, tiny_models.hf_state_dict(config, seed=3)
+
+
+def assert_same_step(
+    got: dict[str, Any], want: dict[str, Any], layout: str = "", tolerance: float = 2e-5
+) -> None:
+    for mine, theirs in zip(got["metrics"], want["metrics"], strict=True):
+        for name, value in theirs.items():
+            if "micro" not in name:
+                assert mine[name] == pytest.approx(value, rel=tolerance, abs=1e-6), (layout, name)
+    for name, value in want["weights"].items():
+        torch.testing.assert_close(got["weights"][name], value, rtol=1e-4, atol=tolerance)
+
+
+@pytest.mark.parametrize("without", [0.0, 0.3])
+def test_replay_gives_the_same_step_on_every_layout(run_ranks, dense_first, without) -> None:
+    want = run_ranks(replay_jobs.train_with_replay, 1, *dense_first, REPLAY, without)[0]
+    live = run_ranks(replay_jobs.train_with_replay, 1, *dense_first, {}, without)[0]
+    assert abs(live["metrics"][0]["grad_norm"] - want["metrics"][0]["grad_norm"]) > 1e-3
+    layouts = (
+        LAYOUTS if without == 0 else {k: LAYOUTS[k] for k in ("pp2_recompute", "tp2_sp", "cp2")}
+    )
+    for name, (ranks, sizes, settings) in layouts.items():
+        settings = {**REPLAY, **settings, **sizes}
+        results = run_ranks(
+            replay_jobs.train_with_replay, ranks, *dense_first, settings, without, **sizes
+        )
+        assert_same_step(results[0], want, layout=name)
+        assert all(result["routers_left_clean"] for result in results)
+
+
+def test_routers_use_exactly_the_given_experts_layer_by_layer(run_ranks) -> None:
+    config = tiny_models.tiny_qwen3_moe(mlp_only_layers=[0])
+    state = tiny_models.hf_state_dict(config, seed=3)
+    routes = replay_jobs.with_routes(uneven_batch(), 3, 4, 2).columns["rollout_routed_experts"]
+    want = replay_jobs.expert_counts(routes, 4).float()
+    for ranks, sizes, settings in (
+        LAYOUTS["dp2"],
+        LAYOUTS["pp2_recompute"],
+        LAYOUTS["cp2"],
+        LAYOUTS["tp2_sp"],
+    ):
+        settings = {**REPLAY, **settings, **sizes}
+        results = run_ranks(replay_jobs.train_with_replay, ranks, config, state, settings, **sizes)
+        # DP, PP, CP and SP ranks see different tokens or layers, so their counts add up.
+        counts = sum(result["expert_counts"] for result in results)
+        torch.testing.assert_close(counts, want)
+
+
+def test_padding_in_the_middle_of_a_recomputed_pipeline_keeps_the_gradient(run_ranks) -> None:
+    sizes = {"pipeline_model_parallel_size": 2}
+    # Routers on both stages: the early stage holds several microbatches pending for recomputation.
+    config = tiny_models.tiny_qwen3_moe()
+    model = (config, tiny_models.hf_state_dict(config, seed=3))
+    job, base = replay_jobs.train_with_padding_in_the_middle, {**REPLAY, **sizes}
+    want = run_ranks(job, 2, *model, base, "ours", **sizes)[0]
+    got = run_ranks(job, 2, *model, {**base, **FULL_RECOMPUTE}, "ours", **sizes)[0]
+    assert_same_step(got, want)
+    # Recomputing with the targets of the latest forward pass: routes of another microbatch, of another length.
+    with pytest.raises(Exception, match="routes have shape"):
+        run_ranks(job, 2, *model, {**base, **FULL_RECOMPUTE}, "keep last targets", **sizes)
+    # Dropping what is pending when padding comes by: microbatches before it cannot be recomputed any more.
+    with pytest.raises(Exception, match="routes have shape|nothing to recompute"):
+        run_ranks(job, 2, *model, {**base, **FULL_RECOMPUTE}, "clear on padding", **sizes)
+
+
+def test_own_routes_are_recorded_and_replayed_by_the_live_model_only(run_ranks) -> None:
+    config = tiny_models.tiny_qwen3_moe()
+    state = tiny_models.hf_state_dict(config, seed=3)
+    settings = {"use_routing_replay": True, **FULL_RECOMPUTE}
+    for result in run_ranks(replay_jobs.record_then_break, 2, config, state, settings):
+        assert "ReplayError" in result["errors"][0] and "compute_log_probs" in result["errors"][0]
+        assert "ReplayError" in result["errors"][1] and "another batch" in result["errors"][1]
+        # 9 samples over 2 ranks: 5 microbatches (one of them padding on one rank) x 4 MoE layers
+        assert result["recorded"] == 5 * 4
+        assert result["agreement"][0] == 1.0 and result["agreement"][1] < 1.0
+        assert result["orphan_untouched"] and result["clean"]
+
+
+def test_an_exception_inside_the_schedule_leaves_no_replay_state(run_ranks, dense_first) -> None:
+    result = run_ranks(replay_jobs.fail_inside_schedule, 1, *dense_first, REPLAY)[0]
+    assert result["message"] == "the model failed" and result["clean"]
+    assert torch.isfinite(torch.tensor(result["loss"]))
+
+
+def test_routers_that_cannot_be_matched_to_routes_are_refused(run_ranks) -> None:
+    config = tiny_models.tiny_qwen3_moe()
+    messages = run_ranks(replay_jobs.misnumber_routers, 1, config)[0]
+    assert "is no MoE layer" in messages["orphan"]
+    assert "both say they are layer 1" in messages["alias"]
+    assert "instead of once" in messages["bypassed"]
