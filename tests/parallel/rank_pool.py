@@ -7,11 +7,13 @@ joins a fresh process group, calls it with its `ParallelGroups`, and leaves the 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -49,6 +51,9 @@ class _Outcome:
     value: Any = None
     error: BaseException | None = None
     trace: str = ""
+    failed_at: float = 0.0
+    """Monotonic time, comparable between processes of one machine; 0 for a process that died."""
+    needs_new_worker: bool = False
 
 
 def _picklable(error: BaseException) -> BaseException | None:
@@ -71,13 +76,17 @@ def _run_job(job: _Job) -> _Outcome:
         )
         return _Outcome(value=job.fn(groups, *job.args))
     except BaseException as error:
-        return _Outcome(error=_picklable(error), trace=traceback.format_exc())
+        # Taken before the group is left, which makes the other ranks fail in turn.
+        failed_at = time.monotonic()
+        return _Outcome(None, _picklable(error), traceback.format_exc(), failed_at)
     finally:
         destroy_parallel()
 
 
 def _serve(pipe: multiprocessing.connection.Connection) -> None:
     """A worker's life: run one job after the other until the pool closes the pipe."""
+    # A session of its own: killing it also ends helper processes, such as those of checkpoint writers.
+    os.setsid()
     # Loopback only, also on a machine whose host name resolves to an outside address.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
@@ -98,11 +107,14 @@ def _serve(pipe: multiprocessing.connection.Connection) -> None:
 class _Worker:
     def __init__(self) -> None:
         self.pipe, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        # Not a daemon: daemons may not start processes, and asynchronous checkpointing does.
+        self.process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=False)
         self.process.start()
         theirs.close()
 
     def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -116,6 +128,8 @@ class RankPool:
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="rank_pool_")
         self._jobs = 0
+        # Before multiprocessing's own exit handler, which would wait for the workers.
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Ends every worker."""
@@ -147,7 +161,7 @@ class RankPool:
             job = _Job(fn, args, rank, world_size, init_method, timeout, parallel_sizes)
             worker.pipe.send_bytes(pickle.dumps(job))
         outcomes, first_failure = self._collect(workers, timeout)
-        self._replace_unfinished(workers, outcomes)
+        self._replace_lost_workers(outcomes)
         if first_failure is not None:
             failed = outcomes[first_failure]
             raise RankError(_describe(first_failure, outcomes), first_failure) from failed.error
@@ -158,7 +172,6 @@ class RankPool:
     ) -> tuple[dict[int, _Outcome], int | None]:
         """Outcomes by rank as far as they arrive in time, and the rank that failed first."""
         outcomes: dict[int, _Outcome] = {}
-        first_failure: int | None = None
         deadline = time.monotonic() + timeout
         pending = {worker.pipe: rank for rank, worker in enumerate(workers)}
         while pending and time.monotonic() < deadline:
@@ -168,22 +181,21 @@ class RankPool:
             for pipe in ready:
                 rank = pending.pop(pipe)  # type: ignore[call-overload]
                 outcomes[rank] = _receive(pipe)  # type: ignore[arg-type]
-                if outcomes[rank].trace and first_failure is None:
-                    first_failure = rank
+                if outcomes[rank].trace:
                     deadline = min(deadline, time.monotonic() + _SECONDS_FOR_OTHERS)
-        if pending and first_failure is None:
-            first_failure = min(pending.values())
-            for rank in pending.values():
-                trace = f"rank {rank} did not finish within {timeout} s"
-                outcomes.setdefault(rank, _Outcome(trace=trace, error=TimeoutError(trace)))
-        self._stuck = set(pending.values())
-        return outcomes, first_failure
+        failed = [rank for rank, outcome in outcomes.items() if outcome.trace]
+        for rank in pending.values():
+            trace = f"rank {rank} did not finish within {timeout} s"
+            if failed:
+                trace = f"rank {rank} hung after rank {failed[0]} had failed"
+            outcomes[rank] = _Outcome(None, TimeoutError(trace), trace, time.monotonic(), True)
+            failed.append(rank)
+        return outcomes, min(failed, key=lambda rank: outcomes[rank].failed_at, default=None)
 
-    def _replace_unfinished(self, workers: list[_Worker], outcomes: dict[int, _Outcome]) -> None:
-        for rank, worker in enumerate(workers):
-            died = not worker.process.is_alive()
-            if rank in self._stuck or died or rank not in outcomes:
-                worker.kill()
+    def _replace_lost_workers(self, outcomes: dict[int, _Outcome]) -> None:
+        for rank, outcome in outcomes.items():
+            if outcome.needs_new_worker:
+                self._workers[rank].kill()
                 self._workers[rank] = _Worker()
 
 
@@ -192,7 +204,7 @@ def _receive(pipe: multiprocessing.connection.Connection) -> _Outcome:
         return pickle.loads(pipe.recv_bytes())
     except (EOFError, ConnectionResetError):
         trace = "the worker process died without an answer"
-        return _Outcome(trace=trace, error=RuntimeError(trace))
+        return _Outcome(None, RuntimeError(trace), trace, 0.0, True)
 
 
 def _describe(first: int, outcomes: dict[int, _Outcome]) -> str:
