@@ -1,0 +1,117 @@
+"""The fused LM head against the ordinary output layer: time, peak memory, and what rows without loss save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.candidates import eager, ours_in_place
+from benchmarks.measure import peak_extra_bytes
+from benchmarks.workers import run_in_ranks
+from plugin.megatron_backend.fused_lm_head import fused_log_probs_and_entropy
+
+MIB = 1 << 20
+Output = tuple[torch.Tensor, torch.Tensor | None]
+LmHead = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Output]
+
+
+class Sizes(NamedTuple):
+    """Hidden states `[rows, hidden]`, weight `[columns, hidden]`."""
+
+    rows: int
+    columns: int
+    hidden: int
+
+
+def measure_lm_head(quick: bool, threads: int) -> dict[str, Any]:
+    """All LM heads on one shape, in a process of their own."""
+    sizes = Sizes(256, 8000, 64) if quick else Sizes(4096, 151_936, 512)
+    return run_in_ranks(
+        _measure, (sizes, 1 if quick else 2), ranks=1, threads=threads, seconds=3600
+    )
+
+
+def _measure(group: dist.ProcessGroup, sizes: Sizes, repeats: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(sizes.rows, sizes.hidden, generator=generator).requires_grad_()
+    weight = (
+        torch.randn(sizes.columns, sizes.hidden, generator=generator).mul_(0.1).requires_grad_()
+    )
+    tokens = torch.randint(sizes.columns, (sizes.rows,), generator=generator)
+    heads, absent = _heads(sizes.rows)
+
+    def run(head: LmHead) -> float:
+        hidden.grad = weight.grad = None
+        start = time.perf_counter()
+        log_probs, entropy = head(hidden, weight, tokens)
+        total = log_probs.sum() if entropy is None else log_probs.sum() + entropy.sum()
+        total.backward()
+        return time.perf_counter() - start
+
+    memory: dict[str, int] = {}
+    times = dict.fromkeys(heads, float("inf"))
+    for repeat in range(repeats):
+        for name, head in heads.items():
+            hidden.grad = weight.grad = None
+            seconds: list[float] = []
+            extra = peak_extra_bytes(lambda head=head, seconds=seconds: seconds.append(run(head)))
+            times[name] = min(times[name], seconds[0])
+            memory[name] = extra if repeat == 0 else min(extra, memory[name])
+    gradients = (hidden.numel() + weight.numel()) * 4
+    rows = [{"name": name, "seconds": times[name], "bytes": memory[name]} for name in heads]
+    return {"sizes": sizes._asdict(), "rows": rows, "absent": absent, "gradient_bytes": gradients}
+
+
+def _heads(rows: int) -> tuple[dict[str, LmHead], list[str]]:
+    heads: dict[str, LmHead] = {
+        "logits, then ours in place": lambda h, w, t: ours_in_place(
+            h @ w.t(), t, None, "entropy_grad"
+        ),
+        "logits, then eager log_softmax": lambda h, w, t: eager(h @ w.t(), t, None, "entropy_grad"),
+    }
+    for megabytes in (32, 256, 1024):
+        heads[f"fused, budget {megabytes} MiB"] = _fused(megabytes, None)
+    for share in (0.5, 0.25):
+        mask = torch.rand(rows, generator=torch.Generator().manual_seed(1)) < share
+        heads[f"fused, budget 32 MiB, {share:.0%} of the rows carry loss"] = _fused(32, mask)
+    absent = []
+    for loader in (_verl, _liger):
+        try:
+            heads.update(loader())
+        except Exception as error:  # an absent peer is a line in the report
+            absent.append(f"{loader.__name__[1:]}: {error}")
+    return heads, absent
+
+
+def _fused(megabytes: int, row_mask: torch.Tensor | None) -> LmHead:
+    def head(hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor) -> Output:
+        return fused_log_probs_and_entropy(
+            hidden,
+            weight,
+            tokens,
+            entropy_grad=True,
+            row_mask=row_mask,
+            memory_budget_bytes=megabytes * MIB,
+        )
+
+    return head
+
+
+def _verl() -> dict[str, LmHead]:
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    module = FusedLinearForPPO()
+    return {"verl FusedLinearForPPO": lambda h, w, t: module(h, w, t)}
+
+
+def _liger() -> dict[str, LmHead]:
+    from liger_kernel.chunked_loss.fused_linear_ppo import _ChunkedSelectiveLogProbFunction
+
+    def head(hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor) -> Output:
+        return _ChunkedSelectiveLogProbFunction.apply(hidden, weight, tokens, None, 1.0, 4096), None
+
+    return {"liger-kernel chunked (log-prob only)": head}

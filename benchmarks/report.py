@@ -1,0 +1,158 @@
+"""Turns measurements into `results.md`: ratios, the targets they answer, the machine they were made on."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "megatron-core", "verl", "trl", "liger-kernel")
+
+
+def render(
+    cases: list[dict[str, Any]],
+    growth: list[dict[str, Any]],
+    heads: dict[str, Any] | None,
+    *,
+    repeats: int,
+    seconds: float,
+) -> str:
+    """The whole report as Markdown."""
+    parts = [
+        "# Log-probs, entropy and LM head: measured ratios",
+        _machine(repeats, seconds),
+        _targets(cases[0]),
+        *(_case_table(case) for case in cases),
+        _growth_table(growth),
+    ]
+    absent = sorted({line for case in cases for line in case["absent"]})
+    if heads is not None:
+        parts.append(_head_table(heads))
+        absent += [f"LM head of {line}" for line in heads["absent"]]
+    if absent:
+        parts.append("## Not measured\n\n" + "\n".join(f"- {line}" for line in absent))
+    return "\n\n".join(parts) + "\n"
+
+
+def _machine(repeats: int, seconds: float) -> str:
+    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    return (
+        f"Made by `python -m benchmarks.logprob_bench` in {seconds / 60:.0f} min on {_processor()}, "
+        f"{torch.get_num_threads()} threads in all (TP2: one per rank), Python {platform.python_version()}; {versions}.\n\n"
+        f"Forward plus backward. Candidates take turns, {repeats} times each; the best time of each counts. On a shared "
+        "machine single times vary by a factor of 2 or more and unevenly, so read ratios of less than 1.3 as equal. "
+        "*x floor*: time in units of 1.5 copies of the logits between existing buffers, which is one read forward and one "
+        "read and one write backward. *x ours*: time in units of ours, in place. *memory*: growth of the resident set at "
+        "its peak, in units of the logits. *errors*: largest absolute difference to float64 on 64 rows; the "
+        "gradient's relative to what arrives at its row."
+    )
+
+
+def _targets(case: dict[str, Any]) -> str:
+    rows = {row["name"]: row for row in case["rows"] if row["mode"] == "entropy_grad"}
+    plain = {row["name"]: row for row in case["rows"] if row["mode"] == "log_prob"}
+    fast, fresh = rows["ours, in place"], rows["ours"]
+    wanted = [("eager log_softmax", 12), ("saved softmax", 6), ("torch.compile, plain formula", 5)]
+    lines = [
+        "| target, log-prob and entropy gradient | wanted | in place | not in place (half) |",
+        "|---|---|---|---|",
+    ]
+    for name, factor in wanted:
+        ratios = [rows[name]["seconds"] / ours["seconds"] for ours in (fast, fresh)]
+        lines.append(f"| faster than {name} | {factor}x | {ratios[0]:.1f}x | {ratios[1]:.1f}x |")
+    floors = [ours["seconds"] / ours["floor"] for ours in (fast, fresh)]
+    lines.append(f"| time in units of the floor | at most 4 | {floors[0]:.1f} | {floors[1]:.1f} |")
+    lines.append(
+        f"| extra memory, in logits | 0 / 1 | {fast['memory']:.2f} | {fresh['memory']:.2f} |"
+    )
+    peer = plain.get("Megatron-Core cross entropy")
+    if peer is not None:
+        ratios = [peer["seconds"] / plain[name]["seconds"] for name in ("ours, in place", "ours")]
+        lines.append(
+            f"| log-prob only: faster than Megatron-Core's cross entropy | 1x | {ratios[0]:.1f}x | {ratios[1]:.1f}x |"
+        )
+    return f"## Targets, {_title(case['case'])}\n\n" + "\n".join(lines)
+
+
+def _case_table(case: dict[str, Any]) -> str:
+    lines = [
+        f"## {_title(case['case'])}\n",
+        "| mode | implementation | x ours | x floor | memory | error log-prob | entropy | gradient |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in case["rows"]:
+        ours = next(
+            other["seconds"]
+            for other in case["rows"]
+            if other["mode"] == row["mode"] and other["name"] == "ours, in place"
+        )
+        errors = " | ".join(
+            f"{row['errors'][key]:.1e}" if key in row["errors"] else "-"
+            for key in ("log_prob", "entropy", "gradient")
+        )
+        lines.append(
+            f"| {row['mode']} | {row['name']} | {row['seconds'] / ours:.2f} | {row['seconds'] / row['floor']:.2f} "
+            f"| {row['memory']:.2f} | {errors} |"
+        )
+    return "\n".join(lines)
+
+
+def _growth_table(growth: list[dict[str, Any]]) -> str:
+    lines = [
+        "## Growth with T, V and ranks\n",
+        "Ours, in place, log-prob and entropy gradient, float32, one thread per rank. *time*: in units of the first line; "
+        "*per logit*: the same divided by T x V. With two ranks each holds half of V, so the ideal is one half.\n",
+        "| T | V | ranks | time | per logit |",
+        "|---|---|---|---|---|",
+    ]
+    first = growth[0]
+    for row in growth:
+        ratio = row["seconds"] / first["seconds"]
+        size = row["rows"] * row["columns"] / (first["rows"] * first["columns"])
+        lines.append(
+            f"| {row['rows']} | {row['columns']} | {row['ranks']} | {ratio:.2f} | {ratio / size:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def _head_table(heads: dict[str, Any]) -> str:
+    sizes, base = heads["sizes"], heads["rows"][0]
+    logits = sizes["rows"] * sizes["columns"] * 4
+    gradients = heads["gradient_bytes"]
+    lines = [
+        f"## LM head, {sizes['rows']} x {sizes['columns']}, hidden {sizes['hidden']}, float32, TP1\n",
+        "Time and memory in units of the first line; *memory* includes the gradients of weight and hidden states "
+        f"({gradients / logits:.2f} of the logits), which every line has to produce; *without them* leaves those out.\n",
+        "| implementation | time | memory | without them |",
+        "|---|---|---|---|",
+    ]
+    for row in heads["rows"]:
+        beyond = max(0, row["bytes"] - gradients) / max(1, base["bytes"] - gradients)
+        lines.append(
+            f"| {row['name']} | {row['seconds'] / base['seconds']:.2f} | {row['bytes'] / base['bytes']:.3f} "
+            f"| {beyond:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def _title(case: dict[str, Any]) -> str:
+    return f"{case['rows']} x {case['columns']}, {case['dtype']}, TP{case['ranks']}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} cores of {names[0]}" if names else platform.processor()
