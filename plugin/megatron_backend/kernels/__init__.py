@@ -8,13 +8,14 @@ import warnings
 import torch
 
 from plugin.megatron_backend.kernels import blocked_torch, cpu_extension
+from plugin.megatron_backend.kernels.blocked_torch import block_rows
 from plugin.megatron_backend.kernels.row_statistics import (
     RowKernels,
     RowNormalizer,
     ShardStatistics,
 )
 
-__all__ = ["RowKernels", "RowNormalizer", "ShardStatistics", "row_kernels_for"]
+__all__ = ["RowKernels", "RowNormalizer", "ShardStatistics", "block_rows", "row_kernels_for"]
 
 
 def row_kernels_for(logits: torch.Tensor) -> RowKernels:
