@@ -1,0 +1,277 @@
+"""The step does not depend on how it was cut: every layout gives loss, metrics, gradient norm and weights of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from tests.parallel.training_jobs import (
+    Case,
+    Layout,
+    Outcome,
+    RunRanks,
+    differences,
+    run_cases,
+)
+
+#: Every term of the loss at once, a mean of sample means, a correction that weights.
+PER_SAMPLE = {
+    "policy_loss": "ppo",
+    "use_tis": True,
+    "tis_clip": 1.3,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.1,
+    "kl_loss_type": "k3",
+    "use_rollout_kl_loss": True,
+    "rollout_kl_loss_coef": 0.2,
+    "entropy_coef": 0.05,
+}
+#: One global token denominator, a band that drops about a third of the tokens.
+PER_TOKEN = {
+    "policy_loss": "icepop",
+    "icepop_ratio_low": 0.7,
+    "icepop_ratio_high": 1.4,
+    "entropy_coef": 0.05,
+    "rollout_temperature": 0.8,
+}
+#: The two ways of dividing by what a correction keeps.
+KEPT_PER_SAMPLE = {
+    "policy_loss": "ppo",
+    "use_tis": True,
+    "custom_tis_function_path": "plugin.ppo_utils.vanilla_tis_function,plugin.ppo_utils.rejection_function",
+    "rejection_rules": "token_ratio=0.6:1.6,mean_k1=-0.35:0.35",
+    "loss_denominator": "kept",
+}
+KEPT_PER_TOKEN = {
+    "policy_loss": "icepop",
+    "icepop_ratio_low": 0.7,
+    "icepop_ratio_high": 1.4,
+    "loss_denominator": "kept",
+}
+
+#: The longest sample has 16 tokens.
+SMALL_BUDGET = {"max_tokens_per_gpu": 20}
+LARGE_BUDGET = {"max_tokens_per_gpu": 1000}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+ONE_PROCESS = Layout()
+DATA_PARALLEL = Layout(2)
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, Outcome]:
+    """Outcomes of one process by problem, filled as tests ask for them."""
+    return {}
+
+
+def check_equal(
+    run_ranks: RunRanks, known: dict[str, Outcome], layout: Layout, cases: Mapping[str, Case]
+) -> dict[str, Outcome]:
+    """Trains the cases on `layout` and, as far as not yet known, in one process; asserts that nothing differs."""
+    wanted = {repr(case.uncut()): case.uncut() for case in cases.values()}
+    unknown = {key: case for key, case in wanted.items() if key not in known}
+    if unknown:
+        known |= run_cases(run_ranks, ONE_PROCESS, unknown)
+    outcomes = run_cases(run_ranks, layout, cases)
+    for name, case in cases.items():
+        expected = known[repr(case.uncut())]
+        assert all(step.updated for step in expected.steps)
+        found = differences(outcomes[name], expected, case.family)
+        assert not found, f"{name}: {len(found)} differences: {found[:8]}"
+    return outcomes
+
+
+def padding_shares(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
+    return {
+        name: outcome.steps[0].metrics["padding_microbatch_share"]
+        for name, outcome in outcomes.items()
+    }
+
+
+def dense_cases() -> dict[str, Case]:
+    """Both normalisations and both denominators, small and large budgets and fixed sizes."""
+    return {
+        "per sample, small budget": Case(settings={**PER_SAMPLE, **SMALL_BUDGET}),
+        "per sample, fixed size": Case(settings={**PER_SAMPLE, "micro_batch_size": 2}),
+        "per token, small budget": Case(settings={**PER_TOKEN, **SMALL_BUDGET}),
+        "per token, large budget": Case(settings={**PER_TOKEN, **LARGE_BUDGET}),
+        "kept per sample": Case(settings={**KEPT_PER_SAMPLE, **SMALL_BUDGET}),
+        "kept per token": Case(settings={**KEPT_PER_TOKEN, "micro_batch_size": 4}),
+    }
+
+
+def moe_cases(**settings: object) -> dict[str, Case]:
+    return {
+        "per sample, small budget": Case(
+            "qwen3_moe", settings={**PER_SAMPLE, **SMALL_BUDGET, **settings}
+        ),
+        "per token, fixed size": Case(
+            "qwen3_moe", settings={**PER_TOKEN, "micro_batch_size": 2, **settings}
+        ),
+        "per token, large budget, recompute": Case(
+            "qwen3_moe", settings={**PER_TOKEN, **LARGE_BUDGET, **RECOMPUTE, **settings}
+        ),
+    }
+
+
+def tensor_parallel(**sizes: int) -> Layout:
+    return Layout(2, {"tensor_model_parallel_size": 2, **sizes})
+
+
+DENSE_LAYOUTS = {
+    "one process": ONE_PROCESS,
+    "TP2": tensor_parallel(),
+    "PP2": Layout(2, {"pipeline_model_parallel_size": 2}),
+    "DP2": DATA_PARALLEL,
+    "TP2xPP2": Layout(4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.mark.parametrize("name", DENSE_LAYOUTS)
+def test_a_dense_step_is_that_of_one_process(
+    run_ranks: RunRanks, one_process: dict[str, Outcome], name: str
+) -> None:
+    check_equal(run_ranks, one_process, DENSE_LAYOUTS[name], dense_cases())
+
+
+@pytest.mark.parametrize("name", ["TP2", "PP2", "DP2"])
+def test_recompute_sequence_parallel_and_in_place_gradients_change_nothing(
+    run_ranks: RunRanks, one_process: dict[str, Outcome], name: str
+) -> None:
+    cases = {
+        "recompute per sample": Case(settings={**PER_SAMPLE, **SMALL_BUDGET, **RECOMPUTE}),
+        "recompute per token": Case(settings={**PER_TOKEN, "micro_batch_size": 2, **RECOMPUTE}),
+        "in place": Case(settings={**PER_SAMPLE, **SMALL_BUDGET, "inplace_logits_grad": True}),
+    }
+    if name == "TP2":
+        cases["sequence parallel"] = Case(
+            settings={**PER_SAMPLE, **SMALL_BUDGET, "sequence_parallel": True}
+        )
+    check_equal(run_ranks, one_process, DENSE_LAYOUTS[name], cases)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(ONE_PROCESS, id="one process"),
+        pytest.param(DATA_PARALLEL, id="DP2"),
+        pytest.param(Layout(2, {"expert_model_parallel_size": 2}), id="EP2"),
+        pytest.param(Layout(2, {"pipeline_model_parallel_size": 2}), id="PP2"),
+    ],
+)
+def test_a_moe_step_is_that_of_one_process(
+    run_ranks: RunRanks, one_process: dict[str, Outcome], layout: Layout
+) -> None:
+    check_equal(run_ranks, one_process, layout, moe_cases())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(tensor_parallel(), id="TP2 experts split"),
+        pytest.param(
+            tensor_parallel(expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+            id="TP2 EP2",
+        ),
+    ],
+)
+def test_a_moe_step_with_tensor_and_sequence_parallelism_is_that_of_one_process(
+    run_ranks: RunRanks, one_process: dict[str, Outcome], layout: Layout
+) -> None:
+    check_equal(run_ranks, one_process, layout, moe_cases(sequence_parallel=True))
+
+
+def test_the_distributed_optimizer_gives_the_same_weights(
+    run_ranks: RunRanks, one_process: dict[str, Outcome]
+) -> None:
+    sharded = {"use_distributed_optimizer": True}
+    cases = {
+        "per sample": Case(settings={**PER_SAMPLE, **SMALL_BUDGET, **sharded}),
+        "per token": Case(settings={**PER_TOKEN, **SMALL_BUDGET, **sharded}),
+        "moe": Case("qwen3_moe", settings={**PER_TOKEN, **SMALL_BUDGET, **sharded}),
+    }
+    check_equal(run_ranks, one_process, DATA_PARALLEL, cases)
+    experts = Layout(2, {"expert_model_parallel_size": 2})
+    check_equal(run_ranks, one_process, experts, {"moe": cases["moe"]})
+
+
+def test_ranks_with_uneven_counts_fill_up_with_padding_and_agree(
+    run_ranks: RunRanks, one_process: dict[str, Outcome]
+) -> None:
+    # 9 samples of fixed size 1 or 2 over 2 ranks: 9 = 5 + 4 and ceil(9/2) = 5 = 3 + 2, so 1/10 and 1/6 are padding;
+    # 1 sample: the other rank has nothing but padding.
+    cases = {
+        "one by one": Case(settings={**PER_SAMPLE, "micro_batch_size": 1}),
+        "two by two": Case(settings={**PER_TOKEN, "micro_batch_size": 2}),
+        "one sample": Case(settings=PER_SAMPLE, samples=1),
+        "one sample, kept": Case(settings={**KEPT_PER_TOKEN, **LARGE_BUDGET}, samples=1),
+        "moe": Case("qwen3_moe", settings={**PER_SAMPLE, "micro_batch_size": 1}),
+    }
+    outcomes = check_equal(run_ranks, one_process, DATA_PARALLEL, cases)
+    expected = {"one by one": 0.1, "two by two": 1 / 6, "one sample": 0.5, "moe": 0.1}
+    assert padding_shares(outcomes) == pytest.approx({**expected, "one sample, kept": 0.5})
+    experts = Layout(2, {"expert_model_parallel_size": 2})
+    check_equal(run_ranks, one_process, experts, {"moe": cases["moe"]})
+
+
+@pytest.mark.parametrize("name", ["one process", "TP2", "PP2", "DP2"])
+def test_packed_and_padded_rows_give_the_same(
+    run_ranks: RunRanks, one_process: dict[str, Outcome], name: str
+) -> None:
+    cases = {
+        "dense": Case(settings={**PER_SAMPLE, "micro_batch_size": 3}, layout="padded"),
+        "moe": Case("qwen3_moe", settings={**PER_TOKEN, **SMALL_BUDGET}, layout="padded"),
+    }
+    if name == "TP2":
+        del cases["moe"]
+        cases["sequence parallel"] = Case(
+            "qwen3_moe",
+            settings={**PER_TOKEN, **SMALL_BUDGET, "sequence_parallel": True},
+            layout="padded",
+        )
+    check_equal(run_ranks, one_process, DENSE_LAYOUTS[name], cases)
+
+
+@pytest.mark.parametrize("name", ["TP2", "PP2", "DP2"])
+def test_garbage_under_the_mask_changes_not_one_bit(run_ranks: RunRanks, name: str) -> None:
+    problems = {"per sample": PER_SAMPLE, "per token": PER_TOKEN, "kept": KEPT_PER_SAMPLE}
+    cases = {}
+    for problem, settings in problems.items():
+        clean = Case(settings={**settings, **SMALL_BUDGET})
+        cases[problem] = clean
+        cases[f"{problem}, garbage"] = Case(settings=clean.settings, masked_garbage=True)
+    outcomes = run_cases(run_ranks, DENSE_LAYOUTS[name], cases)
+    for problem in problems:
+        clean_outcome, spoiled = outcomes[problem], outcomes[f"{problem}, garbage"]
+        assert spoiled.steps == clean_outcome.steps
+        assert spoiled.weights is not None and clean_outcome.weights is not None
+        for key, value in clean_outcome.weights.items():
+            assert torch.equal(spoiled.weights[key], value), key
+
+
+MUTATIONS = {
+    "no num_microbatches": PER_SAMPLE,
+    "no dp_cp_size": PER_SAMPLE,
+    "no total_weight": PER_SAMPLE,
+    "no token count": PER_TOKEN,
+    "unmasked padding": PER_SAMPLE,
+}
+
+
+def test_a_missing_factor_of_the_loss_scale_would_be_noticed(
+    run_ranks: RunRanks, one_process: dict[str, Outcome]
+) -> None:
+    cases = {
+        name: Case(settings={**settings, "micro_batch_size": 1}, mutation=name)
+        for name, settings in MUTATIONS.items()
+    }
+    sound = {name: Case(settings=case.settings) for name, case in cases.items()}
+    check_equal(run_ranks, one_process, DATA_PARALLEL, sound)
+    outcomes = run_cases(run_ranks, DATA_PARALLEL, cases)
+    for name, case in cases.items():
+        assert differences(outcomes[name], one_process[repr(case.uncut())], case.family), name
