@@ -7,10 +7,19 @@ from typing import Any
 
 from plugin.config import JobConfig
 from plugin.errors import EngineError
-from plugin.launch.array_transport import Arrays, generations_to_arrays
+from plugin.launch.array_transport import (
+    Arrays,
+    generations_from_arrays,
+    generations_to_arrays,
+)
 from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.remote_calls import result_of, wait_for_all
-from plugin.rollout.engine_protocol import EngineHealth, GenerationRequest, SamplingParameters
+from plugin.rollout.engine_protocol import (
+    EngineHealth,
+    Generation,
+    GenerationRequest,
+    SamplingParameters,
+)
 
 
 class EngineActor:
@@ -75,6 +84,7 @@ class EnginePool:
             )
             self.actors.append(options.remote(config, hf_config, f"engine {number}"))
         self._loads: dict[Any, str] = {}
+        self._asked: dict[Any, str] = {}
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -87,8 +97,22 @@ class EnginePool:
     def send(
         self, engine: int, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> Any:
-        """A reference to the answer of engine number `engine`."""
-        return self.actors[engine].generate.remote(list(requests), parameters)
+        """A ticket for the answer of engine number `engine`."""
+        ticket = self.actors[engine].generate.remote(list(requests), parameters)
+        self._asked[ticket] = f"engine {engine}"
+        return ticket
+
+    def finished(self, tickets: list[Any], *, wait_seconds: float) -> list[Any]:
+        """The tickets that have an answer, or have failed; waits for the first one at most so long."""
+        import ray
+
+        self.check_loads()
+        wanted = 1 if wait_seconds else len(tickets)
+        return ray.wait(tickets, num_returns=wanted, timeout=wait_seconds)[0]
+
+    def answer(self, ticket: Any) -> list[list[Generation]]:
+        """The answer of a finished ticket, or its error."""
+        return generations_from_arrays(result_of(ticket, self._asked.pop(ticket)))
 
     def send_weights(self, version: int, buckets: Sequence[Any]) -> None:
         """Queues new weights behind what each engine is doing; `finish_loads` waits for them."""

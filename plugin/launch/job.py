@@ -51,8 +51,8 @@ def run_job(config: JobConfig) -> JobResult:
     try:
         with _running(config, parts) as (trainer, queue, engines):
             printer.say(
-                f"{config.world_size} trainer ranks ({places_as_text(trainer)}), {len(engines)} engines, started in "
-                f"{time.monotonic() - started:.0f} s; {run_dir}"
+                f"trainer ranks: {places_as_text(trainer)}; engines: {len(engines)}; started in "
+                f"{time.monotonic() - started:.0f} s; run directory: {run_dir}"
             )
             job = _Job(config, parts, trainer, queue, engines, files, printer, result.history)
             job.run()

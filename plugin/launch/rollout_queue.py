@@ -18,7 +18,6 @@ import torch
 from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
 from plugin.errors import EngineError
-from plugin.launch.array_transport import generations_from_arrays
 from plugin.rollout.engine_protocol import (
     Generation,
     GenerationRequest,
@@ -28,16 +27,27 @@ from plugin.rollout.engine_protocol import (
 from plugin.rollout.task_protocol import Prompt, Task, checked_prompt, checked_reward
 
 _CHUNKS_PER_ENGINE = 2
+_POLL_SECONDS = 5.0
 
 
 class Engines(Protocol):
-    """What the queue needs of an `EnginePool`."""
+    """What the queue needs of the engines, wherever they run; `EnginePool` has it."""
 
     def __len__(self) -> int: ...
 
     def send(
         self, engine: int, requests: list[GenerationRequest], parameters: SamplingParameters
-    ) -> Any: ...
+    ) -> Any:
+        """A ticket for the answer of engine number `engine`."""
+        ...
+
+    def finished(self, tickets: list[Any], *, wait_seconds: float) -> list[Any]:
+        """The tickets that have an answer, or have failed; waits for the first one at most so long."""
+        ...
+
+    def answer(self, ticket: Any) -> list[list[Generation]]:
+        """The answer of a finished ticket, or its error."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -145,8 +155,8 @@ class RolloutQueue:
             GenerationRequest(prompt.tokens, self._seeds(index))
             for index, prompt in zip(indices, prompts, strict=True)
         ]
-        reference = self.engines.send(engine, requests, self.parameters)
-        self._in_flight[reference] = _Chunk(engine, indices, prompts, requests, time.monotonic())
+        ticket = self.engines.send(engine, requests, self.parameters)
+        self._in_flight[ticket] = _Chunk(engine, indices, prompts, requests, time.monotonic())
         self.counts.issued += size
 
     def _seeds(self, index: int) -> tuple[int, ...]:
@@ -154,21 +164,12 @@ class RolloutQueue:
         return tuple(draw.getrandbits(62) for _ in range(self.config.n_samples_per_prompt))
 
     def _collect(self, *, wait: bool) -> None:
-        import ray
-
-        from plugin.launch.remote_calls import result_of
-
         if not self._in_flight:
             return
-        done, _ = ray.wait(
-            list(self._in_flight),
-            num_returns=1 if wait else len(self._in_flight),
-            timeout=5.0 if wait else 0,
-        )
-        for reference in done:
-            chunk = self._in_flight.pop(reference)
-            answers = generations_from_arrays(result_of(reference, f"engine {chunk.engine}"))
-            self._accept(chunk, answers)
+        tickets = list(self._in_flight)
+        for ticket in self.engines.finished(tickets, wait_seconds=_POLL_SECONDS if wait else 0):
+            chunk = self._in_flight.pop(ticket)
+            self._accept(chunk, self.engines.answer(ticket))
         self._check_deadlines()
 
     def _accept(self, chunk: _Chunk, answers: list[list[Generation]]) -> None:

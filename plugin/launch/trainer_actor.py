@@ -6,6 +6,7 @@ rank 0 alone.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import tempfile
@@ -114,6 +115,7 @@ class TrainerRank:
             self._config,
             AutoConfig.for_model(**source.hf_config),
             self._groups,
+            layout=self._layout(),
             trainable=name == "policy",
             seed=self._config.seed,
         )
@@ -123,6 +125,14 @@ class TrainerRank:
             trainer.load_hf_weights(safetensors.torch.load(source.weights))
         self._trainers[name] = trainer
 
+    def _layout(self) -> Literal["packed", "padded"]:
+        """Padded rows where attention is Megatron's local one: it would compute all pairs of a packed row."""
+        from plugin.megatron_backend.model_builder import uses_transformer_engine
+
+        budget = self._config.max_tokens_per_gpu is not None
+        packs = budget or uses_transformer_engine(self._config.transformer_impl)
+        return "packed" if packs else "padded"
+
     def log_probs(self, name: PolicyName, arrays: Arrays) -> Any:
         """Log-probs of every response of the batch, end to end, as a NumPy array; None besides rank 0."""
         import torch
@@ -131,7 +141,7 @@ class TrainerRank:
         return torch.cat(results).numpy() if self._rank == 0 else None
 
     def train(self, arrays: Arrays, version: int, learning_rate: float) -> Any:
-        """One optimizer step; a `StepResult` from rank 0, None from the others.
+        """One optimizer step; the fields of `StepResult` from rank 0, None from the others.
 
         version: of the weights the step starts from, counted in weight syncs; the age of samples refers to it
         """
@@ -139,7 +149,8 @@ class TrainerRank:
         trainer.version = version
         trainer.set_learning_rate(learning_rate)
         result = trainer.train_step(batch_from_arrays(arrays))
-        return result if self._rank == 0 else None
+        # A plain mapping: the driver need not import Megatron to read it.
+        return dataclasses.asdict(result) if self._rank == 0 else None
 
     def export_weights(self) -> list[Any] | None:
         """The policy in the object store, one reference per bucket; None besides rank 0."""

@@ -75,10 +75,10 @@ class TrainerGroup:
         """One optimizer step; metrics and, if it was skipped, why."""
         result = self._call("train", _shared(batch), version, learning_rate)[0]
         skipped = None
-        if not result.updated:
-            where = result.bad_parameter or "no single parameter"
-            skipped = f"gradient norm {result.grad_norm} ({where})"
-        return dict(result.metrics), skipped
+        if not result["updated"]:
+            where = result["bad_parameter"] or "no single parameter"
+            skipped = f"gradient norm {result['grad_norm']} ({where})"
+        return result["metrics"], skipped
 
     def export_weights(self) -> list[Any]:
         """References to the policy's weight buckets in the object store."""
