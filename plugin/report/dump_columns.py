@@ -40,6 +40,7 @@ class DumpBlock:
 
     lengths: [N] int64; mask: [T] bool; rollout, train, cur, advantages: [T] float32
     step, trainer_version, weight_version: [N] int64, -1 where unknown
+    ids: [T] int64 ids of the response tokens, where dumped
     routes: name -> one [total, layers, topk] array per sample, only where dumped
     """
 
@@ -52,6 +53,7 @@ class DumpBlock:
     step: NDArray[np.int64]
     trainer_version: NDArray[np.int64]
     weight_version: NDArray[np.int64]
+    ids: NDArray[np.int64] | None = None
     routes: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
 
     @property
@@ -174,6 +176,7 @@ def _block(
         step=columns["step"][rows].astype(np.int64),
         trainer_version=columns["trainer_version"][rows].astype(np.int64),
         weight_version=columns["weight_version"][rows].astype(np.int64),
+        ids=_response_ids(columns, rows),
         routes=_block_routes(columns, rows),
     )
 
@@ -192,6 +195,19 @@ def _gather(
         return values[starts[name][rows[0]] : starts[name][rows[-1]] + lengths[rows[-1]]]
     parts = [values[starts[name][i] : starts[name][i] + lengths[i]] for i in rows]
     return np.concatenate(parts)
+
+
+def _response_ids(columns: Mapping[str, Any], rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """The last `response length` ids of every row; None where a row has fewer than that."""
+    if not isinstance(columns.get("tokens"), tuple):
+        return None
+    values, totals = columns["tokens"]
+    lengths = columns["rollout_log_probs"][1]
+    if len(totals) != len(lengths) or bool((totals[rows] < lengths[rows]).any()):
+        return None
+    ends = np.cumsum(totals)
+    parts = [values[ends[i] - lengths[i] : ends[i]] for i in rows]
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
 
 def _block_routes(columns: Mapping[str, Any], rows: NDArray[np.int64]) -> dict[str, list[Any]]:

@@ -103,11 +103,7 @@ def _read_parquet(path: Path, problems: list[str]) -> Iterator[tuple[DumpBlock, 
         groups = file.metadata.num_row_groups
         metadata = file.schema_arrow.metadata or {}
         share = path.stat().st_size // max(groups, 1)
-        wanted = [
-            name
-            for name in known_names()
-            if name in file.schema_arrow.names and canonical_name(name) != "tokens"
-        ]
+        wanted = [name for name in known_names() if name in file.schema_arrow.names]
         first_row = 0
         for group in range(groups):
             rows = file.metadata.row_group(group).num_rows
@@ -247,13 +243,13 @@ def _sample_blocks(
             problems.append(f"{path}: row {sample['_row']}: {short(error)}; skipped")
     if not good:
         return
-    names = {name for sample in good for name in sample if name != "_row"}
+    names = set.intersection(*(set(sample) for sample in good)) - {"_row"}
     columns: dict[str, Any] = {}
     for name in names:
-        if name in PER_RESPONSE:
+        if name in (*PER_RESPONSE, "tokens"):
             columns[name] = ragged([sample[name] for sample in good])
         else:
-            columns[name] = np.array([sample.get(name, -1) for sample in good], np.int64)
+            columns[name] = np.array([sample[name] for sample in good], np.int64)
     rows = np.array([sample["_row"] for sample in good])
     yield from blocks_of(columns, path, rows, problems)
 
@@ -284,6 +280,9 @@ def _converted_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
         value = first_named(sample, name)
         if value is not None:
             converted[name] = int(value)
+    tokens = first_named(sample, "tokens")
+    if tokens is not None:
+        converted["tokens"] = np.asarray(tokens, np.int64).reshape(-1)
     return converted
 
 
