@@ -46,11 +46,11 @@ class ModelFlags(FlagGroup):
         "auto", "Megatron's layers; auto = Transformer Engine where it can run"
     )
     train_dtype: DtypeName = flag("float32", "dtype of the trainer's weights and activations")
-    fused_lm_head: bool = flag(
-        False, "compute log-probs in the LM head, without logits of every token"
+    fused_lm_head: Literal["auto", "on", "off"] = flag(
+        "auto", "compute log-probs inside the LM head, without logits; auto = where it pays"
     )
     inplace_logits_grad: bool = flag(
-        False, "write the gradient of the logits over the logits (saves their size in memory)"
+        True, "write the gradient of the logits over the logits (saves their size in memory)"
     )
     use_routing_replay: bool = flag(
         False, "MoE: the training pass repeats the routes of the trainer's own log-prob pass"

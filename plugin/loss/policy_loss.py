@@ -17,7 +17,7 @@ from plugin.loss.normalization import Reducer, kept_token_scale
 from plugin.loss.policy_losses import POLICY_LOSSES
 from plugin.loss.regularizers import regularizer_terms, token_entropy
 from plugin.loss.response_rows import response_rows, response_tokens
-from plugin.loss.value_checks import check_log_ratio, check_values
+from plugin.loss.value_checks import check_log_ratio, check_values, raise_on_all_shards
 from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
 from plugin.ppo_utils.kl_estimators import k3
 from plugin.ppo_utils.masked_ops import neutralised
@@ -242,6 +242,18 @@ def _flat(name: str, values: Sequence[Tensor] | None, shards: SequenceShards) ->
 
 
 def _check_numbers(raw: Mapping[str, Tensor | None], mask: Tensor, shards: SequenceShards) -> None:
+    """All ranks that share these samples raise, or none: sequence-level losses wait for each other below."""
+    error: BatchError | None = None
+    try:
+        _check_local_numbers(raw, mask, shards)
+    except BatchError as found:
+        error = found
+    raise_on_all_shards(error, shards)
+
+
+def _check_local_numbers(
+    raw: Mapping[str, Tensor | None], mask: Tensor, shards: SequenceShards
+) -> None:
     # Named as the batch names it: the trainer's log-probs arrive as `log_probs`.
     shown = {"log_probs" if n == "train_log_probs" else n: value for n, value in raw.items()}
     check_values(shown, mask, shards)

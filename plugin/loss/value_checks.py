@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from plugin.errors import BatchError
@@ -47,6 +48,21 @@ def check_log_ratio(
             f"+-{MAX_ABS_LOG_RATIO:g} is no mismatch but a misaligned or foreign log-prob. Check that both "
             "belong to the same token"
         )
+
+
+def raise_on_all_shards(error: BatchError | None, shards: SequenceShards) -> None:
+    """Raise `error`; under context parallelism raise on every rank that holds a part of the same samples."""
+    context = shards.context
+    if context.cp_group is not None and context.cp_size > 1:
+        failed = torch.tensor(float(error is not None), device=shards.device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=context.cp_group)
+        if error is None and bool(failed):
+            raise BatchError(
+                "another context parallel rank found a value that no token may carry in its part of these samples; "
+                "its message names field, sample and position"
+            )
+    if error is not None:
+        raise error
 
 
 def _bad(values: Tensor, mask: Tensor) -> Tensor:

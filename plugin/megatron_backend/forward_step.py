@@ -23,6 +23,11 @@ from plugin.loss.interfaces import LossInputs, LossOutputs
 from plugin.loss.normalization import kept_token_scale, token_weights
 from plugin.loss.policy_loss import compute_loss, loss_inputs
 from plugin.megatron_backend.loss_scaling import LossScale
+from plugin.megatron_backend.output_head import (
+    passed_over_output_layer,
+    response_log_probs,
+    use_fused_head,
+)
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.rank_agreement import ErrorCollector
 from plugin.megatron_backend.router_replay import RouterReplaySession
@@ -33,7 +38,6 @@ from plugin.megatron_backend.sequence_packing import (
     row_length,
 )
 from plugin.megatron_backend.step_metrics import record_step
-from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
 from plugin.ppo_utils.parallel_context import use_parallel_context
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 
@@ -42,12 +46,18 @@ LossClosure = Callable[..., Any]
 
 @dataclass(frozen=True)
 class PreparedMicrobatch:
-    """A microbatch ready for the model: its layout and the columns that its loss needs, local to this rank."""
+    """A microbatch ready for the model: its layout and the columns that its loss needs, local to this rank.
+
+    response_rows, loss_rows: bool [B * S_local] on the CPU, the rows that predict a response token, and those of
+        them whose loss mask is 1
+    """
 
     number: int
     inputs: ModelInputs
     columns: dict[str, Any]
     is_padding: bool
+    response_rows: Tensor
+    loss_rows: Tensor
 
 
 def prepare(
@@ -77,8 +87,19 @@ def prepare(
             device=device,
         )
         columns = _local_columns(microbatch, inputs)
-        prepared.append(PreparedMicrobatch(number, inputs, columns, microbatch.is_padding))
+        rows = _needed_rows(microbatch, inputs)
+        prepared.append(PreparedMicrobatch(number, inputs, columns, microbatch.is_padding, *rows))
     return prepared
+
+
+def _needed_rows(microbatch: Microbatch, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+    masks = [torch.as_tensor(mask).cpu() for mask in microbatch.batch.columns["loss_masks"]]
+    response = torch.zeros(inputs.tokens.numel(), dtype=torch.bool)
+    with_loss = response.clone()
+    rows = inputs.rows.cpu()
+    response[rows] = True
+    with_loss[rows] = inputs.shards.local(masks) != 0
+    return response, with_loss
 
 
 def _local_columns(microbatch: Microbatch, inputs: ModelInputs) -> dict[str, Any]:
@@ -93,36 +114,56 @@ def _local_columns(microbatch: Microbatch, inputs: ModelInputs) -> dict[str, Any
     return columns
 
 
-def run_model(
-    model: Any, microbatch: PreparedMicrobatch, replay: RouterReplaySession | None = None
-) -> Tensor:
-    """The chunk's output: logits [B, S_local, V/tp] on the last stage, hidden states before it."""
-    inputs = microbatch.inputs
-    with nullcontext() if replay is None else replay.microbatch(microbatch.number):
-        return model(
-            input_ids=inputs.tokens,
-            position_ids=inputs.position_ids,
-            attention_mask=None,
-            packed_seq_params=inputs.packed_seq_params,
+class ModelRunner:
+    """Calls the model for a microbatch, inside its replay, with the output layer fused where that was chosen."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        groups: ParallelGroups,
+        replay: RouterReplaySession | None = None,
+        *,
+        training: bool,
+    ) -> None:
+        self.config, self.groups, self.replay, self.training = config, groups, replay, training
+
+    def __call__(self, model: Any, microbatch: PreparedMicrobatch) -> tuple[Tensor, Tensor | None]:
+        """(output, weight of the LM head if the output is hidden states of the last stage)."""
+        inputs = microbatch.inputs
+        rows = microbatch.loss_rows if self.training else microbatch.response_rows
+        fused = use_fused_head(
+            self.config.fused_lm_head, model, inputs, int(rows.sum()), training=self.training
         )
+        with (
+            nullcontext() if self.replay is None else self.replay.microbatch(microbatch.number),
+            passed_over_output_layer(model) if fused else nullcontext() as weights,
+        ):
+            output = model(
+                input_ids=inputs.tokens,
+                position_ids=inputs.position_ids,
+                attention_mask=None,
+                packed_seq_params=inputs.packed_seq_params,
+            )
+        return output, weights[0] if weights else None
 
-
-def response_log_probs(
-    logits: Tensor,
-    inputs: ModelInputs,
-    groups: ParallelGroups,
-    *,
-    temperature: float,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-prob and entropy [R] of the local response tokens from the model's output."""
-    flat = logits.reshape(-1, logits.shape[-1])
-    targets = torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device)
-    targets[inputs.rows] = inputs.targets
-    log_probs, entropy = log_probs_and_entropy(
-        flat, targets, group=loss_context(groups).tp_group, temperature=temperature, **options
-    )
-    return log_probs[inputs.rows], None if entropy is None else entropy[inputs.rows]
+    def log_probs(
+        self,
+        output: Tensor,
+        head_weight: Tensor | None,
+        microbatch: PreparedMicrobatch,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-prob and entropy [R] of the microbatch's local response tokens."""
+        return response_log_probs(
+            output,
+            head_weight,
+            microbatch.inputs,
+            self.groups,
+            temperature=self.config.rollout_temperature,
+            row_mask=microbatch.loss_rows if self.training else microbatch.response_rows,
+            sequence_parallel=self.config.sequence_parallel,
+            **options,
+        )
 
 
 def log_prob_forward_step(
@@ -133,22 +174,19 @@ def log_prob_forward_step(
 ) -> Callable[[Iterator[PreparedMicrobatch], Any], tuple[Tensor, LossClosure]]:
     """Closure of the log-prob pass: collects [R] log-probs per microbatch (None where padding or failed)."""
 
+    runner = ModelRunner(config, groups, replay, training=False)
+
     def forward_step(data: Iterator[PreparedMicrobatch], model: Any) -> tuple[Tensor, LossClosure]:
         microbatch = next(data)
+        output, head_weight = runner(model, microbatch)
 
-        def collect(logits: Tensor, non_loss_data: bool = True) -> Tensor | None:
+        def collect(output: Tensor, non_loss_data: bool = True) -> Tensor | None:
             with errors.collecting(), torch.no_grad():
-                log_probs, _ = response_log_probs(
-                    logits,
-                    microbatch.inputs,
-                    groups,
-                    temperature=config.rollout_temperature,
-                    with_entropy=False,
-                )
+                log_probs, _ = runner.log_probs(output, head_weight, microbatch, with_entropy=False)
                 return None if microbatch.is_padding else log_probs
             return None
 
-        return run_model(model, microbatch, replay), collect
+        return output, collect
 
     return forward_step
 
@@ -163,37 +201,42 @@ def training_forward_step(
 ) -> Callable[[Iterator[PreparedMicrobatch], Any], tuple[Tensor, LossClosure]]:
     """Closure of the training pass: policy loss, corrections, regularisers and metrics of a microbatch."""
 
+    runner = ModelRunner(config, groups, replay, training=True)
+
     def forward_step(data: Iterator[PreparedMicrobatch], model: Any) -> tuple[Tensor, LossClosure]:
         microbatch = next(data)
+        output, head_weight = runner(model, microbatch)
 
-        def loss_of(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            loss = logits.reshape(-1)[:0].sum().float()
-            count = torch.zeros((), dtype=torch.int, device=logits.device)
+        def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            cur, entropy = runner.log_probs(
+                output,
+                head_weight,
+                microbatch,
+                entropy_grad=config.entropy_coef != 0,
+                inplace_grad=config.inplace_logits_grad,
+            )
+            # The loss of a rank that fails: zero, and attached, so that its backward pass still takes part in
+            # every collective of the LM head and of the model.
+            loss = cur[:0].sum()
+            count = torch.zeros((), dtype=torch.int, device=output.device)
             with errors.collecting(), use_parallel_context(loss_context(groups)):
-                loss, count = _microbatch_loss(config, groups, scale, table, microbatch, logits)
+                loss, count = _microbatch_loss(config, scale, table, microbatch, cur, entropy)
             return loss, count, {}
 
-        return run_model(model, microbatch, replay), loss_of
+        return output, loss_of
 
     return forward_step
 
 
 def _microbatch_loss(
     config: TrainerConfig,
-    groups: ParallelGroups,
     scale: LossScale,
     table: StatisticsTable,
     microbatch: PreparedMicrobatch,
-    logits: Tensor,
+    cur: Tensor,
+    entropy: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    cur, entropy = response_log_probs(
-        logits,
-        microbatch.inputs,
-        groups,
-        temperature=config.rollout_temperature,
-        entropy_grad=config.entropy_coef != 0,
-        inplace_grad=config.inplace_logits_grad,
-    )
+    """(loss, count) of one microbatch as Megatron wants them, from log-probs and entropy [R]."""
     inputs = loss_inputs(config, microbatch.columns, cur, entropy)
     outputs = compute_loss(config, config, inputs)
     weights = token_weights(
