@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from plugin.config import JobConfig
 from plugin.errors import ClusterError
 
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_START_ATTEMPTS = 3
 
 
 @contextlib.contextmanager
@@ -48,6 +50,23 @@ def _start_private(cpu_slots: int) -> None:
         raise ClusterError(
             "this process already talks to a Ray cluster; call ray.shutdown() first, or pass --address"
         )
+    for attempt in range(_START_ATTEMPTS):
+        try:
+            _start_here(cpu_slots)
+            break
+        except Exception as error:
+            # Ray gives itself 30 seconds and raises a bare Exception; a busy machine needs a second try.
+            ray.shutdown()
+            if "timed out" not in str(error) or attempt + 1 == _START_ATTEMPTS:
+                raise ClusterError(
+                    f"Ray did not start on this machine: {error}; is the machine overloaded, or /tmp full?"
+                ) from error
+    _require_loopback(ray.nodes())
+
+
+def _start_here(cpu_slots: int) -> None:
+    import ray
+
     ray.init(
         address="local",
         num_cpus=max(cpu_slots, os.cpu_count() or 1),
@@ -55,7 +74,6 @@ def _start_private(cpu_slots: int) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    _require_loopback(ray.nodes())
 
 
 def _require_loopback(nodes: list[dict[str, Any]]) -> None:
@@ -64,8 +82,6 @@ def _require_loopback(nodes: list[dict[str, Any]]) -> None:
         n["NodeManagerAddress"] for n in nodes if not n["NodeManagerAddress"].startswith("127.")
     ]
     if outside and os.environ.get(_LOOPBACK_SWITCH) != "1":
-        import warnings
-
         warnings.warn(
             f"Ray was imported before megatron-tis could restrict it and listens on {outside[0]}; set "
             f"{_LOOPBACK_SWITCH}=0 before importing ray to keep it on loopback",
