@@ -171,16 +171,24 @@ def resolve(directory: Path) -> Path:
 
 def _latest(root: Path, complete: list[Path]) -> Path:
     marked = _read_marker(root)
-    for path in complete:
-        if path.name == marked:
-            return path
-    logger.warning(
-        "%s names %r, which is no complete checkpoint; taking the newest, %s",
-        root / LATEST_FILE,
-        marked,
-        complete[-1].name,
-    )
-    return complete[-1]
+    chosen = next((path for path in complete if path.name == marked), None)
+    if chosen is None:
+        logger.warning(
+            "%s names %r, which is no complete checkpoint; taking the newest, %s",
+            root / LATEST_FILE,
+            marked,
+            complete[-1].name,
+        )
+        return complete[-1]
+    if chosen != complete[-1]:
+        logger.warning(
+            "%s names %s, but %s is newer and complete; resuming from the former, give the path of the latter "
+            "to resume from that",
+            root / LATEST_FILE,
+            marked,
+            complete[-1],
+        )
+    return chosen
 
 
 def _read_marker(root: Path) -> str | None:

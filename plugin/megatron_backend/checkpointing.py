@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.optimizer import MegatronOptimizer
@@ -121,7 +122,10 @@ def save_checkpoint(
     errors = ErrorCollector(parts.device)
     incomplete = _on_first_rank(groups, errors, lambda: _begin(root, state))
     with errors.collecting():
-        _write_rng(incomplete, groups)
+        save_file(rng_state(), _rng_file(incomplete, groups.rank))
+    # Before the next call, which is collective: a rank that failed here must not leave the others in it.
+    errors.agree(f"writing the checkpoint {incomplete}")
+    with errors.collecting():
         _write_tensors(incomplete / _TENSORS, parts)
     errors.agree(f"writing the checkpoint {incomplete}")
     files: dict[str, list[int]] = {}
@@ -158,10 +162,6 @@ def _on_first_rank(groups: ParallelGroups, errors: ErrorCollector, act: Callable
     dist.broadcast_object_list(result, src=0)
     assert result[0] is not None
     return result[0]
-
-
-def _write_rng(directory: Path, groups: ParallelGroups) -> None:
-    save_file(rng_state(), _rng_file(directory, groups.rank))
 
 
 def _rng_file(directory: Path, rank: int) -> Path:
@@ -346,7 +346,7 @@ def _read_tensors(directory: Path, parts: TrainerParts) -> None:
     state = sharded_state(parts.chunks, parts.optimizer, parts.groups, loading=True)
     try:
         loaded = dist_checkpointing.load(state, str(directory))
-    except CheckpointException as error:
+    except (CheckpointException, CheckpointingException) as error:
         raise CheckpointError(
             f"{directory} could not be loaded; load it with the model it was saved from, or resume from "
             f"another step_<number>\n{error}"

@@ -123,6 +123,9 @@ def _distributed_parameters(part: DistributedOptimizer) -> Iterator[torch.nn.Par
 
 def _load_optimizer_part(part: Any, state: dict[str, Any]) -> None:
     if not isinstance(part, DistributedOptimizer):
+        if _counts_per_parameter(part.optimizer):
+            # torch wants a step in every state; `set_optimizer_step` has the true one.
+            state.get("optimizer", state)["state"]["common_step"] = torch.tensor(0.0)
         part.load_state_dict(state)
         return
     tensors = state["param_state"]
