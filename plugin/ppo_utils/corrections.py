@@ -104,7 +104,7 @@ def off_policy_is_function(
     weight = sg(clip(exp(cur - rollout), 1 - eps_clip, 1 + eps_clip_high))
     Flags: --eps-clip 0.2 (1.0 removes the lower bound), --eps-clip-high (= eps-clip).
     Unbiased up to the clip on `--policy-loss reinforce`, where it is the CISPO surrogate. On a base that
-    already carries pi_theta / pi_old it counts that ratio twice.
+    already carries pi_theta / pi_old it counts that ratio twice and needs --allow-biased-correction.
     Reference: Degris et al. 2012, off-policy actor-critic; MiniMax 2025 (CISPO).
     """
     tokens = hook_tokens(

@@ -66,10 +66,10 @@ def rejection_function(
 ) -> HookResult:
     """Keep only what every rule keeps: a statistic of the mismatch inside its band.
 
-    statistic: ratio = exp(train - rollout); k1, k2, k3 of d = rollout - train (KL of rollout from train)
-    level: token (drops tokens); mean, sum, max over the sequence (drop sequences). Of ratios, mean is the
-    geometric mean and sum the product: exp of the mean or sum of train - rollout.
-    Flags: --rejection-rules "token_ratio=0.5:2.0"; e.g. "token_ratio=0.2:5,mean_k3=:0.01,max_k2=:8".
+    keep = low <= statistic <= high for every rule level_statistic=low:high; statistic: ratio exp(train - rollout),
+    or k1, k2, k3 of rollout - train; level: token, or mean, sum, max over the sequence
+    Flags: --rejection-rules token_ratio=0.5:2.0. Level token drops tokens, the others whole sequences. Of ratios,
+    mean is the geometric mean and sum the product. Several rules: "token_ratio=0.2:5,mean_k3=:0.01,max_k2=:8".
     Reference: Liu et al. 2025 (masked importance sampling); rollout correction in verl.
     """
     tokens = hook_tokens(pg_loss, loss_masks, train_log_probs, rollout_log_probs, **kwargs)
