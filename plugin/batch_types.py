@@ -271,4 +271,4 @@ def _padding(field: Field, example: Any, tokens: int) -> Any:
         routes = torch.arange(topk).expand(tokens, layers, topk).contiguous()
         return routes.to(example.dtype)
     length = tokens if field.shape == "tokens" else 1
-    return torch.full((length,), field.padding, dtype=field.dtype)
+    return torch.full((length,), field.padding, dtype=field.dtype or example.dtype)

@@ -8,7 +8,6 @@ uses lengths only and is deterministic, so that every rank computes the same pla
 from __future__ import annotations
 
 import heapq
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,9 +39,13 @@ class BatchingLimits:
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """`ranks[r][k]` lists the samples of microbatch k on DP rank r; an empty list is a padding microbatch."""
+    """`ranks[r][k]` lists the samples of microbatch k on DP rank r; an empty list is a padding microbatch.
+
+    oversize: the samples that are longer than the budget; each has a microbatch of its own
+    """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
+    oversize: tuple[int, ...] = ()
 
     @property
     def num_microbatches(self) -> int:
@@ -73,7 +76,9 @@ def plan_microbatches(
     """
     _check_lengths(lengths, limits)
     costs = [sample_cost(length, hidden_size) for length in lengths]
-    bins = _fill_bins(lengths, costs, limits, dp_size * count_multiple)
+    budget = limits.max_tokens
+    oversize = tuple(i for i, n in enumerate(lengths) if budget is not None and n > budget)
+    bins = _fill_bins(lengths, costs, limits, oversize, dp_size * count_multiple)
     per_rank = len(bins) // dp_size
     ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
     heap = [(0.0, rank) for rank in range(dp_size)]
@@ -84,7 +89,8 @@ def plan_microbatches(
             heapq.heappush(heap, (load + sum(costs[i] for i in samples), rank))
     # Largest first on every rank: the peak of memory comes at once, and where experts are shared between
     # ranks the microbatches that meet in a collective are of similar size.
-    return MicrobatchPlan(tuple(tuple(tuple(sorted(b)) for b in rank) for rank in ranks))
+    cells = tuple(tuple(tuple(sorted(b)) for b in rank) for rank in ranks)
+    return MicrobatchPlan(cells, oversize)
 
 
 def build_microbatches(batch: RolloutBatch, plan: MicrobatchPlan, dp_rank: int) -> list[Microbatch]:
@@ -108,17 +114,14 @@ def _check_lengths(lengths: Sequence[int], limits: BatchingLimits) -> None:
 
 
 def _fill_bins(
-    lengths: Sequence[int], costs: Sequence[float], limits: BatchingLimits, multiple: int
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    limits: BatchingLimits,
+    oversize: Sequence[int],
+    multiple: int,
 ) -> list[list[int]]:
     """Bins within the limits, as evenly loaded as possible, their number a multiple of `multiple`."""
     budget = limits.max_tokens
-    oversize = [i for i, length in enumerate(lengths) if budget is not None and length > budget]
-    if oversize:
-        warnings.warn(
-            f"{len(oversize)} of {len(lengths)} samples are longer than --max-tokens-per-gpu allows ({budget}); "
-            f"the longest has {max(lengths)} tokens. Each gets a microbatch of its own",
-            stacklevel=3,
-        )
     rest = sorted(set(range(len(lengths))) - set(oversize), key=lambda i: (-costs[i], i))
     if budget is not None:
         needed = -(-sum(lengths[i] for i in rest) // budget)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import TrainerConfig
+from plugin.errors import BatchError
 from plugin.loss.correction_weights import correction_weights
 from plugin.loss.interfaces import LossInputs, LossOutputs
 from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarise
@@ -31,18 +32,34 @@ def record_step(
     Losses are weighted means with the weights of the loss itself; every other metric is a mean over tokens.
     weights, policy, total: [T]; denominator: [T] bool
     """
+    own = StatisticsTable(table.device)
     with torch.no_grad():
         kept_only = config.loss_denominator == "kept" and config.per_token
         loss_weight = weights * denominator if kept_only else weights
-        _add_weighted(table, "loss", total, weights, loss_weight)
-        _add_weighted(table, "pg_loss", policy, weights, loss_weight)
+        _add_weighted(own, "loss", total, weights, loss_weight)
+        _add_weighted(own, "pg_loss", policy, weights, loss_weight)
         for term in outputs.regularizers:
-            _add_weighted(table, term.name, term.values, weights, weights)
+            _add_weighted(own, term.name, term.values, weights, weights)
         for name, metric in outputs.metrics.items():
-            table.add_mean(name, metric.values, metric.over)
-        table.add("num_tokens", inputs.mask.sum())
+            own.add_mean(name, metric.values, metric.over)
+        own.add("num_tokens", inputs.mask.sum())
         if inputs.rollout_log_probs is not None:
-            _record_mismatch(table, config, inputs, outputs, columns)
+            _record_mismatch(own, config, inputs, outputs, columns)
+    _check_same_cells(table, own)
+    table.merge(own)
+
+
+def _check_same_cells(before: StatisticsTable, own: StatisticsTable) -> None:
+    """A metric that only some microbatches record would be a mean over those, and depend on the cut."""
+    if not before.sums or before.digest() == own.digest():
+        return
+    names = {
+        name.removesuffix(":sum").removesuffix(":count") for name in before.sums.keys() ^ own.sums
+    }
+    raise BatchError(
+        f"microbatches of one step recorded different metrics ({', '.join(sorted(names))}); a hook must return the "
+        "same metric names for every microbatch, also for one without an unmasked token"
+    )
 
 
 def step_metrics(table: StatisticsTable) -> dict[str, float]:

@@ -129,7 +129,8 @@ def gather_responses(
     for length in response_lengths:
         starts.append(starts[-1] + int(length))
     flat = torch.zeros(starts[-1], dtype=torch.float32, device=device)
-    for result, microbatch, indices in zip(results, microbatches, samples, strict=False):
+    mine = results if groups.is_last_stage else [None] * len(microbatches)
+    for result, microbatch, indices in zip(mine, microbatches, samples, strict=True):
         if result is None or microbatch.is_padding:
             continue
         offset = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -122,6 +123,7 @@ class MegatronTrainer:
         self.config, self.hf_config, self.groups, self.layout = config, hf_config, groups, layout
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.version = 0
+        self._warned_of_oversize = False
         if config.use_tis or config.get_mismatch_metrics:
             for name in config.hook_names():
                 load_hook(name)
@@ -264,10 +266,30 @@ class MegatronTrainer:
         return StepResult(metrics, updated, grad_norm, bad)
 
     def _check_trainable(self, batch: RolloutBatch) -> None:
-        batch.check()
         if "advantages" not in batch:
             raise BatchError("the batch has no advantages; compute them from the rewards first")
         self.config.require_rollout_log_probs("rollout_log_probs" in batch)
+
+    def _check_batch(self, batch: RolloutBatch) -> None:
+        """Find on every rank what only some ranks would stumble over inside the model, leaving the others waiting."""
+        batch.check()
+        vocabulary = self.hf_config.vocab_size
+        for i, ids in enumerate(batch.columns["unconcat_tokens"]):
+            if len(ids) and int(ids.max()) >= vocabulary:
+                raise BatchError(
+                    f"unconcat_tokens of sample {i} holds token {int(ids.max())}, the model has {vocabulary}; the "
+                    "tokenizer and the model do not belong together"
+                )
+
+    def _warn_of_oversize(self, plan: MicrobatchPlan) -> None:
+        if plan.oversize and not self._warned_of_oversize and self.groups.rank == 0:
+            self._warned_of_oversize = True
+            warnings.warn(
+                f"{len(plan.oversize)} samples are longer than --max-tokens-per-gpu "
+                f"{self.config.max_tokens_per_gpu} allows; each gets a microbatch of its own and may not fit into "
+                "memory. Said once",
+                stacklevel=4,
+            )
 
     def _check_recorded(self) -> None:
         if self.config.use_routing_replay and self.recorded_routes is None:
@@ -294,6 +316,7 @@ class MegatronTrainer:
         """Plan and lay out this rank's share; errors are raised here, on all ranks, before any schedule."""
         step: _Step | None = None
         with errors.collecting():
+            self._check_batch(batch)
             plan = plan_microbatches(
                 batch.columns["total_lengths"],
                 self._limits(),
@@ -302,6 +325,7 @@ class MegatronTrainer:
                 count_multiple=self.groups.pp_size if self.groups.vpp_size else 1,
                 hidden_size=self.hf_config.hidden_size,
             )
+            self._warn_of_oversize(plan)
             microbatches = build_microbatches(batch, plan, self.groups.dp_rank)
             prepared = self._laid_out(microbatches)
             fingerprint = (tuple(batch.columns["total_lengths"]), plan)

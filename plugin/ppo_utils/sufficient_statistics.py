@@ -84,7 +84,9 @@ class StatisticsTable:
         for name, total in self.sums.items():
             if name.endswith(":sum"):
                 base = name.removesuffix(":sum")
-                values[base] = float(total / self.sums[f"{base}:count"].clamp(min=1))
+                # A count may be a sum of weights below 1; only an empty one is 0.
+                count = self.sums[f"{base}:count"]
+                values[base] = float(total / count) if float(count) > 0 else 0.0
         for name, value in self.maxima.items():
             if value.dim():
                 continue
