@@ -13,10 +13,11 @@ API, and the round-trip tests guard them.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +42,12 @@ _BRIDGES: dict[str, type[LLMBridge]] = {
     "llama": LLaMABridge,
     "qwen3": Qwen3Bridge,
     "qwen3_moe": Qwen3MoEBridge,
+}
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
@@ -207,8 +214,11 @@ class _StateDict:
             self.tensors[f"{prefix}.{expert}.up_proj.weight"] = up
             self.tensors[f"{prefix}.{expert}.down_proj.weight"] = down[expert]
 
-    def names(self) -> set[str]:
-        return set(self.tensors)
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def names(self) -> Iterable[str]:
+        return self.tensors
 
     def get(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -235,8 +245,11 @@ class _Safetensors:
         opened = [safe_open(file, framework="pt") for file in self._files]
         return {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
-    def names(self) -> set[str]:
-        return set(self._open_file_of)
+    def __contains__(self, name: str) -> bool:
+        return name in self._open_file_of
+
+    def names(self) -> Iterable[str]:
+        return self._open_file_of
 
     def get(self, name: str) -> Tensor:
         return self._open_file_of[name].get_tensor(name)
@@ -263,7 +276,7 @@ def _local_shard(
 ) -> Tensor:
     """This rank's part of one parameter, cut out of the Hugging Face tensors that it is made of."""
     hf_names = bridge._weight_name_mapping_mcore_to_hf(canonical)
-    missing = [name for name in hf_names if name not in weights.names()]
+    missing = [name for name in hf_names if name not in weights]
     if missing:
         raise WeightError(
             f"{weights.where} lacks {', '.join(missing)}, which {canonical} is made of; "
@@ -326,12 +339,14 @@ def _entry(
     canonical: str, parameter: torch.nn.Parameter, model: Any, groups: ParallelGroups
 ) -> _Entry:
     shape = list(parameter.shape)
-    is_sharded = bool(getattr(parameter, "tensor_model_parallel", False))
     match = _GROUPED_EXPERT.search(canonical)
-    if is_sharded:
-        cut = parameter.partition_dim  # type: ignore[attr-defined]
-        shape[cut] *= groups.etp_size if match else groups.tp_size
-    if match:
+    if match is None:
+        is_sharded = bool(getattr(parameter, "tensor_model_parallel", False))
+        if is_sharded:
+            shape[parameter.partition_dim] *= groups.tp_size  # type: ignore[attr-defined]
+    else:
+        is_sharded = groups.etp_size > 1
+        shape[0 if match.group(1) == "linear_fc1" else 1] *= groups.etp_size
         shape = [groups.ep_size, *shape]
         per_rank = model.config.num_moe_experts // groups.ep_size
         lowest = int(match.group(2)) - groups.ep_rank * per_rank
@@ -458,13 +473,20 @@ class _Writer:
             file_of |= dict.fromkeys(names, file)
         index = {"metadata": {"total_size": self._total_bytes}, "weight_map": file_of}
         (self._partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-        hf_config.save_pretrained(self._partial)
+        _with_architecture(hf_config).save_pretrained(self._partial)
         for pattern in _TOKENIZER_FILES if tokenizer_from else ():
             for tokenizer_file in Path(str(tokenizer_from)).glob(pattern):
                 shutil.copy(tokenizer_file, self._partial)
         if self._directory.exists():
             self._directory.rmdir()
         self._partial.rename(self._directory)
+
+
+def _with_architecture(hf_config: Any) -> Any:
+    """The config naming its model class, which inference engines need; one made by hand may not."""
+    named = copy.deepcopy(hf_config)
+    named.architectures = hf_config.architectures or [_ARCHITECTURES[hf_config.model_type]]
+    return named
 
 
 def _message_of(action: Callable[..., None], *args: Any) -> str | None:

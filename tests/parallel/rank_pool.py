@@ -143,7 +143,7 @@ class RankPool:
         fn: Callable[..., Any],
         world_size: int,
         *args: Any,
-        timeout: float = 120.0,
+        timeout: float = 180.0,
         **parallel_sizes: Any,
     ) -> list[Any]:
         """Calls `fn(groups, *args)` on `world_size` ranks and returns the results in rank order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,7 @@ def test_what_is_exported_after_a_training_step_is_what_transformers_loads(
         **sizes,
     )
     assert len(list(Path(directory).glob("*.safetensors"))) > 1, "the test should cover sharding"
+    assert json.loads(Path(directory, "config.json").read_text())["architectures"]
     reloaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     expected = [hf_log_probs(reloaded, rows) for rows in tokens]
     assert_log_probs_match([result[1] for result in results], expected)
@@ -246,6 +248,33 @@ def test_the_fused_expert_tensors_of_a_transformers_model_load_like_its_checkpoi
     (exported,) = run_ranks(round_trip_on_rank, 1, config, in_memory)
     for name, tensor in hf_state_dict(config).items():
         torch.testing.assert_close(exported[name], tensor, rtol=0, atol=0)
+
+
+def test_a_checkpoint_directory_loads_like_its_state_dict(run_ranks: Any, tmp_path: Path) -> None:
+    config = tiny_qwen3_moe()
+    hf_model(config).save_pretrained(tmp_path / "source", max_shard_size="40KB")
+    assert len(list((tmp_path / "source").glob("*.safetensors"))) > 1
+    results = run_ranks(round_trip_on_rank, 2, config, str(tmp_path / "source"), **{EP: 2})
+    for exported in results:
+        for name, tensor in hf_state_dict(config).items():
+            torch.testing.assert_close(exported[name], tensor, rtol=0, atol=0)
+
+
+def save_with_tokenizer_on_rank(groups: ParallelGroups, tokenizer: str, target: str) -> None:
+    chunks = build_model(tiny_llama(), ModelSettings(), groups)
+    save_hf_checkpoint(target, chunks, groups, tokenizer_from=tokenizer)
+
+
+def test_a_saved_checkpoint_takes_the_tokenizer_along(run_ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / "base" / name).write_text(name)
+    target = tmp_path / "saved"
+    run_ranks(save_with_tokenizer_on_rank, 2, str(tmp_path / "base"), str(target), **{TP: 2})
+    assert (target / "tokenizer.json").read_text() == "tokenizer.json"
+    assert (target / "tokenizer_config.json").exists()
+    assert not (target / "model.safetensors").exists(), "weights come from the model only"
+    assert not (tmp_path / "saved.partial").exists()
 
 
 def test_a_tied_model_leaves_no_trace_on_an_untied_one_built_later(run_ranks: Any) -> None:
