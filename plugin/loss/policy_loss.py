@@ -60,9 +60,10 @@ def log_probs_of_responses(
     shards = _shards(batch, logits.device)
     _check_token_lengths(batch)
     rows = response_rows(shards, batch["total_lengths"])
-    if rows.numel() and int(rows.max()) >= rows_logits.shape[0]:
+    last_row = int(rows.numpy().max(initial=-1))  # rows are on the host: no device is waited for
+    if last_row >= rows_logits.shape[0]:
         raise BatchError(
-            f"logits have {rows_logits.shape[0]} rows but the samples need row {int(rows.max())} (total lengths "
+            f"logits have {rows_logits.shape[0]} rows but the samples need row {last_row} (total lengths "
             f"{list(batch['total_lengths'])}); pack the samples in the order of total_lengths"
         )
     rows = rows.to(logits.device)
