@@ -1,0 +1,100 @@
+"""From groups to a checked batch with advantages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plugin.batch_types import RolloutBatch
+from plugin.config import JobConfig
+from plugin.errors import BatchError, ConfigError
+from plugin.launch.batch_preparation import advantages_of, check_routes, prepare_batch
+from plugin.launch.job import learning_rate
+from plugin.launch.rollout_queue import Group
+from plugin.rollout.engine_protocol import Generation
+from plugin.rollout.task_protocol import Prompt
+
+
+def group(index: int, rewards: list[float], **extra: torch.Tensor | None) -> Group:
+    """Responses of 2 tokens to a prompt of 3."""
+    log_probs = extra.get("log_probs", torch.tensor([-0.5, -1.0]))
+    generations = [
+        Generation(torch.tensor([4, 5]), "stop", 0, log_probs, extra.get("routes")) for _ in rewards
+    ]
+    return Group(index, Prompt((1, 2, 3)), generations, rewards)
+
+
+def batch_of(config: JobConfig, *groups: Group) -> RolloutBatch:
+    return prepare_batch(config, list(groups))
+
+
+def test_grpo_centres_within_the_group() -> None:
+    config = JobConfig(grpo_std_normalization=False)
+    batch = batch_of(config, group(0, [1.0, 0.0]), group(1, [3.0, 3.0]))
+    # Group means 0.5 and 3.
+    assert [a.tolist() for a in batch.columns["advantages"]] == [
+        [0.5, 0.5],
+        [-0.5, -0.5],
+        [0.0, 0.0],
+        [0.0, 0.0],
+    ]
+
+
+def test_rloo_subtracts_the_mean_of_the_others() -> None:
+    # 3 - (0 + 0)/2, 0 - (3 + 0)/2, 0 - (3 + 0)/2
+    batch = batch_of(JobConfig(advantage_estimator="rloo"), group(0, [3.0, 0.0, 0.0]))
+    assert [float(a[0]) for a in batch.columns["advantages"]] == [3.0, -1.5, -1.5]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"advantage_estimator": "reinforce_plus_plus"},
+        {"advantage_estimator": "reinforce_plus_plus_baseline"},
+        {"normalize_advantages": True},
+    ],
+)
+def test_whitened_estimators_have_mean_zero_and_unit_variance(settings: dict[str, object]) -> None:
+    batch = batch_of(JobConfig(**settings), group(0, [1.0, 0.0]), group(1, [0.2, 0.9]))
+    flat = torch.cat(advantages_of(JobConfig(**settings), batch))
+    assert float(flat.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(flat.std()) == pytest.approx(1, abs=1e-4)
+
+
+def test_missing_log_probs_stop_the_batch_before_any_rank_sees_it() -> None:
+    silent = group(0, [1.0, 0.0], log_probs=None)
+    batch_of(JobConfig(), silent)
+    with pytest.raises(ConfigError, match="--use-tis needs rollout_log_probs"):
+        batch_of(JobConfig(use_tis=True), silent)
+
+
+def test_a_log_prob_that_is_not_finite_is_named_with_sample_and_position() -> None:
+    broken = group(0, [1.0, 0.0], log_probs=torch.tensor([-0.5, float("nan")]))
+    with pytest.raises(BatchError, match="rollout_log_probs of sample 0 is nan at position 1"):
+        batch_of(JobConfig(), broken)
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (None, "the batch has none"),
+        (torch.zeros(5, 1, 2, dtype=torch.uint8), "repeats an expert or names one above 3"),
+        (torch.tensor([[[0, 7]]] * 5), "repeats an expert or names one above 3"),
+        (torch.tensor([[[0, 1, 2]]] * 5), "routes each token to 2 experts"),
+    ],
+)
+def test_routes_are_checked_on_the_driver(routes: torch.Tensor | None, message: str) -> None:
+    batch = batch_of(JobConfig(), group(0, [1.0, 0.0], routes=routes))
+    with pytest.raises(BatchError, match=message):
+        check_routes(batch, (1, 2, 4))
+
+
+def test_learning_rate_warms_up_then_decays() -> None:
+    linear = JobConfig(
+        lr=1.0, min_lr=0.2, lr_warmup_steps=2, lr_decay_style="linear", num_rollouts=6
+    )
+    # Warm-up 1/2, 1; then 1 to 0.2 over the other four updates, a quarter of 0.8 at a time.
+    rates = [learning_rate(linear, update) for update in range(6)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4])
+    cosine = JobConfig(lr=1.0, lr_decay_style="cosine", num_rollouts=2)
+    assert learning_rate(cosine, 1) == pytest.approx(0.5)

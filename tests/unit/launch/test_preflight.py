@@ -1,0 +1,93 @@
+"""What the driver finds out before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plugin.config import JobConfig
+from plugin.errors import ConfigError, HookLoadError
+from plugin.launch.preflight import check_job, sampling_parameters
+from plugin.rollout.character_tokenizer import CharacterTokenizer
+from plugin.rollout.copy_digits_task import ALPHABET, CopyDigitsTask
+
+TASK = CopyDigitsTask(CharacterTokenizer(ALPHABET))
+
+
+def test_the_default_job_passes() -> None:
+    parts = check_job(JobConfig.from_sources({}))
+    assert parts.sampling.log_probs
+    assert parts.reference is None and parts.teacher is None
+    assert parts.policy.weights
+
+
+def test_a_feature_that_needs_log_probs_turns_them_on_with_a_warning() -> None:
+    off = JobConfig(return_rollout_log_probs=False)
+    assert not sampling_parameters(off, TASK).log_probs
+    needing = JobConfig(return_rollout_log_probs=False, policy_loss="icepop")
+    with pytest.warns(UserWarning, match="--policy-loss icepop needs the engine's log-probs"):
+        assert sampling_parameters(needing, TASK).log_probs
+
+
+def test_sampling_follows_the_flags() -> None:
+    config = JobConfig(
+        rollout_temperature=0.5, max_response_length=7, use_rollout_routing_replay=True
+    )
+    parameters = sampling_parameters(config, TASK)
+    assert (parameters.temperature, parameters.max_response_length) == (0.5, 7)
+    assert parameters.routed_experts
+
+
+def test_the_weights_of_the_tiny_model_depend_on_the_seed_only() -> None:
+    first = check_job(JobConfig.from_sources({})).policy
+    assert first == check_job(JobConfig.from_sources({})).policy
+    assert first != check_job(JobConfig.from_sources({"seed": 5})).policy
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"use_tis": True, "custom_tis_function_path": "no.such.hook"}, HookLoadError, "no module"),
+        ({"task_path": "no.such.Task"}, HookLoadError, "no module"),
+        ({"task_path": "math.gcd"}, Exception, "gcd|integer|Tokenizer"),
+        ({"use_wandb": True}, ConfigError, "wandb package is not installed"),
+        ({"use_rollout_routing_replay": True}, ConfigError, "has no experts"),
+        ({"hf_checkpoint": "/does/not/exist"}, ConfigError, "holds no config.json"),
+        ({"max_prompt_length": 2}, Exception, "prompt 0 has 4 tokens"),
+    ],
+)
+def test_what_cannot_work_is_found_on_the_driver(
+    settings: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        check_job(JobConfig.from_sources(settings))
+
+
+def test_a_task_of_the_users_own_file_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "my_task.py"
+    file.write_text(
+        "from plugin.rollout.task_protocol import Prompt\n"
+        "class Ones:\n"
+        "    def __init__(self, config, tokenizer):\n"
+        "        self.stop_token_ids = (tokenizer.eos_token_id,)\n"
+        "    def prompt(self, index):\n"
+        "        return Prompt((1, 2))\n"
+        "    def reward(self, prompt, response):\n"
+        "        return float(response[0] == 1)\n"
+    )
+    parts = check_job(JobConfig.from_sources({"task_path": f"{file}:Ones"}))
+    assert parts.task.prompt(3).tokens == (1, 2)
+
+
+def test_a_model_directory_without_prompts_has_nothing_to_train_on(tmp_path: Path) -> None:
+    import transformers
+
+    from tests.parallel.tiny_models import tiny_qwen3
+
+    tiny_qwen3().save_pretrained(tmp_path)
+    from plugin.launch.preflight import load_task
+
+    with pytest.raises(ConfigError, match="add --prompt-data or --task-path"):
+        load_task(JobConfig(hf_checkpoint=str(tmp_path)), TASK)
+    assert transformers.AutoConfig.from_pretrained(tmp_path).vocab_size == 96
