@@ -33,7 +33,7 @@ def _apply_hook(
     if name not in _probed:
         _refuse_gradient_through_weight(args, name, values)
         # Every CP rank probes on the same call, also one without tokens: a hook may hold a collective.
-        if inputs.shards.context.cp_size > 1 or bool(term.kept.any()):
+        if inputs.shards.context.cp_size > 1 or bool(inputs.mask.any()):
             _probed.add(name)
     result = load_hook(name)(args, **values)
     pg_loss, new_masks, metrics = _checked_result(name, result, term.loss, loss_masks)
