@@ -203,8 +203,8 @@ def test_the_distributed_optimizer_gives_the_same_weights(
 def test_ranks_with_uneven_counts_fill_up_with_padding_and_agree(
     run_ranks: RunRanks, one_process: dict[str, Outcome]
 ) -> None:
-    # 9 samples of fixed size 1 or 2 over 2 ranks: 9 = 5 + 4 and ceil(9/2) = 5 = 3 + 2, so 1/10 and 1/6 are padding;
-    # 1 sample: the other rank has nothing but padding.
+    # 9 samples one by one over 2 ranks: 5 + 4, so 1 of 10 microbatches is padding. With one sample, the other rank
+    # has nothing but padding. The planner spreads 9 samples in microbatches of up to 2 over 6, and needs none.
     cases = {
         "one by one": Case(settings={**PER_SAMPLE, "micro_batch_size": 1}),
         "two by two": Case(settings={**PER_TOKEN, "micro_batch_size": 2}),
@@ -213,7 +213,7 @@ def test_ranks_with_uneven_counts_fill_up_with_padding_and_agree(
         "moe": Case("qwen3_moe", settings={**PER_SAMPLE, "micro_batch_size": 1}),
     }
     outcomes = check_equal(run_ranks, one_process, DATA_PARALLEL, cases)
-    expected = {"one by one": 0.1, "two by two": 1 / 6, "one sample": 0.5, "moe": 0.1}
+    expected = {"one by one": 0.1, "two by two": 0.0, "one sample": 0.5, "moe": 0.1}
     assert padding_shares(outcomes) == pytest.approx({**expected, "one sample, kept": 0.5})
     experts = Layout(2, {"expert_model_parallel_size": 2})
     check_equal(run_ranks, one_process, experts, {"moe": cases["moe"]})
