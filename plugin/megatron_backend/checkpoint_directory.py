@@ -67,10 +67,14 @@ def step_directory(root: Path, step: int) -> Path:
     return root / f"step_{step:07d}"
 
 
-def begin(root: Path, step: int) -> Path:
-    """An empty directory to write the checkpoint of `step` into."""
+def begin(root: Path, step: int, keep_last: int | None = None) -> Path:
+    """An empty directory to write the checkpoint of `step` into; also checks what `prune` will be asked for."""
+    if keep_last is not None and keep_last < 1:
+        raise CheckpointError(f"keep_last is {keep_last} but must be at least 1; None keeps all")
     if step < 0:
-        raise CheckpointError(f"step is {step} but must be at least 0; pass the finished steps")
+        raise CheckpointError(
+            f"step is {step} but must be at least 0; pass the number of finished steps"
+        )
     directory = step_directory(root, step)
     directory = directory.with_name(directory.name + INCOMPLETE)
     if directory.exists():
@@ -107,8 +111,6 @@ def _mark_latest(final: Path) -> None:
 
 def prune(root: Path, keep_last: int | None) -> None:
     """Remove all but the newest `keep_last` checkpoints, never the latest, and what killed saves left."""
-    if keep_last is not None and keep_last < 1:
-        raise CheckpointError(f"keep_last is {keep_last} but must be at least 1; None keeps all")
     latest = _read_marker(root)
     surplus = [] if keep_last is None else complete_checkpoints(root)[:-keep_last]
     for directory in [path for path in surplus if path.name != latest] + incomplete_saves(root):

@@ -6,7 +6,8 @@ import io
 import logging
 import pickle
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.optimizer import MegatronOptimizer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
@@ -119,26 +121,49 @@ def save_checkpoint(
     `.incomplete`, so a save that dies leaves the checkpoints before it as they were.
     """
     root, groups = Path(root), parts.groups
-    errors = ErrorCollector(parts.device)
-    incomplete = _on_first_rank(groups, errors, lambda: _begin(root, state))
+    errors = _CheckpointErrors(
+        parts.device, "check space and permissions; the checkpoints before it are untouched"
+    )
+    incomplete = _on_first_rank(groups, errors, lambda: _begin(root, state, keep_last))
+    doing = f"writing {incomplete}"
     with errors.collecting():
         save_file(rng_state(), _rng_file(incomplete, groups.rank))
     # Before the next call, which is collective: a rank that failed here must not leave the others in it.
-    errors.agree(f"writing the checkpoint {incomplete}")
+    errors.agree(doing)
     with errors.collecting():
-        _write_tensors(incomplete / _TENSORS, parts)
-    errors.agree(f"writing the checkpoint {incomplete}")
+        content = sharded_state(parts.chunks, parts.optimizer, groups)
+        strategy = _SynchronousSave("torch_dist", 1)
+        dist_checkpointing.save(content, str(incomplete / _TENSORS), strategy)
+    errors.agree(doing)
     files: dict[str, list[int]] = {}
     with errors.collecting():
         mine = _written_by(groups.rank, directories.files_of(incomplete))
         files = directories.seal_files(incomplete, mine)
-    errors.agree(f"sealing the checkpoint {incomplete}")
+    errors.agree(doing)
     metadata = _metadata(parts, state, _merged(files, groups))
     return _on_first_rank(groups, errors, lambda: _publish(incomplete, metadata, keep_last))
 
 
-def _begin(root: Path, state: TrainerState) -> Path:
-    incomplete = directories.begin(root, state.step)
+class _CheckpointErrors(ErrorCollector):
+    """Collects errors, and says what to do about those of files and of the libraries that write them."""
+
+    def __init__(self, device: torch.device, fix: str) -> None:
+        super().__init__(device)
+        self._fix = fix
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Catch an error of the body and remember it."""
+        with super().collecting():
+            try:
+                yield
+            # torch derives its own from BaseException, which would pass by every other handler.
+            except (OSError, SafetensorError, CheckpointException, CheckpointingException) as error:
+                raise CheckpointError(f"{type(error).__name__}: {error}\n{self._fix}") from error
+
+
+def _begin(root: Path, state: TrainerState, keep_last: int | None) -> Path:
+    incomplete = directories.begin(root, state.step, keep_last)
     directories.write_json(incomplete / directories.USER_STATE_FILE, state.user_state)
     (incomplete / _TENSORS).mkdir()
     (incomplete / "rng").mkdir()
@@ -152,7 +177,9 @@ def _publish(incomplete: Path, metadata: CheckpointMetadata, keep_last: int | No
     return final
 
 
-def _on_first_rank(groups: ParallelGroups, errors: ErrorCollector, act: Callable[[], Path]) -> Path:
+def _on_first_rank(
+    groups: ParallelGroups, errors: _CheckpointErrors, act: Callable[[], Path]
+) -> Path:
     """What `act` returns on rank 0, on every rank."""
     result: list[Path | None] = [None]
     with errors.collecting():
@@ -182,25 +209,14 @@ class _SynchronousSave(torch_strategies.TorchDistSaveShardedStrategy):
         )
         torch_checkpoint.save(
             torch_strategies.mcore_to_pyt_state_dict(by_key, False),
+            # With more threads torch loses the errors of all but one. Files are synced when they are sealed.
             storage_writer=torch_checkpoint.FileSystemWriter(
-                checkpoint_dir, thread_count=self.thread_count, sync_files=False
+                checkpoint_dir, thread_count=1, sync_files=False
             ),
             planner=torch_strategies.MCoreSavePlanner(
                 dedup_replicated_tensors=False, flatten_state_dict=False
             ),
         )
-
-
-def _write_tensors(directory: Path, parts: TrainerParts) -> None:
-    state = sharded_state(parts.chunks, parts.optimizer, parts.groups)
-    try:
-        dist_checkpointing.save(state, str(directory), _SynchronousSave("torch_dist", 1))
-    except CheckpointException as error:
-        # torch derives it from BaseException, which would pass by every handler of ours.
-        raise CheckpointError(
-            f"writing {directory} failed, the checkpoints before it are untouched; check space and "
-            f"permissions\n{error}"
-        ) from None
 
 
 def _written_by(rank: int, names: Sequence[str]) -> list[str]:
@@ -266,7 +282,10 @@ def load_checkpoint(directory: str | Path, parts: TrainerParts) -> TrainerState:
     layout of the save; on another one they are seeded from it, the same way every time.
     """
     groups = parts.groups
-    errors = ErrorCollector(parts.device)
+    errors = _CheckpointErrors(
+        parts.device,
+        "load it with the model it was saved from, or resume from another step_<number>",
+    )
     chosen = _on_first_rank(groups, errors, lambda: directories.resolve(Path(directory)))
     with errors.collecting():
         metadata = directories.read_metadata(chosen)
@@ -277,7 +296,9 @@ def load_checkpoint(directory: str | Path, parts: TrainerParts) -> TrainerState:
         user_state = directories.read_json(chosen / directories.USER_STATE_FILE)
     errors.agree(f"checking the checkpoint {chosen}")
     with errors.collecting():
-        _read_tensors(chosen / _TENSORS, parts)
+        wanted = sharded_state(parts.chunks, parts.optimizer, groups, loading=True)
+        found = dist_checkpointing.load(wanted, str(chosen / _TENSORS))
+        load_sharded_state(found, parts.chunks, parts.optimizer)
         if parts.optimizer is not None and metadata.optimizer_step is not None:
             set_optimizer_step(parts.optimizer, metadata.optimizer_step)
         _restore_rng(chosen, metadata, groups)
@@ -340,18 +361,6 @@ def check_index(directory: Path) -> None:
         raise CheckpointError(
             f"{path} lists pickled objects ({objects[0]}), which this software never writes; do not load it"
         )
-
-
-def _read_tensors(directory: Path, parts: TrainerParts) -> None:
-    state = sharded_state(parts.chunks, parts.optimizer, parts.groups, loading=True)
-    try:
-        loaded = dist_checkpointing.load(state, str(directory))
-    except (CheckpointException, CheckpointingException) as error:
-        raise CheckpointError(
-            f"{directory} could not be loaded; load it with the model it was saved from, or resume from "
-            f"another step_<number>\n{error}"
-        ) from None
-    load_sharded_state(loaded, parts.chunks, parts.optimizer)
 
 
 def _restore_rng(directory: Path, metadata: CheckpointMetadata, groups: ParallelGroups) -> None:

@@ -414,7 +414,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another precision": (_edit("dtype", "bfloat16"), "bfloat16 weights but the model has float32"),
     "no optimizer": (_edit("optimizer_step", None), "was saved without an optimizer"),
     "a shard too short": (_truncate_shard, "it was cut off or overwritten"),
-    "a shard missing": (lambda path: (path / "model/__1_1.distcp").unlink(), "is missing"),
+    "a shard missing": (lambda path: (path / "model/__1_0.distcp").unlink(), "is missing"),
     "a bit flipped": (_flip_a_bit, "CRC-32 differs"),
     "no user state": (lambda path: (path / "user_state.json").unlink(), "user_state.json"),
     "code in the index": (_intrude, "cannot be read safely: it wants to build posix.system"),
