@@ -75,22 +75,21 @@ def plan_microbatches(
     `count_multiple`: the number of microbatches per rank must be a multiple of it (virtual pipelining).
     """
     _check_lengths(lengths, limits)
-    costs = [sample_cost(length, hidden_size) for length in lengths]
-    budget = limits.max_tokens
-    oversize = tuple(i for i, n in enumerate(lengths) if budget is not None and n > budget)
-    bins = _fill_bins(lengths, costs, limits, oversize, dp_size * count_multiple)
-    per_rank = len(bins) // dp_size
-    ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
-    heap = [(0.0, rank) for rank in range(dp_size)]
-    for samples in sorted(bins, key=lambda b: -sum(costs[i] for i in b)):
-        load, rank = heapq.heappop(heap)
-        ranks[rank].append(samples)
-        if len(ranks[rank]) < per_rank:
-            heapq.heappush(heap, (load + sum(costs[i] for i in samples), rank))
-    # Largest first on every rank: the peak of memory comes at once, and where experts are shared between
-    # ranks the microbatches that meet in a collective are of similar size.
-    cells = tuple(tuple(tuple(sorted(b)) for b in rank) for rank in ranks)
-    return MicrobatchPlan(cells, oversize)
+    samples = _Samples(lengths, [sample_cost(length, hidden_size) for length in lengths], limits)
+    shares = samples.spread(dp_size)
+    count = _round_up(max(samples.fewest_bins(share) for share in shares), count_multiple)
+    ranks = []
+    for share in shares:
+        bins = samples.packed(share, count)
+        while (
+            bins is None
+        ):  # more bins than the fewest can, rarely, be harder to fill longest first
+            count += count_multiple
+            bins = samples.packed(share, count)
+        ranks.append(bins)
+    return MicrobatchPlan(
+        tuple(samples.largest_first(bins, count) for bins in ranks), samples.oversize
+    )
 
 
 def build_microbatches(batch: RolloutBatch, plan: MicrobatchPlan, dp_rank: int) -> list[Microbatch]:
@@ -113,60 +112,86 @@ def _check_lengths(lengths: Sequence[int], limits: BatchingLimits) -> None:
             )
 
 
-def _fill_bins(
-    lengths: Sequence[int],
-    costs: Sequence[float],
-    limits: BatchingLimits,
-    oversize: Sequence[int],
-    multiple: int,
-) -> list[list[int]]:
-    """Bins within the limits, as evenly loaded as possible, their number a multiple of `multiple`."""
-    budget = limits.max_tokens
-    rest = sorted(set(range(len(lengths))) - set(oversize), key=lambda i: (-costs[i], i))
-    if budget is not None:
-        needed = -(-sum(lengths[i] for i in rest) // budget)
-    else:
-        needed = -(-len(rest) // limits.micro_batch_size)
-    count = _round_up(max(1, needed + len(oversize)), multiple)
-    while True:
-        bins = _longest_first(rest, lengths, costs, limits, count - len(oversize))
-        if bins is not None:
-            return [[i] for i in oversize] + bins
-        count += multiple
+@dataclass(frozen=True)
+class _Samples:
+    """Lengths and costs of all samples, and the limits of a microbatch."""
 
+    lengths: Sequence[int]
+    costs: Sequence[float]
+    limits: BatchingLimits
 
-def _longest_first(
-    order: Sequence[int],
-    lengths: Sequence[int],
-    costs: Sequence[float],
-    limits: BatchingLimits,
-    count: int,
-) -> list[list[int]] | None:
-    """Give each sample, longest first, to the least loaded bin that has room; None if one finds no room."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0.0, b) for b in range(count)]
-    tokens = [0] * count
-    for i in order:
-        skipped = []
-        while heap:
-            load, b = heapq.heappop(heap)
-            if _has_room(len(bins[b]), tokens[b], lengths[i], limits):
-                break
-            skipped.append((load, b))
+    @property
+    def oversize(self) -> tuple[int, ...]:
+        """Samples that are longer than the token budget; each gets a microbatch of its own."""
+        return tuple(i for i in range(len(self.lengths)) if self._is_oversize(i))
+
+    def spread(self, dp_size: int) -> list[list[int]]:
+        """Samples to ranks, costliest first, each to the rank with the least work so far.
+
+        Without a token budget the ranks get equal numbers of samples, because a microbatch is a number of samples.
+        """
+        per_microbatch = self.limits.micro_batch_size
+        microbatches = -(-len(self.lengths) // (per_microbatch * dp_size))
+        room = len(self.lengths) if self.limits.max_tokens else microbatches * per_microbatch
+        shares: list[list[int]] = [[] for _ in range(dp_size)]
+        heap = [(0.0, rank) for rank in range(dp_size)]
+        for i in sorted(range(len(self.lengths)), key=lambda i: (-self.costs[i], i)):
+            load, rank = heapq.heappop(heap)
+            shares[rank].append(i)
+            if len(shares[rank]) < room:
+                heapq.heappush(heap, (load + self.costs[i], rank))
+        return shares
+
+    def fewest_bins(self, share: Sequence[int]) -> int:
+        """How few microbatches hold a rank's samples (costliest first)."""
+        rest = [i for i in share if not self._is_oversize(i)]
+        budget = self.limits.max_tokens
+        if budget is None:
+            needed = -(-len(rest) // self.limits.micro_batch_size)
         else:
-            return None
-        bins[b].append(i)
-        tokens[b] += lengths[i]
-        heapq.heappush(heap, (load + costs[i], b))
-        for item in skipped:
-            heapq.heappush(heap, item)
-    return bins
+            needed = -(-sum(self.lengths[i] for i in rest) // budget)
+        count = max(1, needed + len(share) - len(rest))
+        while self.packed(share, count) is None:
+            count += 1
+        return count
 
+    def packed(self, share: Sequence[int], count: int) -> list[list[int]] | None:
+        """Each sample to the least loaded of `count` bins that has room; None if one finds no room."""
+        bins: list[list[int]] = [[] for _ in range(count)]
+        tokens, heap = [0] * count, [(0.0, b) for b in range(count)]
+        for i in share:
+            skipped = []
+            while heap:
+                load, b = heapq.heappop(heap)
+                if self._fits(i, len(bins[b]), tokens[b]):
+                    break
+                skipped.append((load, b))
+            else:
+                return None
+            bins[b].append(i)
+            tokens[b] += self.lengths[i]
+            heapq.heappush(heap, (load + self.costs[i], b))
+            for item in skipped:
+                heapq.heappush(heap, item)
+        return bins
 
-def _has_room(samples: int, tokens: int, length: int, limits: BatchingLimits) -> bool:
-    if limits.max_tokens is None:
-        return samples < limits.micro_batch_size
-    return tokens + length <= limits.max_tokens
+    def largest_first(self, bins: list[list[int]], count: int) -> tuple[tuple[int, ...], ...]:
+        """`count` microbatches in schedule order, empty ones last.
+
+        The peak of memory comes at once, and where experts are shared between ranks the microbatches that meet
+        in a collective are of similar size.
+        """
+        bins = bins + [[] for _ in range(count - len(bins))]
+        ordered = sorted(bins, key=lambda b: -sum(self.costs[i] for i in b))
+        return tuple(tuple(sorted(b)) for b in ordered)
+
+    def _is_oversize(self, i: int) -> bool:
+        return self.limits.max_tokens is not None and self.lengths[i] > self.limits.max_tokens
+
+    def _fits(self, i: int, samples: int, tokens: int) -> bool:
+        if self.limits.max_tokens is None:
+            return samples < self.limits.micro_batch_size
+        return tokens == 0 or tokens + self.lengths[i] <= self.limits.max_tokens
 
 
 def _round_up(value: int, multiple: int) -> int:
