@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,6 +54,17 @@ class Models:
         self.moe = data.small_model(moe=True)
         data.pretrain(self.moe, 200)
         self.moe_bf16 = data.in_bfloat16(self.moe)
+        self.newer_bf16 = [data.in_bfloat16(model) for model in self.newer]
+        self._sampled: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def sampled(
+        self, engine: torch.nn.Module, seed: int, samples: int, options: dict[str, float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rollouts of an engine; cases that differ only in the trainer or in what they damage share them."""
+        key = (id(engine), seed, samples, tuple(sorted(options.items())))
+        if key not in self._sampled:
+            self._sampled[key] = data.sample_corpus(engine, samples=samples, seed=seed, **options)
+        return self._sampled[key]
 
 
 Steps = list[Rollouts]
@@ -122,7 +134,7 @@ def healthy_run(count: int) -> Case:
     def make(m: Models, seed: int) -> Steps:
         steps = []
         for i in range(count):
-            engine = data.in_bfloat16(m.newer[i])
+            engine = m.newer_bf16[i]
             step = _dense(m, seed * 100 + i, m.newer[i], engine, samples=32, trainer_version=i)
             step.columns["weight_versions"] = [i] * 32
             steps.append(step)
@@ -249,9 +261,13 @@ def _dense(
     engine: torch.nn.Module,
     *,
     samples: int = 128,
-    **options: float,
+    **options: Any,
 ) -> Rollouts:
-    return data.rollouts(trainer, engine, seed=seed, samples=samples, **options)
+    sampling = {
+        name: options.pop(name) for name in ("temperature", "top_p", "top_k") if name in options
+    }
+    sampled = m.sampled(engine, seed, samples, sampling)
+    return data.rollouts(trainer, engine, seed=seed, samples=samples, sampled=sampled, **options)
 
 
 def _cell(count: int, bold: bool) -> str:

@@ -153,6 +153,14 @@ def routed_experts(model: torch.nn.Module, tokens: Tensor, topk: int = 2) -> Ten
     return torch.stack(layers, 2)
 
 
+def sample_corpus(
+    engine: torch.nn.Module, *, samples: int, seed: int, **sampling: Any
+) -> tuple[Tensor, Tensor]:
+    """What `sample` gives for random prompts of the corpus."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return sample(engine, windows(corpus(), samples, PROMPT, generator), seed=seed, **sampling)
+
+
 def rollouts(
     trainer: torch.nn.Module,
     engine: torch.nn.Module,
@@ -162,12 +170,13 @@ def rollouts(
     trainer_temperature: float = 1.0,
     weight_version: int = 0,
     trainer_version: int = 0,
+    sampled: tuple[Tensor, Tensor] | None = None,
     **sampling: Any,
 ) -> Rollouts:
-    """One step: prompts from the corpus, responses from `engine`, log-probs of both."""
-    generator = torch.Generator().manual_seed(1000 + seed)
-    prompts = windows(corpus(), samples, PROMPT, generator)
-    tokens, engine_log_probs = sample(engine, prompts, seed=seed, **sampling)
+    """One step: prompts from the corpus, responses from `engine` (or as given), log-probs of both."""
+    tokens, engine_log_probs = sampled or sample_corpus(
+        engine, samples=samples, seed=seed, **sampling
+    )
     columns: dict[str, list[Any]] = {
         "unconcat_tokens": list(tokens),
         "total_lengths": [PROMPT + RESPONSE] * samples,

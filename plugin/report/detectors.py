@@ -128,7 +128,8 @@ def different_weights(tokens: StepTokens) -> Finding | None:
     if tokens.ids is None or len(tokens) < 2048:
         return None
     systematic, error = _systematic_variance(tokens.rollout - tokens.train, tokens)
-    if systematic < 0.0018**2 or systematic < 4 * error:
+    # A bfloat16 copy of float32 weights reaches 0.0014; the bound must hold with confidence.
+    if systematic - 2.5 * error < 0.0018**2:
         return None
     size = math.sqrt(systematic)
     return Finding(

@@ -75,6 +75,11 @@ class Method:
         values["custom_tis_function_path"] = hook and f"plugin.ppo_utils.{hook}_function"
         return cls(loss if hook is None else f"{loss} + {hook}", _replayable(LossConfig(**values)))
 
+    @classmethod
+    def of_config(cls, name: str, config: LossConfig) -> Method:
+        """A method from a complete configuration."""
+        return cls(name, _replayable(config))
+
 
 def all_methods(*, every_pair: bool = False, **settings: Any) -> list[Method]:
     """Every loss alone, and every correction on ppo (off_policy_is on reinforce) or on every base that takes it."""

@@ -216,5 +216,18 @@ function addTable(parent, headers, rows, textColumns) {
   }
 }
 
+function addFindings(parent, findings) {
+  for (const item of findings) {
+    const box = element("div", { class: `finding ${item.severity}` }, parent);
+    element("b", {}, box, item.title);
+    element("span", { class: "soft" }, box, item.where);
+    const list = element("dl", {}, box);
+    for (const [name, text] of [["evidence", item.evidence], ["likely cause", item.likely_cause], ["what to try", item.what_to_try]]) {
+      element("dt", {}, list, name);
+      element("dd", {}, list, text);
+    }
+  }
+}
+
 let resizing = 0;
 addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(redraw, 120); });

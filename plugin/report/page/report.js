@@ -34,16 +34,7 @@ function findings() {
     element("p", { class: "soft" }, main, data.checked ? "The mismatch detectors found nothing." : "No findings were recorded.");
     return;
   }
-  for (const item of data.findings) {
-    const box = element("div", { class: `finding ${item.severity}` }, main);
-    element("b", {}, box, item.title);
-    element("span", { class: "soft" }, box, item.where);
-    const list = element("dl", {}, box);
-    for (const [name, text] of [["evidence", item.evidence], ["likely cause", item.likely_cause], ["what to try", item.what_to_try]]) {
-      element("dt", {}, list, name);
-      element("dd", {}, list, text);
-    }
-  }
+  addFindings(main, data.findings);
 }
 
 function settings() {
