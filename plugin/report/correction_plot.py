@@ -21,7 +21,7 @@ from plugin.report.correction_catalogue import correction_functions
 
 #: Probability of the token under the rollout policy. A ratio of 20 is then still a probability.
 RARE, COMMON = 0.05, 0.4
-_POINTS = 801
+_POINTS = 401
 _DEFAULT_RANGE = (0.05, 20.0)
 #: Bounds that lie outside the default range of ratios, or too close together in it, need their own.
 _RANGES = {"veto_function": (1e-6, 20.0), "geometric_mask_function": (0.95, 1.05)}
@@ -101,6 +101,7 @@ def gradient_by_difference(name: str, advantage: float) -> Curve:
 
 def plot_corrections(file: Path) -> None:
     """Write the picture to `file`; its ending decides about the format."""
+    _check_file(file)
     try:
         import matplotlib
     except ImportError as error:
@@ -114,10 +115,17 @@ def plot_corrections(file: Path) -> None:
         figure = _drawn()
         try:
             figure.savefig(file, dpi=150)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--plot {file}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"--plot {file}: cannot be written ({error.strerror})") from error
         finally:
             pyplot.close(figure)
+
+
+def _check_file(file: Path) -> None:
+    if file.suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"--plot {file}: its ending must be .png, .pdf or .svg")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--plot {file}: there is no folder {file.parent}; create it first")
 
 
 _STYLE: Any = {

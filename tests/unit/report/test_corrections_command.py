@@ -101,16 +101,14 @@ def test_an_unknown_name_lists_the_known_ones(capsys: pytest.CaptureFixture[str]
     assert "no loss or correction 'tiss'; there are ppo, reinforce" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_the_picture_is_drawn(tmp_path: Path, ending: str) -> None:
-    file = tmp_path / f"corrections.{ending}"
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "corrections.png"
     assert main(["corrections", "--plot", str(file)]) == 0
-    start = file.read_bytes()[:8]
-    assert start.startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+    assert file.read_bytes().startswith(b"\x89PNG")
     assert file.stat().st_size > 20_000
 
 
-@pytest.mark.parametrize("name", ["no/such/folder/out.png", "out.unknown"])
+@pytest.mark.parametrize("name", ["no/such/folder/out.png", "out.unknown", "out"])
 def test_a_picture_that_cannot_be_written_is_a_clean_error(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
