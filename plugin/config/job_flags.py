@@ -25,6 +25,7 @@ EMBEDDED_DEFAULTS: dict[str, Any] = {
     "num_rollouts": 100,
     "max_response_length": 8,
     "micro_batch_size": 64,
+    "calculate_per_token_loss": True,
 }
 
 
