@@ -140,13 +140,21 @@ def test_a_dense_step_is_that_of_one_process(
 
 
 @pytest.mark.parametrize("name", ["TP2", "PP2", "DP2"])
-def test_recompute_sequence_parallel_and_in_place_gradients_change_nothing(
+def test_recompute_sequence_parallel_fused_heads_and_in_place_gradients_change_nothing(
     run_ranks: RunRanks, one_process: dict[str, Outcome], name: str
 ) -> None:
     cases = {
         "recompute per sample": Case(settings={**PER_SAMPLE, **SMALL_BUDGET, **RECOMPUTE}),
         "recompute per token": Case(settings={**PER_TOKEN, "micro_batch_size": 2, **RECOMPUTE}),
-        "in place": Case(settings={**PER_SAMPLE, **SMALL_BUDGET, "inplace_logits_grad": True}),
+        "in place": Case(
+            settings={
+                **PER_SAMPLE,
+                **SMALL_BUDGET,
+                "inplace_logits_grad": True,
+                "fused_lm_head": "off",
+            }
+        ),
+        "fused head": Case(settings={**PER_TOKEN, "micro_batch_size": 1, "fused_lm_head": "on"}),
     }
     if name == "TP2":
         cases["sequence parallel"] = Case(

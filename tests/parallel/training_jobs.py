@@ -64,10 +64,10 @@ class Case:
         cutting = (
             *("max_tokens_per_gpu", "micro_batch_size", "use_distributed_optimizer"),
             *("recompute_granularity", "recompute_method", "recompute_num_layers"),
-            *("sequence_parallel", "inplace_logits_grad"),
+            *("sequence_parallel", "inplace_logits_grad", "fused_lm_head"),
         )
         problem = {name: value for name, value in self.settings.items() if name not in cutting}
-        problem["micro_batch_size"] = 64
+        problem |= {"micro_batch_size": 64, "fused_lm_head": "off", "inplace_logits_grad": False}
         return replace(self, settings=problem, layout="packed", masked_garbage=False, mutation=None)
 
 
