@@ -112,10 +112,7 @@ def _advice(best: dict[str, Any], option: str, target: float) -> str:
     found = f"ESS/N {best['ess_share']:.3f}, bias bound {best['bias_bound']:.3f}"
     if best["reached"]:
         return f"take {option} {best['value']:g} ({found})"
-    return (
-        f"no value reaches ESS/N {target:g}; the closest is {option} {best['value']:g} ({found}): reduce the "
-        "mismatch itself or weight tokens instead of sequences"
-    )
+    return f"no value reaches ESS/N {target:g}; the closest is {option} {best['value']:g} ({found})"
 
 
 def _number(value: float) -> str:

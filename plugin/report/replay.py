@@ -2,7 +2,8 @@
 
 The gradient of any of the losses is sum_t g_t * grad log pi_theta(token t). `g_t` is found by differentiating the
 loss itself, so a replay is what training would do, not a model of it. Against it stands the untruncated
-estimator g*_t = A_t exp(cur - rollout), the one without the bias of clipping, masking or forgetting a ratio:
+estimator g*_t = A_t exp(cur - rollout), the one without the bias of clipping, masking or forgetting a ratio; for
+a sequence-level weight it is the same method without its bounds.
 
     weight       w_t = g_t / A_t on tokens with A_t != 0
     bias         mean over tokens of g_t - g*_t, with a 95 % interval from the spread between sequences
@@ -28,7 +29,7 @@ from plugin.config import LossConfig
 from plugin.loss.hook_calling import apply_hooks
 from plugin.loss.interfaces import LossInputs
 from plugin.loss.policy_losses import POLICY_LOSSES
-from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
+from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, log_ratio, safe_exp
 from plugin.ppo_utils.parallel_context import SINGLE_PROCESS
 from plugin.ppo_utils.sequence_shards import SequenceShards
 from plugin.report.dump_columns import DumpBlock
@@ -232,9 +233,22 @@ def replay_block(block: DumpBlock, statistics: Sequence[MethodStatistics]) -> No
     if not block.tokens:
         return
     inputs = replay_inputs(block)
-    untruncated = untruncated_gradients(inputs)
+    references: dict[LossConfig | None, Tensor] = {None: untruncated_gradients(inputs)}
     for entry in statistics:
-        entry.add(inputs, untruncated)
+        unbounded = _without_sequence_bounds(entry.method.config)
+        if unbounded not in references:
+            method = Method("unbounded", unbounded)  # type: ignore[arg-type]
+            references[unbounded] = token_gradients(method, inputs).g
+        entry.add(inputs, references[unbounded])
+
+
+def _without_sequence_bounds(config: LossConfig) -> LossConfig | None:
+    """The configuration whose sequence weights are unbounded; None for token-level methods."""
+    if not config.use_tis or not any("sequence_tis" in name for name in config.hook_names()):
+        return None
+    return dataclasses.replace(
+        config, sequence_tis_clip=math.exp(MAX_LOG_RATIO), sequence_tis_clip_low=0.0
+    )
 
 
 def _replayable(config: LossConfig) -> LossConfig:
