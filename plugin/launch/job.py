@@ -116,10 +116,10 @@ class _Job:
 
     def run(self) -> None:
         """All rollouts."""
-        if self._config.async_rollouts:
-            self._trainer.while_waiting(self._queue.pump)
         self._sync_weights(wait=True)
         self._engines.require_version(0)
+        if self._config.async_rollouts:
+            self._trainer.while_waiting(self._queue.pump)
         for rollout in range(self._config.num_rollouts):
             self._one_rollout(rollout)
         if self._config.save_hf:

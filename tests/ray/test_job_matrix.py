@@ -1,0 +1,194 @@
+"""More layouts, every built-in correction and policy loss, and the command itself; minutes in all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plugin.config import JobConfig
+from plugin.launch.job import run_job
+from tests.ray.small_jobs import SIZES, run_small
+from tests.ray.tokenizer_files import save_character_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+HOOKS = (
+    "vanilla_tis_function",
+    "icepop_function",
+    "off_policy_is_function",
+    "sequence_tis_function",
+    "geometric_mask_function",
+    "rejection_function",
+    "veto_function",
+    "opsm_function",
+    "dppo_tv_mask_function",
+)
+LOSSES = ("ppo", "reinforce", "cispo", "gspo", "icepop", "dppo_tv", "dppo", "ipo_kl", "sapo")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_built_in_correction_runs_in_a_job(two_nodes: str, tmp_path: Path, hook: str) -> None:
+    run_small(
+        two_nodes,
+        tmp_path / "run",
+        num_nodes=1,
+        policy_loss="reinforce",
+        use_tis=True,
+        custom_tis_function_path=f"plugin.ppo_utils.{hook}",
+        rollout_dtype="bfloat16",
+    )
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_policy_loss_runs_in_an_asynchronous_job(
+    two_nodes: str, tmp_path: Path, loss: str
+) -> None:
+    run_small(
+        two_nodes,
+        tmp_path / "run",
+        num_nodes=1,
+        policy_loss=loss,
+        async_rollouts=True,
+        rollout_quantization="int8",
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_nodes": 2},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "num_nodes": 1},
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "num_nodes": 1,
+        },
+        {"context_parallel_size": 2, "num_nodes": 1},
+        {
+            "expert_model_parallel_size": 2,
+            "embedded_model": "qwen3_moe",
+            "use_rollout_routing_replay": True,
+            "num_nodes": 2,
+        },
+        {"embedded_model": "qwen3_moe", "use_routing_replay": True, "num_nodes": 1},
+        {"embedded_model": "llama", "num_rollout_engines": 2, "num_nodes": 1},
+        {"num_nodes": 1, "num_gpus_per_node": 2, "use_distributed_optimizer": True},
+    ],
+    ids=lambda settings: "-".join(f"{key}={value}" for key, value in settings.items()),
+)
+def test_layouts(two_nodes: str, tmp_path: Path, settings: dict[str, Any]) -> None:
+    run_small(two_nodes, tmp_path / "run", **settings)
+
+
+def test_a_saved_model_is_trained_further_on_jsonl_prompts_with_a_teacher(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    first = run_small(two_nodes, tmp_path / "first", num_nodes=1, save_hf=True)
+    model = first.run_dir / "model"
+    save_character_tokenizer(model)
+    rows = [{"prompt": f"{i}{i}=", "answer": f"{i}{i}"} for i in range(10)]
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    config = JobConfig.from_sources(
+        {
+            **SIZES,
+            "num_nodes": 1,
+            "address": two_nodes,
+            "run_dir": str(tmp_path / "second"),
+            "hf_checkpoint": str(model),
+            "prompt_data": str(data),
+            "teacher_hf_checkpoint": str(model),
+            "teacher_tau": 0.5,
+            "policy_loss": "dppo_tv",
+        }
+    )
+    history = run_job(config).history
+    assert len(history) == 3
+    # At the first step the teacher is the policy.
+    assert history[0]["teacher_kl"] == pytest.approx(0, abs=1e-6)
+
+
+def train_command(run_dir: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "plugin", "train", "--run-dir", str(run_dir), *flags]
+
+
+def test_the_command_without_flags_learns_the_built_in_task(tmp_path: Path) -> None:
+    done = subprocess.run(
+        train_command(tmp_path / "run"), capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert steps[0]["reward"] < 0.15
+    assert sum(step["reward"] for step in steps[-5:]) / 5 >= 0.9
+
+
+def processes_of_session(marker: str) -> list[str]:
+    found = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+    return [line for line in found.splitlines() if marker in line]
+
+
+def test_ctrl_c_writes_the_report_and_leaves_no_process(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    environment = {**os.environ, "RAY_TMPDIR": "/tmp"}
+    process = subprocess.Popen(
+        train_command(run_dir, "--num-rollouts", "100000"),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    metrics = run_dir / "metrics.jsonl"
+    for _ in range(3000):
+        if metrics.exists() and metrics.read_text().count("\n") >= 2:
+            break
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    listening = _listening_addresses()
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert (run_dir / "report.html").exists()
+    assert not processes_of_session(f"_{process.pid}/")
+    outside = [address for address in listening if not address.startswith(("127.", "[::ffff:127."))]
+    assert not outside, outside
+
+
+def _listening_addresses() -> list[str]:
+    """Local addresses of Ray's own processes that accept connections."""
+    found = subprocess.run(["ss", "-ltnp"], capture_output=True, text=True).stdout.splitlines()
+    ours = [line.split() for line in found if "ray" in line or "python" in line or "gcs" in line]
+    return [columns[3] for columns in ours]
+
+
+def test_ray_job_submit_runs_a_job(tmp_path: Path) -> None:
+    """`ray job submit` needs a head node with its dashboard, on loopback."""
+    bin_dir = Path(sys.executable).parent
+    environment = {**os.environ, "RAY_ADDRESS": "http://127.0.0.1:28265"}
+    environment.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+    start = [
+        *(str(bin_dir / "ray"), "start", "--head", "--port=26379", "--num-cpus=4"),
+        *("--include-dashboard=true", "--dashboard-host=127.0.0.1", "--dashboard-port=28265"),
+    ]
+    subprocess.run(start, check=True, capture_output=True, timeout=120)
+    try:
+        flags = ("--address", "auto", "--num-rollouts", "2", "--rollout-batch-size", "4")
+        done = subprocess.run(
+            [str(bin_dir / "ray"), "job", "submit", "--", *train_command(tmp_path / "run", *flags)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2
+    finally:
+        subprocess.run([str(bin_dir / "ray"), "stop", "--force"], capture_output=True, timeout=120)

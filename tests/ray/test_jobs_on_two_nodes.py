@@ -1,0 +1,107 @@
+"""Whole jobs, three steps each, on a two-node cluster: real ranks, real engine, nothing replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plugin.errors import ClusterError
+from tests.ray.small_jobs import run_small
+
+OWN_HOOK = """
+import torch
+
+def halve(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs):
+    ratio = torch.cat([(t - r).exp() for t, r in zip(train_log_probs, rollout_log_probs)])
+    return pg_loss * 0.5, loss_masks, {"own_ratio": ratio}
+"""
+
+
+def test_tensor_parallel_across_nodes_with_the_users_own_hook_and_rollout_kl(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    hook = tmp_path / "own_hook.py"
+    hook.write_text(OWN_HOOK)
+    result = run_small(
+        two_nodes,
+        tmp_path / "run",
+        tensor_model_parallel_size=2,
+        use_tis=True,
+        custom_tis_function_path=f"{hook}:halve",
+        use_rollout_kl_loss=True,
+        rollout_kl_loss_coef=0.1,
+    )
+    for line in result.history:
+        # Engine and trainer run the same float32 weights: the ratio is 1 up to rounding.
+        assert line["own_ratio"] == pytest.approx(1.0, abs=1e-4)
+        assert 0 <= line["rollout_kl"] < 1e-6
+        assert line["staleness"] == 0
+
+
+def test_pipeline_parallel_across_nodes_with_asynchronous_rollouts(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    result = run_small(
+        two_nodes,
+        tmp_path / "run",
+        pipeline_model_parallel_size=2,
+        policy_loss="icepop",
+        async_rollouts=True,
+        max_weight_staleness=1,
+        num_rollouts=4,
+        rollout_quantization="int8",
+    )
+    assert result.history[0]["staleness"] == 0
+    assert max(line["staleness_max"] for line in result.history) == 1
+    for line in result.history:
+        assert line["mismatch_kl"] > 0
+        assert "is_masked" in line
+        assert line["prompts_issued"] >= line["prompts_trained"]
+
+
+def test_data_parallel_with_uneven_batches_two_updates_and_a_reference(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    # 5 x 3 samples on 2 ranks under a budget of 24 tokens: shares differ, one rank pads.
+    result = run_small(
+        two_nodes,
+        tmp_path / "run",
+        num_gpus_per_node=1,
+        rollout_batch_size=5,
+        n_samples_per_prompt=3,
+        max_tokens_per_gpu=24,
+        num_updates_per_rollout=2,
+        use_tis=True,
+        use_kl_loss=True,
+        kl_loss_coef=0.01,
+        kl_loss_type="k3",
+    )
+    first, second = result.history[0], result.history[1]
+    assert first["ppo_kl"] == pytest.approx(0, abs=1e-6)
+    # The second update on the same rollout starts from other weights.
+    assert second["rollout"] == first["rollout"] and abs(second["ppo_kl"]) > 1e-6
+    assert first["kl_loss"] == pytest.approx(0, abs=1e-6) and second["kl_loss"] > 0
+    assert first["num_microbatches"] > 2
+
+
+def test_a_moe_job_repeats_the_routes_of_the_engine_it_shares_its_slot_with(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    result = run_small(
+        two_nodes,
+        tmp_path / "run",
+        num_nodes=1,
+        embedded_model="qwen3_moe",
+        use_rollout_routing_replay=True,
+        get_mismatch_metrics=True,
+        colocate=True,
+    )
+    assert all(line["mismatch_kl"] < 1e-6 for line in result.history)
+
+
+def test_a_cluster_that_is_too_small_is_refused_at_once(two_nodes: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ClusterError, match=r"has 2 nodes \(3 CPU, 2 CPU\); the job needs 2 x \(4 CPU\)"
+    ):
+        run_small(two_nodes, tmp_path / "run", tensor_model_parallel_size=8)
