@@ -164,9 +164,15 @@ def assert_same_tensors(first: dict[str, Tensor], second: dict[str, Tensor]) -> 
         assert torch.equal(tensor[:rows], second[name][:rows]), name
 
 
-def assert_same_steps(resumed: dict[str, Any], expected: dict[str, Any], rel: float = 1e-6) -> None:
-    for found, wanted in zip(resumed["next"], expected["next"], strict=True):
-        assert found == pytest.approx(wanted, rel=rel, abs=0)
+def assert_same_steps(
+    resumed: dict[str, Any],
+    expected: dict[str, Any],
+    tolerances: tuple[float, float] = (1e-6, 1e-5),
+) -> None:
+    """Equal next steps; what layouts round differently in the first one is in the weights of the second."""
+    steps = zip(resumed["next"], expected["next"], tolerances, strict=True)
+    for found, wanted, tolerance in steps:
+        assert found == pytest.approx(wanted, rel=tolerance, abs=0)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +249,7 @@ def test_bf16_weights_and_their_float32_copies_move_to_another_layout_unchanged(
         # The copies carry bits that bfloat16 cannot hold, and round to the weights.
         assert torch.equal(copy.bfloat16(), tensor)
     # bfloat16 sums in another order on other stages, so the next steps agree to its precision only.
-    assert_same_steps(resumed[0], expected[0], rel=2e-2)
+    assert_same_steps(resumed[0], expected[0], (2e-2, 2e-2))
 
 
 def test_generators_on_another_layout_are_seeded_from_the_checkpoint_and_it_says_so(
