@@ -27,6 +27,12 @@ class ModelSource:
     directory: str | None = None
     weights: bytes | None = None
 
+    def as_config(self) -> Any:
+        """The config as transformers' object."""
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(**self.hf_config)
+
 
 def policy_source(config: JobConfig) -> ModelSource:
     """The policy that is trained."""

@@ -52,7 +52,7 @@ def check_job(config: JobConfig) -> JobParts:
         reference=_reference(config, policy),
         teacher=_teacher(config, policy),
         sampling=sampling_parameters(config, task),
-        route_shape=_route_shape(config, policy.hf_config),
+        route_shape=_route_shape(config, policy),
     )
 
 
@@ -136,21 +136,21 @@ def _check_lengths(config: JobConfig, policy: ModelSource) -> None:
         )
 
 
-def _route_shape(config: JobConfig, hf_config: dict[str, Any]) -> tuple[int, int, int] | None:
+def _route_shape(config: JobConfig, source: ModelSource) -> tuple[int, int, int] | None:
     """(MoE layers, experts per token, experts) of a MoE model; routing replay without one is an error."""
-    experts = hf_config.get("num_experts")
+    hf_config = source.as_config()
+    experts = getattr(hf_config, "num_experts", 0)
     if not experts:
         if config.use_routing_replay or config.use_rollout_routing_replay:
             raise ConfigError(
-                f"routing replay with a {hf_config['model_type']} model, which has no experts; drop the flag or use a "
+                f"routing replay with a {hf_config.model_type} model, which has no experts; drop the flag or use a "
                 "MoE model (--embedded-model qwen3_moe builds a tiny one)"
             )
         return None
-    dense = set(hf_config.get("mlp_only_layers") or [])
-    step = hf_config.get("decoder_sparse_step") or 1
     layers = [
         layer
-        for layer in range(hf_config["num_hidden_layers"])
-        if layer not in dense and (layer + 1) % step == 0
+        for layer in range(hf_config.num_hidden_layers)
+        if layer not in hf_config.mlp_only_layers
+        and (layer + 1) % hf_config.decoder_sparse_step == 0
     ]
-    return len(layers), hf_config["num_experts_per_tok"], experts
+    return len(layers), hf_config.num_experts_per_tok, experts

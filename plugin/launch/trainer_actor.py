@@ -107,13 +107,12 @@ class TrainerRank:
     def build(self, name: PolicyName, source: ModelSource) -> None:
         """Builds one of the models and loads its weights; only the policy can be trained."""
         import safetensors.torch
-        from transformers import AutoConfig
 
         from plugin.megatron_backend.trainer import MegatronTrainer
 
         trainer = MegatronTrainer(
             self._config,
-            AutoConfig.for_model(**source.hf_config),
+            source.as_config(),
             self._groups,
             layout=self._layout(),
             trainable=name == "policy",

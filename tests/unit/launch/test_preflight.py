@@ -91,3 +91,8 @@ def test_a_model_directory_without_prompts_has_nothing_to_train_on(tmp_path: Pat
     with pytest.raises(ConfigError, match="add --prompt-data or --task-path"):
         load_task(JobConfig(hf_checkpoint=str(tmp_path)), TASK)
     assert transformers.AutoConfig.from_pretrained(tmp_path).vocab_size == 96
+
+
+def test_the_shape_of_routes_comes_from_the_model() -> None:
+    moe = {"embedded_model": "qwen3_moe", "use_rollout_routing_replay": True}
+    assert check_job(JobConfig.from_sources(moe)).route_shape == (2, 2, 4)
