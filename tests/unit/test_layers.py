@@ -27,13 +27,19 @@ ALLOWED: dict[str, set[str]] = {
         *("errors", "batch_types", "config", "ppo_utils", "loss"),
         *("megatron_backend", "rollout", "report"),
     },
+    "adapters": {"errors", "batch_types", "config", "ppo_utils", "loss"},
     "cli": {"errors", "config"},
     "__main__": {"cli"},
     "__init__": set(),
 }
 
 #: Libraries that belong to one layer; everywhere else they are imported inside functions or not at all.
-OUTSIDE = {"megatron": {"megatron_backend"}, "ray": {"launch"}, "mbridge": {"megatron_backend"}}
+OUTSIDE = {
+    "megatron": {"megatron_backend"},
+    "ray": {"launch"},
+    "mbridge": {"megatron_backend"},
+    **dict.fromkeys(("trl", "verl", "skyrl", "prime_rl"), {"adapters"}),
+}
 
 
 def modules() -> list[Path]:

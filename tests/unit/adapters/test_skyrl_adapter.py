@@ -72,11 +72,13 @@ def test_missing_engine_log_probs_fail_at_once() -> None:
 
 @pytest.fixture
 def ppo_utils() -> Any:
-    return pytest.importorskip(
-        "skyrl.backends.skyrl_train.utils.ppo_utils",
-        reason="SkyRL is not installed",
-        exc_type=ImportError,
-    )
+    try:
+        from skyrl.backends.skyrl_train.utils import ppo_utils
+    except (
+        Exception
+    ) as error:  # SkyRL 0.3 supports Python 3.12 alone and fails in its own way elsewhere
+        pytest.skip(f"SkyRL does not import here: {error}")
+    return ppo_utils
 
 
 def algorithm(ppo_utils: Any, **changes: Any) -> Any:

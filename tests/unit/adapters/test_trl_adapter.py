@@ -28,11 +28,12 @@ def tokenizer() -> Any:
     )
 
 
-def tiny_model() -> Any:
+def tiny_model(directory: Path) -> Any:
+    """A model with a home on disk, from which TRL can load it a second time as the reference."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(
+    model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(WORDS),
             hidden_size=16,
@@ -45,6 +46,8 @@ def tiny_model() -> Any:
             pad_token_id=0,
         )
     )
+    model.save_pretrained(directory)
+    return Qwen3ForCausalLM.from_pretrained(directory)
 
 
 def trainer(directory: Path, loss_config: LossConfig, **settings: Any) -> Any:
@@ -65,7 +68,7 @@ def trainer(directory: Path, loss_config: LossConfig, **settings: Any) -> Any:
         **settings,
     )
     return CorrectedGRPOTrainer(
-        model=tiny_model(),
+        model=tiny_model(directory / "model"),
         reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": ["a b", "c d", "e f", "b c"]}),
