@@ -12,6 +12,7 @@ from torch import Tensor
 from plugin.errors import BatchError, HookLoadError
 from plugin.loss.hook_loading import load_hook
 from plugin.loss.interfaces import LossInputs, PolicyTerm
+from plugin.ppo_utils.parallel_context import SINGLE_PROCESS, use_parallel_context
 
 _probed: set[str] = set()
 
@@ -31,9 +32,8 @@ def _apply_hook(
 ) -> tuple[PolicyTerm, Sequence[Tensor]]:
     values = hook_arguments(inputs, term.loss, loss_masks)
     if name not in _probed:
-        _refuse_gradient_through_weight(args, name, values)
-        # Every CP rank probes on the same call, also one without tokens: a hook may hold a collective.
-        if inputs.shards.context.cp_size > 1 or bool(inputs.mask.any()):
+        _refuse_gradient_through_weight(args, name, term.loss, inputs)
+        if bool(inputs.mask.any()):
             _probed.add(name)
     result = load_hook(name)(args, **values)
     pg_loss, new_masks, metrics = _checked_result(name, result, term.loss, loss_masks)
@@ -106,20 +106,28 @@ def _described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _refuse_gradient_through_weight(args: Any, name: str, values: dict[str, Any]) -> None:
+def _refuse_gradient_through_weight(
+    args: Any, name: str, pg_loss: Tensor, inputs: LossInputs
+) -> None:
     """On a hook's first call, run it once more on detached copies to see where its gradient flows.
 
     A correction weight that is not detached adds a gradient of its own to the policy gradient. What counts is
     that the graph is connected, not the size of the gradient: the first batch may have advantages of 0 or
-    weights at their bound. Hooks are pure, so the extra call changes nothing.
+    weights at their bound. Hooks are pure, so the extra call changes nothing. Under context parallelism it sees
+    the local tokens as whole samples of a single process: ranks need not make their first call together, so it
+    must not wait for others.
     """
-    loss = values["pg_loss"].detach().clone().requires_grad_()
+    values = hook_arguments(inputs, pg_loss.detach().clone().requires_grad_(), inputs.loss_masks)
+    if inputs.shards.context.cp_size > 1:
+        values["loss_masks"] = inputs.per_sample(inputs.mask.long())
+        values["response_lengths"] = values["total_lengths"] = list(inputs.shards.local_lengths)
     cur = [value.detach().clone().requires_grad_() for value in values["cur_log_probs"]]
+    values["cur_log_probs"] = cur
     if not cur:
         return
-    with torch.enable_grad():
-        result = load_hook(name)(args, **{**values, "pg_loss": loss, "cur_log_probs": cur})
-        new_loss, _, _ = _checked_result(name, result, loss, values["loss_masks"])
+    with torch.enable_grad(), use_parallel_context(SINGLE_PROCESS):
+        result = load_hook(name)(args, **values)
+        new_loss, _, _ = _checked_result(name, result, values["pg_loss"], values["loss_masks"])
         if not new_loss.requires_grad:
             raise BatchError(
                 f"hook {name!r} returned a pg_loss without gradient, so nothing would be learned; "
