@@ -4,7 +4,7 @@ TORCH ?= 2.13.0
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format train bench lock clean
+.PHONY: help venv test test-mcore-latest lint format train bench lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -22,6 +22,16 @@ venv: .venv/ready ## build .venv with pinned CPU dependencies
 
 test: venv ## the whole default suite: unit, parallel (gloo ranks), Ray
 	$(BIN)/python -m pytest
+
+.venv-mcore-latest/ready: requirements/mcore-latest.txt
+	python3.12 -m venv .venv-mcore-latest
+	.venv-mcore-latest/bin/python -m pip install --quiet --upgrade pip
+	.venv-mcore-latest/bin/python -m pip install --quiet torch==2.14.1
+	.venv-mcore-latest/bin/python -m pip install --quiet -r requirements/mcore-latest.txt
+	@touch $@
+
+test-mcore-latest: .venv-mcore-latest/ready ## the parallel suite on the newest Megatron-Core (Python 3.12, a large download)
+	.venv-mcore-latest/bin/python -m pytest tests/parallel
 
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .

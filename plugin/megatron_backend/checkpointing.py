@@ -347,7 +347,9 @@ def check_index(directory: Path) -> None:
     path = directory / _INDEX_FILE
     try:
         index = _IndexReader(io.BytesIO(path.read_bytes())).load()
-        torch.load(directory / "common.pt", map_location="cpu", weights_only=True)
+        common = directory / "common.pt"
+        if common.exists():  # megatron-core 0.19 no longer writes it
+            torch.load(common, map_location="cpu", weights_only=True)
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"the index of {directory} cannot be read safely: {error}; it is corrupt or was not written by this "
