@@ -9,6 +9,8 @@ from plugin.megatron_backend.fused_lm_head import fused_log_probs_and_entropy
 from plugin.megatron_backend.kernels import row_kernels_for
 from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
 
+NUM_GPUS = 1
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 

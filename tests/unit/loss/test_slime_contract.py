@@ -16,7 +16,7 @@ from plugin.config import foreign_namespace
 from plugin.config.foreign_namespace import loss_config_of
 from plugin.errors import BatchError, ConfigError
 from plugin.loss import load_function, policy_loss_function
-from plugin.ppo_utils import corrections
+from plugin.ppo_utils import ParallelContext, corrections, use_parallel_context
 from tests.unit.loss.sample_batches import random_batch
 
 MASKS = [[1, 0, 1], [1, 1], [0, 0]]
@@ -247,3 +247,97 @@ def test_a_bad_batch_is_a_batch_error_there_too() -> None:
     batch["rollout_log_probs"][0][1] = float("nan")
     with pytest.raises(BatchError, match="rollout_log_probs is nan at sample 0, position 1"):
         slime_call(slime_namespace(use_tis=True), batch, logits)
+
+
+def log_probs_by_hand(batch: dict[str, Any], logits: Tensor) -> Tensor:
+    """[R] log-probs of all response tokens: slices of the packed logits, shifted by one."""
+    rows, offset = [], 0
+    for tokens, total, response in zip(
+        batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"], strict=True
+    ):
+        end = offset + total
+        chunk = logits[0, end - response - 1 : end - 1].log_softmax(-1)
+        rows.append(chunk.gather(-1, tokens[total - response :, None])[:, 0])
+        offset = end
+    return torch.cat(rows)
+
+
+def surrogate_by_hand(kind: str, batch: dict[str, Any], cur: Tensor) -> Tensor:
+    """The textbook formulas of PPO, CISPO and GSPO with clips 0.2 and 0.28, per token [R]."""
+    old, advantages = torch.cat(batch["log_probs"]), torch.cat(batch["advantages"])
+    log_r = cur - old
+    if kind == "gspo":
+        lengths = batch["response_lengths"]
+        means = [
+            (part * mask).sum() / mask.sum().clamp(min=1)
+            for part, mask in zip(log_r.split(lengths), batch["loss_masks"], strict=True)
+        ]
+        whole = torch.cat([mean.expand(n) for mean, n in zip(means, lengths, strict=True)])
+        log_r = whole.detach() + cur - cur.detach()
+    ratio = log_r.exp()
+    clipped = ratio.clamp(0.8, 1.28)
+    if kind == "cispo":
+        return -clipped.detach() * advantages * cur
+    return torch.maximum(-ratio * advantages, -clipped * advantages)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "cispo", "gspo"])
+@pytest.mark.parametrize("use_tis", [False, True])
+def test_on_well_behaved_batches_loss_and_gradient_are_the_textbook_formulas(
+    kind: str, use_tis: bool
+) -> None:
+    batch, logits = random_batch(MASKS)
+    logits.requires_grad_()
+    args = slime_namespace(
+        advantage_estimator=kind, use_tis=use_tis, tis_clip=1.5, tis_clip_low=0.5
+    )
+    loss, metrics = slime_call(args, batch, logits)
+    per_token = surrogate_by_hand(kind, batch, log_probs_by_hand(batch, logits))
+    if use_tis:
+        mismatch = torch.cat(batch["log_probs"]) - torch.cat(batch["rollout_log_probs"])
+        per_token = per_token * mismatch.exp().clamp(0.5, 1.5)
+    reduce = slime_reducer(batch["response_lengths"], batch["loss_masks"])
+    expected = reduce(per_token)
+    torch.testing.assert_close(loss, expected)
+    mine, theirs = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, expected))
+    torch.testing.assert_close(mine, theirs)
+    if use_tis:
+        torch.testing.assert_close(metrics["tis"], reduce(mismatch.exp()))
+
+
+@pytest.mark.parametrize("cp_rank", [0, 1])
+def test_under_context_parallelism_values_are_local_and_masks_whole(cp_rank: int) -> None:
+    # total 8, response 5: rank 0 predicts the last response token, rank 1 the first four (chunks of 2, zigzag)
+    local = {0: slice(4, 5), 1: slice(0, 4)}[cp_rank]
+    train, rollout = torch.linspace(-1, -2, 5), torch.linspace(-2, -1.5, 5)
+    mask = torch.tensor([1, 0, 1, 1, 1])
+    context = ParallelContext(cp_rank=cp_rank, cp_size=2)
+    with use_parallel_context(context):
+        loss, masks, metrics = ppo_utils.vanilla_tis_function(
+            args=slime_namespace(use_tis=True, tis_clip=1.5),
+            pg_loss=torch.ones(5)[local],
+            train_log_probs=[train[local]],
+            rollout_log_probs=[rollout[local]],
+            loss_masks=[mask],
+            total_lengths=[8],
+            response_lengths=[5],
+        )
+    weights = (train - rollout).exp().clamp(0, 1.5) * mask
+    torch.testing.assert_close(loss, weights[local])
+    assert masks[0].shape == (5,) and metrics["tis"].shape == loss.shape
+
+
+def test_a_denominator_over_all_samples_of_a_rollout_is_the_callers() -> None:
+    """Newer versions divide by a token count that travels with the batch (`rollout_mask_sums`)."""
+    batch, logits = random_batch(MASKS)
+    batch["rollout_mask_sums"] = [torch.tensor(4.0) for _ in MASKS]
+
+    def reduce(values: Tensor) -> Tensor:
+        parts = values.split(batch["response_lengths"])
+        return torch.stack(
+            [(x * m).sum() / 4 for x, m in zip(parts, batch["loss_masks"], strict=True)]
+        ).sum()
+
+    loss, _ = policy_loss_function(slime_namespace(), batch, logits, reduce)
+    cur = log_probs_by_hand(batch, logits)
+    torch.testing.assert_close(loss, reduce(surrogate_by_hand("ppo", batch, cur)))

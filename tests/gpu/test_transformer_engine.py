@@ -1,0 +1,109 @@
+"""What only GPUs have: Transformer Engine's layers, packed (THD) attention, its context parallelism, FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plugin.megatron_backend.parallel_groups import ParallelGroups
+from tests.parallel.training_jobs import Start, new_trainer, uneven_batch
+
+NUM_GPUS = 2
+
+pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
+
+BF16 = {"train_dtype": "bfloat16", "transformer_impl": "transformer_engine"}
+#: Log-probs around -4 in bfloat16 on a random 4-layer model: two roundings of 2^-8 relative.
+CLOSE = 0.06
+
+RunRanks = Callable[..., list[Any]]
+
+
+def log_probs_on_rank(
+    groups: ParallelGroups, start: Start, settings: dict[str, Any], layout: str
+) -> list[Tensor]:
+    """Log-probs of the whole batch before any update."""
+    trainer = new_trainer(groups, start, settings, layout)
+    return trainer.compute_log_probs(start.batch)
+
+
+def steps_on_rank(
+    groups: ParallelGroups, start: Start, settings: dict[str, Any]
+) -> list[dict[str, float]]:
+    """Metrics of two updates on the same batch."""
+    trainer = new_trainer(groups, start, settings)
+    return [trainer.train_step(start.batch).metrics for _ in range(2)]
+
+
+def fp8_log_probs_on_rank(groups: ParallelGroups, start: Start) -> tuple[list[Tensor], ...]:
+    """Log-probs without and with FP8 linear layers."""
+    import transformer_engine.pytorch as te
+
+    trainer = new_trainer(groups, start, {**BF16, "micro_batch_size": 1})
+    plain = trainer.compute_log_probs(start.batch)
+    with te.fp8_autocast(enabled=True):
+        quantised = trainer.compute_log_probs(start.batch)
+    return plain, quantised
+
+
+def largest_difference(first: list[Tensor], second: list[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_transformer_engine_and_local_layers_compute_the_same_model(
+    run_real_ranks: RunRanks, family: str
+) -> None:
+    start = Start.of(family)
+    local = {"train_dtype": "bfloat16", "transformer_impl": "local"}
+    (one,) = run_real_ranks(log_probs_on_rank, 1, start, BF16, "packed")
+    (other,) = run_real_ranks(log_probs_on_rank, 1, start, local, "packed")
+    assert largest_difference(one, other) < CLOSE
+
+
+def test_samples_packed_for_thd_attention_do_not_see_each_other(run_real_ranks: RunRanks) -> None:
+    start = Start.of("qwen3")
+    packed = {**BF16, "max_tokens_per_gpu": 1000}
+    alone = {**BF16, "micro_batch_size": 1}
+    (together,) = run_real_ranks(log_probs_on_rank, 1, start, packed, "packed")
+    (separate,) = run_real_ranks(log_probs_on_rank, 1, start, alone, "packed")
+    assert largest_difference(together, separate) < CLOSE
+
+
+def test_context_parallelism_of_transformer_engine_gives_the_step_of_one_rank(
+    run_real_ranks: RunRanks,
+) -> None:
+    start = Start.of("qwen3")
+    settings = {**BF16, "max_tokens_per_gpu": 64, "policy_loss": "icepop"}
+    (one,) = run_real_ranks(steps_on_rank, 1, start, settings)
+    two = run_real_ranks(steps_on_rank, 2, start, settings, context_parallel_size=2)[0]
+    for alone, split in zip(one, two, strict=True):
+        for name in ("loss", "grad_norm", "mismatch_kl"):
+            assert split[name] == pytest.approx(alone[name], rel=CLOSE), name
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="FP8 needs compute capability 8.9",
+)
+def test_fp8_layers_give_finite_log_probs_near_those_of_bfloat16(run_real_ranks: RunRanks) -> None:
+    start = Start.of("qwen3")
+    batch = uneven_batch()
+    # FP8 matrix products need 16 | tokens: samples of 16 tokens, one per microbatch
+    responses = [16 - (total - response) for total, response in zip(
+        batch.columns["total_lengths"], batch.columns["response_lengths"], strict=True
+    )]  # fmt: skip
+    columns = {
+        "unconcat_tokens": [torch.arange(16) % 96 for _ in responses],
+        "total_lengths": [16] * len(responses),
+        "response_lengths": responses,
+        "loss_masks": [torch.ones(n, dtype=torch.int64) for n in responses],
+    }
+    start = Start(start.family, start.weights, type(batch)(columns))
+    ((plain, quantised),) = run_real_ranks(fp8_log_probs_on_rank, 1, start)
+    assert all(bool(values.isfinite().all()) for values in quantised)
+    assert 0 < largest_difference(plain, quantised) < 1.0
