@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -67,8 +66,6 @@ def _guarded(look: Callable[[], Check]) -> Check:
 
 def _python() -> Check:
     found = platform.python_version()
-    if sys.version_info < (3, 11):
-        return Check("python", "fail", found, "use Python 3.11 or newer")
     return Check("python", "ok", f"{found} on {platform.machine()}, {os.cpu_count()} cores")
 
 

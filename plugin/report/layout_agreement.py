@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import traceback
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,7 +51,7 @@ class LayoutSpec:
     def family(self) -> str:
         return "qwen3_moe" if "ep" in self.sizes else "qwen3"
 
-    def parallel_sizes(self) -> dict[str, int]:
+    def parallel_sizes(self) -> dict[str, Any]:
         return {_SIZES[name]: size for name, size in self.sizes.items()}
 
 
@@ -163,6 +164,8 @@ def _rank_main(rank: int, ranks: int, directory: str, plan: list[Any], timeout: 
     import torch
 
     torch.set_num_threads(1)
+    # Megatron warns at import about every optional package; the doctor has already said what matters.
+    warnings.simplefilter("ignore")
     os.environ["LOCAL_RANK"] = str(rank)
     for number, (description, family) in enumerate(plan):
         spec = LayoutSpec(**description)
@@ -195,7 +198,7 @@ def _run_layout(
     )
     try:
         config = TrainerConfig(
-            **spec.parallel_sizes(),  # type: ignore[arg-type]
+            **spec.parallel_sizes(),
             sequence_parallel=spec.sequence_parallel,
             use_tis=True,
             lr=1e-3,
@@ -260,7 +263,11 @@ def _save_model(family: str, directory: Path) -> None:
         "tie_word_embeddings": False,
     }
     if family == "qwen3_moe":
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        experts: dict[str, Any] = {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        }
         config: Any = Qwen3MoeConfig(**shared, **experts, decoder_sparse_step=1)
     else:
         config = Qwen3Config(**shared)

@@ -84,3 +84,10 @@ def test_an_empty_mean_is_zero_and_sums_are_float64() -> None:
     table = StatisticsTable()
     table.add_mean("x", torch.tensor([2.0**24, 1.0]), torch.ones(2, dtype=torch.bool))
     assert table.sums["x:sum"].item() == 2.0**24 + 1
+
+
+def test_cells_with_a_shape_are_left_out_of_the_means() -> None:
+    table = StatisticsTable()
+    table.add("histogram", torch.ones(5))
+    table.maximum("table:extremes", torch.ones(2, 3))
+    assert table.means() == {}

@@ -1,0 +1,55 @@
+"""Mismatch metrics of four ranks, each with its share of the tokens, equal those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarise
+from plugin.ppo_utils.sufficient_statistics import StatisticsTable
+from tests.unit.ppo_utils.test_mismatch_metrics import tokens
+
+#: Uneven on purpose; the third rank has no token at all.
+SHARES = ((0, 57), (57, 300), (300, 300), (300, 400))
+
+
+def share_metrics(groups: ParallelGroups) -> dict[str, float]:
+    start, end = SHARES[groups.dp_rank]
+    table = StatisticsTable()
+    record_mismatch(table, **{name: value[start:end] for name, value in tokens().items()})
+    return summarise(table.reduced(groups.dp_group))
+
+
+def digests(groups: ParallelGroups) -> int:
+    start, end = SHARES[groups.dp_rank]
+    table = StatisticsTable()
+    values = {name: value[start:end] for name, value in tokens().items()}
+    values["mask"] = values["mask"] & (groups.dp_rank != 1)
+    record_mismatch(table, **values)
+    return table.digest()
+
+
+def test_four_ranks_report_what_one_process_reports(run_ranks: Callable[..., list[Any]]) -> None:
+    table = StatisticsTable()
+    record_mismatch(table, **tokens())
+    alone = summarise(table)
+    for metrics in run_ranks(share_metrics, 4):
+        assert metrics.keys() == alone.keys()
+        for name, value in alone.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
+
+
+def test_ranks_without_an_unmasked_token_hold_the_same_cells(
+    run_ranks: Callable[..., list[Any]],
+) -> None:
+    assert len(set(run_ranks(digests, 4))) == 1
+
+
+def test_the_test_data_has_tokens_of_every_kind() -> None:
+    values = tokens()
+    assert bool(values["mask"].any()) and not bool(values["mask"].all())
+    assert not torch.equal(values["train_log_probs"], values["rollout_log_probs"])
