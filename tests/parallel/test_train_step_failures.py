@@ -282,3 +282,35 @@ def test_a_nan_where_the_mask_is_1_is_named_on_every_rank_before_any_collective(
     for kind, message, _ in run_ranks(unmasked_nan, 2, Start.of("qwen3")):
         assert kind == "BatchError"
         assert "rollout_log_probs of sample 4 is nan" in message
+
+
+def foreign_log_prob(groups: ParallelGroups, start: Start) -> dict[str, Any]:
+    """A step in which one token's log-ratio is absurd, seen only by the rank that holds the token; then a sound one."""
+    spoiled = [values.clone() for values in start.batch.columns["rollout_log_probs"]]
+    spoiled[4][int((start.batch.columns["loss_masks"][4] != 0).nonzero()[0])] = -200.0
+    batch = start.batch.with_column("rollout_log_probs", spoiled)
+    # Both look at whole sequences, which takes a collective among context parallel ranks.
+    settings = {
+        "policy_loss": "gspo",
+        "use_tis": True,
+        "custom_tis_function_path": "plugin.ppo_utils.sequence_tis_function",
+        "max_tokens_per_gpu": 10,
+    }
+    trainer = new_trainer(groups, start, settings)
+    error = _caught(lambda: trainer.train_step(batch))
+    return {"error": error, "updated": trainer.train_step(start.batch).updated}
+
+
+@pytest.mark.parametrize("name", ["DP2", "CP2"])
+def test_a_value_that_one_rank_finds_wrong_ends_the_step_everywhere(
+    run_ranks: RunRanks, name: str
+) -> None:
+    layout = {**LAYOUTS, "CP2": Layout(2, {"context_parallel_size": 2})}[name]
+    results = run_ranks(foreign_log_prob, layout.ranks, Start.of("qwen3"), **layout.sizes)
+    errors = sorted(result["error"] for result in results)
+    assert any(kind == "BatchError" and "log-ratio beyond +-80" in text for kind, text, _ in errors)
+    for result in results:
+        kind, message, seconds = result["error"]
+        told = "a log-ratio beyond +-80" in message or "another context parallel rank" in message
+        assert kind in ("BatchError", "ParallelError") and told
+        assert seconds < SECONDS and result["updated"]
