@@ -38,7 +38,7 @@ OUTSIDE = {
     "megatron": {"megatron_backend"},
     "ray": {"launch"},
     "mbridge": {"megatron_backend"},
-    **dict.fromkeys(("trl", "verl", "skyrl", "prime_rl"), {"adapters"}),
+    **{name: {"adapters"} for name in ("trl", "verl", "skyrl", "prime_rl")},
 }
 
 
