@@ -102,6 +102,7 @@ def dense_cases() -> dict[str, Case]:
         "per token, large budget": Case(settings={**PER_TOKEN, **LARGE_BUDGET}),
         "kept per sample": Case(settings={**KEPT_PER_SAMPLE, **SMALL_BUDGET}),
         "kept per token": Case(settings={**KEPT_PER_TOKEN, "micro_batch_size": 4}),
+        "per rollout": Case(settings={**PER_SAMPLE, **SMALL_BUDGET}, samples=4, mask_sums=True),
     }
 
 

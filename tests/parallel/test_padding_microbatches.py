@@ -13,6 +13,7 @@ from plugin.batch_types import FIELDS, Field, Microbatch, RolloutBatch
 from plugin.megatron_backend import trainer as trainer_module
 from plugin.megatron_backend.microbatching import MicrobatchPlan
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.trainer import StepResult
 from tests.parallel.rank_pool import RankError
 from tests.parallel.training_jobs import (
     Case,
@@ -20,6 +21,7 @@ from tests.parallel.training_jobs import (
     RunRanks,
     Start,
     differences,
+    metric_differences,
     new_trainer,
     run_cases,
 )
@@ -137,7 +139,7 @@ def test_a_padding_microbatch_without_a_field_would_be_noticed(
 ) -> None:
     settings = {**EVERY_FIELD, "micro_batch_size": 1, "max_tokens_per_gpu": None}
     case = Case(settings=settings, steps=1, mutation=f"padding without {field}")
-    with pytest.raises(RankError):
+    with pytest.raises(RankError, match=field):
         run_cases(run_ranks, LAYOUTS["DP2"], {"mutated": case})
 
 
@@ -225,3 +227,35 @@ def test_a_field_added_to_the_table_appears_in_padding_microbatches_on_ranks(
     assert columns["token_weights"][0].dtype == torch.float16
     assert columns["critic_values"][0].tolist() == [0.0]
     assert columns["difficulty"] == [-1.0]
+
+
+def step_without_responses(
+    groups: ParallelGroups, start: Start, settings: dict[str, Any]
+) -> tuple[StepResult, list[int]]:
+    """A step in which one microbatch consists of a sample that has a prompt and no response."""
+    batch = start.batch.select(range(3))
+    empty = {
+        name: values[:0] if FIELDS[name].shape == "response" else values
+        for name, (values, *_) in batch.columns.items()
+    }
+    empty |= {"unconcat_tokens": torch.tensor([1, 2, 3]), "total_lengths": 3, "response_lengths": 0}
+    batch = batch.concatenated(RolloutBatch({name: [value] for name, value in empty.items()}))
+    trainer = new_trainer(groups, start, settings)
+    log_probs = trainer.compute_log_probs(batch)
+    return trainer.train_step(batch), [len(values) for values in log_probs]
+
+
+@pytest.mark.parametrize("name", ["one process", "TP2", "DP2", "CP2"])
+def test_a_sample_without_a_response_neither_fails_nor_counts(
+    run_ranks: RunRanks, name: str
+) -> None:
+    layout = LAYOUTS[name]
+    for settings in (EVERY_FIELD, PER_SAMPLE):
+        one_by_one = {**settings, "max_tokens_per_gpu": None, "micro_batch_size": 1}
+        case = Case(settings=one_by_one, samples=3, steps=1)
+        expected = run_cases(run_ranks, layout, {"without it": case})["without it"]
+        for step, lengths in run_ranks(
+            step_without_responses, layout.ranks, Start.of("qwen3"), one_by_one, **layout.sizes
+        ):
+            assert lengths == [6, 1, 9, 0]
+            assert not metric_differences(step, expected.steps[0], 1e-6)

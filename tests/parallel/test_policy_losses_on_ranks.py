@@ -126,7 +126,7 @@ def _model_terms(model: Any, start: Start, temperature: float) -> tuple[Tensor, 
 
 
 def _ppo_by_hand(model: Any, start: Start) -> Tensor:
-    """PPO with truncated importance sampling, reference KL (k3), rollout KL (k2) and entropy, mean of sample means."""
+    """PPO, truncated importance sampling, reference KL (k3), rollout KL (k2) and entropy; mean of sample means."""
     cur, entropy, mask, advantages, train, rollout, ref, sample = _model_terms(model, start, 1.0)
     ratio = (cur - train).exp()
     policy = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)

@@ -44,6 +44,7 @@ class Case:
     settings: of `TrainerConfig`, without parallel sizes
     samples: how many of the global batch's samples
     masked_garbage: put NaN, -inf and 1e30 where the loss mask is 0
+    mask_sums: divide every sample by a token count of its rollout, larger than its own
     mutation: name of a deliberate fault (see `step_mutations`)
     """
 
@@ -53,6 +54,7 @@ class Case:
     layout: str = "packed"
     steps: int = 2
     masked_garbage: bool = False
+    mask_sums: bool = False
     mutation: str | None = None
 
     def cut(self, **settings: Any) -> Case:
@@ -193,6 +195,8 @@ class Start:
     def batch_of(self, case: Case) -> RolloutBatch:
         """The global batch of a case."""
         batch = self.batch.select(range(case.samples))
+        if case.mask_sums:
+            batch = batch.with_column("rollout_mask_sums", [30.0 + i for i in range(len(batch))])
         return with_garbage(batch) if case.masked_garbage else batch
 
 
