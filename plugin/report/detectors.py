@@ -27,10 +27,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plugin.report.findings import Finding, StepTokens, tokens_of_columns
+from plugin.report.findings import Finding, StepTokens, joined_tokens, tokens_of_columns
 from plugin.report.routing_agreement import routing_finding
 
 MIN_TOKENS = 256
+#: Systematic errors are small against noise: smaller steps are pooled until this many tokens are there.
+MIN_WEIGHT_TOKENS = 8192
 
 
 def zero_filled(tokens: StepTokens) -> Finding | None:
@@ -125,7 +127,7 @@ def truncation(tokens: StepTokens) -> Finding | None:
 
 def different_weights(tokens: StepTokens) -> Finding | None:
     """Mean difference per token id, in one half of the samples times the other: noise averages out, weights do not."""
-    if tokens.ids is None or len(tokens) < 2048:
+    if tokens.ids is None or len(tokens) < MIN_WEIGHT_TOKENS:
         return None
     systematic, error = _systematic_variance(tokens.rollout - tokens.train, tokens)
     # A bfloat16 copy of float32 weights reaches 0.0014; the bound must hold with confidence.
@@ -149,7 +151,6 @@ _TOKEN_DETECTORS: tuple[Callable[[StepTokens], Finding | None], ...] = (
     one_token_shift,
     temperature,
     truncation,
-    different_weights,
 )
 
 
@@ -163,6 +164,7 @@ class MismatchDetectors:
         self._k3: list[float] = []
         self._versions: list[tuple[float, float]] = []
         self._last_said: dict[str, int] = {}
+        self._pool: list[StepTokens] = []
 
     def check(
         self,
@@ -211,13 +213,22 @@ class MismatchDetectors:
     def _token_findings(self, tokens: StepTokens, staleness: float | None) -> list[Finding]:
         stale = self._stale(tokens, staleness)
         for detector in _TOKEN_DETECTORS:
-            # Old weights are different weights; saying both would name one cause twice.
-            if detector is different_weights and stale:
-                continue
             finding = detector(tokens)
             if finding:
                 return [finding, *([stale] if stale else [])]
-        return [stale] if stale else []
+        if stale:  # old weights are different weights; saying both would name one cause twice
+            return [stale]
+        weights = self._different_weights(tokens)
+        return [weights] if weights else []
+
+    def _different_weights(self, tokens: StepTokens) -> Finding | None:
+        if tokens.ids is None:
+            return None
+        self._pool.append(tokens)
+        if sum(map(len, self._pool)) < MIN_WEIGHT_TOKENS:
+            return None
+        pooled, self._pool = joined_tokens(self._pool), []
+        return different_weights(pooled)
 
     def _stale(self, tokens: StepTokens, staleness: float | None) -> Finding | None:
         if staleness is None or staleness <= 0:

@@ -104,6 +104,22 @@ def tokens_of_block(block: DumpBlock, rows: NDArray[np.bool_]) -> StepTokens:
     )
 
 
+def joined_tokens(parts: Sequence[StepTokens]) -> StepTokens:
+    """The tokens of several steps as of one; their samples stay apart."""
+    if len(parts) == 1:
+        return parts[0]
+    counts = [int(part.sample.max()) + 1 if len(part) else 0 for part in parts]
+    firsts = np.cumsum([0, *counts[:-1]])
+    ids = [part.ids for part in parts if part.ids is not None]
+    return StepTokens(
+        np.concatenate([part.rollout for part in parts]),
+        np.concatenate([part.train for part in parts]),
+        np.concatenate([part.sample + first for part, first in zip(parts, firsts, strict=True)]),
+        np.concatenate([part.position for part in parts]),
+        np.concatenate(ids) if len(ids) == len(parts) else None,
+    )
+
+
 def _tokens(
     rollout: NDArray[Any],
     train: NDArray[Any],

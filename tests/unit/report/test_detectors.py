@@ -11,7 +11,7 @@ from torch import Tensor
 from plugin.report.detectors import MismatchDetectors
 from plugin.report.routing_agreement import routing_finding
 
-VOCABULARY, SAMPLES, LENGTH = 40, 64, 64
+VOCABULARY, SAMPLES, LENGTH = 40, 128, 64
 
 
 class Language:
@@ -118,6 +118,15 @@ def test_truncated_log_probs_are_found() -> None:
 def test_weights_that_differ_are_told_from_rounding_noise() -> None:
     assert found(rollout(LANGUAGE.perturbed(0.03), LANGUAGE)) == ["different_weights"]
     assert found(rollout(LANGUAGE, LANGUAGE, noise=0.03)) == []
+
+
+def test_small_steps_are_pooled_before_weights_are_judged() -> None:
+    detectors = MismatchDetectors()
+    columns = rollout(LANGUAGE.perturbed(0.03), LANGUAGE)
+    # 32 of the 128 samples: 2,048 of the 8,192 tokens that are needed
+    parts = [{n: v[i : i + 32] for n, v in columns.items()} for i in range(0, SAMPLES, 32)]
+    said = [[f.detector for f in detectors.check(part, step=0)] for part in parts]
+    assert said == [[], [], [], ["different_weights"]]
 
 
 def test_old_weights_are_called_stale_when_the_versions_say_so() -> None:
