@@ -1,0 +1,74 @@
+"""Checks the flags of a slime or miles job before it takes a GPU: loads the hooks and calls them as slime does.
+
+    python examples/check_slime_flags.py --use-tis --tis-clip 2.0 \\
+        --custom-tis-function-path plugin.ppo_utils.off_policy_is_function --advantage-estimator cispo
+
+Flags that the loss does not read are ignored. Exit code 0 if the first step would run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from plugin.config import LossConfig
+from plugin.config.foreign_namespace import loss_config_of
+from plugin.errors import MegatronTisError
+from plugin.loss import policy_loss_function
+
+
+def read_flags(argv: list[str]) -> argparse.Namespace:
+    """slime's namespace as far as the loss can see it."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    LossConfig.add_arguments(parser)
+    # Values of slime's own, which our flag of the same name does not know.
+    parser.set_defaults(advantage_estimator="grpo")
+    known, _ = parser.parse_known_args(argv)
+    return argparse.Namespace(**{name: _typed(value) for name, value in vars(known).items()})
+
+
+def _typed(value: object) -> object:
+    """Numbers as numbers, as slime's own parser gives them."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def one_call(args: argparse.Namespace) -> dict[str, float]:
+    """The loss of a small batch with the keys that slime's batches have."""
+    torch.manual_seed(0)
+    lengths, responses = [6, 5], [4, 2]
+    batch = {
+        "unconcat_tokens": [torch.randint(0, 8, (n,)) for n in lengths],
+        "total_lengths": lengths,
+        "response_lengths": responses,
+        "loss_masks": [torch.ones(n) for n in responses],
+        "advantages": [torch.randn(n) for n in responses],
+        "log_probs": [torch.full((n,), -2.0) for n in responses],
+        "rollout_log_probs": [torch.full((n,), -2.1) for n in responses],
+        "ref_log_probs": [torch.full((n,), -2.2) for n in responses],
+    }
+    logits = torch.randn(1, sum(lengths), 8, requires_grad=True)
+    loss, metrics = policy_loss_function(args, batch, logits, torch.sum)
+    loss.backward()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def main(argv: list[str]) -> int:
+    args = read_flags(argv)
+    try:
+        config = loss_config_of(args)
+        metrics = one_call(args)
+    except MegatronTisError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    hooks = ", ".join(config.hook_names()) if config.use_tis else "none"
+    print(f"policy loss {config.policy_loss}; corrections: {hooks}; loss {metrics['loss']:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
