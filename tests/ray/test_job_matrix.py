@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -170,25 +172,53 @@ def _listening_addresses() -> list[str]:
 
 
 def test_ray_job_submit_runs_a_job(tmp_path: Path) -> None:
-    """`ray job submit` needs a head node with its dashboard, on loopback."""
-    bin_dir = Path(sys.executable).parent
-    environment = {**os.environ, "RAY_ADDRESS": "http://127.0.0.1:28265"}
-    environment.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
-    start = [
-        *(str(bin_dir / "ray"), "start", "--head", "--port=26379", "--num-cpus=4"),
-        *("--include-dashboard=true", "--dashboard-host=127.0.0.1", "--dashboard-port=28265"),
-    ]
-    subprocess.run(start, check=True, capture_output=True, timeout=120)
+    """`ray job submit` needs a head node with its dashboard; both listen on loopback here."""
+    ray_command = str(Path(sys.executable).parent / "ray")
+    port, dashboard = _free_port(), _free_port()
+    # A token of this cluster's own, shared by the head node and the client.
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment = {**os.environ, **token}
+    head = subprocess.Popen(
+        [
+            *(ray_command, "start", "--head", "--block", f"--port={port}", "--num-cpus=4"),
+            *("--include-dashboard=true", "--dashboard-host=127.0.0.1"),
+            f"--dashboard-port={dashboard}",
+        ],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
-        flags = ("--address", "auto", "--num-rollouts", "2", "--rollout-batch-size", "4")
+        _wait_for_port(dashboard, head)
+        submit = (ray_command, "job", "submit", "--address", f"http://127.0.0.1:{dashboard}", "--")
+        address = ("--address", f"127.0.0.1:{port}")
+        sizes = ("--num-rollouts", "2", "--rollout-batch-size", "4")
         done = subprocess.run(
-            [str(bin_dir / "ray"), "job", "submit", "--", *train_command(tmp_path / "run", *flags)],
+            [*submit, *train_command(tmp_path / "run", *address, *sizes)],
             env=environment,
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=600,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2
     finally:
-        subprocess.run([str(bin_dir / "ray"), "stop", "--force"], capture_output=True, timeout=120)
+        # `ray start --block` ends the processes of its own node; `ray stop` would end every Ray here.
+        head.terminate()
+        head.wait(timeout=120)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        assert process.poll() is None, "the head node ended"
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.5)
+    raise AssertionError(f"nothing listens on port {port}")
