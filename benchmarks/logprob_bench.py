@@ -22,6 +22,7 @@ from benchmarks.measure import (
     MODES,
     Candidate,
     Mode,
+    Seconds,
     errors_against_float64,
     floor_seconds,
     make_workload,
@@ -98,14 +99,25 @@ def _measure_candidates(
         del outputs
         extra = peak_extra_bytes(lambda candidate=candidate: run_once(candidate, work))
         results[name] = {"name": name, "errors": errors, "memory": extra / logits_bytes}
-    times: dict[str, float] = dict.fromkeys(able, float("inf"))
+    never = Seconds(float("inf"), float("inf"))
+    times: dict[str, Seconds] = dict.fromkeys(able, never)
     floor = float("inf")
     for _ in range(repeats):
         for name, candidate in able.items():
-            times[name] = min(times[name], _slowest(run_once(candidate, work)[0], work.group))
+            seconds, _ = run_once(candidate, work)
+            slowest = [_slowest(value, work.group) for value in seconds]
+            times[name] = Seconds(*map(min, times[name], slowest))
         floor = min(floor, _slowest(floor_seconds(work), work.group))
     common = {"mode": work.mode, "floor": floor}
-    return [{**results[name], **common, "seconds": times[name]} for name in able]
+    return [
+        {
+            **results[name],
+            **common,
+            "seconds": times[name].wall,
+            "processor_seconds": times[name].processor,
+        }
+        for name in able
+    ]
 
 
 def measure_growth(
@@ -117,7 +129,8 @@ def measure_growth(
         work = make_workload(rows, columns, torch.float32, "entropy_grad", group)
         run_once(candidates.ours_in_place, work)
         best = min(
-            _slowest(run_once(candidates.ours_in_place, work)[0], group) for _ in range(repeats)
+            _slowest(run_once(candidates.ours_in_place, work)[0].wall, group)
+            for _ in range(repeats)
         )
         found.append({"rows": rows, "columns": columns, "ranks": group.size(), "seconds": best})
     return found
@@ -141,6 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--with-peers", action="store_true", help="install and include verl, trl, liger"
     )
+    parser.add_argument("--only-targets", action="store_true", help="only the shape of the targets")
     parser.add_argument("--skip-lm-head", action="store_true", help="leave out the fused LM head")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results.md"))
     options = parser.parse_args(arguments)
@@ -148,7 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
         return peer_environment.run_inside("benchmarks.logprob_bench", _without_flag(arguments))
     started = time.time()
     cases = []
-    for case in all_cases(options.quick):
+    chosen = all_cases(options.quick)
+    for case in chosen[:1] if options.only_targets else chosen:
         print(f"measuring {case}", file=sys.stderr, flush=True)
         cases.append(
             run_in_ranks(
@@ -165,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
         for ranks in (1, 2)
         for row in run_in_ranks(
             measure_growth,
-            (shapes[:2] if options.quick else shapes, options.repeats),
+            (shapes[:2] if options.quick or options.only_targets else shapes, options.repeats),
             ranks=ranks,
             threads=1,  # one per rank, so that a second rank brings a second core
             seconds=1800,

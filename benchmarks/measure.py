@@ -47,19 +47,27 @@ def make_workload(
     return Workload(original, logits, tokens, weights, group, mode)
 
 
-def run_once(candidate: Candidate, work: Workload) -> tuple[float, list[torch.Tensor | None]]:
-    """Seconds for one forward and backward pass, and log-probs, entropy and gradient."""
+class Seconds(NamedTuple):
+    """Elapsed time, and processor time of all threads, which waiting for a busy machine does not lengthen."""
+
+    wall: float
+    processor: float
+
+
+def run_once(candidate: Candidate, work: Workload) -> tuple[Seconds, list[torch.Tensor | None]]:
+    """Time of one forward and backward pass, and log-probs, entropy and gradient."""
     with torch.no_grad():
         work.logits.copy_(work.original)
     if work.group is not None:
         dist.barrier(work.group)
-    start = time.perf_counter()
+    start, start_processor = time.perf_counter(), time.process_time()
     log_probs, entropy = candidate(work.logits, work.tokens, work.group, work.mode)
     total = torch.dot(log_probs.float(), work.weights[0])
     if work.mode == "entropy_grad" and entropy is not None:
         total = total + torch.dot(entropy.float(), work.weights[1])
     (grad,) = torch.autograd.grad(total, work.logits)
-    return time.perf_counter() - start, [log_probs, entropy, grad]
+    wall, processor = time.perf_counter() - start, time.process_time() - start_processor
+    return Seconds(wall, processor), [log_probs, entropy, grad]
 
 
 def peak_extra_bytes(action: Callable[[], object]) -> int:
