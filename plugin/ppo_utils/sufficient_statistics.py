@@ -16,6 +16,9 @@ from torch import Tensor
 
 from plugin.ppo_utils.masked_ops import masked_max, neutralised
 
+#: Up to this many ranks a table is gathered whole and added in the order of ranks: one collective.
+GATHER_LIMIT = 64
+
 
 class StatisticsTable:
     """Named cells of sums and maxima; a cell is a float64 tensor of any fixed shape (a scalar, a histogram)."""
@@ -67,13 +70,23 @@ class StatisticsTable:
         )
 
     def reduced(self, group: dist.ProcessGroup | None) -> StatisticsTable:
-        """The table of all ranks of `group` together: one collective. All must hold the same cells."""
+        """The table of all ranks of `group` together, the same bits on each. All must hold the same cells."""
         mine = self.packed()
         if group is None or group.size() == 1:
             return self._from_rows(mine[None])
+        if group.size() > GATHER_LIMIT:
+            return self._reduced_in_place(mine, group)
         rows = mine.new_empty(group.size() * mine.numel())
         dist.all_gather_into_tensor(rows, mine, group=group)
         return self._from_rows(rows.view(group.size(), -1))
+
+    def _reduced_in_place(self, mine: Tensor, group: dist.ProcessGroup) -> StatisticsTable:
+        """Sums and maxima reduced apart: two collectives whose size does not grow with the group."""
+        count = sum(cell.numel() for cell in self.sums.values())
+        sums, maxima = mine[:count].clone(), mine[count:].clone()
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        return self._from_rows(torch.cat((sums, maxima))[None])
 
     def means(self) -> dict[str, float]:
         """Every pair of `:sum` and `:count` as a mean, every scalar extreme as itself; an empty mean is 0.

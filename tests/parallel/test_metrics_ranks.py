@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.ppo_utils import sufficient_statistics
 from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarise
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from tests.unit.ppo_utils.test_mismatch_metrics import tokens
@@ -17,11 +18,15 @@ from tests.unit.ppo_utils.test_mismatch_metrics import tokens
 SHARES = ((0, 57), (57, 300), (300, 300), (300, 400))
 
 
-def share_metrics(groups: ParallelGroups) -> dict[str, float]:
+def share_metrics(groups: ParallelGroups, gather_limit: int) -> dict[str, float]:
+    sufficient_statistics.GATHER_LIMIT = gather_limit
     start, end = SHARES[groups.dp_rank]
     table = StatisticsTable()
     record_mismatch(table, **{name: value[start:end] for name, value in tokens().items()})
-    return summarise(table.reduced(groups.dp_group))
+    try:
+        return summarise(table.reduced(groups.dp_group))
+    finally:
+        sufficient_statistics.GATHER_LIMIT = 64
 
 
 def digests(groups: ParallelGroups) -> int:
@@ -33,11 +38,14 @@ def digests(groups: ParallelGroups) -> int:
     return table.digest()
 
 
-def test_four_ranks_report_what_one_process_reports(run_ranks: Callable[..., list[Any]]) -> None:
+@pytest.mark.parametrize("gather_limit", [64, 1])
+def test_four_ranks_report_what_one_process_reports(
+    run_ranks: Callable[..., list[Any]], gather_limit: int
+) -> None:
     table = StatisticsTable()
     record_mismatch(table, **tokens())
     alone = summarise(table)
-    for metrics in run_ranks(share_metrics, 4):
+    for metrics in run_ranks(share_metrics, 4, gather_limit):
         assert metrics.keys() == alone.keys()
         for name, value in alone.items():
             assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-9), name
