@@ -5,6 +5,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
+.PHONY: docs test-gpu test-slow test-adapters
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -32,6 +33,27 @@ test: venv ## the whole default suite: unit, parallel (gloo ranks), Ray
 
 test-mcore-latest: .venv-mcore-latest/ready ## the parallel suite on the newest Megatron-Core (Python 3.12, a large download)
 	.venv-mcore-latest/bin/python -m pytest tests/parallel
+
+test-slow: venv ## whole jobs and a wheel in a clean environment: minutes
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: venv ## what this machine's GPUs can hold; says what it skipped and why
+	$(BIN)/python -m tests.run_gpu
+
+# The frameworks come without their dependencies, on top of .venv: nothing of theirs may replace a pinned package.
+test-adapters: venv ## adapters against verl, SkyRL and TRL themselves
+	test -d .venv-adapters || $(PYTHON) -m venv .venv-adapters
+	$(CURDIR)/$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+		> "$$(.venv-adapters/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	.venv-adapters/bin/python -m pip install --quiet --no-deps -r requirements/adapters.txt
+	@# SkyRL's wheel has a top-level package `tests`, which would hide ours.
+	rm -rf .venv-adapters/lib/python*/site-packages/tests
+	.venv-adapters/bin/python -m pytest tests/unit/adapters -rs
+
+docs: venv ## the documentation site in site/; broken links are errors
+	$(BIN)/python -m docs.write_reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m pytest tests/unit/test_docs.py
 
 lint: venv ## ruff and mypy
 	$(BIN)/ruff check .
