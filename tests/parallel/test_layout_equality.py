@@ -187,6 +187,19 @@ def test_a_moe_step_is_that_of_one_process(
             tensor_parallel(expert_model_parallel_size=2, expert_tensor_parallel_size=1),
             id="TP2 EP2",
         ),
+        pytest.param(
+            Layout(
+                4,
+                {
+                    "tensor_model_parallel_size": 2,
+                    "pipeline_model_parallel_size": 2,
+                    "expert_model_parallel_size": 2,
+                    "expert_tensor_parallel_size": 1,
+                },
+            ),
+            id="TP2xPP2 EP2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_moe_step_with_tensor_and_sequence_parallelism_is_that_of_one_process(
