@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,10 @@ from tests.parallel.training_jobs import Start, new_trainer, uneven_batch
 
 NUM_GPUS = 2
 
-pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None,
+    reason="Transformer Engine is not installed",
+)
 
 BF16 = {"train_dtype": "bfloat16", "transformer_impl": "transformer_engine"}
 #: Log-probs around -4 in bfloat16 on a random 4-layer model: two roundings of 2^-8 relative.
