@@ -87,7 +87,7 @@ def chunk_with(**changes: object) -> SimpleNamespace:
         "num_layers": 2,
         "moe_router_topk": 2,
     }
-    return SimpleNamespace(config=SimpleNamespace(**(config | changes)), named_modules=lambda: [])
+    return SimpleNamespace(config=SimpleNamespace(**(config | changes)), named_modules=list)
 
 
 @pytest.mark.parametrize(
