@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
+    import torch
     from tqdm import tqdm
 
     from plugin.report.comparison import compare
@@ -83,6 +84,8 @@ def _compare(args: argparse.Namespace) -> int:
     if any(name in given for name in _CHOSEN):
         methods.append(Method.of_config("yours", LossConfig(**given)))
     sweeps = parse_sweeps(args.sweep, settings)
+    # A block fits into the cache: threads that wait for each other cost more than they gain.
+    torch.set_num_threads(1)
     dump = open_dump(args.dumps)
     with tqdm(
         total=dump.total_bytes(), unit="B", unit_scale=True, desc="reading", disable=None
