@@ -125,11 +125,20 @@ class TrainerRank:
         self._trainers[name] = trainer
 
     def _layout(self) -> Literal["packed", "padded"]:
-        """Padded rows where attention is Megatron's local one: it would compute all pairs of a packed row."""
+        """Padded rows where attention is Megatron's local one: it would compute all pairs of a packed row.
+
+        Context parallelism exists for packed rows only, and the interleaved schedule wants all microbatches
+        of one shape, which packed rows are filled up to.
+        """
         from plugin.megatron_backend.model_builder import uses_transformer_engine
 
-        budget = self._config.max_tokens_per_gpu is not None
-        packs = budget or uses_transformer_engine(self._config.transformer_impl)
+        config = self._config
+        packs = (
+            config.max_tokens_per_gpu is not None
+            or config.context_parallel_size > 1
+            or config.virtual_pipeline_model_parallel_size is not None
+            or uses_transformer_engine(config.transformer_impl)
+        )
         return "packed" if packs else "padded"
 
     def log_probs(self, name: PolicyName, arrays: Arrays) -> Any:
