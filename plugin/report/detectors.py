@@ -31,7 +31,7 @@ from plugin.report.findings import Finding, StepTokens, joined_tokens, tokens_of
 from plugin.report.routing_agreement import routing_finding
 
 MIN_TOKENS = 256
-#: Systematic errors are small against noise: smaller steps are pooled until this many tokens are there.
+#: Systematic errors are small against noise: recent steps are pooled, from this many tokens to four times as many.
 MIN_WEIGHT_TOKENS = 8192
 
 
@@ -225,10 +225,10 @@ class MismatchDetectors:
         if tokens.ids is None:
             return None
         self._pool.append(tokens)
-        if sum(map(len, self._pool)) < MIN_WEIGHT_TOKENS:
-            return None
-        pooled, self._pool = joined_tokens(self._pool), []
-        return different_weights(pooled)
+        total = sum(map(len, self._pool))
+        while total - len(self._pool[0]) >= 4 * MIN_WEIGHT_TOKENS:
+            total -= len(self._pool.pop(0))
+        return different_weights(joined_tokens(self._pool)) if total >= MIN_WEIGHT_TOKENS else None
 
     def _stale(self, tokens: StepTokens, staleness: float | None) -> Finding | None:
         if staleness is None or staleness <= 0:
