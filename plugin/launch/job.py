@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,7 +74,8 @@ def _running(
 ) -> Iterator[tuple[TrainerGroup, RolloutQueue, EnginePool]]:
     """The cluster, the ranks and the engines of a job, ready to work; ended whatever happens."""
     slots = plan_resources(config, use_gpus=False).cpu_slots
-    with cluster(config, slots), contextlib.ExitStack() as cleanup:
+    # The handler comes after Ray's own, which ends the process without a word.
+    with cluster(config, slots), _sigterm_as_ctrl_c(), contextlib.ExitStack() as cleanup:
         import ray
 
         plan = plan_resources(config, use_gpus=ray.cluster_resources().get("GPU", 0) > 0)
@@ -90,6 +93,23 @@ def _running(
             trainer.build("teacher", parts.teacher)
         engines.wait_until_ready()
         yield trainer, RolloutQueue(parts.task, engines, parts.sampling, config), engines
+
+
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """`ray job stop` and most schedulers end a job with SIGTERM: leave as on Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(_signal: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Job:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import warnings
 from typing import Any
@@ -41,8 +40,6 @@ def run(args: argparse.Namespace) -> int:
 def _run(config: Any) -> int:
     from plugin.launch.job import run_job
 
-    # `ray job stop` and most schedulers end a job with SIGTERM: leave as on Ctrl-C.
-    signal.signal(signal.SIGTERM, _interrupt)
     result = run_job(config)
     if result.history:
         first, last = result.history[0], result.history[-1]
@@ -51,10 +48,6 @@ def _run(config: Any) -> int:
             f"report: {result.run_dir / 'report.html'}"
         )
     return 130 if result.interrupted else 0
-
-
-def _interrupt(_signal: int, _frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:

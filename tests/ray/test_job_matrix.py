@@ -137,7 +137,10 @@ def processes_of_session(marker: str) -> list[str]:
     return [line for line in found.splitlines() if marker in line]
 
 
-def test_ctrl_c_writes_the_report_and_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_writes_the_report_and_leaves_no_process(
+    tmp_path: Path, ending: signal.Signals
+) -> None:
     run_dir = tmp_path / "run"
     environment = {**os.environ, "RAY_TMPDIR": "/tmp"}
     process = subprocess.Popen(
@@ -155,7 +158,7 @@ def test_ctrl_c_writes_the_report_and_leaves_no_process(tmp_path: Path) -> None:
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.1)
     listening = _listening_addresses()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(ending)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
     assert (run_dir / "report.html").exists()
