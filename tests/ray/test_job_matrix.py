@@ -151,20 +151,30 @@ def test_ctrl_c_writes_the_report_and_leaves_no_process(
         text=True,
         start_new_session=True,
     )
-    metrics = run_dir / "metrics.jsonl"
-    for _ in range(3000):
-        if metrics.exists() and metrics.read_text().count("\n") >= 2:
-            break
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.1)
-    listening = _listening_addresses()
-    process.send_signal(ending)
-    output, _ = process.communicate(timeout=120)
+    try:
+        _wait_for_steps(run_dir / "metrics.jsonl", process)
+        listening = _listening_addresses()
+        process.send_signal(ending)
+        output, _ = process.communicate(timeout=120)
+    finally:
+        # A failed test must not leave the job running; its own end takes Ray along.
+        if process.poll() is None:
+            process.terminate()
+            process.wait(timeout=120)
     assert process.returncode == 130, output
     assert (run_dir / "report.html").exists()
     assert not processes_of_session(f"_{process.pid}/")
     outside = [address for address in listening if not address.startswith(("127.", "[::ffff:127."))]
     assert not outside, outside
+
+
+def _wait_for_steps(metrics: Path, process: subprocess.Popen[str]) -> None:
+    for _ in range(6000):
+        if metrics.exists() and metrics.read_text().count("\n") >= 2:
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    raise AssertionError("the job made no step in ten minutes")
 
 
 def _listening_addresses() -> list[str]:
