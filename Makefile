@@ -21,8 +21,8 @@ venv: .venv/ready ## build .venv with pinned CPU dependencies
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
-test: venv ## the whole default suite: unit, parallel (gloo ranks), Ray
-	$(BIN)/python -m pytest
+test: venv ## the whole default suite on CPU: unit, parallel (gloo ranks), Ray
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest
 
 .venv-mcore-latest/ready: requirements/mcore-latest.txt
 	python3.12 -m venv .venv-mcore-latest
