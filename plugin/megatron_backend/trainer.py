@@ -127,7 +127,7 @@ class MegatronTrainer:
         if config.use_tis or config.get_mismatch_metrics:
             for name in config.hook_names():
                 load_hook(name)
-        models = build_model(hf_config, model_settings(config, seed), groups)
+        models = build_model(hf_config, model_settings(config, groups, seed), groups)
         self.chunks: list[Any] = list(models)
         self.optimizer: GuardedOptimizer | None = None
         if trainable:
@@ -374,7 +374,9 @@ class MegatronTrainer:
         )
 
 
-def model_settings(config: TrainerConfig, seed: int = 1234) -> ModelSettings:
+def model_settings(
+    config: TrainerConfig, groups: ParallelGroups, seed: int = 1234
+) -> ModelSettings:
     """The model builder's share of the configuration."""
     return ModelSettings(
         transformer_impl=config.transformer_impl,
@@ -385,6 +387,8 @@ def model_settings(config: TrainerConfig, seed: int = 1234) -> ModelSettings:
         recompute_num_layers=config.recompute_num_layers,
         moe_token_dispatcher_type=config.moe_token_dispatcher_type,
         calculate_per_token_loss=config.per_token,
+        # The interleaved schedule gets rows of one length (see `forward_step.prepare`) and exchanges no shapes.
+        variable_seq_lengths=groups.vpp_size is None,
         seed=seed,
     )
 

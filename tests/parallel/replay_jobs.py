@@ -240,3 +240,84 @@ def _live_routing(router: TopKRouter) -> Any:
             router.router_replay = held
 
     return routing
+
+
+class RouteReader:
+    """Reads, token by token and layer by layer, which experts the routers of this rank used in forward passes."""
+
+    def __init__(self, trainer: MegatronTrainer, batch: RolloutBatch) -> None:
+        model = trainer.routed_model
+        assert model is not None
+        self.trainer, self.model = trainer, model
+        totals = batch.columns["total_lengths"]
+        self.seen = [torch.full((n, model.num_layers, model.topk), -1) for n in totals]
+        self._places: list[tuple[Tensor, Tensor]] = []
+        self._lay_out = trainer._laid_out
+        trainer._laid_out = self._remember_places  # type: ignore[method-assign]
+        for index, router in model.routers.items():
+            router.register_forward_hook(self._hook(index))
+
+    def _remember_places(self, microbatches: Any) -> Any:
+        """Per microbatch, the global sample and the position of every row that the routers see."""
+        prepared = self._lay_out(microbatches)
+        plan = self.trainer_plan
+        self._places = []
+        for laid_out, samples in zip(prepared, plan, strict=True):
+            local, positions = (
+                router_replay.router_order(
+                    values, self.trainer.groups, self.trainer.config.sequence_parallel
+                )
+                for values in (laid_out.inputs.sample_ids, laid_out.inputs.position_ids)
+            )
+            table = torch.tensor([*samples, -1])
+            self._places.append((table[local], positions))
+        return prepared
+
+    @property
+    def trainer_plan(self) -> Any:
+        return self._plan.ranks[self.trainer.groups.dp_rank]
+
+    def planned(self, plan: MicrobatchPlan) -> MicrobatchPlan:
+        self._plan = plan
+        return plan
+
+    def _hook(self, index: int) -> Any:
+        def read(router: TopKRouter, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+            session = router.router_replay.session
+            if session.active is None:
+                return
+            samples, positions = self._places[session.active]
+            experts = output[1].float().topk(self.model.topk, dim=1).indices.sort(dim=1).values
+            for row in (samples >= 0).nonzero().flatten().tolist():
+                self.seen[int(samples[row])][int(positions[row]), index] = experts[row]
+
+        return read
+
+
+def read_routes(
+    groups: ParallelGroups,
+    hf_config: Any,
+    state_dict: dict[str, Tensor],
+    settings: dict[str, Any],
+    routes: list[Tensor] | None,
+) -> list[Tensor]:
+    """Experts that this rank's routers used, per sample [tokens, layers, topk] (-1 = not on this rank).
+
+    Without `routes` the routers choose and are recorded; with them they replay, in a training step too.
+    """
+    original_plan = trainer_module.plan_microbatches
+    config = TrainerConfig(**{"lr": 1e-2, **settings})
+    trainer = MegatronTrainer(config, hf_config, groups)
+    trainer.load_hf_weights(state_dict)
+    batch = uneven_batch()
+    if routes is not None:
+        batch = batch.with_column("rollout_routed_experts", routes)
+    reader = RouteReader(trainer, batch)
+    try:
+        trainer_module.plan_microbatches = lambda *a, **k: reader.planned(original_plan(*a, **k))
+        log_probs = trainer.compute_log_probs(batch)
+        if routes is not None:
+            trainer.train_step(batch.with_column("log_probs", log_probs))
+    finally:
+        trainer_module.plan_microbatches = original_plan
+    return reader.seen

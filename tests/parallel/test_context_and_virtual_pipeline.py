@@ -77,5 +77,6 @@ def test_the_interleaved_schedule(run_ranks: RunRanks) -> None:
     cases = {name: losses(**SMALL_BUDGET)[name] for name in ("ppo", "gspo", "ipo_kl")}
     cases["recompute"] = cases["ppo"].cut(**RECOMPUTE)
     cases["odd number of microbatches"] = Case(settings={"micro_batch_size": 2})
+    cases["one real and one padding microbatch"] = Case(settings={"micro_batch_size": 64})
     cases["moe"] = Case("qwen3_moe", settings=SMALL_BUDGET)
     check(run_ranks, VPP2, cases)

@@ -131,3 +131,26 @@ def test_routers_that_cannot_be_matched_to_routes_are_refused(run_ranks) -> None
     assert "is no MoE layer" in messages["orphan"]
     assert "both say they are layer 1" in messages["alias"]
     assert "instead of once" in messages["bypassed"]
+
+
+def test_routes_recorded_on_one_layout_are_used_token_by_token_on_another(run_ranks) -> None:
+    config = tiny_models.tiny_qwen3_moe(mlp_only_layers=[0])
+    model = (config, tiny_models.hf_state_dict(config, seed=3))
+    _, sizes, settings = LAYOUTS["pp2_recompute"]
+    recording = {"use_routing_replay": True, **settings, **sizes}
+    recorded = joined(run_ranks(replay_jobs.read_routes, 2, *model, recording, None, **sizes))
+    # Shift every route to the next expert: routers would never choose these by themselves.
+    routes = [((sample + 1) % 4).to(torch.uint8) for sample in recorded]
+    want = [sample.long().sort(dim=2).values for sample in routes]
+    for name in ("dp2", "ep2", "tp2_sp", "cp2"):
+        ranks, sizes, settings = LAYOUTS[name]
+        settings = {**REPLAY, **settings, **sizes}
+        results = run_ranks(replay_jobs.read_routes, ranks, *model, settings, routes, **sizes)
+        assert all(map(torch.equal, joined(results), want)), name
+
+
+def joined(results: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """The routes that the ranks saw, put together; every token of every layer was seen somewhere."""
+    samples = [torch.stack(parts).amax(dim=0) for parts in zip(*results, strict=True)]
+    assert all(int(sample.min()) >= 0 for sample in samples)
+    return samples
