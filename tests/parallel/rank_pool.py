@@ -104,8 +104,13 @@ def _serve(pipe: multiprocessing.connection.Connection) -> None:
             pipe.send_bytes(message)
 
 
+#: A gloo group's threads outlive it: after some dozens of groups they slow down everything in the process.
+_JOBS_PER_WORKER = 10
+
+
 class _Worker:
     def __init__(self) -> None:
+        self.jobs = 0
         self.pipe, theirs = _CONTEXT.Pipe()
         # Not a daemon: daemons may not start processes, and asynchronous checkpointing does.
         self.process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=False)
@@ -154,6 +159,11 @@ class RankPool:
         """
         while len(self._workers) < world_size:
             self._workers.append(_Worker())
+        for rank in range(world_size):
+            if self._workers[rank].jobs >= _JOBS_PER_WORKER:
+                self._workers[rank].kill()
+                self._workers[rank] = _Worker()
+            self._workers[rank].jobs += 1
         workers = self._workers[:world_size]
         self._jobs += 1
         init_method = f"file://{self._directory.name}/rendezvous-{self._jobs}"
