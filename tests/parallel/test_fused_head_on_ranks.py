@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.parallel.training_jobs import Case, Layout, differences, run_cases
 
 THROUGH_LOGITS = Case(settings={"fused_lm_head": "off", "entropy_coef": 0.01})
@@ -14,6 +16,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow  # tests/parallel/test_layout_equality.py has a shorter form
 def test_fused_and_through_logits_give_the_same_step_on_every_layout(run_ranks) -> None:
     want = run_cases(run_ranks, Layout(), {"logits": THROUGH_LOGITS.uncut()})["logits"]
     for name, (layout, settings) in LAYOUTS.items():
