@@ -1,4 +1,4 @@
-"""Batches and generations as a few flat arrays.
+"""Batches and trajectories as a few flat arrays.
 
 A rollout batch is thousands of small tensors, which are slow to serialise one by one; Ray moves NumPy arrays
 without copying. Every field of the table becomes one array, and comes back with its shape and dtype.
@@ -6,6 +6,8 @@ without copying. Every field of the table becomes one array, and comes back with
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from plugin.batch_types import FIELDS, RolloutBatch
 from plugin.rollout.engine_protocol import Generation
+from plugin.rollout.trajectory import Segment, Trajectory
 
 Arrays = dict[str, np.ndarray]
 
@@ -47,18 +50,28 @@ def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> RolloutBatch:
     return RolloutBatch(columns)
 
 
-def generations_to_arrays(answers: Sequence[Sequence[Generation]]) -> Arrays:
-    """All generations of an engine's answer end to end, with the counts to take them apart again."""
-    flat = [generation for answer in answers for generation in answer]
+def trajectories_to_arrays(answers: Sequence[Sequence[Trajectory]]) -> Arrays:
+    """An engine's answer: every segment end to end, with the counts to take them apart again."""
+    flat = [trajectory for answer in answers for trajectory in answer]
+    segments = [segment for trajectory in flat for segment in trajectory.segments]
+    generations = [segment.generation for segment in segments]
     arrays: Arrays = {
         "counts": np.asarray([len(answer) for answer in answers], np.int64),
-        "lengths": np.asarray([g.tokens.numel() for g in flat], np.int64),
-        "versions": np.asarray([g.weight_version for g in flat], np.int64),
-        "stopped": np.asarray([g.finish_reason == "stop" for g in flat], np.bool_),
-        "tokens": _joined([g.tokens for g in flat]),
+        "segments": np.asarray([len(t.segments) for t in flat], np.int64),
+        "turns": np.asarray([t.turns for t in flat], np.int64),
+        "rewards": np.asarray([math.nan if t.reward is None else t.reward for t in flat]),
+        "errors": np.asarray([t.error or "" for t in flat], np.str_),
+        "prompt_lengths": np.asarray([len(s.prompt) for s in segments], np.int64),
+        "prompts": np.asarray([token for s in segments for token in s.prompt], np.int64),
+        "lengths": np.asarray([g.tokens.numel() for g in generations], np.int64),
+        "versions": np.asarray([g.weight_version for g in generations], np.int64),
+        "stopped": np.asarray([g.finish_reason == "stop" for g in generations], np.bool_),
+        "tokens": _joined([g.tokens for g in generations]),
+        "masked": np.asarray([s.loss_mask is not None for s in segments], np.bool_),
+        "masks": _joined([s.loss_mask for s in segments if s.loss_mask is not None]),
     }
-    log_probs = [g.log_probs for g in flat if g.log_probs is not None]
-    routes = [g.routed_experts for g in flat if g.routed_experts is not None]
+    log_probs = [g.log_probs for g in generations if g.log_probs is not None]
+    routes = [g.routed_experts for g in generations if g.routed_experts is not None]
     if log_probs:
         arrays["log_probs"] = _joined(log_probs)
     if routes:
@@ -67,26 +80,51 @@ def generations_to_arrays(answers: Sequence[Sequence[Generation]]) -> Arrays:
     return arrays
 
 
-def generations_from_arrays(arrays: Mapping[str, np.ndarray]) -> list[list[Generation]]:
-    """The answer that `generations_to_arrays` took apart."""
+def trajectories_from_arrays(arrays: Mapping[str, np.ndarray]) -> list[list[Trajectory]]:
+    """The answer that `trajectories_to_arrays` took apart."""
+    segments = iter(_segments_from_arrays(arrays))
+    columns = (arrays[name].tolist() for name in ("segments", "rewards", "errors", "turns"))
+    flat = iter(
+        [
+            Trajectory(
+                tuple(itertools.islice(segments, count)),
+                None if math.isnan(reward) else reward,
+                error or None,
+                turns,
+            )
+            for count, reward, error, turns in zip(*columns, strict=True)
+        ]
+    )
+    return [list(itertools.islice(flat, count)) for count in arrays["counts"].tolist()]
+
+
+def _segments_from_arrays(arrays: Mapping[str, np.ndarray]) -> list[Segment]:
     lengths = arrays["lengths"].tolist()
-    tokens = _split(arrays["tokens"], lengths)
     nothing: list[Tensor | None] = [None] * len(lengths)
+    tokens = _split(arrays["tokens"], lengths)
+    prompts = _split(arrays["prompts"], arrays["prompt_lengths"].tolist())
     log_probs = _split(arrays["log_probs"], lengths) if "log_probs" in arrays else nothing
     routes = nothing
     if "routed_experts" in arrays:
         routes = _split(arrays["routed_experts"], arrays["route_lengths"].tolist())
-    flat = [
-        Generation(tokens[i], "stop" if stopped else "length", version, log_probs[i], routes[i])
-        for i, (stopped, version) in enumerate(
-            zip(arrays["stopped"].tolist(), arrays["versions"].tolist(), strict=True)
+    masked = arrays["masked"].tolist()
+    of_masked = [length for length, has in zip(lengths, masked, strict=True) if has]
+    masks = iter(_split(arrays["masks"], of_masked))
+    versions, stopped = arrays["versions"].tolist(), arrays["stopped"].tolist()
+    return [
+        Segment(
+            tuple(prompts[i].tolist()),
+            Generation(
+                tokens[i],
+                "stop" if stopped[i] else "length",
+                versions[i],
+                log_probs[i],
+                routes[i],
+            ),
+            next(masks) if masked[i] else None,
         )
+        for i in range(len(lengths))
     ]
-    answers, start = [], 0
-    for count in arrays["counts"].tolist():
-        answers.append(flat[start : start + count])
-        start += count
-    return answers
 
 
 def _joined(tensors: Sequence[Tensor]) -> np.ndarray:

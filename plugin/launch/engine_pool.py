@@ -9,42 +9,36 @@ from plugin.config import JobConfig
 from plugin.errors import EngineError
 from plugin.launch.array_transport import (
     Arrays,
-    generations_from_arrays,
-    generations_to_arrays,
+    trajectories_from_arrays,
+    trajectories_to_arrays,
 )
 from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.remote_calls import result_of, wait_for_all
+from plugin.rollout.engine_choice import make_engine
 from plugin.rollout.engine_protocol import (
     EngineHealth,
-    Generation,
     GenerationRequest,
     SamplingParameters,
 )
+from plugin.rollout.single_turn import run_single_turn
+from plugin.rollout.trajectory import Trajectory
 
 
 class EngineActor:
-    """The body of an engine's actor: the transformers engine, with answers as flat arrays."""
+    """The body of an engine's actor: any engine, with answers as flat arrays."""
 
     def __init__(self, config: JobConfig, hf_config: Mapping[str, Any], name: str) -> None:
         import torch
 
-        from plugin.rollout.transformers_engine import TransformersEngine
-
         if not torch.cuda.is_available():
             torch.set_num_threads(config.threads_per_rank)
-        self._engine = TransformersEngine(
-            hf_config,
-            dtype=config.rollout_dtype,
-            quantization=config.rollout_quantization,
-            max_batch=config.rollout_max_batch,
-            name=name,
-        )
+        self._engine = make_engine(config, hf_config, name)
 
     def generate(
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> Arrays:
-        """As `RolloutEngine.generate`."""
-        return generations_to_arrays(self._engine.generate(requests, parameters))
+        """One trajectory per seed of every request."""
+        return trajectories_to_arrays(run_single_turn(self._engine, requests, parameters))
 
     def load_weights(self, version: int, bucket: bytes, last: bool) -> None:
         """As `RolloutEngine.load_weights`."""
@@ -110,9 +104,9 @@ class EnginePool:
         wanted = 1 if wait_seconds else len(tickets)
         return ray.wait(tickets, num_returns=wanted, timeout=wait_seconds)[0]
 
-    def answer(self, ticket: Any) -> list[list[Generation]]:
+    def answer(self, ticket: Any) -> list[list[Trajectory]]:
         """The answer of a finished ticket, or its error."""
-        return generations_from_arrays(result_of(ticket, self._asked.pop(ticket)))
+        return trajectories_from_arrays(result_of(ticket, self._asked.pop(ticket)))
 
     def send_weights(self, version: int, buckets: Sequence[Any]) -> None:
         """Queues new weights behind what each engine is doing; `finish_loads` waits for them."""

@@ -17,9 +17,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import (
+    CheckpointingConfig,
+    CheckpointingException,
+    save_config,
+)
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.optimizer import MegatronOptimizer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -132,9 +139,9 @@ def save_checkpoint(
     errors.agree(doing)
     with errors.collecting():
         content = sharded_state(parts.chunks, parts.optimizer, groups)
-        strategy = _SynchronousSave("torch_dist", 1)
-        dist_checkpointing.save(content, str(incomplete / _TENSORS), strategy)
+        _write_tensors(content, incomplete / _TENSORS)
     errors.agree(doing)
+    _on_first_rank(groups, errors, lambda: _complete_for_megatron(incomplete / _TENSORS))
     files: dict[str, list[int]] = {}
     with errors.collecting():
         mine = _written_by(groups.rank, directories.files_of(incomplete))
@@ -195,28 +202,40 @@ def _rng_file(directory: Path, rank: int) -> Path:
     return directory / "rng" / f"rank_{rank:05d}.safetensors"
 
 
-class _SynchronousSave(torch_strategies.TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, written by this process.
+def _write_tensors(state: ShardedStateDict, directory: Path) -> None:
+    """Write this rank's share as torch_dist; torch gathers failures, so all ranks raise or none does.
 
-    Megatron's own writer starts processes even for a synchronous save; a daemonic process may not, and
-    forking one that runs gloo, NCCL or Ray threads is a gamble.
+    In place of `dist_checkpointing.save`, because of what that does around the same calls. Its writer starts
+    processes even for a synchronous save; a daemonic process may not, and forking one that runs gloo, NCCL or
+    Ray threads is a gamble. And from megatron-core 0.19 on it puts a pickled object among the tensors.
     """
+    tensors, rest = save_preprocess(state)
+    if list(nested_values(rest)):
+        raise CheckpointError(
+            f"{list(rest)} hold something besides tensors, which would be pickled; wrap it in "
+            "LocalNonpersistentObject"
+        )
+    by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(tensors, True)
+    torch_checkpoint.save(
+        torch_strategies.mcore_to_pyt_state_dict(by_key, False),
+        # With more threads torch loses the errors of all but one. Files are synced when they are sealed.
+        storage_writer=torch_checkpoint.FileSystemWriter(
+            directory, thread_count=1, sync_files=False
+        ),
+        planner=torch_strategies.MCoreSavePlanner(
+            dedup_replicated_tensors=False, flatten_state_dict=False
+        ),
+    )
 
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
-        """Write this rank's share; torch gathers failures, so all ranks raise or none does."""
-        by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        torch_checkpoint.save(
-            torch_strategies.mcore_to_pyt_state_dict(by_key, False),
-            # With more threads torch loses the errors of all but one. Files are synced when they are sealed.
-            storage_writer=torch_checkpoint.FileSystemWriter(
-                checkpoint_dir, thread_count=1, sync_files=False
-            ),
-            planner=torch_strategies.MCoreSavePlanner(
-                dedup_replicated_tensors=False, flatten_state_dict=False
-            ),
-        )
+
+def _complete_for_megatron(directory: Path) -> Path:
+    """Add the two files that make it a checkpoint which every version of `dist_checkpointing.load` accepts.
+
+    Version 0.16 needs common.pt; 0.19 would otherwise look for a pickled object instead.
+    """
+    torch.save({}, directory / COMMON_STATE_FNAME)
+    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
+    return directory
 
 
 def _written_by(rank: int, names: Sequence[str]) -> list[str]:
@@ -347,9 +366,7 @@ def check_index(directory: Path) -> None:
     path = directory / _INDEX_FILE
     try:
         index = _IndexReader(io.BytesIO(path.read_bytes())).load()
-        common = directory / "common.pt"
-        if common.exists():  # megatron-core 0.19 no longer writes it
-            torch.load(common, map_location="cpu", weights_only=True)
+        torch.load(directory / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"the index of {directory} cannot be read safely: {error}; it is corrupt or was not written by this "

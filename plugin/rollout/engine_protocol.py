@@ -37,10 +37,13 @@ class GenerationRequest:
 
     A response depends on the weights, the prompt and its own seed, not on what else is in the batch (up to
     rounding), so a request can be sent again, to another engine, after a failure.
+
+    prompt_index: the task's number of the prompt, for tasks that play several turns
     """
 
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
+    prompt_index: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,16 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class GenerationFailure:
+    """A response that could not be generated although the engine lives, and why."""
+
+    reason: str
+
+
+Answer = Generation | GenerationFailure
+
+
+@dataclass(frozen=True)
 class EngineHealth:
     """What an engine says about itself."""
 
@@ -74,8 +87,8 @@ class RolloutEngine(Protocol):
 
     def generate(
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-    ) -> list[list[Generation]]:
-        """For each request, one generation per seed, in order."""
+    ) -> Sequence[Sequence[Answer]]:
+        """For each request, one generation per seed, in order; an exception means that the engine is broken."""
         ...
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
@@ -89,7 +102,7 @@ class RolloutEngine(Protocol):
 
 def check_generations(
     requests: Sequence[GenerationRequest],
-    answers: Sequence[Sequence[Generation]],
+    answers: Sequence[Sequence[Answer]],
     parameters: SamplingParameters,
 ) -> None:
     """Whether an engine answered what it was asked, or an `EngineError` that names the request."""
@@ -101,6 +114,8 @@ def check_generations(
                 f"request {number} asked for {len(request.seeds)} responses and got {len(answer)}"
             )
         for generation in answer:
+            if isinstance(generation, GenerationFailure):
+                continue
             _check_generation(number, request, generation, parameters)
 
 
@@ -108,10 +123,10 @@ def _check_generation(
     number: int, request: GenerationRequest, generation: Generation, parameters: SamplingParameters
 ) -> None:
     length = generation.tokens.numel()
-    if not 1 <= length <= parameters.max_response_length:
+    if length > parameters.max_response_length:
         raise EngineError(
-            f"request {number} got a response of {length} tokens; between 1 and "
-            f"{parameters.max_response_length} were asked for"
+            f"request {number} got a response of {length} tokens; at most {parameters.max_response_length} were "
+            "asked for"
         )
     wanted = (
         ("log-probs", parameters.log_probs, generation.log_probs, length),

@@ -8,10 +8,11 @@ from plugin.batch_types import FIELDS, RolloutBatch, RolloutSample
 from plugin.launch.array_transport import (
     batch_from_arrays,
     batch_to_arrays,
-    generations_from_arrays,
-    generations_to_arrays,
+    trajectories_from_arrays,
+    trajectories_to_arrays,
 )
 from plugin.rollout.engine_protocol import Generation
+from plugin.rollout.trajectory import Segment, Trajectory, failed
 
 
 def full_batch() -> RolloutBatch:
@@ -50,33 +51,45 @@ def test_every_field_of_the_table_comes_back_as_it_was() -> None:
                 assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype
 
 
-def test_generations_come_back_grouped() -> None:
-    def generation(length: int, version: int) -> Generation:
-        routes = torch.randint(0, 9, (length + 2, 1, 2), dtype=torch.uint8)
-        return Generation(
-            torch.arange(length),
-            "stop" if length > 1 else "length",
-            version,
-            torch.rand(length),
-            routes,
-        )
+def generation(length: int, version: int) -> Generation:
+    routes = torch.randint(0, 9, (length + 2, 1, 2), dtype=torch.uint8)
+    reason = "stop" if length > 1 else "length"
+    return Generation(torch.arange(length), reason, version, torch.rand(length), routes)
 
-    answers = [[generation(3, 1), generation(1, 2)], [generation(2, 2)]]
-    returned = generations_from_arrays(generations_to_arrays(answers))
+
+def test_trajectories_come_back_grouped() -> None:
+    mask = torch.tensor([1, 0, 1])
+    several = Trajectory(
+        (Segment((1, 2), generation(3, 1), mask), Segment((1,), generation(1, 2))), 0.5, None, 4
+    )
+    one = Trajectory((Segment((7, 8), generation(2, 2)),))
+    answers = [[several, failed("the tool broke")], [one]]
+    returned = trajectories_from_arrays(trajectories_to_arrays(answers))
     assert [len(answer) for answer in returned] == [2, 1]
-    flat = [generation for answer in answers for generation in answer]
-    flat_returned = [generation for answer in returned for generation in answer]
-    for mine, theirs in zip(flat, flat_returned, strict=True):
-        assert torch.equal(mine.tokens, theirs.tokens)
-        assert torch.equal(mine.log_probs, theirs.log_probs)
-        assert torch.equal(mine.routed_experts, theirs.routed_experts)
-        assert (mine.finish_reason, mine.weight_version) == (
-            theirs.finish_reason,
-            theirs.weight_version,
-        )
+    [[first, second], [third]] = returned
+    assert (first.reward, first.error, first.turns) == (0.5, None, 4)
+    assert second == failed("the tool broke")
+    assert third.reward is None and third.turns == 1
+    for mine, theirs in zip(
+        several.segments + one.segments, first.segments + third.segments, strict=True
+    ):
+        assert mine.prompt == theirs.prompt
+        assert (mine.loss_mask is None) == (theirs.loss_mask is None)
+        a, b = mine.generation, theirs.generation
+        assert torch.equal(a.tokens, b.tokens) and torch.equal(a.log_probs, b.log_probs)
+        assert torch.equal(a.routed_experts, b.routed_experts)
+        assert (a.finish_reason, a.weight_version) == (b.finish_reason, b.weight_version)
+    assert torch.equal(first.segments[0].loss_mask, mask)
 
 
 def test_absent_log_probs_and_routes_stay_absent() -> None:
-    bare = [[Generation(torch.arange(2), "stop", 0)]]
-    [[returned]] = generations_from_arrays(generations_to_arrays(bare))
-    assert returned.log_probs is None and returned.routed_experts is None
+    bare = Trajectory((Segment((1,), Generation(torch.arange(2), "stop", 0)),))
+    [[returned]] = trajectories_from_arrays(trajectories_to_arrays([[bare]]))
+    [segment] = returned.segments
+    assert segment.generation.log_probs is None and segment.generation.routed_experts is None
+
+
+def test_an_answer_of_failures_only_comes_back() -> None:
+    assert trajectories_from_arrays(trajectories_to_arrays([[failed("a"), failed("b")]])) == [
+        [failed("a"), failed("b")]
+    ]
