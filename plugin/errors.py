@@ -29,6 +29,10 @@ class ParallelError(MegatronTisError, RuntimeError):
     """A rank failed; carries the traceback of the rank that failed first."""
 
 
+class ActorLost(ParallelError):
+    """A process of the job died or stopped answering; what it was doing can be done again elsewhere."""
+
+
 class WeightError(MegatronTisError):
     """Weights do not fit the model, or carry an unexpected version."""
 

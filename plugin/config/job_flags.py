@@ -215,6 +215,18 @@ class RolloutFlags(FlagGroup):
         None, "async: drop samples more weight versions old than this; none = 1", at_least=0
     )
 
+    max_error_reschedule_attempts: int | None = flag(
+        None,
+        "times a group with a failed or empty response is sampled again before it is dropped; none = for ever",
+        at_least=0,
+    )
+    rollout_timeout: float | None = flag(
+        None,
+        "seconds an engine may take for the requests it is sent at once before it is replaced; none = "
+        "--step-timeout",
+        above=0,
+    )
+
     def check(self) -> None:
         expect(
             self.rollout_top_p <= 1,
@@ -267,6 +279,11 @@ class LaunchFlags(FlagGroup):
     threads_per_rank: int = flag(1, "torch threads of a rank or engine on CPU", at_least=1)
     start_timeout: float = flag(300.0, "seconds the actors may take to start", above=0)
     step_timeout: float = flag(1800.0, "seconds a step of trainer or engine may take", above=0)
+    max_restarts: int = flag(
+        3,
+        "times in a row that a lost engine, or the trainer, is restarted without progress",
+        at_least=0,
+    )
     network_interface: str | None = flag(
         None, "interface for trainer traffic between nodes; none = loopback, or Ray's with several"
     )
@@ -279,13 +296,23 @@ class OutputFlags(FlagGroup):
 
     run_dir: str | None = flag(None, "run directory; none = runs/<time>-<name>")
     name: str = flag("train", "name of the run")
-    save_interval: int | None = flag(None, "rollouts between checkpoints", at_least=1)
+    save_interval: int | None = flag(
+        None, "rollouts between checkpoints; a lost trainer rank restarts from the last", at_least=1
+    )
+    keep_checkpoints: int = flag(2, "checkpoints to keep, the newest", at_least=1)
+    resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
     save_hf: bool = flag(False, "write the trained model as a Hugging Face directory at the end")
     dump_log_probs: str | None = flag(
         None, "directory for the log-probs of every step, for `megatron-tis compare`"
     )
     use_wandb: bool = flag(False, "also log to Weights & Biases, if it is installed")
     wandb_project: str = flag("megatron-tis", "its project")
+
+    def check(self) -> None:
+        expect(
+            not self.resume or self.run_dir is not None,
+            "--resume without --run-dir: name the run directory to go on with",
+        )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from plugin.errors import MegatronTisError, ParallelError
+from plugin.errors import ActorLost, MegatronTisError, ParallelError
 
 _POLL_SECONDS = 0.05
 
@@ -35,7 +35,7 @@ def wait_for_all(
         if while_waiting is not None:
             while_waiting()
         if waiting and time.monotonic() > deadline:
-            raise ParallelError(
+            raise ActorLost(
                 f"{', '.join(waiting.values())} did not answer within {timeout:g} s; look for a hang there, or "
                 "raise --step-timeout (--start-timeout while starting)"
             )
@@ -43,7 +43,11 @@ def wait_for_all(
 
 
 def result_of(reference: Any, name: str) -> Any:
-    """The value of a finished call, or the error that ended it."""
+    """The value of a finished call, or the error that ended it.
+
+    Our own errors come as themselves, those of other code as `ParallelError` with the traceback; `ActorLost` means
+    that the process, or the data on its way to or from it, is gone.
+    """
     import ray
 
     try:
@@ -52,6 +56,8 @@ def result_of(reference: Any, name: str) -> Any:
         cause = error.cause
         if isinstance(cause, MegatronTisError):
             raise cause from error
+        if isinstance(cause, ray.exceptions.ObjectLostError):
+            raise ActorLost(f"{name} did not get its data, the sender is gone: {cause}") from error
         raise ParallelError(f"{name} failed:\n{error}") from error
-    except ray.exceptions.RayActorError as error:
-        raise ParallelError(f"{name} died: {error}") from error
+    except ray.exceptions.RayError as error:
+        raise ActorLost(f"{name} died: {error}") from error

@@ -138,8 +138,10 @@ def save_checkpoint(
     # Before the next call, which is collective: a rank that failed here must not leave the others in it.
     errors.agree(doing)
     with errors.collecting():
-        content = sharded_state(parts.chunks, parts.optimizer, groups)
-        _write_tensors(content, incomplete / _TENSORS)
+        tensors = _tensors_to_write(sharded_state(parts.chunks, parts.optimizer, groups))
+    errors.agree(doing)
+    with errors.collecting():
+        _write_tensors(tensors, incomplete / _TENSORS)
     errors.agree(doing)
     _on_first_rank(groups, errors, lambda: _complete_for_megatron(incomplete / _TENSORS))
     files: dict[str, list[int]] = {}
@@ -202,19 +204,24 @@ def _rng_file(directory: Path, rank: int) -> Path:
     return directory / "rng" / f"rank_{rank:05d}.safetensors"
 
 
-def _write_tensors(state: ShardedStateDict, directory: Path) -> None:
-    """Write this rank's share as torch_dist; torch gathers failures, so all ranks raise or none does.
-
-    In place of `dist_checkpointing.save`, because of what that does around the same calls. Its writer starts
-    processes even for a synchronous save; a daemonic process may not, and forking one that runs gloo, NCCL or
-    Ray threads is a gamble. And from megatron-core 0.19 on it puts a pickled object among the tensors.
-    """
+def _tensors_to_write(state: ShardedStateDict) -> ShardedStateDict:
+    """The tensors of a state, after the check of all ranks that together they hold each one exactly once."""
     tensors, rest = save_preprocess(state)
     if list(nested_values(rest)):
         raise CheckpointError(
             f"{list(rest)} hold something besides tensors, which would be pickled; wrap it in "
             "LocalNonpersistentObject"
         )
+    return tensors
+
+
+def _write_tensors(tensors: ShardedStateDict, directory: Path) -> None:
+    """Write this rank's share as torch_dist; torch gathers failures, so all ranks raise or none does.
+
+    Stands in for `dist_checkpointing.save`. That starts processes even for a synchronous save; a daemonic process
+    may not, and forking one that runs gloo, NCCL or Ray threads is a gamble. And from megatron-core 0.19 on it puts
+    a pickled object among the tensors.
+    """
     by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(tensors, True)
     torch_checkpoint.save(
         torch_strategies.mcore_to_pyt_state_dict(by_key, False),
