@@ -4,6 +4,7 @@ from plugin.config.flags import FlagGroup, flag
 from plugin.config.job_flags import (
     EMBEDDED_DEFAULTS,
     BatchingFlags,
+    ConversationFlags,
     JobConfig,
     LaunchFlags,
     ModelFlags,
@@ -31,6 +32,7 @@ __all__ = [
     "ROLLOUT_LOSSES",
     "AdvantageFlags",
     "BatchingFlags",
+    "ConversationFlags",
     "CorrectionFlags",
     "FlagGroup",
     "JobConfig",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Mapping
@@ -260,6 +261,51 @@ class RolloutFlags(FlagGroup):
 
 
 @dataclass(frozen=True)
+class ConversationFlags(FlagGroup):
+    title: ClassVar[str] = "several turns (multi-turn tasks)"
+
+    max_turns: int = flag(16, "replies of the policy in one trajectory", at_least=1)
+    max_context_length: int | None = flag(
+        None,
+        "a turn starts only if its context and --max-response-length fit into so many tokens; none = no limit",
+        at_least=2,
+    )
+    preserve_all_thinking: bool = flag(
+        False, "keep the thinking of older turns that the chat template would strip"
+    )
+    preserve_thinking_between_tool_calls: bool = flag(
+        False, "keep it until a new user message arrives"
+    )
+    chat_template_kwargs: str | None = flag(
+        None, 'JSON object handed to the chat template, e.g. {"enable_thinking": false}'
+    )
+    environment_timeout: float = flag(
+        60.0, "seconds that one step of an environment may take; then its trajectory fails", above=0
+    )
+    environment_threads: int = flag(
+        16, "environments of an engine that take a step at the same time", at_least=1
+    )
+
+    def check(self) -> None:
+        self.template_arguments()
+
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is called with besides messages and tools."""
+        if self.chat_template_kwargs is None:
+            return {}
+        try:
+            arguments = json.loads(self.chat_template_kwargs)
+        except ValueError:
+            arguments = None
+        expect(
+            isinstance(arguments, dict),
+            f"--chat-template-kwargs is {self.chat_template_kwargs!r}; it must be a JSON object such as "
+            '{"enable_thinking": false}',
+        )
+        return dict(arguments)
+
+
+@dataclass(frozen=True)
 class LaunchFlags(FlagGroup):
     title: ClassVar[str] = "launch"
 
@@ -324,6 +370,7 @@ class TrainerConfig(LossConfig, ModelFlags, OptimizerFlags, ParallelFlags, Batch
 class JobConfig(
     TrainerConfig,
     RolloutFlags,
+    ConversationFlags,
     LaunchFlags,
     OutputFlags,
 ):
