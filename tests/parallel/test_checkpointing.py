@@ -395,10 +395,21 @@ def _intrude(directory: Path) -> None:
     reseal(directory)
 
 
-def _list_an_object(directory: Path) -> None:
+def _intrude_beside_the_tensors(directory: Path) -> None:
+    torch.save({"args": Intruder()}, directory / "model" / "common.pt")
+    reseal(directory)
+
+
+def _list_megatrons_own_object(directory: Path) -> None:
+    """Without common.pt, megatron-core 0.19 unpickles an object of this name from a shard."""
+    (directory / "model" / "common.pt").unlink()
+    _list_an_object(directory, "common_state/shard_0_1")
+
+
+def _list_an_object(directory: Path, name: str = "rng") -> None:
     path = directory / "model" / ".metadata"
     index = pickle.loads(path.read_bytes())
-    index.state_dict_metadata["rng"] = torch.distributed.checkpoint.metadata.BytesStorageMetadata()
+    index.state_dict_metadata[name] = torch.distributed.checkpoint.metadata.BytesStorageMetadata()
     path.write_bytes(pickle.dumps(index))
     reseal(directory)
 
@@ -424,6 +435,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bit flipped": (_flip_a_bit, "CRC-32 differs"),
     "no user state": (lambda path: (path / "user_state.json").unlink(), "user_state.json"),
     "code in the index": (_intrude, "cannot be read safely: it wants to build posix.system"),
+    "code beside the tensors": (
+        _intrude_beside_the_tensors,
+        "cannot be read safely: Weights only load failed",
+    ),
+    "nothing beside the tensors": (_list_megatrons_own_object, "common.pt"),
     "a pickled object": (_list_an_object, "lists pickled objects (rng)"),
     "a tensor missing": (_lose_a_tensor, "optimizer.state.exp_avg.output_layer.weight"),
 }
