@@ -33,6 +33,10 @@ class ActorLost(ParallelError):
     """A process of the job died or stopped answering; what it was doing can be done again elsewhere."""
 
 
+class SenderLost(ActorLost):
+    """Data did not arrive because the process that sent it is gone."""
+
+
 class WeightError(MegatronTisError):
     """Weights do not fit the model, or carry an unexpected version."""
 

@@ -348,6 +348,9 @@ class OutputFlags(FlagGroup):
     keep_checkpoints: int = flag(2, "checkpoints to keep, the newest", at_least=1)
     resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
     save_hf: bool = flag(False, "write the trained model as a Hugging Face directory at the end")
+    detect_mismatch: bool = flag(
+        True, "look for shifted, constant, tempered, truncated or stale log-probs at every step"
+    )
     dump_log_probs: str | None = flag(
         None, "directory for the log-probs of every step, for `megatron-tis compare`"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,16 +32,42 @@ def prepare_batch(config: JobConfig, groups: list[Group], route_shape: Any = Non
     config.require_rollout_log_probs("rollout_log_probs" in batch)
     if config.use_rollout_routing_replay:
         check_routes(batch, route_shape)
-    batch = batch.with_column("advantages", advantages_of(config, batch))
+    counts = [len(t.segments) for group in groups for t in group.trajectories]
+    batch = batch.with_column("advantages", advantages_of(config, batch, counts))
     batch.check()
     return batch
 
 
-def advantages_of(config: JobConfig, batch: RolloutBatch) -> list[Tensor]:
-    """One [response] tensor per sample, by the estimator of the configuration."""
-    rewards = torch.tensor(batch.columns["rewards"], dtype=torch.float32)
-    group_index = torch.tensor(batch.columns["group_index"])
+def advantages_of(
+    config: JobConfig, batch: RolloutBatch, samples_per_trajectory: Sequence[int]
+) -> list[Tensor]:
+    """One [response] tensor per sample, by the estimator of the configuration.
+
+    A trajectory counts once, however many samples it was split into: it is scored as the one sequence of steps
+    that it was, and its advantages are then shared out to its samples.
+    """
     masks = batch.columns["loss_masks"]
+    ends = list(itertools.accumulate(samples_per_trajectory))
+    parts = [
+        masks[end - count : end] for end, count in zip(ends, samples_per_trajectory, strict=True)
+    ]
+    last = [end - 1 for end in ends]
+    advantages = _trajectory_advantages(
+        config,
+        torch.tensor([batch.columns["rewards"][i] for i in last], dtype=torch.float32),
+        torch.tensor([batch.columns["group_index"][i] for i in last]),
+        [torch.cat(part) for part in parts],
+    )
+    return [
+        sample
+        for whole, part in zip(advantages, parts, strict=True)
+        for sample in whole.split([len(mask) for mask in part])
+    ]
+
+
+def _trajectory_advantages(
+    config: JobConfig, rewards: Tensor, group_index: Tensor, masks: list[Tensor]
+) -> list[Tensor]:
     if config.advantage_estimator == "reinforce_plus_plus":
         return reinforce_plus_plus_advantages(rewards, masks, gamma=config.gamma)
     if config.advantage_estimator == "reinforce_plus_plus_baseline":
@@ -79,19 +106,21 @@ def check_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> None:
 
 
 def describe_batch(batch: RolloutBatch, groups: Sequence[Group], version: int) -> dict[str, float]:
-    """What the driver knows about a batch: rewards, lengths, ends and staleness."""
-    rewards = torch.tensor(batch.columns["rewards"], dtype=torch.float64)
+    """What the driver knows about a batch: rewards, lengths, ends, turns and staleness."""
+    rewards = torch.tensor([r for group in groups for r in group.rewards], dtype=torch.float64)
     lengths = torch.tensor(batch.columns["response_lengths"], dtype=torch.float64)
     behind = version - torch.tensor(batch.columns["weight_versions"], dtype=torch.float64)
-    generations = [generation for group in groups for generation in group.generations]
-    truncated = sum(generation.finish_reason == "length" for generation in generations)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    truncated = sum(t.segments[-1].generation.finish_reason == "length" for t in trajectories)
     uniform = sum(max(group.rewards) == min(group.rewards) for group in groups)
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(correction=0)),
         "uniform_group_share": uniform / len(groups),
         "response_length": float(lengths.mean()),
-        "truncated_share": truncated / len(generations),
+        "truncated_share": truncated / len(trajectories),
+        "turns": sum(t.turns for t in trajectories) / len(trajectories),
+        "samples_per_trajectory": len(batch) / len(trajectories),
         "staleness": float(behind.mean()),
         "staleness_max": float(behind.max()),
     }

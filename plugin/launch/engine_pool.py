@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from plugin.config import JobConfig
-from plugin.errors import EngineError
+from plugin.errors import ActorLost, ClusterError, EngineError, ParallelError, SenderLost
 from plugin.launch.array_transport import (
     Arrays,
     trajectories_from_arrays,
@@ -22,6 +24,9 @@ from plugin.rollout.engine_protocol import (
 )
 from plugin.rollout.single_turn import run_single_turn
 from plugin.rollout.trajectory import Trajectory
+
+_IDLE_SECONDS = 0.2
+_LOAD_POLL_SECONDS = 0.005
 
 
 class EngineActor:
@@ -49,8 +54,26 @@ class EngineActor:
         return self._engine.health()
 
 
+@dataclass
+class _Running:
+    """One engine's present actor.
+
+    birth: the call that answers when it has started; None once it has
+    failures_in_a_row: restarts in a row without an answer in between
+    """
+
+    actor: Any
+    birth: Any | None
+    deadline: float
+    failures_in_a_row: int = 0
+
+
 class EnginePool:
-    """Starts the engines; sends requests and weights, which each engine serves in the order of sending."""
+    """Starts the engines; sends requests and weights, which each engine serves in the order of sending.
+
+    An engine that dies, breaks or hangs is replaced by a new actor that gets the newest weights before any
+    request. Its unanswered tickets end in `ActorLost`: what was asked has to be asked again.
+    """
 
     def __init__(
         self,
@@ -58,79 +81,178 @@ class EnginePool:
         hf_config: Mapping[str, Any],
         plan: ResourcePlan,
         reservation: Reservation,
+        say: Callable[[str], None] = print,
     ) -> None:
+        self._config, self._hf_config = config, hf_config
+        self._plan, self._reservation, self._say = plan, reservation, say
+        self._weights: tuple[int, list[Any]] | None = None
+        self._loads: dict[Any, tuple[int, Any]] = {}
+        self._asked: dict[Any, tuple[int, Any]] = {}
+        self.restarts = 0
+        self._engines = [self._start(number) for number in range(config.num_rollout_engines)]
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    @property
+    def actors(self) -> list[Any]:
+        """The present actors, by number of engine."""
+        return [engine.actor for engine in self._engines]
+
+    def _start(self, number: int, failures_in_a_row: int = 0) -> _Running:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._config = config
-        actor: Any = ray.remote(EngineActor)
-        self.actors: list[Any] = []
-        for number in range(config.num_rollout_engines):
-            group, bundle = reservation.engines, number
-            if group is None:
-                nodes = reservation.trainer_nodes
-                group, bundle = reservation.trainer, nodes[number % len(nodes)]
-            place = PlacementGroupSchedulingStrategy(group, bundle)
-            options = actor.options(
-                num_cpus=plan.engine["CPU"],
-                num_gpus=plan.engine.get("GPU", 0),
-                scheduling_strategy=place,
-            )
-            self.actors.append(options.remote(config, hf_config, f"engine {number}"))
-        self._loads: dict[Any, str] = {}
-        self._asked: dict[Any, str] = {}
-
-    def __len__(self) -> int:
-        return len(self.actors)
+        group, bundle = self._reservation.engines, number
+        if group is None:
+            nodes = self._reservation.trainer_nodes
+            group, bundle = self._reservation.trainer, nodes[number % len(nodes)]
+        body: Any = ray.remote(EngineActor)
+        actor = body.options(
+            num_cpus=self._plan.engine["CPU"],
+            num_gpus=self._plan.engine.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+        ).remote(self._config, self._hf_config, f"engine {number}")
+        deadline = time.monotonic() + self._config.start_timeout
+        return _Running(actor, actor.health.remote(), deadline, failures_in_a_row)
 
     def wait_until_ready(self) -> list[EngineHealth]:
-        """Every engine's first sign of life."""
-        calls = [actor.health.remote() for actor in self.actors]
-        return wait_for_all(calls, self._names(), timeout=self._config.start_timeout)
+        """Every engine's sign of life."""
+        calls = [engine.actor.health.remote() for engine in self._engines]
+        names = [f"engine {number}" for number in range(len(self))]
+        healths = wait_for_all(calls, names, timeout=self._config.start_timeout)
+        for engine in self._engines:
+            engine.birth = None
+        return healths
+
+    def available(self) -> list[int]:
+        """Numbers of the engines that have started."""
+        return [number for number, engine in enumerate(self._engines) if engine.birth is None]
 
     def send(
         self, engine: int, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> Any:
         """A ticket for the answer of engine number `engine`."""
-        ticket = self.actors[engine].generate.remote(list(requests), parameters)
-        self._asked[ticket] = f"engine {engine}"
+        actor = self._engines[engine].actor
+        ticket = actor.generate.remote(list(requests), parameters)
+        self._asked[ticket] = (engine, actor)
         return ticket
 
     def finished(self, tickets: list[Any], *, wait_seconds: float) -> list[Any]:
         """The tickets that have an answer, or have failed; waits for the first one at most so long."""
         import ray
 
-        self.check_loads()
+        self.look_after()
+        if not tickets:
+            time.sleep(min(wait_seconds, _IDLE_SECONDS))
+            return []
         wanted = 1 if wait_seconds else len(tickets)
         return ray.wait(tickets, num_returns=wanted, timeout=wait_seconds)[0]
 
     def answer(self, ticket: Any) -> list[list[Trajectory]]:
-        """The answer of a finished ticket, or its error."""
-        return trajectories_from_arrays(result_of(ticket, self._asked.pop(ticket)))
+        """The answer of a finished ticket; `ActorLost` if its engine is gone, and then it has been replaced.
+
+        Our own errors (a wrong answer, a configuration that cannot work) are not a matter for another try.
+        """
+        number, actor = self._asked.pop(ticket)
+        try:
+            answer = trajectories_from_arrays(result_of(ticket, f"engine {number}"))
+        except ParallelError as error:
+            self._replace_unless_done(number, actor, str(error))
+            raise ActorLost(str(error)) from error
+        self._engines[number].failures_in_a_row = 0
+        return answer
+
+    def replace(self, engine: int, reason: str) -> None:
+        """Ends an engine and starts another in its place; an `EngineError` if that keeps happening."""
+        import ray
+
+        old = self._engines[engine]
+        if old.failures_in_a_row >= self._config.max_restarts:
+            raise EngineError(
+                f"engine {engine} was restarted {old.failures_in_a_row} times without answering a request, the limit of "
+                f"--max-restarts; the last time it {reason}"
+            )
+        self._say(f"engine {engine} is replaced: {reason.splitlines()[0]}")
+        ray.kill(old.actor)
+        self.restarts += 1
+        self._loads = {ref: owner for ref, owner in self._loads.items() if owner[0] != engine}
+        self._asked = {ref: owner for ref, owner in self._asked.items() if owner[0] != engine}
+        self._engines[engine] = self._start(engine, old.failures_in_a_row + 1)
+        if self._weights is not None:
+            self._load(engine, *self._weights)
+
+    def _replace_unless_done(self, number: int, actor: Any, reason: str) -> None:
+        """Both tickets of a dead engine fail; only the first one replaces it."""
+        if self._engines[number].actor is actor:
+            self.replace(number, reason)
 
     def send_weights(self, version: int, buckets: Sequence[Any]) -> None:
         """Queues new weights behind what each engine is doing; `finish_loads` waits for them."""
-        self.check_loads()
-        for name, actor in zip(self._names(), self.actors, strict=True):
-            for number, bucket in enumerate(buckets):
-                last = number == len(buckets) - 1
-                self._loads[actor.load_weights.remote(version, bucket, last)] = name
+        self._weights = (version, list(buckets))
+        for number in range(len(self)):
+            self._load(number, version, buckets)
 
-    def check_loads(self) -> None:
-        """Raises the error of a load that has failed; does not wait."""
+    def _load(self, number: int, version: int, buckets: Sequence[Any]) -> None:
+        actor = self._engines[number].actor
+        for place, bucket in enumerate(buckets):
+            call = actor.load_weights.remote(version, bucket, place == len(buckets) - 1)
+            self._loads[call] = (number, actor)
+
+    def look_after(self) -> None:
+        """Notices engines that have started, died while loading weights, or cannot start; does not wait."""
         import ray
 
-        if not self._loads:
+        watched = [*self._loads, *(e.birth for e in self._engines if e.birth is not None)]
+        if not watched:
             return
-        done, _ = ray.wait(list(self._loads), num_returns=len(self._loads), timeout=0)
+        done, _ = ray.wait(watched, num_returns=len(watched), timeout=0)
         for reference in done:
-            result_of(reference, self._loads.pop(reference))
+            self._finish_load(reference)
+        for number, engine in enumerate(self._engines):
+            if engine.birth in done:
+                self._finish_birth(number, engine)
+            elif engine.birth is not None and time.monotonic() > engine.deadline:
+                raise ClusterError(
+                    f"engine {number} did not start within {self._config.start_timeout:g} s; the cluster has no room "
+                    f"for it any more ({ray.cluster_resources().get('CPU', 0):g} CPU slots in all), or it is "
+                    "overloaded; add nodes, or raise --start-timeout"
+                )
+
+    def _finish_load(self, reference: Any) -> None:
+        if reference not in self._loads:
+            return
+        number, actor = self._loads.pop(reference)
+        try:
+            result_of(reference, f"engine {number}")
+        except SenderLost:
+            raise  # a trainer rank died while it sent its weights: another engine would not get them either
+        except ActorLost as error:
+            self._replace_unless_done(number, actor, str(error))
+
+    def _finish_birth(self, number: int, engine: _Running) -> None:
+        birth, engine.birth = engine.birth, None
+        try:
+            result_of(birth, f"engine {number}")
+        except ParallelError as error:
+            self._replace_unless_done(number, engine.actor, str(error))
 
     def finish_loads(self) -> None:
         """Waits until every engine has the weights sent last."""
-        references, names = list(self._loads), list(self._loads.values())
-        wait_for_all(references, names, timeout=self._config.step_timeout)
+        deadline = time.monotonic() + self._config.step_timeout
+        while self._loads:
+            self.look_after()
+            if time.monotonic() > deadline:
+                number = next(iter(self._loads.values()))[0]
+                self.replace(number, "did not load its weights in time")
+                deadline = time.monotonic() + self._config.step_timeout
+            time.sleep(_LOAD_POLL_SECONDS)
+
+    def forget(self) -> None:
+        """Drops every answer and load under way: the trainer goes back to an earlier state."""
         self._loads.clear()
+        self._asked.clear()
+        self._weights = None
 
     def require_version(self, version: int) -> None:
         """An `EngineError` unless every engine generates with `version`."""
@@ -144,8 +266,5 @@ class EnginePool:
         """Ends the actors."""
         import ray
 
-        for actor in self.actors:
-            ray.kill(actor)
-
-    def _names(self) -> list[str]:
-        return [f"engine {number}" for number in range(len(self.actors))]
+        for engine in self._engines:
+            ray.kill(engine.actor)

@@ -1,7 +1,8 @@
 """The driver of a job: rollouts, advantages, log-prob passes, updates, weight sync, until the end.
 
 Synchronous: engines generate, then the trainer trains, in turn. Asynchronous: the engines go on generating
-with the weights they have while the trainer works; the queue bounds how old those may be.
+with the weights they have while the trainer works; the queue bounds how old those may be. A lost engine is
+replaced by the engine pool; a lost trainer rank sends the whole job back to its last checkpoint.
 """
 
 from __future__ import annotations
@@ -11,21 +12,30 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
+from plugin.errors import ActorLost, ParallelError
 from plugin.launch.batch_preparation import describe_batch, prepare_batch
 from plugin.launch.engine_pool import EnginePool
+from plugin.launch.job_position import (
+    CheckpointPlan,
+    JobPosition,
+    RestartLimit,
+    changed_settings,
+    earlier_steps,
+)
+from plugin.launch.mismatch_watch import MismatchWatch
 from plugin.launch.placement import plan_resources, reserve
 from plugin.launch.preflight import JobParts, check_job
 from plugin.launch.progress import ProgressPrinter
 from plugin.launch.ray_cluster import cluster
-from plugin.launch.rollout_queue import Group, RolloutQueue
-from plugin.launch.trainer_group import TrainerGroup, places_as_text
+from plugin.launch.rollout_queue import RolloutQueue
+from plugin.launch.trainer_group import TrainedStep, TrainerGroup, places_as_text
 from plugin.report.run_files import RunFiles, new_run_dir
 
 
@@ -46,18 +56,20 @@ def run_job(config: JobConfig) -> JobResult:
     started = time.monotonic()
     parts = check_job(config)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
-    total = config.num_rollouts * config.num_updates_per_rollout
-    printer = ProgressPrinter(total)
-    files = RunFiles(run_dir, config.as_dict())
+    printer = ProgressPrinter(config.num_rollouts * config.num_updates_per_rollout)
     result = JobResult(run_dir, [])
+    if config.resume:
+        result.history = earlier_steps(run_dir)
+        for change in changed_settings(run_dir, config):
+            printer.say(f"resumed with another setting: {change}")
+    files = RunFiles(run_dir, config.as_dict())
     try:
-        with _running(config, parts) as (trainer, queue, engines):
+        with _running(config, parts, printer.say) as workers:
             printer.say(
-                f"trainer ranks: {places_as_text(trainer)}; engines: {len(engines)}; started in "
+                f"trainer ranks: {places_as_text(workers.trainer)}; engines: {len(workers.engines)}; started in "
                 f"{time.monotonic() - started:.0f} s; run directory: {run_dir}"
             )
-            job = _Job(config, parts, trainer, queue, engines, files, printer, result.history)
-            job.run()
+            _Job(config, parts, workers, files, printer, result.history).run()
     except KeyboardInterrupt:
         result.interrupted = True
         printer.say("interrupted")
@@ -68,10 +80,15 @@ def run_job(config: JobConfig) -> JobResult:
     return result
 
 
+@dataclass(frozen=True)
+class _Workers:
+    trainer: TrainerGroup
+    queue: RolloutQueue
+    engines: EnginePool
+
+
 @contextlib.contextmanager
-def _running(
-    config: JobConfig, parts: JobParts
-) -> Iterator[tuple[TrainerGroup, RolloutQueue, EnginePool]]:
+def _running(config: JobConfig, parts: JobParts, say: Callable[[str], None]) -> Iterator[_Workers]:
     """The cluster, the ranks and the engines of a job, ready to work; ended whatever happens."""
     slots = plan_resources(config, use_gpus=False).cpu_slots
     # The handler comes after Ray's own, which ends the process without a word.
@@ -83,7 +100,7 @@ def _running(
         cleanup.callback(reservation.release)
         trainer = TrainerGroup(config, plan, reservation)
         cleanup.callback(trainer.close)
-        engines = EnginePool(config, parts.policy.hf_config, plan, reservation)
+        engines = EnginePool(config, parts.policy.hf_config, plan, reservation, say)
         cleanup.callback(engines.close)
         trainer.join()
         trainer.build("policy", parts.policy)
@@ -92,7 +109,8 @@ def _running(
         if parts.teacher is not None:
             trainer.build("teacher", parts.teacher)
         engines.wait_until_ready()
-        yield trainer, RolloutQueue(parts.task, engines, parts.sampling, config), engines
+        queue = RolloutQueue(parts.task, engines, parts.sampling, config, say)
+        yield _Workers(trainer, queue, engines)
 
 
 @contextlib.contextmanager
@@ -119,91 +137,117 @@ class _Job:
         self,
         config: JobConfig,
         parts: JobParts,
-        trainer: TrainerGroup,
-        queue: RolloutQueue,
-        engines: EnginePool,
+        workers: _Workers,
         files: RunFiles,
         printer: ProgressPrinter,
         history: list[dict[str, Any]],
     ) -> None:
         self._config, self._parts = config, parts
-        self._trainer, self._queue, self._engines = trainer, queue, engines
+        self._trainer, self._queue, self._engines = workers.trainer, workers.queue, workers.engines
         self._files, self._printer, self._history = files, printer, history
-        self._version = 0
-        self._updates = 0
+        self._checkpoints = CheckpointPlan(config, files.run_dir)
+        self._restarts = RestartLimit(config.max_restarts)
+        self._at = JobPosition()
+        self._start_of_queue = self._queue.state()
         self._wandb = _start_wandb(config)
         self._dump = _start_dump(config)
+        self._watch = MismatchWatch(config, files, printer.say)
 
     def run(self) -> None:
-        """All rollouts."""
-        self._sync_weights(wait=True)
-        self._engines.require_version(0)
+        """All rollouts that are left, through losses of engines and of trainer ranks."""
+        if self._config.resume:
+            self._go_back_to_checkpoint()
+        else:
+            self._sync_weights(wait=True)
+        self._engines.require_version(self._at.version)
         if self._config.async_rollouts:
             self._trainer.while_waiting(self._queue.pump)
-        for rollout in range(self._config.num_rollouts):
-            self._one_rollout(rollout)
+        while self._at.rollouts < self._config.num_rollouts:
+            try:
+                self._one_rollout()
+            except ParallelError as error:
+                self._recover(error)
         if self._config.save_hf:
             target = self._files.run_dir / "model"
             self._trainer.save_hf(str(target.resolve()), self._config.hf_checkpoint)
             self._printer.say(f"model written to {target}")
 
-    def _one_rollout(self, rollout: int) -> None:
+    def _one_rollout(self) -> None:
         began = time.monotonic()
-        groups = self._queue.take(self._version)
+        groups = self._queue.take(self._at.version)
         self._queue.pump()
         generated = time.monotonic()
         batch = self._with_log_probs(prepare_batch(self._config, groups, self._parts.route_shape))
         scored = time.monotonic()
-        described = describe_batch(batch, groups, self._version)
+        described = describe_batch(batch, groups, self._at.version)
         timings = {"seconds_waiting": generated - began, "seconds_log_probs": scored - generated}
         for _ in range(self._config.num_updates_per_rollout):
-            self._one_update(rollout, batch, groups, described | timings, began)
+            self._one_update(batch, described | timings, began)
             began = time.monotonic()
             timings = {}
-        self._version += 1
-        if rollout + 1 < self._config.num_rollouts:
+        trained = [group.index for group in groups]
+        self._files.log_prompts(self._at.rollouts, trained, self._queue.take_dropped())
+        self._at = self._at.after_rollout()
+        if self._checkpoints.due(self._at):
+            self._trainer.save_checkpoint(
+                self._checkpoints.root, self._at.updates, self._at.as_state(self._queue.state())
+            )
+        if self._at.rollouts < self._config.num_rollouts:
             self._sync_weights(wait=not self._config.async_rollouts)
 
-    def _one_update(
-        self,
-        rollout: int,
-        batch: RolloutBatch,
-        groups: list[Group],
-        described: dict[str, float],
-        began: float,
-    ) -> None:
+    def _one_update(self, batch: RolloutBatch, described: dict[str, float], began: float) -> None:
         started = time.monotonic()
-        rate = learning_rate(self._config, self._updates)
-        metrics, skipped = self._trainer.train(batch, self._version, rate)
-        self._updates += 1
+        rate = learning_rate(self._config, self._at.updates)
+        trained = self._trainer.train(batch, self._at.version, rate)
+        self._at = self._at.after_update()
         now = time.monotonic()
         tokens = sum(int(length) for length in batch.columns["response_lengths"])
         line = {
-            "step": self._updates,
-            "rollout": rollout,
-            "weight_version": self._version,
+            "step": self._at.updates,
+            "rollout": self._at.rollouts,
+            "weight_version": self._at.version,
             "lr": rate,
             "tokens_per_second": tokens / max(now - began, 1e-9),
             "seconds_training": now - started,
             "seconds": now - began,
-            "dropped_stale": self._queue.counts.dropped_stale,
-            "prompts_issued": self._queue.counts.issued,
-            "prompts_trained": self._queue.counts.taken,
+            **self._counts(),
             **described,
-            **metrics,
+            **trained.metrics,
         }
-        if skipped is not None:
-            self._printer.say(f"step {self._updates} was skipped: {skipped}")
-        self._record(line, batch)
+        if trained.skipped is not None:
+            self._printer.say(f"step {self._at.updates} was skipped: {trained.skipped}")
+        self._record(line, batch, trained)
 
-    def _record(self, line: dict[str, Any], batch: RolloutBatch) -> None:
+    def _counts(self) -> dict[str, int]:
+        """Prompts issued = trained + dropped + under way, and what had to be repeated."""
+        counts = self._queue.counts
+        return {
+            "prompts_issued": counts.issued,
+            "prompts_trained": counts.taken,
+            "prompts_under_way": self._queue.under_way,
+            "dropped_stale": counts.dropped_stale,
+            "dropped_failed": counts.dropped_failed,
+            "groups_resampled": counts.resampled,
+            "groups_resent": counts.resent,
+            "engine_restarts": self._engines.restarts,
+            "trainer_restarts": self._restarts.total,
+        }
+
+    def _record(self, line: dict[str, Any], batch: RolloutBatch, trained: TrainedStep) -> None:
         self._history.append(line)
         self._files.log_step(line)
         self._printer.step(line)
         if self._wandb is not None:
-            self._wandb.log(line, step=self._updates)
+            self._wandb.log(line, step=self._at.updates)
+        columns = batch.columns
+        if trained.log_probs is not None:
+            columns = {"log_probs": trained.log_probs, **columns}
+            self._watch.look(self._at.updates, columns, self._at.version)
         if self._dump is not None:
-            self._dump.write(self._updates, batch.columns, trainer_version=self._version)
+            current = {} if trained.log_probs is None else {"cur_log_probs": trained.log_probs}
+            self._dump.write(
+                self._at.updates, {**columns, **current}, trainer_version=self._at.version
+            )
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
         """Adds what the loss needs from forward-only passes.
@@ -212,11 +256,7 @@ class _Job:
         update, or when its routes are replayed. On the first update they are the update's own.
         """
         config = self._config
-        if (
-            config.num_updates_per_rollout > 1
-            or config.use_routing_replay
-            or self._dump is not None
-        ):
+        if config.num_updates_per_rollout > 1 or config.use_routing_replay:
             batch = batch.with_column("log_probs", self._trainer.log_probs("policy", batch))
         if self._parts.reference is not None:
             batch = batch.with_column("ref_log_probs", self._trainer.log_probs("reference", batch))
@@ -227,9 +267,40 @@ class _Job:
         return batch
 
     def _sync_weights(self, *, wait: bool) -> None:
-        self._engines.send_weights(self._version, self._trainer.export_weights())
+        self._engines.send_weights(self._at.version, self._trainer.export_weights())
         if wait:
             self._engines.finish_loads()
+
+    def _recover(self, error: ParallelError) -> None:
+        """Restarts the trainer from its last checkpoint if it lost a rank; raises `error` if that is no help."""
+        while True:
+            dead = self._trainer.dead_ranks()
+            if not dead and not isinstance(error, ActorLost):
+                raise error
+            self._checkpoints.require_for(error)
+            self._restarts.count(self._at.rollouts, error)
+            who = ", ".join(dead) or str(error).splitlines()[0]
+            self._printer.say(f"the trainer is restarted, it lost {who}")
+            try:
+                self._engines.forget()
+                self._trainer.restart()
+                self._go_back_to_checkpoint()
+                return
+            except ParallelError as again:
+                error = again
+
+    def _go_back_to_checkpoint(self) -> None:
+        """Loads the newest checkpoint, or stands at the beginning if there is none yet."""
+        state = {"position": {}, "queue": self._start_of_queue}
+        if self._checkpoints.exist():
+            state = self._trainer.load_checkpoint(self._checkpoints.root)
+        self._at = JobPosition(**state["position"])
+        self._queue.restore(state["queue"])
+        self._history[:] = [line for line in self._history if line["step"] <= self._at.updates]
+        self._printer.say(
+            f"goes on after rollout {self._at.rollouts} of {self._config.num_rollouts}"
+        )
+        self._sync_weights(wait=True)
 
 
 def learning_rate(config: JobConfig, update: int) -> float:
@@ -257,4 +328,4 @@ def _start_dump(config: JobConfig) -> Any | None:
         return None
     from plugin.report.log_prob_dump import LogProbDump
 
-    return LogProbDump(config.dump_log_probs)
+    return LogProbDump(config.dump_log_probs, force=config.resume)

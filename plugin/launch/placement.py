@@ -102,6 +102,18 @@ class Reservation:
     engines: Any | None
     trainer_nodes: list[int]
 
+    def wait_for_nodes(self, timeout: float) -> None:
+        """Waits until the trainer's bundles have nodes again after one has left the cluster."""
+        import ray
+
+        if not self.trainer.wait(timeout_seconds=timeout):
+            has = ", ".join(_shown(node["Resources"]) for node in ray.nodes() if node["Alive"])
+            raise ClusterError(
+                f"the trainer lost a node and the cluster ({has}) had no room for it within {timeout:g} s; add nodes "
+                "and start again with --resume"
+            )
+        self.trainer_nodes = _bundles_by_address(self.trainer, ray.nodes())
+
     def release(self) -> None:
         """Gives the resources back."""
         from ray.util import remove_placement_group

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from plugin.errors import ActorLost, MegatronTisError, ParallelError
+from plugin.errors import ActorLost, MegatronTisError, ParallelError, SenderLost
 
 _POLL_SECONDS = 0.05
 
@@ -57,7 +57,7 @@ def result_of(reference: Any, name: str) -> Any:
         if isinstance(cause, MegatronTisError):
             raise cause from error
         if isinstance(cause, ray.exceptions.ObjectLostError):
-            raise ActorLost(f"{name} did not get its data, the sender is gone: {cause}") from error
+            raise SenderLost(f"{name} did not get its data, the sender is gone: {cause}") from error
         raise ParallelError(f"{name} failed:\n{error}") from error
     except ray.exceptions.RayError as error:
         raise ActorLost(f"{name} died: {error}") from error

@@ -2,7 +2,8 @@
 
 A group is one prompt with all its responses. Groups are sent in chunks, at most two chunks wait at an engine,
 and how many groups may be under way is bounded so that none can be older than allowed when its turn comes.
-Those that are nevertheless (an engine that fell behind) are dropped and counted.
+Those that are nevertheless (an engine that fell behind) are dropped and counted. What an engine that died or hung
+was working on is sent again as it was; a group with a failed response is sampled again with other seeds.
 """
 
 from __future__ import annotations
@@ -10,30 +11,31 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
-from plugin.errors import EngineError
-from plugin.rollout.engine_protocol import (
-    Generation,
-    GenerationRequest,
-    SamplingParameters,
-    check_generations,
-)
+from plugin.errors import ActorLost
+from plugin.rollout.engine_protocol import GenerationRequest, SamplingParameters
 from plugin.rollout.task_protocol import Prompt, Task, checked_prompt, checked_reward
+from plugin.rollout.trajectory import Segment, Trajectory
 
 _CHUNKS_PER_ENGINE = 2
-_POLL_SECONDS = 5.0
+_POLL_SECONDS = 1.0
 
 
 class Engines(Protocol):
     """What the queue needs of the engines, wherever they run; `EnginePool` has it."""
 
     def __len__(self) -> int: ...
+
+    def available(self) -> list[int]:
+        """Numbers of the engines that take requests now; one that is starting again does not."""
+        ...
 
     def send(
         self, engine: int, requests: list[GenerationRequest], parameters: SamplingParameters
@@ -45,8 +47,12 @@ class Engines(Protocol):
         """The tickets that have an answer, or have failed; waits for the first one at most so long."""
         ...
 
-    def answer(self, ticket: Any) -> list[list[Generation]]:
-        """The answer of a finished ticket, or its error."""
+    def answer(self, ticket: Any) -> list[list[Trajectory]]:
+        """The answer of a finished ticket; `ActorLost` if the engine died, which has then been replaced."""
+        ...
+
+    def replace(self, engine: int, reason: str) -> None:
+        """Ends an engine and starts another in its place; an `EngineError` if that keeps happening."""
         ...
 
 
@@ -56,19 +62,27 @@ class Group:
 
     index: int
     prompt: Prompt
-    generations: list[Generation]
+    trajectories: list[Trajectory]
     rewards: list[float]
 
     @property
     def weight_version(self) -> int:
         """The oldest weights that any of the responses came from."""
-        return min(generation.weight_version for generation in self.generations)
+        return min(trajectory.weight_version for trajectory in self.trajectories)
+
+
+@dataclass(frozen=True, order=True)
+class _Try:
+    """A prompt's number and how often its group has failed before."""
+
+    index: int
+    failures: int = 0
 
 
 @dataclass(frozen=True)
 class _Chunk:
     engine: int
-    indices: list[int]
+    tries: list[_Try]
     prompts: list[Prompt]
     requests: list[GenerationRequest]
     sent: float
@@ -76,24 +90,37 @@ class _Chunk:
 
 @dataclass
 class QueueCounts:
-    """Groups issued, trained on and dropped; at any time issued = trained + dropped + under way."""
+    """Prompts issued, trained on and dropped; at any time issued = taken + dropped + under way.
+
+    resampled: groups sampled again because a response failed; resent: groups sent again because an engine died
+    """
 
     issued: int = 0
     taken: int = 0
     dropped_stale: int = 0
+    dropped_failed: int = 0
+    resampled: int = 0
+    resent: int = 0
 
 
 @dataclass
 class RolloutQueue:
-    """Issues prompts, collects groups, hands out batches; single-threaded, driven by the job's loop."""
+    """Issues prompts, collects groups, hands out batches; single-threaded, driven by the job's loop.
+
+    say: where messages for a person go
+    """
 
     task: Task
     engines: Engines
     parameters: SamplingParameters
     config: JobConfig
+    say: Callable[[str], None] = print
     counts: QueueCounts = field(default_factory=QueueCounts)
+    _waiting: deque[_Try] = field(default_factory=deque)
     _ready: deque[Group] = field(default_factory=deque)
     _in_flight: dict[Any, _Chunk] = field(default_factory=dict)
+    _last_answer: dict[int, float] = field(default_factory=dict)
+    _dropped: dict[str, list[int]] = field(default_factory=dict)
     _batch_is_out: bool = False
 
     def take(self, version: int) -> list[Group]:
@@ -123,7 +150,31 @@ class RolloutQueue:
     @property
     def under_way(self) -> int:
         """Groups issued and not yet handed out."""
-        return len(self._ready) + sum(len(chunk.indices) for chunk in self._in_flight.values())
+        in_flight = sum(len(chunk.tries) for chunk in self._in_flight.values())
+        return len(self._ready) + len(self._waiting) + in_flight
+
+    def take_dropped(self) -> dict[str, list[int]]:
+        """Numbers of the prompts dropped since the last call, by cause."""
+        dropped, self._dropped = self._dropped, {}
+        return dropped
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the counts, and the prompts that were issued and not handed out."""
+        pending = [_Try(group.index) for group in self._ready]
+        pending += [t for chunk in self._in_flight.values() for t in chunk.tries] + [*self._waiting]
+        return {
+            "counts": asdict(self.counts),
+            "pending": [[t.index, t.failures] for t in sorted(pending)],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes back to `state`: what was under way then is sampled anew, what came later is forgotten."""
+        self.counts = QueueCounts(**state["counts"])
+        self._waiting = deque(_Try(*pending) for pending in state["pending"])
+        self._ready.clear()
+        self._in_flight.clear()
+        self._dropped.clear()
+        self._batch_is_out = False
 
     def _limit(self) -> int:
         """How many groups may be under way.
@@ -140,74 +191,130 @@ class RolloutQueue:
         return min(fair, fits)
 
     def _issue(self) -> None:
-        while self.under_way < self._limit():
+        """Sends what waits, then new prompts, as far as the limit and the engines allow."""
+        while self._waiting or self.under_way < self._limit():
             busy = [chunk.engine for chunk in self._in_flight.values()]
-            engine = min(range(len(self.engines)), key=busy.count)
-            if busy.count(engine) >= _CHUNKS_PER_ENGINE:
+            free = [e for e in self.engines.available() if busy.count(e) < _CHUNKS_PER_ENGINE]
+            if not free:
                 return
-            self._send_chunk(engine, min(self._chunk_size(), self._limit() - self.under_way))
+            self._send_chunk(min(free, key=busy.count), self._next_tries())
 
-    def _send_chunk(self, engine: int, size: int) -> None:
-        indices = list(range(self.counts.issued, self.counts.issued + size))
+    def _next_tries(self) -> list[_Try]:
+        size = self._chunk_size()
+        tries = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
+        new = max(0, min(size, self._limit() - self.under_way) - len(tries))
+        start = self.counts.issued
+        self.counts.issued += new
+        return tries + [_Try(index) for index in range(start, start + new)]
+
+    def _send_chunk(self, engine: int, tries: list[_Try]) -> None:
         longest = self.config.max_prompt_length
-        prompts = [checked_prompt(self.task, index, longest) for index in indices]
+        prompts = [checked_prompt(self.task, t.index, longest) for t in tries]
         requests = [
-            GenerationRequest(prompt.tokens, self._seeds(index))
-            for index, prompt in zip(indices, prompts, strict=True)
+            GenerationRequest(prompt.tokens, self._seeds(t), t.index)
+            for t, prompt in zip(tries, prompts, strict=True)
         ]
         ticket = self.engines.send(engine, requests, self.parameters)
-        self._in_flight[ticket] = _Chunk(engine, indices, prompts, requests, time.monotonic())
-        self.counts.issued += size
+        self._in_flight[ticket] = _Chunk(engine, tries, prompts, requests, time.monotonic())
 
-    def _seeds(self, index: int) -> tuple[int, ...]:
-        draw = random.Random(f"{self.config.seed}/{index}")
+    def _seeds(self, one_try: _Try) -> tuple[int, ...]:
+        # A response that failed might fail again with the same seed.
+        again = f"/{one_try.failures}" if one_try.failures else ""
+        draw = random.Random(f"{self.config.seed}/{one_try.index}{again}")
         return tuple(draw.getrandbits(62) for _ in range(self.config.n_samples_per_prompt))
 
     def _collect(self, *, wait: bool) -> None:
-        if not self._in_flight:
+        if not self._in_flight and not wait:
             return
         tickets = list(self._in_flight)
         for ticket in self.engines.finished(tickets, wait_seconds=_POLL_SECONDS if wait else 0):
             chunk = self._in_flight.pop(ticket)
-            self._accept(chunk, self.engines.answer(ticket))
-        self._check_deadlines()
+            self._last_answer[chunk.engine] = time.monotonic()
+            try:
+                answers = self.engines.answer(ticket)
+            except ActorLost:
+                self._send_again(chunk)
+            else:
+                self._accept(chunk, answers)
+        self._replace_hung_engines()
 
-    def _accept(self, chunk: _Chunk, answers: list[list[Generation]]) -> None:
-        check_generations(chunk.requests, answers, self.parameters)
-        for index, prompt, generations in zip(chunk.indices, chunk.prompts, answers, strict=True):
-            rewards = [checked_reward(self.task, prompt, g.tokens.tolist()) for g in generations]
-            self._ready.append(Group(index, prompt, generations, rewards))
+    def _accept(self, chunk: _Chunk, answers: list[list[Trajectory]]) -> None:
+        for one_try, prompt, trajectories in zip(chunk.tries, chunk.prompts, answers, strict=True):
+            errors = [t.error for t in trajectories if t.error is not None]
+            if errors:
+                self._resample_or_drop(one_try, errors)
+                continue
+            rewards = [self._reward(prompt, trajectory) for trajectory in trajectories]
+            self._ready.append(Group(one_try.index, prompt, trajectories, rewards))
 
-    def _check_deadlines(self) -> None:
-        limit = self.config.step_timeout
-        for chunk in self._in_flight.values():
-            if time.monotonic() - chunk.sent > limit * _CHUNKS_PER_ENGINE:
-                raise EngineError(
-                    f"engine {chunk.engine} did not answer within {limit * _CHUNKS_PER_ENGINE:g} s; look for a hang "
-                    "there, or raise --step-timeout"
-                )
+    def _reward(self, prompt: Prompt, trajectory: Trajectory) -> float:
+        if trajectory.reward is not None:
+            return trajectory.reward
+        return checked_reward(self.task, prompt, trajectory.segments[-1].generation.tokens.tolist())
+
+    def _resample_or_drop(self, failed: _Try, errors: list[str]) -> None:
+        failures, limit = failed.failures + 1, self.config.max_error_reschedule_attempts
+        cause = f"{len(errors)} of {self.config.n_samples_per_prompt} responses failed: {errors[0]}"
+        if limit is not None and failures > limit:
+            self.counts.dropped_failed += 1
+            self._dropped.setdefault("failed", []).append(failed.index)
+            self.say(f"prompt {failed.index} is dropped after {failures} failed attempts; {cause}")
+            return
+        if (
+            failures & (failures - 1) == 0
+        ):  # the 1st, 2nd, 4th, 8th, ...: a broken task must not flood the log
+            self.say(f"prompt {failed.index} is sampled again (attempt {failures} failed); {cause}")
+        self.counts.resampled += 1
+        self._waiting.append(_Try(failed.index, failures))
+
+    def _send_again(self, chunk: _Chunk) -> None:
+        self.counts.resent += len(chunk.tries)
+        self._waiting.extendleft(reversed(chunk.tries))
+
+    def _replace_hung_engines(self) -> None:
+        limit = self.config.rollout_timeout or self.config.step_timeout
+        now = time.monotonic()
+        for engine in {chunk.engine for chunk in self._in_flight.values()}:
+            mine = {t: chunk for t, chunk in self._in_flight.items() if chunk.engine == engine}
+            # A chunk that waited behind another began when that one was answered.
+            began = max(
+                min(chunk.sent for chunk in mine.values()), self._last_answer.get(engine, 0.0)
+            )
+            if now - began > limit:
+                for ticket, chunk in mine.items():
+                    del self._in_flight[ticket]
+                    self._send_again(chunk)
+                self.engines.replace(engine, f"did not answer within {limit:g} s")
 
     def _drop_stale(self, version: int) -> None:
         oldest = version - self.config.staleness_limit
-        kept = [group for group in self._ready if group.weight_version >= oldest]
-        self.counts.dropped_stale += len(self._ready) - len(kept)
-        self._ready = deque(kept)
+        stale = [group.index for group in self._ready if group.weight_version < oldest]
+        if stale:
+            self.counts.dropped_stale += len(stale)
+            self._dropped.setdefault("stale", []).extend(stale)
+            self._ready = deque(group for group in self._ready if group.index not in set(stale))
 
 
 def samples_of(groups: list[Group]) -> list[RolloutSample]:
-    """One training sample per response; groups are numbered from 0 within the batch."""
+    """Training samples, one per segment; groups are numbered from 0 within the batch."""
     return [
-        RolloutSample(
-            tokens=torch.cat([torch.tensor(group.prompt.tokens), generation.tokens]),
-            response_length=generation.tokens.numel(),
-            loss_mask=torch.ones(generation.tokens.numel(), dtype=torch.int64),
-            reward=reward,
-            group_index=number,
-            weight_version=generation.weight_version,
-            rollout_log_probs=generation.log_probs,
-            routed_experts=generation.routed_experts,
-            metadata={"prompt_index": group.index, "finish_reason": generation.finish_reason},
-        )
+        _sample(segment, reward, number, group.index)
         for number, group in enumerate(groups)
-        for generation, reward in zip(group.generations, group.rewards, strict=True)
+        for trajectory, reward in zip(group.trajectories, group.rewards, strict=True)
+        for segment in trajectory.segments
     ]
+
+
+def _sample(segment: Segment, reward: float, group: int, prompt_index: int) -> RolloutSample:
+    generation, mask = segment.generation, segment.loss_mask
+    return RolloutSample(
+        tokens=torch.cat([torch.tensor(segment.prompt), generation.tokens]),
+        response_length=generation.tokens.numel(),
+        loss_mask=torch.ones_like(generation.tokens) if mask is None else mask,
+        reward=reward,
+        group_index=group,
+        weight_version=generation.weight_version,
+        rollout_log_probs=generation.log_probs,
+        routed_experts=generation.routed_experts,
+        metadata={"prompt_index": prompt_index, "finish_reason": generation.finish_reason},
+    )

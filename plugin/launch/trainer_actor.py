@@ -153,12 +153,22 @@ class TrainerRank:
 
         version: of the weights the step starts from, counted in weight syncs; the age of samples refers to it
         """
+        import torch
+
         trainer = self._trainers["policy"]
         trainer.version = version
         trainer.set_learning_rate(learning_rate)
-        result = trainer.train_step(batch_from_arrays(arrays))
+        watch = self._config.detect_mismatch or self._config.dump_log_probs is not None
+        result = trainer.train_step(
+            batch_from_arrays(arrays), with_log_probs=watch and "rollout_log_probs" in arrays
+        )
+        if self._rank != 0:
+            return None
         # A plain mapping: the driver need not import Megatron to read it.
-        return dataclasses.asdict(result) if self._rank == 0 else None
+        fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
+        if result.log_probs is not None:
+            fields["log_probs"] = torch.cat(result.log_probs).numpy()
+        return fields
 
     def export_weights(self) -> list[Any] | None:
         """The policy in the object store, one reference per bucket; None besides rank 0."""
@@ -179,6 +189,15 @@ class TrainerRank:
 
         chunks = self._trainers["policy"].chunks
         save_hf_checkpoint(directory, chunks, self._groups, tokenizer_from=tokenizer_from)
+
+    def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any], keep: int) -> None:
+        """Writes `<root>/step_<step>` with the driver's state in it and keeps the last `keep`."""
+        self._trainers["policy"].save_checkpoint(root, step, user_state, keep_last=keep)
+
+    def load_checkpoint(self, root: str) -> dict[str, Any] | None:
+        """Loads the newest checkpoint in `root`; the driver's state from rank 0, None from the others."""
+        _, user_state = self._trainers["policy"].load_checkpoint(root)
+        return user_state if self._rank == 0 else None
 
     def leave(self) -> None:
         """Leaves the process group."""

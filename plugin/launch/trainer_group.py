@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,26 +18,71 @@ from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.remote_calls import wait_for_all
 from plugin.launch.trainer_actor import PolicyName, TrainerRank
 
+#: How long Ray may take to notice that a process is gone.
+_DEATH_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """What the driver gets of an optimizer step.
+
+    skipped: why no weight was changed, if so; log_probs: the step's own, [response] per sample, where watched
+    """
+
+    metrics: dict[str, float]
+    skipped: str | None
+    log_probs: list[Tensor] | None
+
 
 class TrainerGroup:
     """Starts the ranks, orders them by node and device, and calls all of them together."""
 
     def __init__(self, config: JobConfig, plan: ResourcePlan, reservation: Reservation) -> None:
+        self._config, self._plan, self._reservation = config, plan, reservation
+        self._idle: Callable[[], None] | None = None
+        self._built: dict[PolicyName, ModelSource] = {}
+        self._ranks = self._start()
+
+    def _start(self) -> list[Any]:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._config = config
-        self._idle: Callable[[], None] | None = None
         actor: Any = ray.remote(TrainerRank)
-        self._ranks = [
+        group = self._reservation.trainer
+        return [
             actor.options(
-                num_cpus=plan.rank["CPU"],
-                num_gpus=plan.rank.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(reservation.trainer, bundle),
-            ).remote(config)
-            for bundle in reservation.trainer_nodes
-            for _ in range(config.ranks_per_node)
+                num_cpus=self._plan.rank["CPU"],
+                num_gpus=self._plan.rank.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+            ).remote(self._config)
+            for bundle in self._reservation.trainer_nodes
+            for _ in range(self._config.ranks_per_node)
         ]
+
+    def restart(self) -> None:
+        """Ends every rank and builds the models anew, on other nodes if some have left the cluster."""
+        self.close()
+        idle, self._idle = self._idle, None
+        self._reservation.wait_for_nodes(self._config.start_timeout)
+        self._ranks = self._start()
+        self.join()
+        for name, source in self._built.items():
+            self.build(name, source)
+        self._idle = idle
+
+    def dead_ranks(self) -> list[str]:
+        """Names of the ranks whose process is gone; one that is busy or blocked counts as alive."""
+        import ray
+
+        calls = dict(zip([r.place.remote() for r in self._ranks], self._names(), strict=True))
+        done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_DEATH_SECONDS)
+        dead = []
+        for call in done:
+            try:
+                ray.get(call)
+            except ray.exceptions.RayError:
+                dead.append(calls[call])
+        return dead
 
     def join(self) -> None:
         """Numbers the ranks by node and device, and connects them."""
@@ -57,6 +104,7 @@ class TrainerGroup:
         """Builds a model on every rank and loads its weights."""
         import ray
 
+        self._built[name] = source
         self._call("build", name, ray.put(source), timeout=self._config.start_timeout)
 
     def while_waiting(self, pump: Callable[[], None] | None) -> None:
@@ -65,24 +113,31 @@ class TrainerGroup:
 
     def log_probs(self, name: PolicyName, batch: RolloutBatch) -> list[Tensor]:
         """One [response] tensor per sample, by a forward-only pass of one of the policies."""
-        flat = self._call("log_probs", name, _shared(batch))[0]
-        lengths = [int(length) for length in batch.columns["response_lengths"]]
-        return list(torch.from_numpy(flat.copy()).split(lengths))
+        return _per_sample(self._call("log_probs", name, _shared(batch))[0], batch)
 
-    def train(
-        self, batch: RolloutBatch, version: int, learning_rate: float
-    ) -> tuple[dict[str, float], str | None]:
-        """One optimizer step; metrics and, if it was skipped, why."""
+    def train(self, batch: RolloutBatch, version: int, learning_rate: float) -> TrainedStep:
+        """One optimizer step."""
         result = self._call("train", _shared(batch), version, learning_rate)[0]
         skipped = None
         if not result["updated"]:
             where = result["bad_parameter"] or "no single parameter"
             skipped = f"gradient norm {result['grad_norm']} ({where})"
-        return result["metrics"], skipped
+        log_probs = None
+        if result["log_probs"] is not None:
+            log_probs = _per_sample(result["log_probs"], batch)
+        return TrainedStep(result["metrics"], skipped, log_probs)
 
     def export_weights(self) -> list[Any]:
         """References to the policy's weight buckets in the object store."""
         return self._call("export_weights")[0]
+
+    def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any]) -> None:
+        """Writes the policy, its optimizer and the driver's state as the newest checkpoint in `root`."""
+        self._call("save_checkpoint", root, step, user_state, self._config.keep_checkpoints)
+
+    def load_checkpoint(self, root: str) -> dict[str, Any]:
+        """Loads the newest checkpoint in `root` and returns the driver's state."""
+        return self._call("load_checkpoint", root, timeout=self._config.start_timeout)[0]
 
     def save_hf(self, directory: str, tokenizer_from: str | None) -> None:
         """Writes the policy as a Hugging Face directory."""
@@ -106,6 +161,11 @@ class TrainerGroup:
 
     def _names(self) -> list[str]:
         return [f"rank {i} on {place.address}" for i, place in enumerate(self.places)]
+
+
+def _per_sample(flat: np.ndarray, batch: RolloutBatch) -> list[Tensor]:
+    lengths = [int(length) for length in batch.columns["response_lengths"]]
+    return list(torch.from_numpy(flat.copy()).split(lengths))
 
 
 def _shared(batch: RolloutBatch) -> Any:

@@ -198,8 +198,12 @@ def training_forward_step(
     table: StatisticsTable,
     errors: ErrorCollector,
     replay: RouterReplaySession | None = None,
+    kept_log_probs: list[Tensor | None] | None = None,
 ) -> Callable[[Iterator[PreparedMicrobatch], Any], tuple[Tensor, LossClosure]]:
-    """Closure of the training pass: policy loss, corrections, regularisers and metrics of a microbatch."""
+    """Closure of the training pass: policy loss, corrections, regularisers and metrics of a microbatch.
+
+    kept_log_probs: gets each microbatch's log-probs [R] on the last stage, None for a padding microbatch
+    """
 
     runner = ModelRunner(config, groups, replay, training=True)
 
@@ -221,6 +225,8 @@ def training_forward_step(
             count = torch.zeros((), dtype=torch.int, device=output.device)
             with errors.collecting(), use_parallel_context(loss_context(groups)):
                 loss, count = _microbatch_loss(config, scale, table, microbatch, cur, entropy)
+            if kept_log_probs is not None:
+                kept_log_probs.append(None if microbatch.is_padding else cur.detach())
             return loss, count, {}
 
         return output, loss_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,14 @@ class StepResult:
     metrics: exact means, extremes and counts over the global batch
     updated: False if the step was skipped because the gradient was not finite or too large
     bad_parameter: the first parameter with a non-finite gradient, if any
+    log_probs: [response] per sample of the global batch, of the weights the step started from; if asked for
     """
 
     metrics: dict[str, float]
     updated: bool
     grad_norm: float
     bad_parameter: str | None = None
+    log_probs: list[Tensor] | None = None
 
 
 @dataclass
@@ -209,6 +211,11 @@ class MegatronTrainer:
             if replay is not None:
                 replay.check_consumed()
         errors.agree("the log-prob pass")
+        return self._gathered(results, step, batch)
+
+    def _gathered(
+        self, results: list[Tensor | None], step: _Step, batch: RolloutBatch
+    ) -> list[Tensor]:
         return gather_responses(
             results,
             step.microbatches,
@@ -218,8 +225,11 @@ class MegatronTrainer:
             self.device,
         )
 
-    def train_step(self, batch: RolloutBatch) -> StepResult:
-        """One optimizer step on the global batch; either every rank raises or none does."""
+    def train_step(self, batch: RolloutBatch, *, with_log_probs: bool = False) -> StepResult:
+        """One optimizer step on the global batch; either every rank raises or none does.
+
+        with_log_probs: also return the step's own log-probs, gathered from all ranks
+        """
         assert self.optimizer is not None, "a trainer built with trainable=False cannot train"
         errors = ErrorCollector(self.device)
         with errors.collecting():
@@ -238,7 +248,10 @@ class MegatronTrainer:
             chunk.zero_grad_buffer()
         self.optimizer.optimizer.zero_grad()
         replay = self._replay_session(step)
-        forward_step = training_forward_step(self.config, self.groups, scale, table, errors, replay)
+        kept: list[Tensor | None] | None = [] if with_log_probs else None
+        forward_step = training_forward_step(
+            self.config, self.groups, scale, table, errors, replay, kept
+        )
         with replay or nullcontext():
             run_schedule(forward_step, self.chunks, step.microbatches, self.groups)
         with errors.collecting():
@@ -250,7 +263,10 @@ class MegatronTrainer:
         metrics = spread_from_last_stage(metrics, self.groups)
         if replay is not None:
             metrics |= replay.metrics(self.groups, sequence_parallel=self.config.sequence_parallel)
-        return self._apply(metrics, step)
+        result = self._apply(metrics, step)
+        if kept is not None:
+            result = replace(result, log_probs=self._gathered(kept, step, batch))
+        return result
 
     def _apply(self, metrics: dict[str, float], step: _Step) -> StepResult:
         assert self.optimizer is not None

@@ -67,6 +67,7 @@ class LogProbDump:
     ) -> None:
         self.directory, self.force, self.with_routes = Path(directory), force, with_routes
         self.active = True
+        self._written: set[Path] = set()
         taken = [path for step, path in dump_files(self.directory) if step >= first_step]
         if taken and not force:
             raise ConfigError(
@@ -86,11 +87,13 @@ class LogProbDump:
         path = self.directory / f"step-{step:06d}.parquet"
         partial = path.with_suffix(".partial")
         try:
-            if path.exists() and not self.force:
+            # A job that goes back to a checkpoint comes by its own steps again.
+            if path.exists() and not self.force and path not in self._written:
                 raise FileExistsError(17, "the file exists and --force was not given", str(path))
             self.directory.mkdir(parents=True, exist_ok=True)
             _write_table(_table(step, columns, trainer_version, self.with_routes), partial)
             os.replace(partial, path)
+            self._written.add(path)
         except OSError as error:
             self._end(path, partial, error)
             return None

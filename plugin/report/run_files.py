@@ -2,6 +2,7 @@
 
     config.yaml      the resolved configuration
     metrics.jsonl    one object per step
+    prompts.jsonl    one object per rollout: the numbers of the prompts trained on, and of those dropped, by cause
     findings.jsonl   what the mismatch detectors said, one object per finding
     events.out.*     TensorBoard
     report.html      written at the end, or by `megatron-tis report`
@@ -56,7 +57,7 @@ class RunFiles:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             _write_config(self.run_dir / "config.yaml", config)
-            for name in ("metrics.jsonl", "findings.jsonl"):
+            for name in ("metrics.jsonl", "prompts.jsonl", "findings.jsonl"):
                 _end_broken_line(self.run_dir / name)
         except OSError as error:
             raise ConfigError(
@@ -78,6 +79,18 @@ class RunFiles:
             for name, value in record.items():
                 if name != "step" and isinstance(value, (int, float)) and _for_tensorboard(name):
                     self._events.add_scalar(name, value, step)
+
+    def log_prompts(
+        self, rollout: int, trained: Iterable[int], dropped: Mapping[str, Iterable[int]]
+    ) -> None:
+        """Append which prompts a rollout was trained on and which were dropped before it.
+
+        As with the metrics, the last record of a rollout counts: one that is repeated after a restart replaces it.
+        """
+        record = {"rollout": rollout, "trained": list(trained)}
+        self._append(
+            "prompts.jsonl", {**record, "dropped": {c: list(i) for c, i in dropped.items()}}
+        )
 
     def log_findings(self, step: int, findings: Iterable[Any]) -> None:
         """Append what the detectors found at `step` (objects with `as_dict`, or mappings)."""

@@ -1,7 +1,7 @@
 """What a task is: numbered prompts and a reward for each response.
 
 A task named with `--task-path` is called as `factory(config, tokenizer)` and returns an object with the
-methods of `Task`. Naming a task runs its code.
+methods of `Task`, or of `MultiTurnTask` (see `environment_protocol`). Naming a task runs its code.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from plugin.errors import BatchError, ConfigError
+from plugin.rollout.environment_protocol import MultiTurnTask
 
 
 class Tokenizer(Protocol):
@@ -51,16 +52,19 @@ class Task(Protocol):
         ...
 
 
-def require_task(candidate: Any, path: str) -> Task:
-    """`candidate` if it has the methods of a task, or a `ConfigError` that names what is missing."""
-    if not isinstance(candidate, Task):
-        wanted = ("stop_token_ids", "prompt", "reward")
-        missing = [name for name in wanted if not hasattr(candidate, name)]
-        raise ConfigError(
-            f"--task-path {path} made a {type(candidate).__name__} without {', '.join(missing)}; a task has "
-            "stop_token_ids, prompt(index) and reward(prompt, response)"
-        )
-    return candidate
+def require_task(candidate: Any, path: str) -> Task | MultiTurnTask:
+    """`candidate` if it has the members of a task, or a `ConfigError` that names what is missing."""
+    if isinstance(candidate, (Task, MultiTurnTask)):
+        return candidate
+    several_turns = hasattr(candidate, "environment") or hasattr(candidate, "messages")
+    one = ("stop_token_ids", "prompt", "reward")
+    wanted = ("stop_token_ids", "tools", "messages", "environment") if several_turns else one
+    missing = [name for name in wanted if not hasattr(candidate, name)]
+    raise ConfigError(
+        f"--task-path {path} made a {type(candidate).__name__} without {', '.join(missing)}; a task has "
+        "stop_token_ids, prompt(index) and reward(prompt, response), or for several turns stop_token_ids, tools, "
+        "messages(index) and environment(index, seed)"
+    )
 
 
 def checked_prompt(task: Task, index: int, max_length: int) -> Prompt:

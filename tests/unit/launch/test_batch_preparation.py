@@ -8,20 +8,25 @@ import torch
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
 from plugin.errors import BatchError, ConfigError
-from plugin.launch.batch_preparation import advantages_of, check_routes, prepare_batch
+from plugin.launch.batch_preparation import (
+    advantages_of,
+    check_routes,
+    describe_batch,
+    prepare_batch,
+)
 from plugin.launch.job import learning_rate
 from plugin.launch.rollout_queue import Group
 from plugin.rollout.engine_protocol import Generation
 from plugin.rollout.task_protocol import Prompt
+from plugin.rollout.trajectory import Segment, Trajectory
 
 
 def group(index: int, rewards: list[float], **extra: torch.Tensor | None) -> Group:
     """Responses of 2 tokens to a prompt of 3."""
     log_probs = extra.get("log_probs", torch.tensor([-0.5, -1.0]))
-    generations = [
-        Generation(torch.tensor([4, 5]), "stop", 0, log_probs, extra.get("routes")) for _ in rewards
-    ]
-    return Group(index, Prompt((1, 2, 3)), generations, rewards)
+    generation = Generation(torch.tensor([4, 5]), "stop", 0, log_probs, extra.get("routes"))
+    trajectories = [Trajectory((Segment((1, 2, 3), generation),)) for _ in rewards]
+    return Group(index, Prompt((1, 2, 3)), trajectories, rewards)
 
 
 def batch_of(config: JobConfig, *groups: Group) -> RolloutBatch:
@@ -56,9 +61,36 @@ def test_rloo_subtracts_the_mean_of_the_others() -> None:
 )
 def test_whitened_estimators_have_mean_zero_and_unit_variance(settings: dict[str, object]) -> None:
     batch = batch_of(JobConfig(**settings), group(0, [1.0, 0.0]), group(1, [0.2, 0.9]))
-    flat = torch.cat(advantages_of(JobConfig(**settings), batch))
+    flat = torch.cat(advantages_of(JobConfig(**settings), batch, [1, 1, 1, 1]))
     assert float(flat.mean()) == pytest.approx(0, abs=1e-6)
     assert float(flat.std()) == pytest.approx(1, abs=1e-4)
+
+
+def split_in_two(reward: float) -> Trajectory:
+    """A trajectory of two samples, each with one sampled token and one of tool output."""
+    generation = Generation(torch.tensor([4, 5]), "stop", 0, torch.tensor([-0.5, 0.0]))
+    segment = Segment((1,), generation, torch.tensor([1, 0]))
+    return Trajectory((segment, segment), reward, turns=3)
+
+
+def test_a_trajectory_of_several_samples_counts_once_in_its_group() -> None:
+    whole = group(0, [1.0, 0.0])
+    mixed = Group(0, whole.prompt, [split_in_two(1.0), whole.trajectories[1]], [1.0, 0.0])
+    batch = batch_of(JobConfig(grpo_std_normalization=False), mixed)
+    # The group's mean is (1 + 0) / 2; counted by samples it would be (1 + 1 + 0) / 3.
+    assert [a.tolist() for a in batch.columns["advantages"]] == [[0.5, 0], [0.5, 0], [-0.5, -0.5]]
+    described = describe_batch(batch, [mixed], version=0)
+    assert described["samples_per_trajectory"] == 1.5 and described["turns"] == 2.0
+    assert described["reward"] == 0.5
+
+
+def test_a_discounted_return_goes_through_all_samples_of_a_trajectory() -> None:
+    config = JobConfig(advantage_estimator="reinforce_plus_plus", gamma=0.5)
+    one = Group(0, Prompt((1,)), [split_in_two(1.0)], [1.0])
+    batch = batch_of(config, one)
+    first, second = (float(a[0]) for a in batch.columns["advantages"])
+    # Two steps with returns 0.5 and 1: whitened they lie on both sides of their mean.
+    assert first == pytest.approx(-second) and second > 0
 
 
 def test_missing_log_probs_stop_the_batch_before_any_rank_sees_it() -> None:

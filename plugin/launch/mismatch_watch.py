@@ -1,0 +1,29 @@
+"""The mismatch detectors at every step of a job: findings go to a file, news to the person who watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from plugin.config import JobConfig
+from plugin.report.detectors import MismatchDetectors
+from plugin.report.run_files import RunFiles
+
+
+class MismatchWatch:
+    """Runs the detectors on a step's log-probs and says what is new."""
+
+    def __init__(self, config: JobConfig, files: RunFiles, say: Callable[[str], None]) -> None:
+        # Weights as old as the user allows are no news.
+        self._detectors = MismatchDetectors(max_staleness=config.staleness_limit)
+        self._on = config.detect_mismatch
+        self._files, self._say = files, say
+
+    def look(self, step: int, columns: Mapping[str, Sequence[Any]], trainer_version: int) -> None:
+        """Checks one step; columns as in `RolloutBatch`, with the trainer's `log_probs`."""
+        if not self._on or "rollout_log_probs" not in columns:
+            return
+        findings = self._detectors.check(columns, step=step, trainer_version=trainer_version)
+        self._files.log_findings(step, findings)
+        for finding in self._detectors.news(findings, step):
+            self._say(f"step {step}: {finding}")
