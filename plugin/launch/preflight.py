@@ -18,7 +18,9 @@ from plugin.launch.model_source import (
 from plugin.loss.hook_loading import load_function, load_hook
 from plugin.rollout.copy_digits_task import CopyDigitsTask
 from plugin.rollout.engine_protocol import SamplingParameters
+from plugin.rollout.environment_protocol import MultiTurnTask
 from plugin.rollout.jsonl_task import JsonlTask
+from plugin.rollout.multi_turn import OpeningPrompts
 from plugin.rollout.task_protocol import Task, checked_prompt, checked_reward, require_task
 
 
@@ -42,9 +44,7 @@ def check_job(config: JobConfig) -> JobParts:
     if config.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("--use-wandb: the wandb package is not installed; pip install wandb")
     policy = policy_source(config)
-    task = load_task(config, load_tokenizer(config))
-    first = checked_prompt(task, 0, config.max_prompt_length)
-    checked_reward(task, first, list(task.stop_token_ids)[:1])
+    task = _tried_task(config)
     _check_lengths(config, policy)
     return JobParts(
         task=task,
@@ -56,7 +56,20 @@ def check_job(config: JobConfig) -> JobParts:
     )
 
 
-def load_task(config: JobConfig, tokenizer: Any) -> Task:
+def _tried_task(config: JobConfig) -> Task:
+    """The task as the driver uses it, after one prompt and, where the task itself scores, one reward."""
+    tokenizer = load_tokenizer(config)
+    task = load_task(config, tokenizer)
+    if isinstance(task, MultiTurnTask):
+        prompts = OpeningPrompts(task, tokenizer, config)
+        checked_prompt(prompts, 0, config.max_prompt_length)
+        return prompts
+    first = checked_prompt(task, 0, config.max_prompt_length)
+    checked_reward(task, first, list(task.stop_token_ids)[:1])
+    return task
+
+
+def load_task(config: JobConfig, tokenizer: Any) -> Task | MultiTurnTask:
     """The task that the configuration names, or the built-in one."""
     if config.task_path is not None:
         factory = load_function(config.task_path)
@@ -77,7 +90,7 @@ def load_task(config: JobConfig, tokenizer: Any) -> Task:
     return CopyDigitsTask(tokenizer, seed=config.seed)
 
 
-def sampling_parameters(config: JobConfig, task: Task) -> SamplingParameters:
+def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> SamplingParameters:
     """How the engines sample; log-probs are turned on, with a warning, where a feature needs them."""
     log_probs = config.return_rollout_log_probs
     needing = config.needs_rollout_log_probs()
