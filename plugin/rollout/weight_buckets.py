@@ -7,7 +7,8 @@ tensors; per-expert names are written into their slices.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -132,3 +133,15 @@ class WeightLoader:
             return self._targets[f"{prefix}.down_proj"][expert]
         gate, up = self._targets[f"{prefix}.gate_up_proj"][expert].chunk(2)
         return gate if part == "gate" else up
+
+
+def weight_ledger(hf_config: Mapping[str, Any]) -> WeightLoader:
+    """A loader that checks names, shapes, completeness and versions of buckets and stores nothing.
+
+    For engines whose model lives elsewhere: `load` raises what an engine with this config would raise.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config))
+    return WeightLoader(model)
