@@ -10,8 +10,10 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from plugin.config.flags import FlagGroup, expect, flag, read_yaml
 from plugin.config.loss_flags import LossConfig
@@ -194,7 +196,9 @@ class RolloutFlags(FlagGroup):
         None, "fn(response, row) -> float for --prompt-data; none = exact match; runs that code"
     )
     apply_chat_template: bool = flag(False, "render --prompt-data through the chat template")
-    rollout_engine: Literal["transformers"] = flag("transformers", "what generates the tokens")
+    rollout_engine: Literal["transformers", "vllm", "http"] = flag(
+        "transformers", "what generates the tokens; http = servers at --rollout-url"
+    )
     num_rollout_engines: int = flag(1, "engine actors; prompts are shared out", at_least=1)
     rollout_batch_size: int = flag(32, "prompts per rollout", at_least=1)
     n_samples_per_prompt: int = flag(8, "responses per prompt (one group)", at_least=1)
@@ -306,6 +310,54 @@ class ConversationFlags(FlagGroup):
 
 
 @dataclass(frozen=True)
+class ServerFlags(FlagGroup):
+    title: ClassVar[str] = "rollout servers (--rollout-engine http)"
+
+    rollout_url: str | None = flag(
+        None, "URLs of inference servers, separated by commas; requests are balanced over them"
+    )
+    rollout_server: Literal["vllm", "sglang"] = flag("vllm", "what the servers are")
+    rollout_weights_dir: str | None = flag(
+        None, "directory that job and servers share, through which the servers get new weights"
+    )
+    rollout_request_timeout: float = flag(
+        600.0, "seconds a server may take for one response, to its last byte", above=0
+    )
+    rollout_request_retries: int = flag(
+        3, "times a response is asked for again before it counts as failed", at_least=0
+    )
+
+    def check(self) -> None:
+        for url in self.rollout_urls:
+            parts = urlsplit(url)
+            expect(
+                parts.scheme in ("http", "https") and bool(parts.hostname),
+                f"--rollout-url holds {url!r}; expected http://host:port",
+            )
+            if parts.scheme == "http" and not _is_loopback(str(parts.hostname)):
+                warnings.warn(
+                    f"--rollout-url {url}: prompts, responses and control of the weights travel unencrypted and "
+                    "without a password; keep the servers on a private network, or use https",
+                    stacklevel=2,
+                )
+        doubled = [url for url in self.rollout_urls if self.rollout_urls.count(url) > 1]
+        expect(not doubled, f"--rollout-url names {doubled[:1]} twice; name every server once")
+
+    @property
+    def rollout_urls(self) -> tuple[str, ...]:
+        """The servers' addresses, without a slash at the end."""
+        given = (self.rollout_url or "").split(",")
+        return tuple(url.strip().rstrip("/") for url in given if url.strip())
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True)
 class LaunchFlags(FlagGroup):
     title: ClassVar[str] = "launch"
 
@@ -373,6 +425,7 @@ class TrainerConfig(LossConfig, ModelFlags, OptimizerFlags, ParallelFlags, Batch
 class JobConfig(
     TrainerConfig,
     RolloutFlags,
+    ServerFlags,
     ConversationFlags,
     LaunchFlags,
     OutputFlags,
@@ -392,6 +445,7 @@ class JobConfig(
     def check(self) -> None:
         self._check_world()
         self._check_rollouts()
+        self._check_engine()
         self._check_other_policies()
         expect(
             self.advantage_estimator != "gae",
@@ -452,6 +506,44 @@ class JobConfig(
                 "trainer's log-probs are of the full one, so ratios are biased; prefer 1 and none",
                 stacklevel=2,
             )
+
+    def _check_engine(self) -> None:
+        """Whether the chosen engine can do what is asked of it, and uses every flag that is given."""
+        http, engine = self.rollout_engine == "http", self.rollout_engine
+        for given, name in (
+            (self.rollout_urls, "--rollout-url"),
+            (self.rollout_weights_dir, "--rollout-weights-dir"),
+        ):
+            expect(
+                http or not given,
+                f"{name} is given but --rollout-engine is {engine}, which asks no server; add "
+                "--rollout-engine http or drop it",
+            )
+            expect(not http or bool(given), f"--rollout-engine http needs {name}; add it")
+        expect(
+            engine == "transformers" or self.rollout_quantization == "none",
+            f"--rollout-quantization {self.rollout_quantization} is done by the transformers engine only; drop "
+            f"it, or use --rollout-engine transformers instead of {engine}",
+        )
+        if not http:
+            return
+        expect(
+            self.rollout_dtype == "float32",
+            f"--rollout-dtype {self.rollout_dtype} would be ignored: with --rollout-engine http the servers choose "
+            "their dtype; set it where they are started",
+        )
+        expect(
+            self.num_rollout_engines == 1,
+            f"--num-rollout-engines is {self.num_rollout_engines} with --rollout-engine http: one client serves "
+            "every URL; drop it",
+        )
+        expect(
+            self.rollout_server != "sglang"
+            or not self.return_rollout_log_probs
+            or (self.rollout_top_p == 1 and self.rollout_top_k is None),
+            "--rollout-top-p or --rollout-top-k with --rollout-server sglang: SGLang reports log-probs of the "
+            "distribution before truncation, not of the one it samples from; drop them",
+        )
 
     def _check_other_policies(self) -> None:
         expect(
