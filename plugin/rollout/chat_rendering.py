@@ -7,6 +7,7 @@ is then replaced. That needs no knowledge of the template and no switch in it.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -15,6 +16,9 @@ from plugin.rollout.environment_protocol import Message
 
 #: Whose thinking stays: what the template decides, that of replies since the last user message, or all.
 KeptThinking = Literal["template", "between_tool_calls", "all"]
+
+#: Makes a mark that no message holds; it is gone before anybody sees the text.
+_SALT = uuid.uuid4().hex
 
 
 class ChatTokenizer(Protocol):
@@ -156,7 +160,7 @@ def _spoken(message: Message) -> str:
 
 
 def _mark(number: int) -> str:
-    return f"@@reply-{number}@@"
+    return f"@@{_SALT}-{number}@@"
 
 
 def _marked(messages: Sequence[Message], numbers: Collection[int]) -> list[Message]:

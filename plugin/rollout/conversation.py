@@ -7,7 +7,7 @@ never tokenized again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Conversation:
     def __init__(
         self, messages: Sequence[Message], renderer: ChatRenderer, stop_token_ids: Sequence[int]
     ) -> None:
-        self.messages: list[Message] = list(messages)
+        self.messages: list[Message] = _checked(messages)
         self.turns = 0
         self._renderer = renderer
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -65,7 +65,7 @@ class Conversation:
             )
         reply = len(self.messages) - 1
         before = self.messages if step.history is None else step.history
-        self.messages = [*before, *step.messages]
+        self.messages = _checked([*before, *step.messages])
         added = self._kept_continuation(reply) if self._keeps_stream(step) else None
         if added is None:
             rendering = self._renderer.render(self.messages)
@@ -91,6 +91,16 @@ class Conversation:
             if trimmed.startswith(self._end_of_turn):
                 return trimmed[len(self._end_of_turn) :]
         return added
+
+
+def _checked(messages: Sequence[Message]) -> list[Message]:
+    """`messages` if each says who speaks: a template would render one that does not, and say nothing."""
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise BatchError(
+                f"message {message!r} has no role; a message is a mapping with role and content"
+            )
+    return list(messages)
 
 
 class _OpenSegment:
