@@ -26,7 +26,7 @@ from plugin.rollout.engine_protocol import (
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.rollout.expert_routes import complete_routes
+from plugin.rollout.expert_routes import complete_routes, moe_layers
 from plugin.rollout.weight_buckets import NO_WEIGHTS, WeightLoader, weight_ledger
 
 #: vLLM raises lower temperatures to this one without saying so in the answer.
@@ -66,6 +66,7 @@ class VllmEngine:
         self._generated_tokens = 0
         self._ledger: WeightLoader = weight_ledger(hf_config)
         self._buckets: list[bytes] = []
+        self._moe_layers = moe_layers(hf_config)
         positions = int(hf_config.get("max_position_embeddings") or 4096)
         self._max_model_len = min(max_model_len or positions, positions)
         self._llm = _build(hf_config, dtype, max_batch, self._max_model_len, routed_experts)
@@ -135,10 +136,10 @@ class VllmEngine:
         if completion.finish_reason not in ("stop", "length"):
             return GenerationFailure(f"vLLM ended the response with {completion.finish_reason!r}")
         spans = getattr(completion, "weight_versions", None) or ()
-        wrong = [span for span in spans if span.weight_version != str(self._ledger.version)]
+        wrong = [span for span in spans if span.version != str(self._ledger.version)]
         if wrong:
             raise EngineError(
-                f"{self._name}: vLLM generated with weight version {wrong[0].weight_version}, expected "
+                f"{self._name}: vLLM generated with weight version {wrong[0].version}, expected "
                 f"{self._ledger.version}"
             )
         tokens = torch.tensor(list(completion.token_ids), dtype=torch.int64)
@@ -151,7 +152,7 @@ class VllmEngine:
             finish_reason=completion.finish_reason,
             weight_version=self._ledger.version,
             log_probs=log_probs,
-            routed_experts=_routes(request, completion, tokens, parameters),
+            routed_experts=_routes(request, completion, tokens, parameters, self._moe_layers),
         )
 
 
@@ -284,13 +285,17 @@ def _chosen_log_probs(completion: Any) -> Tensor | None:
 
 
 def _routes(
-    request: GenerationRequest, completion: Any, tokens: Tensor, parameters: SamplingParameters
+    request: GenerationRequest,
+    completion: Any,
+    tokens: Tensor,
+    parameters: SamplingParameters,
+    layers: Sequence[int],
 ) -> Tensor | None:
     """[prompt + response, moe_layers, topk]; None where they were not asked for or vLLM has none."""
     if not parameters.routed_experts or completion.routed_experts is None:
         return None
     routes = torch.as_tensor(completion.routed_experts)
-    return complete_routes(routes, len(request.prompt) + tokens.numel())
+    return complete_routes(routes, len(request.prompt) + tokens.numel(), layers)
 
 
 def _too_long(request: GenerationRequest, limit: int) -> str:

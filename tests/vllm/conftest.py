@@ -12,8 +12,14 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 
+def _vllm_is_installed() -> bool:
+    # This directory itself can be imported as `vllm`, a package without a file.
+    found = importlib.util.find_spec("vllm")
+    return found is not None and found.origin is not None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if importlib.util.find_spec("vllm") is not None:
+    if _vllm_is_installed():
         return
     for item in items:
         if item.path.is_relative_to(os.path.dirname(__file__)):
