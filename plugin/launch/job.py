@@ -148,6 +148,7 @@ class _Job:
         self._checkpoints = CheckpointPlan(config, files.run_dir)
         self._restarts = RestartLimit(config.max_restarts)
         self._at = JobPosition()
+        self._last_sent = -1
         self._start_of_queue = self._queue.state()
         self._wandb = _start_wandb(config)
         self._dump = _start_dump(config)
@@ -268,6 +269,7 @@ class _Job:
 
     def _sync_weights(self, *, wait: bool) -> None:
         self._engines.send_weights(self._at.version, self._trainer.export_weights())
+        self._last_sent = self._at.version
         if wait:
             self._engines.finish_loads()
 
@@ -294,7 +296,8 @@ class _Job:
         state = {"position": {}, "queue": self._start_of_queue}
         if self._checkpoints.exist():
             state = self._trainer.load_checkpoint(self._checkpoints.root)
-        self._at = JobPosition(**state["position"])
+        # A version names one set of weights: what was sent after the checkpoint keeps its number.
+        self._at = JobPosition(**state["position"]).with_version_above(self._last_sent)
         self._queue.restore(state["queue"])
         self._history[:] = [line for line in self._history if line["step"] <= self._at.updates]
         self._printer.say(

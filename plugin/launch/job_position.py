@@ -38,6 +38,10 @@ class JobPosition:
         """One rollout further, with new weights."""
         return replace(self, rollouts=self.rollouts + 1, version=self.version + 1)
 
+    def with_version_above(self, used: int) -> JobPosition:
+        """The same place; a version that was used before is replaced by the next one that was not."""
+        return replace(self, version=max(self.version, used + 1))
+
     def as_state(self, queue: dict[str, Any]) -> dict[str, Any]:
         """What the driver puts into a checkpoint. Prompts and seeds follow from numbers: no generator state."""
         return {"position": asdict(self), "queue": queue}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from plugin.config import JobConfig
+from plugin.errors import ConfigError
 from plugin.rollout.engine_protocol import RolloutEngine
 
 
@@ -14,6 +15,11 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> R
 
     hf_config: the policy's Hugging Face configuration; name: for messages and health
     """
+    makers = {"transformers": _transformers, "vllm": _vllm, "http": _http}
+    return makers[config.rollout_engine](config, hf_config, name)
+
+
+def _transformers(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> RolloutEngine:
     from plugin.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(
@@ -21,5 +27,42 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> R
         dtype=config.rollout_dtype,
         quantization=config.rollout_quantization,
         max_batch=config.rollout_max_batch,
+        name=name,
+    )
+
+
+def _vllm(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> RolloutEngine:
+    import torch
+
+    from plugin.rollout.vllm_engine import VllmEngine
+
+    if config.colocate and torch.cuda.is_available():
+        raise ConfigError(
+            "--colocate with --rollout-engine vllm: vLLM keeps most of a GPU's memory for its cache, and the trainer "
+            "needs it too; drop --colocate"
+        )
+    return VllmEngine(
+        hf_config,
+        dtype=config.rollout_dtype,
+        max_batch=config.rollout_max_batch,
+        max_model_len=config.max_context_length,
+        routed_experts=config.use_rollout_routing_replay,
+        name=name,
+    )
+
+
+def _http(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> RolloutEngine:
+    from plugin.rollout.http_engine import HttpEngine
+
+    return HttpEngine(
+        config.rollout_urls,
+        hf_config,
+        weights_dir=str(config.rollout_weights_dir),
+        server=config.rollout_server,
+        request_timeout=config.rollout_request_timeout,
+        update_timeout=config.step_timeout,
+        retries=config.rollout_request_retries,
+        max_batch=config.rollout_max_batch,
+        max_model_len=config.max_context_length,
         name=name,
     )

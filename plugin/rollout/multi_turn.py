@@ -71,9 +71,9 @@ def renderer_of(task: MultiTurnTask, tokenizer: Any, config: JobConfig) -> ChatR
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of one reply, in [0, 2^31): the same in every process and for every order of the batch."""
-    digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1
+    """The seed of one reply, in [0, 2^62): the same in every process and for every order of the batch."""
+    digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
 
 
 class OpeningPrompts:

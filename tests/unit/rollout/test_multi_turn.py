@@ -116,7 +116,7 @@ def test_a_trajectory_depends_on_its_seed_and_not_on_the_batch() -> None:
     assert of_two == alone.segments[0].generation.tokens.tolist()
     assert of_two != together[0].segments[0].generation.tokens.tolist()
     seeds = {turn_seed(seed, turn) for seed in range(100) for turn in range(10)}
-    assert len(seeds) == 1000 and all(0 <= seed < 2**31 for seed in seeds)
+    assert len(seeds) == 1000 and all(0 <= seed < 2**62 for seed in seeds)
 
 
 def hanging(history: Any) -> Step:

@@ -1,0 +1,242 @@
+"""Jobs that lose engines, ranks, nodes or their driver: nothing is lost, nothing is done twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from plugin.errors import EngineError, ParallelError
+from tests.ray.casualties import (
+    AfterSteps,
+    dropped_prompts,
+    kill_one,
+    logged_steps,
+    trained_prompts,
+    workers,
+)
+from tests.ray.small_jobs import run_small
+
+pytestmark = pytest.mark.timeout(600)
+
+ONE_NODE = {"num_nodes": 1, "num_rollouts": 10}
+
+
+def test_a_killed_engine_is_replaced_and_no_prompt_is_lost_or_doubled(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    unbroken = run_small(two_nodes, tmp_path / "unbroken", **ONE_NODE)
+    with AfterSteps(tmp_path / "run", 3, lambda: kill_one("EngineActor")) as kill:
+        result = run_small(two_nodes, tmp_path / "run", **ONE_NODE)
+    assert kill.done and result.history[-1]["engine_restarts"] == 1
+    assert trained_prompts(tmp_path / "run") == list(range(10 * 4))
+    # Responses depend on weights, prompt and seed alone: the new engine gives the old one's.
+    assert [s["loss"] for s in result.history] == [s["loss"] for s in unbroken.history]
+    assert [s["grad_norm"] for s in result.history] == [s["grad_norm"] for s in unbroken.history]
+
+
+def test_a_killed_rank_sends_the_trainer_back_to_its_checkpoint(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    settings = {**ONE_NODE, "num_gpus_per_node": 2, "save_interval": 2}
+    unbroken = run_small(two_nodes, tmp_path / "unbroken", **settings)
+    with AfterSteps(tmp_path / "run", 5, lambda: kill_one("TrainerRank")) as kill:
+        result = run_small(two_nodes, tmp_path / "run", **settings)
+    assert kill.done and result.history[-1]["trainer_restarts"] == 1
+    assert trained_prompts(tmp_path / "run") == list(range(10 * 4))
+    assert [s["step"] for s in result.history] == list(range(1, 11))
+    assert [s["loss"] for s in result.history] == [s["loss"] for s in unbroken.history]
+
+
+@pytest.mark.slow
+def test_an_asynchronous_job_accounts_for_every_prompt_through_kills(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with (
+        AfterSteps(run_dir, 3, lambda: kill_one("EngineActor")),
+        AfterSteps(run_dir, 8, lambda: kill_one("TrainerRank")),
+        AfterSteps(run_dir, 14, lambda: kill_one("EngineActor")),
+    ):
+        result = run_small(
+            two_nodes,
+            run_dir,
+            num_nodes=1,
+            num_rollouts=20,
+            save_interval=3,
+            num_rollout_engines=2,
+            async_rollouts=True,
+            max_weight_staleness=2,
+        )
+    last = result.history[-1]
+    trained, dropped = trained_prompts(run_dir), dropped_prompts(run_dir)
+    assert last["trainer_restarts"] == 1 and last["engine_restarts"] >= 2
+    assert len(set(trained)) == len(trained) == last["prompts_trained"] == 20 * 4
+    assert not set(trained) & set(dropped)
+    accounted = last["prompts_trained"] + last["dropped_stale"] + last["dropped_failed"]
+    assert last["prompts_issued"] == accounted + last["prompts_under_way"]
+
+
+@pytest.mark.slow
+def test_a_hung_engine_is_found_by_its_deadline(two_nodes: str, tmp_path: Path) -> None:
+    frozen: list[int] = []
+    freeze = AfterSteps(
+        tmp_path / "run", 2, lambda: frozen.append(kill_one("EngineActor", signal.SIGSTOP))
+    )
+    with freeze:
+        result = run_small(two_nodes, tmp_path / "run", **ONE_NODE, rollout_timeout=5.0)
+    assert freeze.done and result.history[-1]["engine_restarts"] == 1
+    assert trained_prompts(tmp_path / "run") == list(range(10 * 4))
+    assert _gone(frozen[0])
+
+
+@pytest.mark.slow
+def test_an_engine_that_always_dies_ends_the_job_with_a_reason(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    task = tmp_path / "deadly.py"
+    task.write_text(DEADLY_TASK)
+    with pytest.raises(EngineError, match="engine 0 was restarted 2 times without answering"):
+        run_small(
+            two_nodes,
+            tmp_path / "run",
+            **ONE_NODE,
+            max_restarts=2,
+            task_path=f"{task}:Deadly",
+        )
+
+
+DEADLY_TASK = """
+import os, signal, psutil
+from plugin.rollout.copy_digits_task import CopyDigitsTask
+
+class Deadly(CopyDigitsTask):
+    def __init__(self, config, tokenizer):
+        super().__init__(tokenizer, seed=config.seed)
+
+    def prompt(self, index):
+        for process in psutil.Process().children(recursive=True):
+            if index >= 8 and any("ray::EngineActor" in part for part in process.cmdline()):
+                os.kill(process.pid, signal.SIGKILL)
+        return super().prompt(index)
+"""
+
+
+@pytest.mark.slow
+def test_a_lost_rank_without_checkpoints_ends_the_job_with_advice(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    with (
+        AfterSteps(tmp_path / "run", 2, lambda: kill_one("TrainerRank")),
+        pytest.raises(ParallelError, match="with --save-interval it would restart"),
+    ):
+        run_small(two_nodes, tmp_path / "run", **ONE_NODE)
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def _command(run_dir: Path, *extra: str, rollouts: int = 8) -> list[str]:
+    sizes = {
+        "num-rollouts": rollouts,
+        "rollout-batch-size": 4,
+        "n-samples-per-prompt": 4,
+        "max-response-length": 6,
+        "save-interval": 3,
+        "start-timeout": 250,
+    }
+    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "plugin", "train", "--run-dir", str(run_dir), *flags, *extra]
+
+
+def _metrics(run_dir: Path) -> list[dict[str, Any]]:
+    from plugin.report.run_files import read_run
+
+    return read_run(run_dir).steps
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_run_resumed_after_kill_9_of_the_driver_repeats_the_unbroken_one(tmp_path: Path) -> None:
+    subprocess.run(_command(tmp_path / "unbroken"), check=True, timeout=300)
+    killed = tmp_path / "killed"
+    driver = subprocess.Popen(_command(killed))
+    while logged_steps(killed / "metrics.jsonl") < 5:
+        assert driver.poll() is None, "the job ended before it could be killed"
+        time.sleep(0.02)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    driver.kill()
+    driver.wait()
+    subprocess.run(_command(killed, "--resume"), check=True, timeout=300)
+    # Ray's own agents notice last: they first try to report to the server that died with the driver.
+    _, alive = psutil.wait_procs(family, timeout=120)
+    assert not alive, [process.cmdline() for process in alive]
+    mine, theirs = _metrics(killed), _metrics(tmp_path / "unbroken")
+    assert [step["step"] for step in mine] == list(range(1, 9))
+    for name in ("loss", "grad_norm", "reward", "mismatch_kl", "weight_version", "lr"):
+        assert [s[name] for s in mine] == [s[name] for s in theirs], name
+    assert trained_prompts(killed) == list(range(8 * 4))
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_no_process_port_or_shared_memory(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    driver = subprocess.Popen(_command(tmp_path / "run", rollouts=1000))
+    while logged_steps(tmp_path / "run" / "metrics.jsonl") < 3:
+        assert driver.poll() is None
+        time.sleep(0.05)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    ports = {c.laddr.port for p in family for c in _listening(p)}
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(timeout=60) == 130
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
+    assert ports and not ports & {
+        c.laddr.port for c in psutil.net_connections("tcp") if c.status == "LISTEN"
+    }
+    assert set(os.listdir("/dev/shm")) <= before
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def _listening(process: psutil.Process) -> list[Any]:
+    return [c for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+
+@pytest.mark.slow
+def test_a_node_that_leaves_takes_its_engine_and_the_job_moves_to_another(tmp_path: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    cluster.add_node(num_cpus=1, include_dashboard=False)
+    extra = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    cluster.wait_for_nodes()
+    try:
+        leave = AfterSteps(
+            tmp_path / "run", 3, lambda: cluster.remove_node(_node_with_engine(extra))
+        )
+        with leave:
+            result = run_small(cluster.address, tmp_path / "run", **ONE_NODE, save_interval=2)
+        assert leave.done
+        assert trained_prompts(tmp_path / "run") == list(range(10 * 4))
+        assert result.history[-1]["engine_restarts"] + result.history[-1]["trainer_restarts"] >= 1
+    finally:
+        cluster.shutdown()
+
+
+def _node_with_engine(nodes: list[Any]) -> Any:
+    """A node that runs one of the job's actors, and not the cluster's head."""
+    for node in nodes:
+        raylet = node.all_processes["raylet"][0].process.pid
+        if workers("EngineActor", raylet) or workers("TrainerRank", raylet):
+            return node
+    raise AssertionError("the actors are all on the first node")
