@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: docs test-gpu test-slow test-adapters
+.PHONY: docs test-gpu test-slow test-adapters soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -69,6 +69,9 @@ train: venv ## a complete RL job on this machine, on CPU
 
 bench: venv ## log-prob kernels against peers and the memory floor
 	$(BIN)/python -m benchmarks.logprob_bench
+
+soak: venv ## an hour of asynchronous training with random kills: does every prompt add up?
+	$(BIN)/python -m benchmarks.soak
 
 lock: venv ## write the pins of the current .venv to requirements/cpu.txt
 	@echo '# Everything `make venv` installs on top of torch, pinned. Written by `make lock`.' > requirements/cpu.txt

@@ -43,7 +43,7 @@ from plugin.report.run_files import RunFiles, new_run_dir
 class JobResult:
     """How a job ended.
 
-    history: the metrics of every step
+    history: the metrics of every step, without their slices by position, age and probability
     """
 
     run_dir: Path
@@ -235,7 +235,8 @@ class _Job:
         }
 
     def _record(self, line: dict[str, Any], batch: RolloutBatch, trained: TrainedStep) -> None:
-        self._history.append(line)
+        # The slices of a metric are in the file; kept here they would fill the driver of a long run.
+        self._history.append({name: v for name, v in line.items() if "/by_" not in name})
         self._files.log_step(line)
         self._printer.step(line)
         if self._wandb is not None:

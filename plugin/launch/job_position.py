@@ -103,7 +103,8 @@ def earlier_steps(run_dir: Path) -> list[dict[str, Any]]:
     """The steps that a run directory already has, none if it is new."""
     if not (run_dir / "metrics.jsonl").exists():
         return []
-    return read_run(run_dir).steps
+    steps = read_run(run_dir).steps
+    return [{name: v for name, v in step.items() if "/by_" not in name} for step in steps]
 
 
 def changed_settings(run_dir: Path, config: JobConfig) -> Iterator[str]:
