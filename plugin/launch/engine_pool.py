@@ -238,14 +238,16 @@ class EnginePool:
             self._replace_unless_done(number, engine.actor, str(error))
 
     def finish_loads(self) -> None:
-        """Waits until every engine has the weights sent last."""
-        deadline = time.monotonic() + self._config.step_timeout
+        """Waits until every engine has the weights sent last; one that hangs is replaced."""
+        patience = self._config.rollout_timeout or self._config.step_timeout
+        # An engine may still have requests to serve that were sent before the weights.
+        deadline = time.monotonic() + 3 * patience
         while self._loads:
             self.look_after()
             if time.monotonic() > deadline:
-                number = next(iter(self._loads.values()))[0]
-                self.replace(number, "did not load its weights in time")
-                deadline = time.monotonic() + self._config.step_timeout
+                for number in {owner[0] for owner in self._loads.values()}:
+                    self.replace(number, "did not load its weights in time")
+                deadline = time.monotonic() + self._config.start_timeout + patience
             time.sleep(_LOAD_POLL_SECONDS)
 
     def forget(self) -> None:
