@@ -16,13 +16,13 @@ from plugin.launch.array_transport import (
 )
 from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.remote_calls import result_of, wait_for_all
+from plugin.launch.rollout_choice import choose_rollouts
 from plugin.rollout.engine_choice import make_engine
 from plugin.rollout.engine_protocol import (
     EngineHealth,
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.rollout.single_turn import run_single_turn
 from plugin.rollout.trajectory import Trajectory
 
 _IDLE_SECONDS = 0.2
@@ -38,12 +38,13 @@ class EngineActor:
         if not torch.cuda.is_available():
             torch.set_num_threads(config.threads_per_rank)
         self._engine = make_engine(config, hf_config, name)
+        self._rollouts = choose_rollouts(config)
 
     def generate(
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> Arrays:
         """One trajectory per seed of every request."""
-        return trajectories_to_arrays(run_single_turn(self._engine, requests, parameters))
+        return trajectories_to_arrays(self._rollouts(self._engine, requests, parameters))
 
     def load_weights(self, version: int, bucket: bytes, last: bool) -> None:
         """As `RolloutEngine.load_weights`."""
