@@ -160,7 +160,8 @@ def _spoken(message: Message) -> str:
 
 
 def _mark(number: int) -> str:
-    return f"@@{_SALT}-{number}@@"
+    # Letters and digits alone: a template may split a content at anything else.
+    return f"reply{number}of{_SALT}"
 
 
 def _marked(messages: Sequence[Message], numbers: Collection[int]) -> list[Message]:

@@ -24,7 +24,10 @@ EXAMPLES = ROOT / "examples"
 JOBS = sorted(EXAMPLES.glob("*.yaml"))
 
 #: What runs every file of examples/: this module, or the one that is named.
-COVERED_ELSEWHERE = {"own_megatron_loop.py", "mismatch_experiment.py"}
+COVERED_ELSEWHERE = {
+    *("own_megatron_loop.py", "mismatch_experiment.py"),
+    *("tiny_tool_task.py", "calculator_tool_task.py"),  # test_multi_turn_examples.py
+}
 
 
 def run(*command: str, timeout: float = 280, **environment: str) -> str:

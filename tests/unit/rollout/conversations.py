@@ -131,6 +131,7 @@ class ScriptedEngine:
     """Answers with `reply(turn, seed)`: tokens, or a finished answer; records what it was asked."""
 
     reply: Callable[[int, int], list[int] | Answer]
+    stop: tuple[int, ...] = STOP
     calls: list[Call] = field(default_factory=list)
     batches: int = 0
 
@@ -155,7 +156,7 @@ class ScriptedEngine:
             )
             said = Generation(
                 torch.tensor(said, dtype=torch.int64),
-                "stop" if said and said[-1] in STOP else "length",
+                "stop" if said and said[-1] in self.stop else "length",
                 self.batches,
                 -torch.arange(start, start + len(said)) / 1024,
                 torch.full((len(request.prompt) + len(said), 2, 2), self.batches, dtype=torch.uint8)

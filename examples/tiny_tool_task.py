@@ -1,0 +1,85 @@
+"""A tool that a model of a hundred thousand parameters learns to use: look a digit up, then say it.
+
+    megatron-tis train --config examples/multi_turn_tools.yaml
+
+The characters of the model that is built on the spot are digits and `=+-*$`, so the chat template is short:
+
+    user 7           7=
+    reply            34-*7$     thinks 34, asks the tool for key 7 and ends its turn
+    tool 2           +2=
+    reply            2$         the answer
+
+Like the templates of thinking models, this one shows older replies without their thinking: the second reply reads
+`7=*7$+2=`, which does not extend `7=34-*7$`, so the trajectory becomes two training samples. With
+--preserve-thinking-between-tool-calls or --preserve-all-thinking the second reply reads `7=34-*7$+2=`, and it is one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from plugin.rollout.environment_protocol import Ending, Message, Reply, Step
+
+TEMPLATE = """\
+{%- for m in messages %}
+  {%- if m.role == 'assistant' %}{{ m.content.split('-')[-1] + '$' }}
+  {%- else %}{{ ('+' if m.role == 'tool' else '') + m.content + '=' }}
+  {%- endif %}
+{%- endfor %}"""
+
+
+class LookupTask:
+    """Key `index` of a table that only the tool knows."""
+
+    tools: tuple[Any, ...] = ()
+
+    def __init__(self, config: Any, tokenizer: Any) -> None:
+        tokenizer.chat_template = TEMPLATE
+        self.stop_token_ids = (tokenizer.eos_token_id,)
+        self._seed = config.seed
+
+    def messages(self, index: int) -> list[Message]:
+        """The key, as the user's message."""
+        return [{"role": "user", "content": self._pair(index)[0]}]
+
+    def environment(self, index: int, seed: int) -> LookupEnvironment:
+        """The tool and the judge of one conversation."""
+        return LookupEnvironment(*self._pair(index))
+
+    def _pair(self, index: int) -> tuple[str, str]:
+        draw = random.Random(f"{self._seed}/{index}")
+        return draw.choice("0123456789"), draw.choice("0123456789")
+
+
+class LookupEnvironment:
+    """Answers `*<key>`; anything else is the final answer."""
+
+    def __init__(self, key: str, value: str) -> None:
+        self._key, self._value = key, value
+        self._answers: list[str] = []
+
+    def step(self, reply: Reply, history: Sequence[Message]) -> Step:
+        """The tool's output: the value of the right key, `*` for any other."""
+        answer = reply.text.split("-")[-1]
+        self._answers.append(answer)
+        if not answer.startswith("*"):
+            return Step(done=True)
+        found = self._value if answer == "*" + self._key else "*"
+        return Step([{"role": "tool", "content": found}])
+
+    def reward(self, ending: Ending) -> float:
+        """Half for the right call as the first reply, half for the right value as the second."""
+        wanted = ("*" + self._key, self._value)
+        return sum(map(_likeness, self._answers, wanted)) / 2
+
+
+def _likeness(said: str, wanted: str) -> float:
+    """Right positions divided by the longer length, both with their end: a signal before the first whole answer.
+
+    Example: `*7$` is wanted; `*$` has 1 of 3 right, `*4$` 2 of 3.
+    """
+    pairs = list(zip_longest(said + "$", wanted + "$"))
+    return sum(a == b for a, b in pairs) / len(pairs)
