@@ -76,7 +76,8 @@ class StepResult:
     metrics: exact means, extremes and counts over the global batch
     updated: False if the step was skipped because the gradient was not finite or too large
     bad_parameter: the first parameter with a non-finite gradient, if any
-    log_probs: [response] per sample of the global batch, of the weights the step started from; if asked for
+    log_probs: [response] per sample of the global batch, of the weights the step started from, if asked for;
+        undefined where the loss mask is 0
     """
 
     metrics: dict[str, float]

@@ -1,0 +1,46 @@
+"""The detectors as a job runs them: findings in a file, news on the screen, silence on clean data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from plugin.config import JobConfig
+from plugin.launch.mismatch_watch import MismatchWatch
+from plugin.report.run_files import RunFiles
+from tests.unit.report.test_detectors import LANGUAGE, rollout
+
+
+def watch(
+    tmp_path: Path, columns: dict, steps: int = 3, **settings: object
+) -> tuple[list[str], list[dict]]:
+    """What is said and what is written over some steps with the same columns."""
+    said: list[str] = []
+    with RunFiles(tmp_path, {}, tensorboard=False) as files:
+        detectors = MismatchWatch(JobConfig(**settings), files, said.append)
+        for step in range(1, steps + 1):
+            detectors.look(step, columns, trainer_version=0)
+    file = tmp_path / "findings.jsonl"
+    return said, [json.loads(line) for line in file.open()] if file.exists() else []
+
+
+def test_a_fault_is_written_at_every_step_and_said_once(tmp_path: Path) -> None:
+    columns = rollout(LANGUAGE, LANGUAGE)
+    shifted = [values.roll(1) for values in columns["rollout_log_probs"]]
+    said, written = watch(tmp_path, {**columns, "rollout_log_probs": shifted})
+    assert len(said) == 1 and said[0].startswith("step 1: error:")
+    assert [line["detector"] for line in written] == ["one_token_shift"] * 3
+    assert [line["step"] for line in written] == [1, 2, 3]
+
+
+def test_clean_steps_are_silent(tmp_path: Path) -> None:
+    assert watch(tmp_path, rollout(LANGUAGE, LANGUAGE)) == ([], [])
+
+
+def test_it_can_be_turned_off_and_does_without_rollout_log_probs(tmp_path: Path) -> None:
+    columns = rollout(LANGUAGE, LANGUAGE)
+    zeros = [values * 0 for values in columns["rollout_log_probs"]]
+    broken = {**columns, "rollout_log_probs": zeros}
+    assert watch(tmp_path / "off", broken, detect_mismatch=False) == ([], [])
+    del columns["rollout_log_probs"]
+    assert watch(tmp_path / "without", columns) == ([], [])
