@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: docs test-gpu test-slow test-adapters soak
+.PHONY: docs test-gpu test-slow test-adapters test-vllm soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -49,6 +49,17 @@ test-adapters: venv ## adapters against verl, SkyRL and TRL themselves
 	@# SkyRL's wheel has a top-level package `tests`, which would hide ours.
 	rm -rf .venv-adapters/lib/python*/site-packages/tests
 	.venv-adapters/bin/python -m pytest tests/unit/adapters -rs
+
+.venv-vllm/ready: requirements/vllm.txt setup.py
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
+	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0
+	.venv-vllm/bin/python -m pip install --quiet --no-deps -r requirements/vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+test-vllm: .venv-vllm/ready ## rollouts from vLLM: in the job's process and from a server (a large download)
+	CUDA_VISIBLE_DEVICES= .venv-vllm/bin/python -m pytest tests/vllm -rs
 
 docs: venv ## the documentation site in site/; broken links are errors
 	$(BIN)/python -m docs.write_reference
