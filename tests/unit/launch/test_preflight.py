@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plugin.config import JobConfig
-from plugin.errors import ConfigError, HookLoadError
+from plugin.errors import BatchError, ConfigError, HookLoadError
 from plugin.launch.preflight import check_job, sampling_parameters
 from plugin.rollout.character_tokenizer import CharacterTokenizer
 from plugin.rollout.copy_digits_task import ALPHABET, CopyDigitsTask
@@ -96,3 +96,49 @@ def test_a_model_directory_without_prompts_has_nothing_to_train_on(tmp_path: Pat
 def test_the_shape_of_routes_comes_from_the_model() -> None:
     moe = {"embedded_model": "qwen3_moe", "use_rollout_routing_replay": True}
     assert check_job(JobConfig.from_sources(moe)).route_shape == (2, 2, 4)
+
+
+MULTI_TURN = (
+    "class Talk:\n"
+    "    stop_token_ids = (14,)\n"
+    "    tools = ()\n"
+    "    def __init__(self, config, tokenizer):\n"
+    "        tokenizer.chat_template = '{% for m in messages %}{{ m.content }}={% endfor %}'\n"
+    "    def messages(self, index):\n"
+    "        return [{'role': 'user', 'content': '1' * (index + 3)}]\n"
+    "    def environment(self, index, seed):\n"
+    "        raise AssertionError('the driver starts no environment')\n"
+)
+
+
+def test_a_multi_turn_task_is_tried_by_its_first_prompt_alone(tmp_path: Path) -> None:
+    file = tmp_path / "talk.py"
+    file.write_text(MULTI_TURN)
+    parts = check_job(JobConfig.from_sources({"task_path": f"{file}:Talk"}))
+    assert parts.task.prompt(1).tokens == (1, 1, 1, 1, 10)
+    assert parts.sampling.stop_token_ids == (14,)
+    with pytest.raises(BatchError, match="prompt 0 has 4 tokens"):
+        check_job(JobConfig.from_sources({"task_path": f"{file}:Talk", "max_prompt_length": 3}))
+
+
+@pytest.mark.parametrize(
+    ("correct", "wrong", "message"),
+    [
+        ("tools = ()", "other = ()", "a Talk without tools; a task has"),
+        ("tokenizer.chat_template", "template", "this tokenizer has no chat template"),
+    ],
+)
+def test_an_incomplete_multi_turn_task_is_found_on_the_driver(
+    tmp_path: Path, correct: str, wrong: str, message: str
+) -> None:
+    file = tmp_path / "talk.py"
+    file.write_text(MULTI_TURN.replace(correct, wrong))
+    with pytest.raises(ConfigError, match=message):
+        check_job(JobConfig.from_sources({"task_path": f"{file}:Talk"}))
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "enable_thinking=false"])
+def test_template_arguments_are_a_json_object(text: str) -> None:
+    with pytest.raises(ConfigError, match="it must be a JSON object such as"):
+        JobConfig(chat_template_kwargs=text)
+    assert JobConfig(chat_template_kwargs='{"a": false}').template_arguments() == {"a": False}
