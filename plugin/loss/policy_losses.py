@@ -26,8 +26,10 @@ from plugin.ppo_utils.importance_ratio import (
     probability_difference,
     safe_exp,
 )
+from plugin.ppo_utils.separability import token_separable
 
 
+@token_separable
 def ppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Clipped surrogate: no gain from moving a token's ratio beyond the clip.
 
@@ -55,6 +57,7 @@ def gspo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     )
 
 
+@token_separable
 def reinforce(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Plain policy gradient: the base on which `off_policy_is_function` is unbiased.
 
@@ -66,6 +69,7 @@ def reinforce(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     return PolicyTerm(loss, inputs.mask, {"pg_clipfrac": torch.zeros_like(inputs.advantages)})
 
 
+@token_separable
 def cispo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Clips the weight, never the gradient: every token keeps a gradient, through cur alone.
 
@@ -80,6 +84,7 @@ def cispo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     return PolicyTerm(loss, inputs.mask, {"pg_clipfrac": (~inside_band(log_r, low, high)).float()})
 
 
+@token_separable
 def sapo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """A soft gate in place of the clip, steeper for A <= 0.
 
@@ -95,6 +100,7 @@ def sapo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     return PolicyTerm(-gate * inputs.advantages, inputs.mask, {"pg_clipfrac": closed.float()})
 
 
+@token_separable
 def icepop(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Importance ratio against the rollout policy inside a band; outside, the token is dropped, not clipped.
 
@@ -107,6 +113,7 @@ def icepop(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     return _masked_surrogate(inputs, config, log_r, *_outside_ratio_band(log_r, low, high))
 
 
+@token_separable
 def dppo_tv(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Importance ratio on tokens whose probability moved little; symmetric, whatever the sign of A.
 
@@ -121,6 +128,7 @@ def dppo_tv(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     return _masked_surrogate(inputs, config, log_r, too_low, too_high, cap=config.dppo_ratio_cap)
 
 
+@token_separable
 def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Drops tokens with A > 0 that rose too far and with A <= 0 that fell too far; penalises every token's drift.
 
@@ -138,6 +146,7 @@ def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     return PolicyTerm(term.loss + config.kl_tau * log_r.square(), term.kept, term.metrics)
 
 
+@token_separable
 def ipo_kl(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """IcePop's band with a drift penalty that acts on kept tokens only.
 

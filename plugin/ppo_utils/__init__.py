@@ -35,6 +35,7 @@ from plugin.ppo_utils.rejections import (
     rejection_function,
     veto_function,
 )
+from plugin.ppo_utils.separability import token_separable
 from plugin.ppo_utils.sequence_shards import SequenceShards, response_spans
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "sequence_log_ratio",
     "sequence_tis_function",
     "spread_over_tokens",
+    "token_separable",
     "use_parallel_context",
     "vanilla_tis_function",
     "veto_function",

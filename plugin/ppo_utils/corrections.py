@@ -30,10 +30,12 @@ from plugin.ppo_utils.importance_ratio import (
     safe_exp,
     sequence_log_ratio,
 )
+from plugin.ppo_utils.separability import token_separable
 
 HookResult = tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]
 
 
+@token_separable
 def vanilla_tis_function(
     args: Any,
     *,
@@ -60,6 +62,7 @@ def vanilla_tis_function(
     return tokens.weighted(pg_loss, weight), loss_masks, metrics
 
 
+@token_separable
 def icepop_function(
     args: Any,
     *,
@@ -89,6 +92,7 @@ def icepop_function(
     return tokens.weighted(pg_loss, weight), loss_masks, metrics
 
 
+@token_separable
 def off_policy_is_function(
     args: Any,
     *,

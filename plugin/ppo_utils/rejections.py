@@ -27,6 +27,7 @@ from plugin.ppo_utils.importance_ratio import (
     safe_exp,
 )
 from plugin.ppo_utils.kl_estimators import KL_ESTIMATORS
+from plugin.ppo_utils.separability import token_separable
 
 
 def geometric_mask_function(
@@ -147,6 +148,7 @@ def opsm_function(
     return _rejected(tokens, pg_loss, loss_masks, keep, metrics)
 
 
+@token_separable
 def dppo_tv_mask_function(
     args: Any,
     *,
