@@ -103,6 +103,8 @@ class VllmDialect:
             "stop_token_ids": list(parameters.stop_token_ids),
             "ignore_eos": True,
             "return_token_ids": True,
+            # Log-probs are labelled by id, so that a server without a tokenizer can answer.
+            "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
             "stream": False,
         }

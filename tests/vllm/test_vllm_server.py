@@ -1,0 +1,127 @@
+"""The HTTP engine and a job against a real vLLM server."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from plugin.rollout.engine_protocol import (
+    Generation,
+    GenerationRequest,
+    SamplingParameters,
+    check_generations,
+)
+from plugin.rollout.http_engine import HttpEngine
+from tests.parallel.tiny_models import hf_model, hf_state_dict
+from tests.unit.rollout.tiny_engines import load
+from tests.vllm.reference_log_probs import reference_log_probs, vllm_config
+from tests.vllm.server_process import vllm_server
+from tests.vllm.small_job import check_steps, train
+
+pytestmark = pytest.mark.timeout(1500)
+
+# Longer than vLLM's cache block on CPU (128 tokens), so that the prompt is found in the cache.
+REQUEST = GenerationRequest(tuple(10 + i % 80 for i in range(300)), (1, 2, 3))
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of the tiny model with weights of seed 5, which no test uses."""
+    model = tmp_path_factory.mktemp("served") / "model"
+    hf_model(vllm_config(), seed=5).save_pretrained(model)
+    with vllm_server(model, "--max-model-len", "512", "--max-num-seqs", "16") as address:
+        yield address
+
+
+@pytest.fixture
+def engine(url: str, tmp_path: Path) -> HttpEngine:
+    return HttpEngine(
+        [url], vllm_config().to_dict(), weights_dir=str(tmp_path / "weights"), request_timeout=120
+    )
+
+
+def served_label(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/weight_info", timeout=30) as answer:
+        return json.load(answer)["weight_version"]
+
+
+def change_label(url: str, label: str) -> None:
+    body = json.dumps({"new_version": label}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/update_weight_version", body, headers)
+    urllib.request.urlopen(request, timeout=30).close()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        SamplingParameters(temperature=0.7, max_response_length=8, stop_token_ids=(3, 4, 5, 6)),
+        SamplingParameters(temperature=0.7, top_k=12, top_p=0.9, max_response_length=8),
+    ],
+)
+def test_weights_reach_the_server_and_log_probs_are_of_the_sampled_distribution(
+    engine: HttpEngine, url: str, parameters: SamplingParameters
+) -> None:
+    for version, seed in ((0, 0), (1, 1), (2, 0)):
+        load(engine, hf_state_dict(vllm_config(), seed), version)
+        assert served_label(url).endswith(f"-v{version}")
+        answers = engine.generate([REQUEST], parameters)
+        check_generations([REQUEST], answers, parameters)
+        model = hf_model(vllm_config(), seed)
+        for generation in answers[0]:
+            assert isinstance(generation, Generation), generation
+            assert generation.weight_version == version
+            expected = reference_log_probs(model, REQUEST, generation, parameters)
+            assert torch.allclose(generation.log_probs, expected, atol=1e-4)
+
+
+def test_the_same_seed_gives_the_same_response(engine: HttpEngine) -> None:
+    load(engine, hf_state_dict(vllm_config(), 0))
+    parameters = SamplingParameters(max_response_length=8)
+    first, second = (engine.generate([REQUEST], parameters)[0] for _ in range(2))
+    assert [a.tokens.tolist() for a in first] == [a.tokens.tolist() for a in second]
+    assert len({tuple(a.tokens.tolist()) for a in first}) == 3
+
+
+def test_a_server_whose_weights_were_changed_by_somebody_else_is_found_out(
+    engine: HttpEngine, url: str
+) -> None:
+    load(engine, hf_state_dict(vllm_config(), 0))
+    change_label(url, "somebody else's")
+    parameters = SamplingParameters(max_response_length=4)
+    answers = engine.generate([REQUEST], parameters)[0]
+    assert "somebody else's" in answers[0].reason
+    assert engine.pool.times_out == 1
+
+
+def test_a_prompt_that_is_too_long_for_the_server_is_refused_with_its_message(
+    url: str, tmp_path: Path
+) -> None:
+    config = vllm_config().to_dict() | {"max_position_embeddings": 4096}
+    engine = HttpEngine([url], config, weights_dir=str(tmp_path), request_timeout=120)
+    load(engine, hf_state_dict(vllm_config(), 0))
+    (answer,) = engine.generate(
+        [GenerationRequest((10,) * 1000, (1,))], SamplingParameters(max_response_length=4)
+    )[0]
+    assert "HTTP 400" in answer.reason
+
+
+def test_a_job_trains_on_a_servers_responses(tmp_path: Path) -> None:
+    from tests.vllm.small_job import save_policy
+
+    model, prompts = save_policy(tmp_path)
+    with vllm_server(model, "--max-num-seqs", "64") as address:
+        lines = train(
+            tmp_path / "run",
+            *("--rollout-engine", "http", "--rollout-url", address),
+            *("--rollout-weights-dir", str(tmp_path / "weights")),
+            *("--hf-checkpoint", str(model), "--prompt-data", str(prompts)),
+        )
+        check_steps(lines)
+        # The weights of the last step but one generated the last batch; those after it may follow.
+        assert int(served_label(address).rpartition("-v")[2]) >= len(lines) - 1
