@@ -167,10 +167,18 @@ class _Recorder(TorchDispatchMode):
         self.tokens = next(iter(inputs.values())).numel()
         # Values: ("input", name), ("constant", number) or an index into `steps`.
         self.steps: list[tuple[str, tuple[Any, ...]]] = []
-        self.value_of = {_storage(tensor): ("input", name) for name, tensor in inputs.items()}
+        self.value_of: dict[int, Any] = {
+            _storage(tensor): ("input", name) for name, tensor in inputs.items()
+        }
         self.alive: list[Tensor] = list(
             inputs.values()
         )  # a freed storage's address would be given out again
+
+    @classmethod
+    def _should_skip_dynamo(
+        cls,
+    ) -> bool:  # torch's default imports the whole compiler to be skipped by it
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")

@@ -233,6 +233,17 @@ def _check_arguments(
     entropy_grad: bool,
     keep_mask: torch.Tensor | None,
 ) -> None:
+    check_logits(logits, tokens)
+    if keep_mask is not None and (keep_mask.shape != logits.shape or keep_mask.dtype != torch.bool):
+        raise BatchError(
+            f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}; it must be bool {list(logits.shape)}, like "
+            "the logits. Slice it to this rank's columns of the vocabulary."
+        )
+    check_settings(temperature, with_entropy, entropy_grad)
+
+
+def check_logits(logits: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Raise BatchError unless logits are `[T, V/tp]` of a known dtype and tokens `[T]` int64."""
     if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype not in FLOAT_DTYPES:
         raise BatchError(
             f"logits are {logits.dtype} {list(logits.shape)}; they must be [T, V/tp] with V/tp > 0 and float32, "
@@ -243,12 +254,6 @@ def _check_arguments(
             f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 [{logits.shape[0]}], one per row "
             "of the logits. Drop the first token and the last row of logits of every sample."
         )
-    if keep_mask is not None and (keep_mask.shape != logits.shape or keep_mask.dtype != torch.bool):
-        raise BatchError(
-            f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}; it must be bool {list(logits.shape)}, like "
-            "the logits. Slice it to this rank's columns of the vocabulary."
-        )
-    check_settings(temperature, with_entropy, entropy_grad)
 
 
 def check_settings(temperature: float, with_entropy: bool, entropy_grad: bool) -> None:
