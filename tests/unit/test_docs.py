@@ -81,6 +81,7 @@ def test_every_flag_that_is_named_exists() -> None:
     foreign = {
         *("loss-type", "custom-loss-function-path", "tensor-parallel-size", "config", "plot"),
         *("head", "port", "traceback", "help", "strict", "log-probs"),
+        *("logprobs-mode", "generation-config", "enable-return-routed-experts"),
     }
     generated = {DOCS / "reference" / "flags.md"}
     mine = [
