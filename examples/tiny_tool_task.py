@@ -23,6 +23,7 @@ from typing import Any
 
 from plugin.rollout.environment_protocol import Ending, Message, Reply, Step
 
+DIGITS = "0123456789"
 TEMPLATE = """\
 {%- for m in messages %}
   {%- if m.role == 'assistant' %}{{ m.content.split('-')[-1] + '$' }}
@@ -32,7 +33,7 @@ TEMPLATE = """\
 
 
 class LookupTask:
-    """Key `index` of a table that only the tool knows."""
+    """A key of a table that only the tool knows; both are drawn from the seed and the number."""
 
     tools: tuple[Any, ...] = ()
 
@@ -43,37 +44,39 @@ class LookupTask:
 
     def messages(self, index: int) -> list[Message]:
         """The key, as the user's message."""
-        return [{"role": "user", "content": self._pair(index)[0]}]
+        return [{"role": "user", "content": self._key_and_table(index)[0]}]
 
     def environment(self, index: int, seed: int) -> LookupEnvironment:
         """The tool and the judge of one conversation."""
-        return LookupEnvironment(*self._pair(index))
+        return LookupEnvironment(*self._key_and_table(index))
 
-    def _pair(self, index: int) -> tuple[str, str]:
+    def _key_and_table(self, index: int) -> tuple[str, dict[str, str]]:
         draw = random.Random(f"{self._seed}/{index}")
-        return draw.choice("0123456789"), draw.choice("0123456789")
+        return draw.choice(DIGITS), {digit: draw.choice(DIGITS) for digit in DIGITS}
 
 
 class LookupEnvironment:
-    """Answers `*<key>`; anything else is the final answer."""
+    """Answers `*` and a digit; anything else is the final answer."""
 
-    def __init__(self, key: str, value: str) -> None:
-        self._key, self._value = key, value
+    def __init__(self, key: str, table: dict[str, str]) -> None:
+        self._table = table
+        self._wanted = ["*" + key]
         self._answers: list[str] = []
 
     def step(self, reply: Reply, history: Sequence[Message]) -> Step:
-        """The tool's output: the value of the right key, `*` for any other."""
+        """The tool's output: the value of the key."""
         answer = reply.text.split("-")[-1]
         self._answers.append(answer)
-        if not answer.startswith("*"):
+        found = self._table.get(answer[1:]) if answer.startswith("*") else None
+        if found is None:
             return Step(done=True)
-        found = self._value if answer == "*" + self._key else "*"
+        self._wanted.append(found)
         return Step([{"role": "tool", "content": found}])
 
     def reward(self, ending: Ending) -> float:
-        """Half for the right call as the first reply, half for the right value as the second."""
-        wanted = ("*" + self._key, self._value)
-        return sum(map(_likeness, self._answers, wanted)) / 2
+        """Half for asking for the right key first, half for saying what the tool said; a wrong key's value counts."""
+        scores = map(_likeness, self._answers[:2], self._wanted)
+        return sum(scores) / 2
 
 
 def _likeness(said: str, wanted: str) -> float:

@@ -83,11 +83,11 @@ def test_without_thinking_there_is_one_sample_with_and_without_the_flags() -> No
 def test_the_lookup_rewards_the_call_and_the_value() -> None:
     key, value = key_and_value()
     assert look_up([f"*{key}$", f"{value}{value}$"])[0].reward == pytest.approx((1 + 1 / 3) / 2)
-    # The wrong key: 2 of 3 positions; the tool answers `*`.
+    # A wrong key: 2 of 3 positions; what the tool says to it has to be repeated all the same.
     wrong = str((int(key) + 1) % 10)
-    trajectory, contexts = look_up([f"*{wrong}$", f"{value}$"])
-    assert trajectory.reward == pytest.approx((2 / 3 + 1) / 2)
-    assert contexts[1] == f"{key}=*{wrong}$+*="
+    trajectory, contexts = look_up([f"*{wrong}$", "=$"])
+    assert trajectory.reward == pytest.approx((2 / 3 + 1 / 2) / 2)
+    assert contexts[1].startswith(f"{key}=*{wrong}$+")
     # No call: the conversation is over after one turn.
     assert look_up([f"{value}$"])[0].turns == 1
 
@@ -105,7 +105,9 @@ def test_a_multi_turn_task_passes_the_checks_of_the_driver_and_is_played_by_the_
     for number, bucket in enumerate(buckets):
         engine.load_weights(0, bucket, last=number == len(buckets) - 1)
     prompt = parts.task.prompt(3).tokens
-    request = GenerationRequest(prompt, tuple(range(64)), 3)
+    request = GenerationRequest(
+        prompt, tuple(range(1000)), 3
+    )  # about 3 in 1000 random replies call
     [group] = rollouts(engine, [request], parts.sampling)
     [again] = rollouts(engine, [request], parts.sampling)
     assert {t.error for t in group} == {None}
