@@ -12,20 +12,20 @@ from typing import Any
 STEPS = 3
 
 
-def save_policy(directory: Path) -> tuple[Path, Path]:
-    """A tiny model directory with its tokenizer, and prompts for it."""
-    from plugin.rollout.character_tokenizer import CharacterTokenizer
-    from plugin.rollout.copy_digits_task import ALPHABET
-    from tests.parallel.tiny_models import hf_model, tiny_qwen3
+def save_prompts(model: Path, directory: Path) -> list[str]:
+    """Gives a model directory a tokenizer; flags of a job on prompts whose responses earn a share of digits."""
     from tests.ray.tokenizer_files import save_character_tokenizer
 
-    size = CharacterTokenizer(ALPHABET).vocab_size
-    config = tiny_qwen3(vocab_size=size, head_dim=32, num_hidden_layers=2)
-    hf_model(config).save_pretrained(directory / "model")
-    save_character_tokenizer(directory / "model")
+    save_character_tokenizer(model)
     rows = [{"prompt": f"{i}{i}=", "answer": f"{i}"} for i in range(10)]
     (directory / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return directory / "model", directory / "prompts.jsonl"
+    (directory / "reward.py").write_text(
+        "def digits(response, row):\n    return sum(map(str.isdigit, response)) / 6\n"
+    )
+    return [
+        *("--hf-checkpoint", str(model), "--prompt-data", str(directory / "prompts.jsonl")),
+        *("--reward-function-path", f"{directory / 'reward.py'}:digits"),
+    ]
 
 
 def train(run_dir: Path, *flags: str) -> list[dict[str, Any]]:
