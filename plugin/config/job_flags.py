@@ -56,6 +56,10 @@ class ModelFlags(FlagGroup):
     inplace_logits_grad: bool = flag(
         True, "write the gradient of the logits over the logits (saves their size in memory)"
     )
+    separable_fast_path: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "evaluate a token-separable loss and its gradient row by row, in one visit to the logits; auto = where it pays",
+    )
     use_routing_replay: bool = flag(
         False, "MoE: the training pass repeats the routes of the trainer's own log-prob pass"
     )

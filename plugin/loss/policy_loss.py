@@ -96,12 +96,9 @@ def loss_inputs(
             f"cur_log_probs has {cur_log_probs.numel()} tokens but the samples have {mask.numel()} local ones"
         )
     raw: dict[str, Tensor | None] = {"cur_log_probs": cur_log_probs}
-    raw["advantages"] = _flat("advantages", batch["advantages"], shards)
-    for name in _OPTIONAL_LOG_PROBS:
-        raw[name] = _flat(name, batch.get(name), shards)
-    train = raw["rollout_log_probs"] if config.use_rollout_logprobs else None
-    train = train if train is not None else _flat("log_probs", batch.get("log_probs"), shards)
-    raw["train_log_probs"] = cur_log_probs.detach() if train is None else train
+    raw |= _known(config, batch, shards)
+    if raw["train_log_probs"] is None:
+        raw["train_log_probs"] = cur_log_probs.detach()
     if config.validate_batch == "always" or (
         config.validate_batch == "auto" and cur_log_probs.device.type == "cpu"
     ):
@@ -121,6 +118,32 @@ def loss_inputs(
         entropy=None if entropy is None else token_entropy(entropy, mask, config),
         **clean,  # type: ignore[arg-type]
     )
+
+
+def known_fields(
+    config: LossConfig, batch: Mapping[str, Any], device: torch.device
+) -> tuple[dict[str, Tensor | None], Tensor, SequenceShards]:
+    """What is known of the local tokens before the forward pass: fields [T] as in `LossInputs`, the mask, the shards.
+
+    Masked positions may hold anything; `train_log_probs` is None where the update's own log-probs stand for them.
+    """
+    _require(batch, "loss_masks", "advantages")
+    shards = _shards(batch, device)
+    mask = shards.local_mask(_checked_masks(batch["loss_masks"], shards))
+    return _known(config, batch, shards), mask, shards
+
+
+def _known(
+    config: LossConfig, batch: Mapping[str, Any], shards: SequenceShards
+) -> dict[str, Tensor | None]:
+    known = {"advantages": _flat("advantages", batch["advantages"], shards)}
+    for name in _OPTIONAL_LOG_PROBS:
+        known[name] = _flat(name, batch.get(name), shards)
+    train = known["rollout_log_probs"] if config.use_rollout_logprobs else None
+    known["train_log_probs"] = (
+        train if train is not None else _flat("log_probs", batch.get("log_probs"), shards)
+    )
+    return known
 
 
 def compute_loss(args: Any, config: LossConfig, inputs: LossInputs) -> LossOutputs:

@@ -135,9 +135,3 @@ def _example(tokens: int) -> dict[str, Tensor]:
     values["advantages"] = torch.randn(tokens, generator=generator)
     values[ENTROPY] = torch.rand(tokens, generator=generator)
     return values
-
-
-def require_separable(config: LossConfig) -> None:
-    """Raise if the loss cannot take the separable path, whichever log-probs its batches hold."""
-    for has_train in (True, False):
-        gradient_program(config, has_train)

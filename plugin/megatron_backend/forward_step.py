@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from plugin.config import TrainerConfig
 from plugin.loss.interfaces import LossInputs, LossOutputs
 from plugin.loss.normalization import kept_token_scale, token_weights
 from plugin.loss.policy_loss import compute_loss, loss_inputs
+from plugin.loss.token_program import TokenProgram
 from plugin.megatron_backend.loss_scaling import LossScale
 from plugin.megatron_backend.output_head import (
     passed_over_output_layer,
@@ -31,6 +32,7 @@ from plugin.megatron_backend.output_head import (
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.rank_agreement import ErrorCollector
 from plugin.megatron_backend.router_replay import RouterReplaySession
+from plugin.megatron_backend.separable_path import SeparableMicrobatch, separable_program
 from plugin.megatron_backend.sequence_packing import (
     ModelInputs,
     SequenceLayout,
@@ -42,6 +44,14 @@ from plugin.ppo_utils.parallel_context import use_parallel_context
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 
 LossClosure = Callable[..., Any]
+
+
+class MicrobatchLoss(NamedTuple):
+    """The loss and token count as Megatron wants them, and the log-probs [R]; it failed where they are None."""
+
+    loss: Tensor
+    log_probs: Tensor | None = None
+    num_tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -207,31 +217,66 @@ def training_forward_step(
 
     runner = ModelRunner(config, groups, replay, training=True)
 
+    def two_phase_loss(
+        output: Tensor, head_weight: Tensor | None, microbatch: PreparedMicrobatch
+    ) -> MicrobatchLoss:
+        cur, entropy = runner.log_probs(
+            output,
+            head_weight,
+            microbatch,
+            entropy_grad=config.entropy_coef != 0,
+            inplace_grad=config.inplace_logits_grad,
+        )
+        # The loss of a rank that fails: zero, and attached, so that its backward pass still takes part in
+        # every collective of the LM head and of the model.
+        failed = MicrobatchLoss(cur[:0].sum(), cur.detach())
+        with errors.collecting(), use_parallel_context(loss_context(groups)):
+            loss, tokens = _microbatch_loss(config, scale, table, microbatch, cur, entropy)
+            return MicrobatchLoss(loss, cur.detach(), tokens)
+        return failed
+
+    def separable_loss(
+        program: TokenProgram, output: Tensor, microbatch: PreparedMicrobatch
+    ) -> MicrobatchLoss:
+        failed = MicrobatchLoss(output.reshape(-1)[:0].float().sum())
+        with errors.collecting(), use_parallel_context(loss_context(groups)):
+            rows = SeparableMicrobatch(config, program, microbatch.inputs, microbatch.columns)
+            cur, entropy, anchor = rows.log_probs(output, scale.gradient_of_weighted_sum)
+            failed = MicrobatchLoss(anchor * 0.0, cur)
+            with torch.no_grad():
+                value, tokens = _microbatch_loss(
+                    config, scale, table, microbatch, cur, entropy, verify=rows.verify
+                )
+            carrier, _ = scale.for_megatron(anchor, tokens)
+            return MicrobatchLoss(carrier + value, cur, tokens)
+        return failed
+
     def forward_step(data: Iterator[PreparedMicrobatch], model: Any) -> tuple[Tensor, LossClosure]:
         microbatch = next(data)
         output, head_weight = runner(model, microbatch)
 
         def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            cur, entropy = runner.log_probs(
-                output,
-                head_weight,
-                microbatch,
-                entropy_grad=config.entropy_coef != 0,
-                inplace_grad=config.inplace_logits_grad,
-            )
-            # The loss of a rank that fails: zero, and attached, so that its backward pass still takes part in
-            # every collective of the LM head and of the model.
-            loss = cur[:0].sum()
-            count = torch.zeros((), dtype=torch.int, device=output.device)
-            with errors.collecting(), use_parallel_context(loss_context(groups)):
-                loss, count = _microbatch_loss(config, scale, table, microbatch, cur, entropy)
+            program = None if head_weight is not None else _program(config, groups, microbatch)
+            if program is None:
+                result = two_phase_loss(output, head_weight, microbatch)
+            else:
+                result = separable_loss(program, output, microbatch)
             if kept_log_probs is not None:
-                kept_log_probs.append(None if microbatch.is_padding else cur.detach())
-            return loss, count, {}
+                kept_log_probs.append(None if microbatch.is_padding else result.log_probs)
+            none = torch.zeros((), dtype=torch.int, device=output.device)
+            return result.loss, none if result.num_tokens is None else result.num_tokens, {}
 
         return output, loss_of
 
     return forward_step
+
+
+def _program(
+    config: TrainerConfig, groups: ParallelGroups, microbatch: PreparedMicrobatch
+) -> TokenProgram | None:
+    """The program of a loss that is evaluated row by row; None for the two-phase path."""
+    has_train = config.use_rollout_logprobs or microbatch.columns.get("log_probs") is not None
+    return separable_program(config, groups.tp_size, microbatch.inputs.tokens.device, has_train)
 
 
 def _microbatch_loss(
@@ -241,9 +286,12 @@ def _microbatch_loss(
     microbatch: PreparedMicrobatch,
     cur: Tensor,
     entropy: Tensor | None,
+    verify: Callable[[LossInputs], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss, count) of one microbatch as Megatron wants them, from log-probs and entropy [R]."""
     inputs = loss_inputs(config, microbatch.columns, cur, entropy)
+    if verify is not None:
+        verify(inputs)
     outputs = compute_loss(config, config, inputs)
     weights = token_weights(
         inputs.shards,

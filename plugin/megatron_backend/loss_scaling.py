@@ -34,6 +34,11 @@ class LossScale:
     num_microbatches: int
     dp_cp_size: int
 
+    @property
+    def gradient_of_weighted_sum(self) -> float:
+        """What Megatron's schedule sends back to the weighted sum that `for_megatron` was given."""
+        return 1.0 if self.per_token else self.dp_cp_size / max(self.total_weight, 1e-12)
+
     def for_megatron(self, weighted_sum: Tensor, local_count: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, num_tokens) as a loss closure returns them.
 

@@ -54,6 +54,7 @@ from plugin.megatron_backend.router_replay import (
     router_order,
     routes_of,
 )
+from plugin.megatron_backend.separable_path import separable_program
 from plugin.megatron_backend.sequence_packing import SequenceLayout
 from plugin.megatron_backend.step_metrics import step_metrics
 from plugin.megatron_backend.train_step import (
@@ -130,6 +131,7 @@ class MegatronTrainer:
         if config.use_tis or config.get_mismatch_metrics:
             for name in config.hook_names():
                 load_hook(name)
+        separable_program(config, groups.tp_size, self.device)  # refuses what can never work
         models = build_model(hf_config, model_settings(config, groups, seed), groups)
         self.chunks: list[Any] = list(models)
         self.optimizer: GuardedOptimizer | None = None

@@ -121,6 +121,35 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + offsets, grad.to(out.dtype.element_ty), mask=offsets < columns)
 
 
+@triton.jit
+def _scale_kernel(values, factor, columns, row_stride, tolerance, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    by = tl.load(factor)
+    if tl.abs(by - 1.0) > tolerance:
+        values += tl.program_id(0).to(tl.int64) * row_stride
+        for start in range(0, columns, BLOCK):
+            offsets = start + tl.arange(0, BLOCK)
+            inside = offsets < columns
+            scaled = tl.load(values + offsets, mask=inside, other=0.0).to(tl.float32) * by
+            # A factor of 0 stands for a loss that failed; its gradient may hold anything.
+            scaled = tl.where(by == 0.0, 0.0, scaled)
+            tl.store(values + offsets, scaled.to(values.dtype.element_ty), mask=inside)
+
+
+def scale_unless_one(values: torch.Tensor, factor: torch.Tensor, tolerance: float) -> None:
+    """Multiply `values` `[T, V]` in place by a scalar on the device; within `tolerance` of 1 nothing is read."""
+    if values.shape[0] > 0:
+        columns = values.shape[1]
+        _scale_kernel[(values.shape[0],)](
+            values,
+            factor,
+            columns,
+            values.stride(0),
+            tolerance,
+            BLOCK=_block(columns),
+            num_warps=_WARPS,
+        )
+
+
 def forward_blocks(
     logits: torch.Tensor,
     targets: torch.Tensor,
