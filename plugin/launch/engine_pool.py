@@ -155,6 +155,8 @@ class EnginePool:
 
         Our own errors (a wrong answer, a configuration that cannot work) are not a matter for another try.
         """
+        if ticket not in self._asked:
+            raise ActorLost("the engine was replaced before it answered")
         number, actor = self._asked.pop(ticket)
         try:
             answer = trajectories_from_arrays(result_of(ticket, f"engine {number}"))
