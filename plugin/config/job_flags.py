@@ -529,6 +529,12 @@ class JobConfig(
             f"--rollout-quantization {self.rollout_quantization} is done by the transformers engine only; drop "
             f"it, or use --rollout-engine transformers instead of {engine}",
         )
+        vllm = engine == "vllm" or (http and self.rollout_server == "vllm")
+        expect(
+            not vllm or self.rollout_temperature >= 0.01,
+            f"--rollout-temperature is {self.rollout_temperature}; vLLM raises what is below 0.01 without saying so, "
+            "and its log-probs would be of another distribution; choose at least 0.01",
+        )
         if not http:
             return
         expect(

@@ -17,6 +17,7 @@ from plugin.launch.model_source import (
 )
 from plugin.loss.hook_loading import load_function, load_hook
 from plugin.rollout.copy_digits_task import CopyDigitsTask
+from plugin.rollout.engine_choice import check_engine
 from plugin.rollout.engine_protocol import SamplingParameters
 from plugin.rollout.environment_protocol import MultiTurnTask
 from plugin.rollout.jsonl_task import JsonlTask
@@ -43,6 +44,7 @@ def check_job(config: JobConfig) -> JobParts:
             load_hook(name)
     if config.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("--use-wandb: the wandb package is not installed; pip install wandb")
+    check_engine(config)
     policy = policy_source(config)
     task = _tried_task(config)
     _check_lengths(config, policy)

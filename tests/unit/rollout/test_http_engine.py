@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ import torch
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, EngineError, WeightError
-from plugin.rollout.engine_choice import make_engine
+from plugin.rollout.engine_choice import check_engine, make_engine
 from plugin.rollout.engine_protocol import (
     Generation,
     GenerationFailure,
@@ -353,6 +354,7 @@ def test_a_prompt_that_fills_the_context_fails_alone(start: Any, tmp_path: Path)
         ({"rollout_engine": "http", "rollout_url": "127.0.0.1:1"}, "expected http://host:port"),
         ({"rollout_engine": "http", "rollout_url": "https://a:1,https://a:1/"}, "twice"),
         ({"rollout_engine": "vllm", "rollout_quantization": "int8"}, "transformers engine only"),
+        ({"rollout_engine": "vllm", "rollout_temperature": 0.001}, "choose at least 0.01"),
     ],
 )  # fmt: skip
 def test_flags_that_do_not_fit_together_are_errors(settings: Any, message: str) -> None:
@@ -378,6 +380,14 @@ HTTP = {
 def test_flags_that_servers_would_ignore_are_errors(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         JobConfig.from_sources(HTTP | settings)
+
+
+def test_a_missing_vllm_is_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install vllm"):
+        check_engine(JobConfig.from_sources({"rollout_engine": "vllm"}))
+    # The driver of another cluster need not have what its engines have.
+    check_engine(JobConfig.from_sources({"rollout_engine": "vllm", "address": "auto"}))
 
 
 def test_an_open_address_is_warned_about_and_loopback_is_not() -> None:
