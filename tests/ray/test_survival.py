@@ -22,37 +22,30 @@ from tests.ray.casualties import (
     trained_prompts,
     workers,
 )
-from tests.ray.small_jobs import run_small
+from tests.ray.small_jobs import SIZES, run_small
 
 pytestmark = pytest.mark.timeout(600)
 
 ONE_NODE = {"num_nodes": 1, "num_rollouts": 10}
 
 
-def test_a_killed_engine_is_replaced_and_no_prompt_is_lost_or_doubled(
+def test_a_killed_engine_is_replaced_and_a_killed_rank_sends_the_trainer_back_to_its_checkpoint(
     two_nodes: str, tmp_path: Path
 ) -> None:
-    unbroken = run_small(two_nodes, tmp_path / "unbroken", **ONE_NODE)
-    with AfterSteps(tmp_path / "run", 3, lambda: kill_one("EngineActor")) as kill:
-        result = run_small(two_nodes, tmp_path / "run", **ONE_NODE)
-    assert kill.done and result.history[-1]["engine_restarts"] == 1
+    settings = {**ONE_NODE, "num_gpus_per_node": 2, "save_interval": 3}
+    unbroken = run_small(two_nodes, tmp_path / "unbroken", **settings)
+    with (
+        AfterSteps(tmp_path / "run", 2, lambda: kill_one("EngineActor")) as engine,
+        AfterSteps(tmp_path / "run", 5, lambda: kill_one("TrainerRank")) as rank,
+    ):
+        result = run_small(two_nodes, tmp_path / "run", **settings)
+    assert engine.done and rank.done
+    assert result.history[-1]["engine_restarts"] == result.history[-1]["trainer_restarts"] == 1
     assert trained_prompts(tmp_path / "run") == list(range(10 * 4))
+    assert [s["step"] for s in result.history] == list(range(1, 11))
     # Responses depend on weights, prompt and seed alone: the new engine gives the old one's.
     assert [s["loss"] for s in result.history] == [s["loss"] for s in unbroken.history]
     assert [s["grad_norm"] for s in result.history] == [s["grad_norm"] for s in unbroken.history]
-
-
-def test_a_killed_rank_sends_the_trainer_back_to_its_checkpoint(
-    two_nodes: str, tmp_path: Path
-) -> None:
-    settings = {**ONE_NODE, "num_gpus_per_node": 2, "save_interval": 2}
-    unbroken = run_small(two_nodes, tmp_path / "unbroken", **settings)
-    with AfterSteps(tmp_path / "run", 5, lambda: kill_one("TrainerRank")) as kill:
-        result = run_small(two_nodes, tmp_path / "run", **settings)
-    assert kill.done and result.history[-1]["trainer_restarts"] == 1
-    assert trained_prompts(tmp_path / "run") == list(range(10 * 4))
-    assert [s["step"] for s in result.history] == list(range(1, 11))
-    assert [s["loss"] for s in result.history] == [s["loss"] for s in unbroken.history]
 
 
 @pytest.mark.slow
@@ -141,17 +134,16 @@ def test_a_lost_rank_without_checkpoints_ends_the_job_with_advice(
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def _command(run_dir: Path, *extra: str, rollouts: int = 8) -> list[str]:
-    sizes = {
-        "num-rollouts": rollouts,
-        "rollout-batch-size": 4,
-        "n-samples-per-prompt": 4,
-        "max-response-length": 6,
-        "save-interval": 3,
-        "start-timeout": 250,
-    }
-    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "plugin", "train", "--run-dir", str(run_dir), *flags, *extra]
+RESUMED = {"num_nodes": 1, "num_rollouts": 8, "save_interval": 3}
+
+
+def _command(run_dir: Path, *extra: str, rollouts: int) -> list[str]:
+    """`run_small` as a command of its own process."""
+    sizes = {**SIZES, **RESUMED, "num_rollouts": rollouts, "run_dir": run_dir}
+    flags = [
+        w for name, value in sizes.items() for w in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    return [sys.executable, "-m", "plugin", "train", *flags, *extra]
 
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -167,25 +159,29 @@ def _gone(pid: int) -> bool:
         return True
 
 
-def test_a_run_resumed_after_kill_9_of_the_driver_repeats_the_unbroken_one(tmp_path: Path) -> None:
-    subprocess.run(_command(tmp_path / "unbroken"), check=True, timeout=300)
+def test_a_run_resumed_after_kill_9_of_the_driver_repeats_the_unbroken_one(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    run_small(two_nodes, tmp_path / "unbroken", **RESUMED)
     killed = tmp_path / "killed"
-    driver = subprocess.Popen(_command(killed))
+    # On a Ray of its own, which has to go with its driver.
+    driver = subprocess.Popen(_command(killed, rollouts=8))
     while logged_steps(killed / "metrics.jsonl") < 5:
         assert driver.poll() is None, "the job ended before it could be killed"
         time.sleep(0.02)
     family = psutil.Process(driver.pid).children(recursive=True)
     driver.kill()
     driver.wait()
-    subprocess.run(_command(killed, "--resume"), check=True, timeout=300)
-    # Ray's own agents notice last: they first try to report to the server that died with the driver.
-    _, alive = psutil.wait_procs(family, timeout=120)
-    assert not alive, [process.cmdline() for process in alive]
+    assert logged_steps(killed / "metrics.jsonl") < 8
+    run_small(two_nodes, killed, **RESUMED, resume=True)
     mine, theirs = _metrics(killed), _metrics(tmp_path / "unbroken")
     assert [step["step"] for step in mine] == list(range(1, 9))
     for name in ("loss", "grad_norm", "reward", "mismatch_kl", "weight_version", "lr"):
         assert [s[name] for s in mine] == [s[name] for s in theirs], name
     assert trained_prompts(killed) == list(range(8 * 4))
+    # Ray's own agents notice last: they first try to report to the server that died with the driver.
+    _, alive = psutil.wait_procs(family, timeout=120)
+    assert not alive, [process.cmdline() for process in alive]
 
 
 @pytest.mark.slow
