@@ -78,8 +78,8 @@ format: venv ## let ruff rewrite the files
 train: venv ## a complete RL job on this machine, on CPU
 	$(BIN)/megatron-tis train
 
-bench: venv ## log-prob kernels against peers and the memory floor
-	$(BIN)/python -m benchmarks.logprob_bench
+bench: venv ## kernels, losses and training steps against peers and the memory floor: benchmarks/results.md
+	$(BIN)/python -m benchmarks
 
 soak: venv ## an hour of asynchronous training with random kills: does every prompt add up?
 	$(BIN)/python -m benchmarks.soak

@@ -1,4 +1,4 @@
-"""How evenly and how tightly a large batch is cut: `python -m benchmarks.batching_bench`.
+"""How evenly and how tightly a large batch is cut.
 
 4,096 samples with lognormal lengths (median 2,000 tokens, at most 32,768) over 64 data-parallel ranks, for several
 token budgets. Everything but the time to plan is exact and repeatable.
@@ -10,10 +10,10 @@ import math
 import random
 import statistics
 import time
+from typing import Any
 
 from plugin.megatron_backend.microbatching import (
     BatchingLimits,
-    MicrobatchPlan,
     plan_microbatches,
     sample_cost,
 )
@@ -29,29 +29,27 @@ def lognormal_lengths(seed: int = 0) -> list[int]:
     return [min(LONGEST, max(64, length)) for length in draws]
 
 
-def summary(plan: MicrobatchPlan, lengths: list[int], budget: int, seconds: float) -> str:
-    """One row of the table."""
-    costs = [sum(sample_cost(lengths[i]) for b in rank for i in b) for rank in plan.ranks]
-    spread = max(costs) / statistics.mean(costs)
-    least = -(-sum(lengths) // (budget * RANKS))
-    return (
-        f"| {budget:,} | {plan.num_microbatches} | {least} | {plan.padding_share():.2%} | {spread:.4f} | "
-        f"{seconds * 1000:.0f} |"
-    )
-
-
-def main() -> None:
+def measure_batching(quick: bool = False) -> dict[str, Any]:
+    """How the batch is cut at every budget."""
     lengths = lognormal_lengths()
-    print(f"{SAMPLES:,} samples, {sum(lengths):,} tokens, {RANKS} ranks")
-    print(
-        "| token budget | microbatches per rank | least possible | padding microbatches | max / mean cost | ms to plan |"
-    )
-    print("|---|---|---|---|---|---|")
-    for budget in BUDGETS:
-        start = time.perf_counter()
-        plan = plan_microbatches(lengths, BatchingLimits(max_tokens=budget), dp_size=RANKS)
-        print(summary(plan, lengths, budget, time.perf_counter() - start))
+    return {
+        "samples": SAMPLES,
+        "tokens": sum(lengths),
+        "ranks": RANKS,
+        "rows": [_row(lengths, budget) for budget in BUDGETS],
+    }
 
 
-if __name__ == "__main__":
-    main()
+def _row(lengths: list[int], budget: int) -> dict[str, Any]:
+    start = time.perf_counter()
+    plan = plan_microbatches(lengths, BatchingLimits(max_tokens=budget), dp_size=RANKS)
+    seconds = time.perf_counter() - start
+    costs = [sum(sample_cost(lengths[i]) for b in rank for i in b) for rank in plan.ranks]
+    return {
+        "budget": budget,
+        "microbatches": plan.num_microbatches,
+        "least": -(-sum(lengths) // (budget * RANKS)),
+        "padding": plan.padding_share(),
+        "spread": max(costs) / statistics.mean(costs),
+        "seconds": seconds,
+    }

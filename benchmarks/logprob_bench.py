@@ -1,28 +1,24 @@
-"""`python -m benchmarks.logprob_bench`: log-probs and the LM head against the floor and against others.
+"""Log-probs and entropy, forward and backward, against the floor and against others.
 
-Every number is a ratio within this run: candidates take turns, each is repeated, the best of each counts.
-Writes `benchmarks/results.md`. With `--with-peers` it first puts verl, trl and liger-kernel into an environment of
-their own on top of this one (see `peer_environment`).
+Candidates take turns, each is repeated, the best of each counts. Verl, trl and liger-kernel take part where they can be
+imported (see `peer_environment`).
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import candidates, peer_environment, report
-from benchmarks.lm_head_bench import measure_lm_head
+from benchmarks import candidates
 from benchmarks.measure import (
     MODES,
     Candidate,
     Mode,
     Seconds,
+    Workload,
     errors_against_float64,
     floor_seconds,
     make_workload,
@@ -46,77 +42,125 @@ OWN: dict[str, tuple[Candidate, tuple[Mode, ...], bool]] = {
 }
 
 
+# Compiling takes longer than measuring; the shape of the targets shows it.
+ONLY_FOR_TARGETS = ("torch.compile, two passes, in place",)
+# A candidate that is many times slower than the others is repeated less often, but at least twice.
+SECONDS_PER_CANDIDATE = {"targets": 8.0, "grid": 1.5}
+REPEATS = {"targets": 9, "grid": 5}
+
+
 class Case(NamedTuple):
-    """One shape; `modes` is what is measured on it."""
+    """One shape; `purpose` decides how often candidates are repeated."""
 
     rows: int
     columns: int
     dtype: str
     ranks: int
-    modes: tuple[Mode, ...]
+    purpose: str = "grid"
 
 
-def all_cases(quick: bool) -> list[Case]:
-    """The case of the targets first, then the grid."""
-    if quick:
-        return [Case(64, 20_000, "float32", ranks, MODES) for ranks in (1, 2)]
-    grid = [
-        Case(rows, columns, dtype, ranks, MODES)
+def measure_targets(quick: bool) -> list[dict[str, Any]]:
+    """The shape that the targets are stated for."""
+    shape = (64, 20_000) if quick else (384, 151_936)
+    return [_in_ranks(Case(*shape, "float32", 1, "targets"))]
+
+
+def measure_cases(quick: bool) -> list[dict[str, Any]]:
+    """Shapes x dtypes x ranks."""
+    shapes = ((64, 20_000),) if quick else ((512, 151_936), (4096, 32_768))
+    return [
+        _in_ranks(Case(rows, columns, dtype, ranks))
         for ranks in (1, 2)
-        for rows, columns in ((512, 151_936), (4096, 32_768))
+        for rows, columns in shapes
         for dtype in ("float32", "bfloat16")
     ]
-    return [Case(384, 151_936, "float32", 1, MODES), *grid]
 
 
-def measure_case(group: dist.ProcessGroup, case: Case, repeats: int) -> dict[str, Any]:
+def measure_growths(quick: bool) -> list[dict[str, Any]]:
+    """Growth with rows, columns and ranks, one thread per rank, so that a second rank brings a second core."""
+    shapes = [(rows, columns) for rows in (64, 256, 1024) for columns in (8192, 32_768, 151_936)]
+    shapes = shapes[:2] if quick else shapes
+    return [
+        row
+        for ranks in (1, 2)
+        for row in run_in_ranks(measure_growth, (shapes, 5), ranks=ranks, threads=1, seconds=1800)
+    ]
+
+
+def _in_ranks(case: Case) -> dict[str, Any]:
+    print(f"  {case}", file=sys.stderr, flush=True)
+    threads = max(1, THREADS // case.ranks)
+    return run_in_ranks(measure_case, (case,), ranks=case.ranks, threads=threads, seconds=1800)
+
+
+def measure_case(group: dist.ProcessGroup, case: Case) -> dict[str, Any]:
     """All candidates on one shape. Runs on every rank; the slowest rank counts."""
     peers, absent = load_peers()
     everything = {**OWN, **peers}
     rows: list[dict[str, Any]] = []
-    for mode in case.modes:
+    for mode in MODES:
         work = make_workload(case.rows, case.columns, getattr(torch, case.dtype), mode, group)
         able = {
             name: candidate
             for name, (candidate, modes, shards) in everything.items()
-            if mode in modes and (shards or case.ranks == 1)
+            if mode in modes
+            and (shards or case.ranks == 1)
+            and (case.purpose == "targets" or name not in ONLY_FOR_TARGETS)
         }
-        rows += _measure_candidates(able, work, repeats)
+        rows += _measure_candidates(able, work, case.purpose)
     return {"case": case._asdict(), "rows": rows, "absent": absent}
 
 
+class _Measured:
+    """What is known of a candidate so far."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.candidate = candidate
+        self.errors: dict[str, float] = {}
+        self.memory = float("inf")
+        self.times = Seconds(float("inf"), float("inf"))
+        self.runs, self.spent = 0, 0.0
+
+    def wants_more(self, purpose: str) -> bool:
+        enough = self.runs >= REPEATS[purpose] or self.spent > SECONDS_PER_CANDIDATE[purpose]
+        return self.runs < 2 or not enough
+
+    def run(self, work: Workload) -> None:
+        """One more timed run; the growth of the resident set is read around it."""
+        found: list[Seconds] = []
+        extra = peak_extra_bytes(lambda: found.append(run_once(self.candidate, work)[0]))
+        slowest = Seconds(*(_slowest(value, work.group) for value in found[0]))
+        self.times = Seconds(*map(min, self.times, slowest))
+        self.memory = min(
+            self.memory, extra / (work.original.numel() * work.original.element_size())
+        )
+        self.runs, self.spent = self.runs + 1, self.spent + slowest.wall
+
+
 def _measure_candidates(
-    able: dict[str, Candidate], work: Any, repeats: int
+    able: dict[str, Candidate], work: Workload, purpose: str
 ) -> list[dict[str, Any]]:
-    results: dict[str, dict[str, Any]] = {}
-    logits_bytes = work.original.numel() * work.original.element_size()
-    for (
-        name,
-        candidate,
-    ) in able.items():  # the first run compiles; the second is measured for memory
-        _, outputs = run_once(candidate, work)
-        errors = errors_against_float64(work, outputs)
-        del outputs
-        extra = peak_extra_bytes(lambda candidate=candidate: run_once(candidate, work))
-        results[name] = {"name": name, "errors": errors, "memory": extra / logits_bytes}
-    never = Seconds(float("inf"), float("inf"))
-    times: dict[str, Seconds] = dict.fromkeys(able, never)
+    measured = {name: _Measured(candidate) for name, candidate in able.items()}
+    for one in measured.values():  # the first run compiles
+        outputs = run_once(one.candidate, work)[1]
+        one.errors = errors_against_float64(work, outputs)
     floor = float("inf")
-    for _ in range(repeats):
-        for name, candidate in able.items():
-            seconds, _ = run_once(candidate, work)
-            slowest = [_slowest(value, work.group) for value in seconds]
-            times[name] = Seconds(*map(min, times[name], slowest))
+    for _ in range(REPEATS[purpose]):
+        for one in measured.values():
+            if one.wants_more(purpose):
+                one.run(work)
         floor = min(floor, _slowest(floor_seconds(work), work.group))
-    common = {"mode": work.mode, "floor": floor}
     return [
         {
-            **results[name],
-            **common,
-            "seconds": times[name].wall,
-            "processor_seconds": times[name].processor,
+            "name": name,
+            "errors": one.errors,
+            "memory": one.memory,
+            "mode": work.mode,
+            "floor": floor,
+            "seconds": one.times.wall,
+            "processor_seconds": one.times.processor,
         }
-        for name in able
+        for name, one in measured.items()
     ]
 
 
@@ -136,69 +180,7 @@ def measure_growth(
     return found
 
 
-def _slowest(seconds: float, group: dist.ProcessGroup) -> float:
+def _slowest(seconds: float, group: dist.ProcessGroup | None) -> float:
     value = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return value.item()
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="runs of each candidate; the best counts"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="small shapes, to see that everything runs"
-    )
-    parser.add_argument(
-        "--with-peers", action="store_true", help="install and include verl, trl, liger"
-    )
-    parser.add_argument("--only-targets", action="store_true", help="only the shape of the targets")
-    parser.add_argument("--skip-lm-head", action="store_true", help="leave out the fused LM head")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results.md"))
-    options = parser.parse_args(arguments)
-    if options.with_peers:
-        return peer_environment.run_inside("benchmarks.logprob_bench", _without_flag(arguments))
-    started = time.time()
-    cases = []
-    chosen = all_cases(options.quick)
-    for case in chosen[:1] if options.only_targets else chosen:
-        print(f"measuring {case}", file=sys.stderr, flush=True)
-        cases.append(
-            run_in_ranks(
-                measure_case,
-                (case, options.repeats),
-                ranks=case.ranks,
-                threads=max(1, THREADS // case.ranks),
-                seconds=1800,
-            )
-        )
-    shapes = [(rows, columns) for rows in (64, 256, 1024) for columns in (8192, 32_768, 151_936)]
-    growth = [
-        row
-        for ranks in (1, 2)
-        for row in run_in_ranks(
-            measure_growth,
-            (shapes[:2] if options.quick or options.only_targets else shapes, options.repeats),
-            ranks=ranks,
-            threads=1,  # one per rank, so that a second rank brings a second core
-            seconds=1800,
-        )
-    ]
-    heads = None if options.skip_lm_head else measure_lm_head(options.quick, THREADS)
-    text = report.render(
-        cases, growth, heads, repeats=options.repeats, seconds=time.time() - started
-    )
-    options.output.write_text(text)
-    print(text)
-    return 0
-
-
-def _without_flag(arguments: list[str] | None) -> list[str]:
-    given = sys.argv[1:] if arguments is None else arguments
-    return [argument for argument in given if argument != "--with-peers"]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

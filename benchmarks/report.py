@@ -3,46 +3,43 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 PACKAGES = ("torch", "megatron-core", "verl", "trl", "liger-kernel")
 
 
-def render(
-    cases: list[dict[str, Any]],
-    growth: list[dict[str, Any]],
-    heads: dict[str, Any] | None,
-    *,
-    repeats: int,
-    seconds: float,
-) -> str:
-    """The whole report as Markdown."""
-    parts = [
-        "# Log-probs, entropy and LM head: measured ratios",
-        _machine(repeats, seconds),
-        _targets(cases[0]),
-        *(_case_table(case) for case in cases),
-        _growth_table(growth),
-    ]
-    absent = sorted({line for case in cases for line in case["absent"]})
-    if heads is not None:
-        parts.append(_head_table(heads))
-        absent += [f"LM head of {line}" for line in heads["absent"]]
-    if absent:
-        parts.append("## Not measured\n\n" + "\n".join(f"- {line}" for line in absent))
-    return "\n\n".join(parts) + "\n"
+def render(parts: dict[str, dict[str, Any]]) -> str:
+    """The whole report as Markdown, from the parts measured so far."""
+    sections = ["# Measured ratios", _machine(parts)]
+    absent: set[str] = set()
+    for name, part in parts.items():
+        sections += [text + _made(part) for text in SECTIONS[name](part["data"])]
+        if name in ("targets", "grid"):
+            absent |= {line for case in part["data"] for line in case["absent"]}
+        if name == "lm-head":
+            absent |= {f"LM head of {line}" for line in part["data"]["absent"]}
+    missing = [f"part {name}" for name in SECTIONS if name not in parts]
+    if absent or missing:
+        lines = [*sorted(absent), *missing]
+        sections.append("## Not measured\n\n" + "\n".join(f"- {line}" for line in lines))
+    return "\n\n".join(sections) + "\n"
 
 
-def _machine(repeats: int, seconds: float) -> str:
+def _made(part: dict[str, Any]) -> str:
+    small = " Small shapes, to see that it runs: not a measurement." if part["quick"] else ""
+    return f"\n\n*{part['made']}, {part['seconds']:.0f} s, load before {part['load_before']:.1f}.{small}*"
+
+
+def _machine(parts: dict[str, dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    minutes = sum(part["seconds"] for part in parts.values()) / 60
     return (
-        f"Made by `python -m benchmarks.logprob_bench` in {seconds / 60:.0f} min on {_processor()}, "
-        f"{torch.get_num_threads()} threads in all (TP2: one per rank), Python {platform.python_version()}; {versions}.\n\n"
-        f"Forward plus backward. Candidates take turns, {repeats} times each; the best time of each counts. On a shared "
+        f"Made by `make bench` (`python -m benchmarks`) in {minutes:.0f} min on {_processor()}, 2 threads in all (two ranks: "
+        f"one each), Python {platform.python_version()}; {versions}.\n\n"
+        "Forward plus backward. Candidates take turns and the best time of each counts. On a shared "
         "machine single times vary by a factor of 2 or more and unevenly, so read ratios of less than 1.3 as equal. "
         "*x floor*: time in units of 1.5 copies of the logits between existing buffers, which is one read forward and one "
         "read and one write backward. *x ours*: time in units of ours, in place; *processor x ours*: the same of the processor time of all "
@@ -50,6 +47,87 @@ def _machine(repeats: int, seconds: float) -> str:
         "its peak, in units of the logits. *errors*: largest absolute difference to float64 on 64 rows; the "
         "gradient's relative to what arrives at its row."
     )
+
+
+def _targets_section(cases: list[dict[str, Any]]) -> list[str]:
+    return [_targets(cases[0]), _case_table(cases[0])]
+
+
+def _separable_section(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "## Token-separable loss: one visit to the logits against two phases\n",
+        "From logits to their gradient through ppo with truncated importance sampling, gradient in place. *faster*: time of two phases "
+        "over time of one visit; *x copy*: time of one visit in units of one copy of the logits, which is its floor: one read and one write; "
+        "*no compiler*: the same on torch operations; *loss and hook alone*: the `[T]` work as a share of two phases; "
+        "*difference*: largest of the gradients, in units of the largest gradient.\n",
+        "| T x V | dtype | entropy gradient | rows with loss | faster | x copy | two phases x copy | no compiler: faster | loss and hook alone | difference |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        tokens, columns, dtype, coefficient, share = row["shape"]
+        seconds = row["seconds"]
+        one, two = seconds["one visit"], seconds["two phases"]
+        plain = seconds["two phases, no compiler"] / seconds["one visit, no compiler"]
+        lines.append(
+            f"| {tokens} x {columns} | {dtype} | {'yes' if coefficient else 'no'} | {share:.0%} | {two / one:.2f} "
+            f"| {one / seconds['copy']:.2f} | {two / seconds['copy']:.2f} | {plain:.2f} "
+            f"| {seconds['loss and hook alone'] / two:.0%} | {row['difference']:.0e} |"
+        )
+    return ["\n".join(lines)]
+
+
+def _profile_section(data: dict[str, Any]) -> list[str]:
+    seconds = data["seconds"]
+    copy = seconds["bound: copy the logits into a buffer that exists"]
+    lines = [
+        f"## Where the time goes, {data['rows']} x {data['columns']}, float32, kernels {data['kernels']}\n",
+        "In units of one copy of the logits between existing buffers.\n",
+        "| pass | time |",
+        "|---|---|",
+        *(f"| {name} | {value / copy:.2f} |" for name, value in seconds.items()),
+    ]
+    return ["\n".join(lines)]
+
+
+def _steps_section(rows: list[dict[str, Any]]) -> list[str]:
+    first = rows[0]["seconds"]
+    lines = [
+        "## Training steps, and the share of loss and hook\n",
+        "The real trainer on Megatron-Core with DDP and Adam, ppo with truncated importance sampling, three quarters of the tokens carry loss. *time*: in units "
+        "of the first line; *loss and hook*: everything between the logits and their gradient, as a share of the step, on the rank where it "
+        "is largest; for the fused head it contains the head's matrix products. Two ranks have one thread each, one rank has two.\n",
+        "| model | tokens | per microbatch | ranks | settings | time | loss and hook | of which |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        step = row["step"]
+        spent = sum(row["spent"].values())
+        sizes = {name.split("_model")[0]: size for name, size in step["sizes"]}
+        settings = {**sizes, **dict(step["settings"])}
+        inside = ", ".join(
+            f"{name} {value / row['seconds']:.1%}" for name, value in row["spent"].items()
+        )
+        lines.append(
+            f"| {step['model']['name']}, V {step['model']['vocabulary']} ({row['parameters'] / 1e6:.0f} M) | {step['tokens']} "
+            f"| {step['microbatch']} | {step['ranks']} | {', '.join(f'{k} {v}' for k, v in settings.items()) or 'default'} "
+            f"| {row['seconds'] / first:.2f} | {spent / row['seconds']:.1%} | {inside} |"
+        )
+    return ["\n".join(lines)]
+
+
+def _batching_section(data: dict[str, Any]) -> list[str]:
+    lines = [
+        f"## Batching: {data['samples']:,} samples, {data['tokens']:,} tokens, {data['ranks']} ranks\n",
+        "Lognormal lengths, median 2,000, at most 32,768. *padding*: share of microbatches that are padding.\n",
+        "| token budget | microbatches per rank | least possible | padding | max / mean cost | ms to plan |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['budget']:,} | {row['microbatches']} | {row['least']} | {row['padding']:.2%} | {row['spread']:.4f} "
+        f"| {row['seconds'] * 1000:.0f} |"
+        for row in data["rows"]
+    ]
+    return ["\n".join(lines)]
 
 
 def _targets(case: dict[str, Any]) -> str:
@@ -138,6 +216,18 @@ def _head_table(heads: dict[str, Any]) -> str:
             f"| {beyond:.3f} |"
         )
     return "\n".join(lines)
+
+
+SECTIONS: dict[str, Callable[[Any], list[str]]] = {
+    "targets": _targets_section,
+    "separable": _separable_section,
+    "profile": _profile_section,
+    "growth": lambda rows: [_growth_table(rows)],
+    "lm-head": lambda heads: [_head_table(heads)],
+    "steps": _steps_section,
+    "batching": _batching_section,
+    "grid": lambda cases: [_case_table(case) for case in cases],
+}
 
 
 def _title(case: dict[str, Any]) -> str:

@@ -23,15 +23,21 @@ def run_in_ranks(
     ranks: int,
     threads: int,
     seconds: float,
+    tensor_parallel: bool = True,
 ) -> Any:
-    """What rank 0 returns from `body(group, *arguments)`; every rank has Megatron's tensor parallel group."""
+    """What rank 0 returns from `body(group, *arguments)`; `group` is Megatron's tensor parallel group of all ranks.
+
+    tensor_parallel: False leaves Megatron's groups to the body, which then gets None
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     processes = [
-        context.Process(target=_main, args=(rank, ranks, port, threads, queue, body, arguments))
+        context.Process(
+            target=_main, args=(rank, ranks, port, threads, queue, body, arguments, tensor_parallel)
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -65,6 +71,7 @@ def _main(
     queue: Any,
     body: Any,
     arguments: tuple[Any, ...],
+    tensor_parallel: bool,
 ) -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(threads)
@@ -78,8 +85,11 @@ def _main(
     try:
         from megatron.core import parallel_state
 
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
-        result = body(parallel_state.get_tensor_model_parallel_group(), *arguments)
+        group = None
+        if tensor_parallel:
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+            group = parallel_state.get_tensor_model_parallel_group()
+        result = body(group, *arguments)
         if rank == 0:
             queue.put((False, result))
     except Exception:
