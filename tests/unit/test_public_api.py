@@ -23,7 +23,7 @@ PUBLIC: dict[str, set[str]] = {
         *("reinforce_plus_plus_advantages", "reinforce_plus_plus_baseline_advantages"),
         *("reinforce_plus_plus_returns", "rejection_function", "response_spans"),
         *("rloo_advantages", "safe_exp", "sequence_log_ratio", "sequence_tis_function"),
-        *("spread_over_tokens", "use_parallel_context", "vanilla_tis_function"),
+        *("spread_over_tokens", "token_separable", "use_parallel_context", "vanilla_tis_function"),
         *("veto_function", "whiten"),
     },
     "plugin.loss": {

@@ -65,3 +65,14 @@ def test_the_gradient_passes_through_the_scale() -> None:
     scale = LossScale(per_token=False, total_weight=4.0, num_microbatches=3, dp_cp_size=2)
     scale.for_megatron(value, torch.tensor(1))[0].backward()
     assert value.grad is not None and float(value.grad) == 1.5
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_the_gradient_that_comes_back_is_known_before_the_step(per_token: bool) -> None:
+    scale = LossScale(per_token, total_weight=5.0, num_microbatches=3, dp_cp_size=2)
+    weighted = torch.tensor(0.7, requires_grad=True)
+    loss, _ = scale.for_megatron(weighted, torch.tensor(4))
+    (loss if per_token else loss / 3).backward()  # as the schedule divides it
+    # per sample: 3 * 2 / 5 / 3 = 0.4
+    assert float(weighted.grad or 0.0) == pytest.approx(scale.gradient_of_weighted_sum)
+    assert scale.gradient_of_weighted_sum == (1.0 if per_token else 0.4)

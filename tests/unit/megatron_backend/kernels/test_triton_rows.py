@@ -49,13 +49,17 @@ def test_the_kernels_compile_for_a_gpu_that_is_not_here(dtype: str, masked: bool
     from plugin.megatron_backend.kernels import triton_rows
 
     types = {"logits": f"*{dtype}", "out": f"*{dtype}", "keep": "*u8", "targets": "*i64"}
+    types |= {"values": f"*{dtype}", "tolerance": "fp32"}
     types |= dict.fromkeys(["rows", "columns"], "i32")
     types |= dict.fromkeys(["row_stride", "keep_stride", "out_stride"], "i64")
     constants = {"ENTROPY": True, "MASKED": masked, "BLOCK": 4096}
-    for kernel in (triton_rows._forward_kernel, triton_rows._backward_kernel):
+    kernels = (triton_rows._forward_kernel, triton_rows._backward_kernel, triton_rows._scale_kernel)
+    for kernel in kernels:
         own = {name: value for name, value in constants.items() if name in kernel.arg_names}
         signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
-        signature |= {"scale": "fp32"} | dict.fromkeys(own, "constexpr")
+        if "scale" in signature:
+            signature["scale"] = "fp32"
+        signature |= dict.fromkeys(own, "constexpr")
         compiled = triton.compile(
             ASTSource(kernel, signature, constexprs=own), target=GPUTarget("cuda", 90, 32)
         )
@@ -139,3 +143,43 @@ def test_a_bad_row_is_nan_forward_and_exactly_zero_backward_without_gradient(
     triton_rows.backward_blocks(logits, targets, rows, grad, None, scale=1.0, out=logits)
     assert torch.equal(logits[1], torch.zeros(100))
     assert torch.isfinite(logits).all() and (logits[0] != 0).any()
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_is_scaled_by_what_the_device_holds_and_left_alone_by_one(
+    triton_rows: ModuleType, dtype: torch.dtype
+) -> None:
+    values = torch.randn(3, 150).to(dtype)
+    for factor, expected in ((1.0, values), (1.0 + 1e-7, values), (0.5, values / 2)):
+        scaled = values.clone()
+        triton_rows.scale_unless_one(scaled, torch.tensor(factor), 1e-6)
+        assert torch.equal(scaled, expected)
+    values[1, 2] = torch.nan
+    triton_rows.scale_unless_one(values, torch.tensor(0.0), 1e-6)
+    assert not values.any()  # a loss that failed has no gradient, not NaN
+
+
+@interpreted
+def test_one_visit_on_these_kernels_gives_what_it_gives_on_torch_operations(
+    triton_rows: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from plugin.config import TrainerConfig
+    from plugin.loss.separable_loss import gradient_program
+    from plugin.megatron_backend import separable_logprobs
+
+    program = gradient_program(TrainerConfig(use_tis=True, entropy_coef=0.1), True)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 130, generator=generator)
+    tokens = torch.randint(130, (5,), generator=generator)
+    fields = {name: -5 - torch.rand(5, generator=generator) for name in program.inputs}
+    fields["weights"] = torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0])
+    results = []
+    for kernels in (blocked_torch, triton_rows):
+        monkeypatch.setattr(
+            separable_logprobs, "row_kernels_for", lambda _, kernels=kernels: kernels
+        )
+        leaf = logits.clone().requires_grad_()
+        *values, anchor = separable_logprobs.separable_log_probs(leaf, tokens, program, fields)
+        results.append([*values, *torch.autograd.grad(anchor, leaf)])
+    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=1e-6)
