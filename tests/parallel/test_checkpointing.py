@@ -180,9 +180,9 @@ def assert_same_steps(
     [
         ("TP2", PP2, {}),
         ("TP2", VPP2, SHARDED),
-        ("TP2", DP2, SHARDED),
+        pytest.param("TP2", DP2, SHARDED, marks=pytest.mark.slow),
         ("DP2 distributed optimizer", TP2, {}),
-        ("DP2 distributed optimizer", PP2, SHARDED),
+        pytest.param("DP2 distributed optimizer", PP2, SHARDED, marks=pytest.mark.slow),
         ("EP2", EP2, SHARDED),
         ("EP2", PP2, {}),
     ],
@@ -305,7 +305,10 @@ def kill_when_reached(root: Path) -> None:
     ("where", "told"),
     [
         ("torch._write_item", "step_0000003.incomplete is incomplete"),
-        ("directories.publish", "step_0000003.incomplete is incomplete"),
+        pytest.param(
+            *("directories.publish", "step_0000003.incomplete is incomplete"),
+            marks=pytest.mark.slow,
+        ),
         ("directories._mark_latest", "step_0000003 is newer and complete"),
     ],
     ids=["while a shard is written", "before the rename", "before the marker"],

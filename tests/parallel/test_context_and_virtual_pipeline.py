@@ -6,6 +6,8 @@ these samples and still has to run every collective.
 
 from __future__ import annotations
 
+import pytest
+
 from plugin.ppo_utils.sequence_shards import response_spans
 from tests.parallel.test_policy_losses_on_ranks import LOSSES
 from tests.parallel.training_jobs import (
@@ -62,11 +64,22 @@ def test_every_policy_loss_and_correction_on_two_context_parallel_ranks(
     check(run_ranks, CP2, losses(**SMALL_BUDGET))
 
 
-def test_context_parallel_with_tensor_and_sequence_parallel(run_ranks: RunRanks) -> None:
-    names = ("ppo", "gspo", "icepop")
-    with_sp = {name: losses(**SMALL_BUDGET, sequence_parallel=True)[name] for name in names}
-    moe = Case("qwen3_moe", settings={"sequence_parallel": True, **SMALL_BUDGET, **RECOMPUTE})
-    check(run_ranks, CP2_TP2, {**with_sp, "moe with recompute": moe})
+# Replayed routes take a MoE model with recompute through this layout as well (test_router_replay.py).
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["gspo"], id="dense"),
+        pytest.param(["ppo", "icepop", "moe"], id="more losses and moe", marks=pytest.mark.slow),
+    ],
+)
+def test_context_parallel_with_tensor_and_sequence_parallel(
+    run_ranks: RunRanks, names: list[str]
+) -> None:
+    cases = losses(**SMALL_BUDGET, sequence_parallel=True)
+    cases["moe"] = Case(
+        "qwen3_moe", settings={"sequence_parallel": True, **SMALL_BUDGET, **RECOMPUTE}
+    )
+    check(run_ranks, CP2_TP2, {name: cases[name] for name in names})
 
 
 def test_context_parallel_with_pipeline(run_ranks: RunRanks) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from plugin.megatron_backend import cpu_runtime
 from plugin.megatron_backend.hf_weights import export_hf_weights
 from plugin.megatron_backend.model_builder import ModelSettings, OptimizerSettings
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from tests.parallel.rank_pool import RankPool
 from tests.parallel.schedule_runs import loaded_model, train_one_step
 from tests.parallel.tiny_models import (
     VOCAB_SIZE,
@@ -58,6 +61,7 @@ def step_on_rank(
 PLAIN = OptimizerSettings(lr=1e-2, adam_eps=1e-2)
 SHARDED = OptimizerSettings(lr=1e-2, adam_eps=1e-2, use_distributed_optimizer=True)
 SP = {"sequence_parallel": True}
+CONFIGS = {"dense": tiny_qwen3(), "moe": tiny_qwen3_moe()}
 
 DENSE_STEPS = [
     ("TP2", 2, {TP: 2}, {}, PLAIN),
@@ -79,6 +83,19 @@ MOE_STEPS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def one_process(rank_pool: RankPool) -> Callable[[str], tuple[float, dict[str, Tensor]]]:
+    """Gradient norm and weights of a family after one step in one process."""
+
+    @cache
+    def compute(family: str) -> tuple[float, dict[str, Tensor]]:
+        config = CONFIGS[family]
+        arguments = (config, hf_state_dict(config), ModelSettings(), PLAIN)
+        return rank_pool.run_ranks(step_on_rank, 1, *arguments)[0]
+
+    return compute
+
+
 @pytest.mark.parametrize(
     ("family", "ranks", "sizes", "settings", "optimizer"),
     [pytest.param("dense", *case[1:], id=f"dense, {case[0]}") for case in DENSE_STEPS]
@@ -86,16 +103,17 @@ MOE_STEPS = [
 )
 def test_a_step_has_the_gradient_norm_and_weights_of_one_process(
     run_ranks: Any,
+    one_process: Callable[[str], tuple[float, dict[str, Tensor]]],
     family: str,
     ranks: int,
     sizes: dict[str, int],
     settings: dict[str, Any],
     optimizer: OptimizerSettings,
 ) -> None:
-    config = tiny_qwen3() if family == "dense" else tiny_qwen3_moe()
+    config = CONFIGS[family]
     state = hf_state_dict(config)
     arguments = (config, state, ModelSettings(**settings), optimizer)
-    [(norm, weights)] = run_ranks(step_on_rank, 1, config, state, ModelSettings(), PLAIN)
+    norm, weights = one_process(family)
     for got_norm, got_weights in run_ranks(step_on_rank, ranks, *arguments, **sizes):
         assert got_norm == pytest.approx(norm, rel=1e-5)
         for name, tensor in weights.items():

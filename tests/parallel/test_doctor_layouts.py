@@ -9,8 +9,8 @@ from plugin.report.layout_agreement import parse_layout, run_layouts
 
 @pytest.mark.timeout(600)
 def test_two_stages_agree_with_one_process_and_an_impossible_layout_is_named() -> None:
-    # 3 tensor parallel ranks cannot split 4 attention heads.
-    results = run_layouts([parse_layout("pp2"), parse_layout("tp3")], timeout=500)
+    # 2 stages of 3 chunks each cannot split 4 layers.
+    results = run_layouts([parse_layout("pp2"), parse_layout("pp2vpp3")], timeout=500)
     reference, stages, impossible = results
     assert reference.agrees and stages.agrees, f"{reference}\n{stages}\n{stages.error}"
     assert max(stages.differences.values()) < 1e-5

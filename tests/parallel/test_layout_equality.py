@@ -13,6 +13,7 @@ from tests.parallel.training_jobs import (
     Outcome,
     RunRanks,
     differences,
+    further,
     run_cases,
 )
 
@@ -140,7 +141,7 @@ def test_a_dense_step_is_that_of_one_process(
     check_equal(run_ranks, one_process, DENSE_LAYOUTS[name], dense_cases())
 
 
-@pytest.mark.parametrize("name", ["TP2", "PP2", "DP2"])
+@pytest.mark.parametrize("name", ["TP2", "PP2", *further("DP2")])
 def test_recompute_sequence_parallel_fused_heads_and_in_place_gradients_change_nothing(
     run_ranks: RunRanks, one_process: dict[str, Outcome], name: str
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_moe_step_is_that_of_one_process(
         pytest.param(
             tensor_parallel(expert_model_parallel_size=2, expert_tensor_parallel_size=1),
             id="TP2 EP2",
+            marks=pytest.mark.slow,  # test_cpu_runtime.py has this layout too
         ),
         pytest.param(
             Layout(
@@ -241,7 +243,7 @@ def test_ranks_with_uneven_counts_fill_up_with_padding_and_agree(
     check_equal(run_ranks, one_process, experts, {"moe": cases["moe"]})
 
 
-@pytest.mark.parametrize("name", ["one process", "TP2", "PP2", "DP2"])
+@pytest.mark.parametrize("name", ["one process", "TP2", *further("PP2", "DP2")])
 def test_packed_and_padded_rows_give_the_same(
     run_ranks: RunRanks, one_process: dict[str, Outcome], name: str
 ) -> None:
@@ -259,7 +261,7 @@ def test_packed_and_padded_rows_give_the_same(
     check_equal(run_ranks, one_process, DENSE_LAYOUTS[name], cases)
 
 
-@pytest.mark.parametrize("name", ["TP2", "PP2", "DP2"])
+@pytest.mark.parametrize("name", ["TP2", *further("PP2", "DP2")])
 def test_garbage_under_the_mask_changes_not_one_bit(run_ranks: RunRanks, name: str) -> None:
     problems = {"per sample": PER_SAMPLE, "per token": PER_TOKEN, "kept": KEPT_PER_SAMPLE}
     cases = {}

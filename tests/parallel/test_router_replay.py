@@ -54,15 +54,34 @@ def assert_same_step(
         torch.testing.assert_close(got["weights"][name], value, rtol=1e-4, atol=tolerance)
 
 
-@pytest.mark.parametrize("without", [0.0, 0.3])
-def test_replay_gives_the_same_step_on_every_layout(run_ranks, dense_first, without) -> None:
+ALSO_WITHOUT_ROUTES = ("pp2_recompute", "tp2_sp", "cp2")
+
+
+@pytest.mark.parametrize(
+    ("without", "layouts"),
+    [
+        pytest.param(
+            0.0,
+            [name for name in LAYOUTS if name not in ALSO_WITHOUT_ROUTES],
+            id="every sample has routes",
+        ),
+        pytest.param(0.3, ALSO_WITHOUT_ROUTES, id="some have none"),
+        pytest.param(
+            0.0,
+            ALSO_WITHOUT_ROUTES,
+            id="every sample has routes, more layouts",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_replay_gives_the_same_step_on_every_layout(
+    run_ranks, dense_first, without, layouts
+) -> None:
     want = run_ranks(replay_jobs.train_with_replay, 1, *dense_first, REPLAY, without)[0]
     live = run_ranks(replay_jobs.train_with_replay, 1, *dense_first, {}, without)[0]
     assert abs(live["metrics"][0]["grad_norm"] - want["metrics"][0]["grad_norm"]) > 1e-3
-    layouts = (
-        LAYOUTS if without == 0 else {k: LAYOUTS[k] for k in ("pp2_recompute", "tp2_sp", "cp2")}
-    )
-    for name, (ranks, sizes, settings) in layouts.items():
+    for name in layouts:
+        ranks, sizes, settings = LAYOUTS[name]
         settings = {**REPLAY, **settings, **sizes}
         results = run_ranks(
             replay_jobs.train_with_replay, ranks, *dense_first, settings, without, **sizes

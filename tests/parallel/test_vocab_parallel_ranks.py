@@ -190,6 +190,6 @@ def all_claims(rank: int, size: int) -> None:
     fused_head_equals_one_process(rank, size)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_sharded_results_gradients_and_collectives(size: int) -> None:
     run_ranks(all_claims, size)

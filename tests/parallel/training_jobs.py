@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -35,6 +36,11 @@ ABOUT_THE_CUT = ("num_microbatches", "padding_microbatch_share")
 _TWO_ROUNDINGS = 2 * torch.finfo(torch.float32).eps
 
 RunRanks = Callable[..., list[Any]]
+
+
+def further(*names: str) -> list[Any]:
+    """More parameters for a claim that others already show by default; these run with `-m slow`."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @dataclass(frozen=True)
