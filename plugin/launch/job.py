@@ -22,6 +22,7 @@ from plugin.config import JobConfig
 from plugin.errors import ActorLost, ParallelError
 from plugin.launch.batch_preparation import describe_batch, prepare_batch
 from plugin.launch.engine_pool import EnginePool
+from plugin.launch.job_paths import with_absolute_paths
 from plugin.launch.job_position import (
     CheckpointPlan,
     JobPosition,
@@ -54,6 +55,7 @@ class JobResult:
 def run_job(config: JobConfig) -> JobResult:
     """Runs a whole job; Ctrl-C ends it early with its report written."""
     started = time.monotonic()
+    config = with_absolute_paths(config)
     parts = check_job(config)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
     printer = ProgressPrinter(config.num_rollouts * config.num_updates_per_rollout)
