@@ -102,7 +102,9 @@ def _tiny_config(config: JobConfig) -> dict[str, Any]:
         "head_dim": _HEAD_DIM
         if config.rollout_engine == "transformers"
         else _SMALLEST_VLLM_HEAD_DIM,
-        "max_position_embeddings": config.max_response_length + 128,
+        "max_position_embeddings": max(
+            config.max_response_length + 128, config.max_context_length or 0
+        ),
         "tie_word_embeddings": False,
         "initializer_range": 0.05,
     }

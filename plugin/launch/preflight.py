@@ -149,6 +149,11 @@ def _check_lengths(config: JobConfig, policy: ModelSource) -> None:
             f"--max-response-length is {config.max_response_length}, the model has {longest} positions for prompt "
             "and response together; lower it"
         )
+    context = config.max_context_length
+    if longest is not None and context is not None and context > longest:
+        raise ConfigError(
+            f"--max-context-length is {context}, the model has {longest} positions; lower it"
+        )
 
 
 def _route_shape(config: JobConfig, source: ModelSource) -> tuple[int, int, int] | None:
