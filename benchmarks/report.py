@@ -118,8 +118,9 @@ def _steps_section(rows: list[dict[str, Any]]) -> list[str]:
 def _batching_section(data: dict[str, Any]) -> list[str]:
     lines = [
         f"## Batching: {data['samples']:,} samples, {data['tokens']:,} tokens, {data['ranks']} ranks\n",
-        "Lognormal lengths, median 2,000, at most 32,768. *padding*: share of microbatches that are padding.\n",
-        "| token budget | microbatches per rank | least possible | padding | max / mean cost | ms to plan |",
+        "Lognormal lengths, median 2,000, at most 32,768. *padding*: share of microbatches that are padding. A "
+        "sample longer than the budget gets a microbatch of its own.\n",
+        "| token budget | microbatches per rank | tokens / (budget x ranks), rounded up | padding | max / mean cost | ms to plan |",
         "|---|---|---|---|---|---|",
     ]
     lines += [

@@ -6,11 +6,12 @@ correction, regularisers, metrics, and the backward pass down to the logits. The
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -19,6 +20,9 @@ import torch.distributed as dist
 from benchmarks.workers import run_in_ranks
 from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
+
+if TYPE_CHECKING:
+    from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 HOOK = "plugin.ppo_utils.vanilla_tis_function"
 
@@ -69,34 +73,37 @@ def all_steps(quick: bool) -> list[Step]:
 
 
 def measure_steps(quick: bool) -> list[dict[str, Any]]:
-    """Every step in processes of its own."""
+    """Every layout in processes of its own."""
     found = []
-    for step in all_steps(quick):
-        print(f"  {step}", file=sys.stderr, flush=True)
-        threads = 2 if step.ranks == 1 else 1
-        repeats = 1 if step.model == LARGEST else 3
-        result = run_in_ranks(
+    layouts = itertools.groupby(all_steps(quick), lambda step: (step.model, step.ranks, step.sizes))
+    for (model, ranks, sizes), steps in layouts:
+        print(f"  {model.name}, {ranks} ranks, {dict(sizes)}", file=sys.stderr, flush=True)
+        found += run_in_ranks(
             _measure,
-            (step, repeats),
-            ranks=step.ranks,
-            threads=threads,
+            (list(steps), 1 if model == LARGEST else 3),
+            ranks=ranks,
+            threads=2 if ranks == 1 else 1,
             seconds=1800,
             tensor_parallel=False,
         )
-        found.append(result)
     return found
 
 
-def _measure(_: dist.ProcessGroup | None, step: Step, repeats: int) -> dict[str, Any]:
+def _measure(_: dist.ProcessGroup | None, steps: list[Step], repeats: int) -> list[dict[str, Any]]:
     from megatron.core import parallel_state
 
     from plugin.megatron_backend import cpu_runtime
     from plugin.megatron_backend.parallel_groups import read_parallel_groups
-    from plugin.megatron_backend.trainer import MegatronTrainer
 
     cpu_runtime.activate()
-    parallel_state.initialize_model_parallel(**dict(step.sizes))
+    parallel_state.initialize_model_parallel(**dict(steps[0].sizes))
     groups = read_parallel_groups()
+    return [_measure_step(groups, step, repeats) for step in steps]
+
+
+def _measure_step(groups: ParallelGroups, step: Step, repeats: int) -> dict[str, Any]:
+    from plugin.megatron_backend.trainer import MegatronTrainer
+
     settings = {
         "use_tis": True,
         "custom_tis_function_path": HOOK,
@@ -109,22 +116,22 @@ def _measure(_: dist.ProcessGroup | None, step: Step, repeats: int) -> dict[str,
     batch = _batch(step)
     trainer.train_step(batch)  # memory is touched, kernels are loaded
     best: dict[str, Any] = {"seconds": float("inf")}
-    for _repeat in range(repeats):
+    for _ in range(repeats):
         with _timers() as spent:
             start = time.perf_counter()
             result = trainer.train_step(batch)
             seconds = time.perf_counter() - start
         if seconds < best["seconds"]:
             best = {"seconds": seconds, "spent": dict(spent)}
-    loss_ranks: list[Any] = [None] * step.ranks
-    dist.all_gather_object(loss_ranks, best)
+    by_rank: list[Any] = [None] * step.ranks
+    dist.all_gather_object(by_rank, best)
     # Under pipeline parallelism only the last stage has a loss: its share is the one that counts.
-    slowest = max(loss_ranks, key=lambda found: sum(found["spent"].values()))
+    largest = max(by_rank, key=lambda found: sum(found["spent"].values()))
     return {
         "step": step._asdict() | {"model": step.model._asdict()},
         "parameters": sum(p.numel() for chunk in trainer.chunks for p in chunk.parameters()),
         "microbatches": result.metrics["num_microbatches"],
-        **slowest,
+        **largest,
     }
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -73,6 +74,9 @@ def _main(
     arguments: tuple[Any, ...],
     tensor_parallel: bool,
 ) -> None:
+    warnings.simplefilter(
+        "ignore"
+    )  # imports of Megatron-Core without Transformer Engine fill pages
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(threads)
     dist.init_process_group(
