@@ -86,6 +86,8 @@ class VllmEngine:
 
     def _replace_weights(self, version: int) -> None:
         buckets, self._buckets = self._buckets, []
+        if not torch.cuda.is_available():
+            self._llm.apply_model(_forget_expert_kernels)
         self._llm.llm_engine.collective_rpc(
             "reload_weights", kwargs={"weights_iterator": _named_tensors(buckets)}
         )
@@ -274,6 +276,18 @@ def _named_tensors(buckets: list[bytes]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of all buckets; each bucket is let go when it has been read."""
     while buckets:
         yield from safetensors.torch.load(buckets.pop(0)).items()
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Has vLLM set up its experts anew with the weights that come next.
+
+    vLLM 0.32 on CPU packs the weights of experts for its kernel only when it makes the kernel, so that new ones would be read in
+    the wrong order, without an error. To be removed when it packs them at every load.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _chosen_log_probs(completion: Any) -> Tensor | None:
