@@ -37,7 +37,7 @@ class Model(NamedTuple):
     vocabulary: int = 151_936
 
 
-TINY = Model("tiny", 32, 2, 2, 512)
+TINY = Model("tiny", 32, 2, 4, 512)
 SMALL = Model("4 layers, hidden 256", 256, 4, 4)
 LARGEST = Model("28 layers, hidden 1024", 1024, 28, 16)
 

@@ -18,7 +18,11 @@ from plugin.errors import ConfigError
 from plugin.loss.token_program import TokenProgram
 from plugin.megatron_backend.kernels import cpu_extension, row_kernels_for
 from plugin.megatron_backend.kernels.separable_rows import separable_rows
-from plugin.megatron_backend.vocab_parallel_logprobs import check_logits, locate_targets
+from plugin.megatron_backend.vocab_parallel_logprobs import (
+    check_logits,
+    locate_targets,
+    with_separate_rows,
+)
 
 # The expected gradient arrives as a product of a few float32 factors.
 _ROUNDING = 1e-6
@@ -50,8 +54,7 @@ def separable_log_probs(
     Log-probs and entropies carry no gradient: add the returned 0 to the value of the loss.
     """
     check_logits(logits, tokens)
-    if logits.stride(-1) != 1:
-        logits = logits.contiguous()
+    logits = with_separate_rows(logits)
     settings = _Settings(program, fields, 1.0 / temperature, expected_gradient, inplace_grad)
     return _SeparableLogProbs.apply(logits, tokens, settings)
 

@@ -58,11 +58,15 @@ def log_probs_and_entropy(
     when its logits hold NaN or inf.
     """
     _check_arguments(logits, tokens, temperature, with_entropy, entropy_grad, keep_mask)
-    overlapping = logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]
-    if logits.stride(-1) != 1 or overlapping:
-        logits = logits.contiguous()
+    logits = with_separate_rows(logits)
     settings = _Settings(group, 1.0 / temperature, with_entropy, entropy_grad, inplace_grad)
     return _LogProbsAndEntropy.apply(logits, tokens, keep_mask, settings)
+
+
+def with_separate_rows(logits: torch.Tensor) -> torch.Tensor:
+    """The logits `[T, V/tp]`, copied if their rows are strided or share memory: kernels write whole rows."""
+    overlapping = logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]
+    return logits.contiguous() if logits.stride(-1) != 1 or overlapping else logits
 
 
 def locate_targets(

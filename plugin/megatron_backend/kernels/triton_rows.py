@@ -30,7 +30,9 @@ def _load_row_block(  # type: ignore[no-untyped-def]
     return values
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows"]
+)  # by default some row counts would get a compilation of their own
 def _forward_kernel(  # type: ignore[no-untyped-def]
     logits,
     targets,

@@ -203,14 +203,30 @@ def test_the_gradient_replaces_the_logits_in_the_forward_pass() -> None:
     assert fast.gradient.data_ptr() == fast.output.data_ptr()
 
 
-def test_a_second_backward_pass_is_refused() -> None:
+def anchor_of(logits: Tensor, **options: Any) -> Tensor:
     program = separable_program(trainer_config(), 1, CPU)
     assert program is not None
-    logits = torch.randn(3, 5, requires_grad=True)
-    fields = {name: -torch.rand(3) for name in program.inputs} | {"weights": torch.ones(3)}
-    *_, anchor = separable_logprobs.separable_log_probs(
-        logits, torch.tensor([0, 1, 2]), program, fields
-    )
+    rows = torch.arange(len(logits))
+    fields = dict.fromkeys(program.inputs, -1.0 - rows / 10) | {"weights": 1.0 + rows}
+    return separable_logprobs.separable_log_probs(logits, rows, program, fields, **options)[2]
+
+
+@pytest.mark.parametrize("layout", ["transposed", "one row for all", "rows apart"])
+def test_strided_logits_give_the_same_gradient(layout: str) -> None:
+    base = torch.randn(5, generator=torch.Generator().manual_seed(0))
+    logits = {
+        "transposed": base[:, None].expand(5, 3).contiguous().t(),
+        "one row for all": base.expand(3, 5),
+        "rows apart": base.expand(3, 5).repeat(1, 2)[:, :5],
+    }[layout].requires_grad_()
+    expected = base.repeat(3, 1).requires_grad_()
+    (wanted,) = torch.autograd.grad(anchor_of(expected), expected)
+    (gradient,) = torch.autograd.grad(anchor_of(logits, inplace_grad=True), logits)
+    torch.testing.assert_close(gradient, wanted)
+
+
+def test_a_second_backward_pass_is_refused() -> None:
+    anchor = anchor_of(torch.randn(3, 5, requires_grad=True))
     anchor.backward(retain_graph=True)
     with pytest.raises(ConfigError, match="second backward pass"):
         anchor.backward()
