@@ -281,11 +281,11 @@ def _named_tensors(buckets: list[bytes]) -> Iterator[tuple[str, Tensor]]:
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
     """Has vLLM set up its experts anew with the weights that come next.
 
-    vLLM 0.32 on CPU packs the weights of experts for its kernel only when it makes the kernel, so that new ones would be read in
-    the wrong order, without an error. To be removed when it packs them at every load.
+    vLLM 0.32 on CPU packs the weights of experts for its kernel only when it makes the kernel, so that new ones would
+    be read in the wrong order, without an error. To be removed when it packs them at every load.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
