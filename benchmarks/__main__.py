@@ -47,14 +47,14 @@ def main(arguments: list[str] | None = None) -> int:
     kept = options.output.with_suffix(".json")
     measured = json.loads(kept.read_text()) if kept.exists() else {}
     for name in options.only or PARTS:
-        started = time.time()
-        _say(f"{name}: started, load {os.getloadavg()[0]:.1f}")
+        started, load = time.time(), os.getloadavg()[0]
+        _say(f"{name}: started, load {load:.1f}")
         data = PARTS[name](options.quick)
         measured[name] = {
             "data": data,
             "seconds": time.time() - started,
             "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "load_before": os.getloadavg()[2],
+            "load_before": load,
             "quick": options.quick,
         }
         kept.write_text(json.dumps(measured, indent=1) + "\n")
