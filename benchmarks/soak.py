@@ -31,6 +31,8 @@ JOB = [
     *("--num-rollout-engines", str(ENGINES), "--num-gpus-per-node", "2"),
     *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4"),
     *("--num-rollouts", "1000000", "--save-interval", "10", "--rollout-timeout", "30"),
+    # Kills are not progress: on a slow machine several can hit the same engine before it has answered once.
+    *("--max-restarts", "20"),
     *("--use-tis", "--rollout-quantization", "int8", "--lr", "1e-4"),
 ]
 ROLES = {"engine": "ray::EngineActor", "trainer rank": "ray::TrainerRank"}

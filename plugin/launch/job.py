@@ -39,12 +39,14 @@ from plugin.launch.rollout_queue import RolloutQueue
 from plugin.launch.trainer_group import TrainedStep, TrainerGroup, places_as_text
 from plugin.report.run_files import RunFiles, new_run_dir
 
+_STEPS_KEPT = 2000
+
 
 @dataclass
 class JobResult:
     """How a job ended.
 
-    history: the metrics of every step, without their slices by position, age and probability
+    history: the metrics of the first and the latest steps, without their slices by position, age and probability
     """
 
     run_dir: Path
@@ -237,8 +239,10 @@ class _Job:
         }
 
     def _record(self, line: dict[str, Any], batch: RolloutBatch, trained: TrainedStep) -> None:
-        # The slices of a metric are in the file; kept here they would fill the driver of a long run.
+        # All of it is in the file; kept here it would fill the driver of a long run.
         self._history.append({name: v for name, v in line.items() if "/by_" not in name})
+        if len(self._history) > _STEPS_KEPT:
+            del self._history[1]
         self._files.log_step(line)
         self._printer.step(line)
         if self._wandb is not None:
