@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
 from plugin.config import JobConfig
 
@@ -16,7 +17,7 @@ _FILES = (
 
 def with_absolute_paths(config: JobConfig) -> JobConfig:
     """The same configuration with files named from the root: actors have working directories of their own."""
-    changes: dict[str, str] = {}
+    changes: dict[str, Any] = {}
     for name in _CODE:
         value = getattr(config, name)
         if value is not None:

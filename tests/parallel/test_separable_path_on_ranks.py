@@ -17,9 +17,14 @@ from tests.parallel.training_jobs import (
 
 TWO_PHASES = Case(
     settings={
-        **{"fused_lm_head": "off", "separable_fast_path": "off", "entropy_coef": 0.01},
-        **{"use_tis": True, "tis_clip": 1.2, "use_kl_loss": True, "kl_loss_coef": 0.1},
-        **{"kl_loss_type": "k2"},
+        "fused_lm_head": "off",
+        "separable_fast_path": "off",
+        "entropy_coef": 0.01,
+        "use_tis": True,
+        "tis_clip": 1.2,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.1,
+        "kl_loss_type": "k2",
     },
     masked_garbage=True,
 )

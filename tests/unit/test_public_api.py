@@ -33,9 +33,9 @@ PUBLIC: dict[str, set[str]] = {
     },
     "plugin.config": {
         *("EMBEDDED_DEFAULTS", "RATIO_LOSSES", "ROLLOUT_LOSSES", "AdvantageFlags"),
-        *("BatchingFlags", "CorrectionFlags", "FlagGroup", "JobConfig", "LaunchFlags"),
-        *("LossConfig", "ModelFlags", "NormalizationFlags", "OptimizerFlags", "OutputFlags"),
-        *("ParallelFlags", "PolicyLossFlags", "RegularizerFlags", "RejectionRule"),
+        *("BatchingFlags", "ConversationFlags", "CorrectionFlags", "FlagGroup", "JobConfig"),
+        *("LaunchFlags", "LossConfig", "ModelFlags", "NormalizationFlags", "OptimizerFlags"),
+        *("OutputFlags", "ParallelFlags", "PolicyLossFlags", "RegularizerFlags", "RejectionRule"),
         *("RolloutFlags", "TrainerConfig", "flag", "parse_rejection_rules"),
     },
 }
