@@ -107,16 +107,17 @@ def test_an_engine_that_always_dies_ends_the_job_with_a_reason(
 
 
 DEADLY_TASK = """
-import os, signal, psutil
+import os, signal
 from plugin.rollout.copy_digits_task import CopyDigitsTask
+from tests.ray.casualties import workers
 
 class Deadly(CopyDigitsTask):
     def __init__(self, config, tokenizer):
         super().__init__(tokenizer, seed=config.seed)
 
     def prompt(self, index):
-        for process in psutil.Process().children(recursive=True):
-            if index >= 8 and any("ray::EngineActor" in part for part in process.cmdline()):
+        if index >= 8:
+            for process in workers("EngineActor"):
                 os.kill(process.pid, signal.SIGKILL)
         return super().prompt(index)
 """
