@@ -64,6 +64,7 @@ ALSO_WITHOUT_ROUTES = ("pp2_recompute", "tp2_sp", "cp2")
             0.0,
             [name for name in LAYOUTS if name not in ALSO_WITHOUT_ROUTES],
             id="every sample has routes",
+            marks=pytest.mark.slow,
         ),
         pytest.param(0.3, ALSO_WITHOUT_ROUTES, id="some have none"),
         pytest.param(

@@ -53,6 +53,7 @@ def _wait_until_free(cpus: float) -> None:
     raise AssertionError(f"still reserved: {ray.available_resources()}")
 
 
+@pytest.mark.slow
 def test_missing_log_probs_are_turned_on_with_a_warning(two_nodes: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="they are turned on"):
         result = run_small(

@@ -60,6 +60,7 @@ def test_pipeline_parallel_across_nodes_with_asynchronous_rollouts(
         assert line["prompts_issued"] >= line["prompts_trained"]
 
 
+@pytest.mark.slow
 def test_data_parallel_with_uneven_batches_two_updates_and_a_reference(
     two_nodes: str, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def test_what_a_machine_cannot_hold_is_named_with_the_reason() -> None:
     assert "test_layout_equality_gpu.py" in skipped[0]
 
 
+@pytest.mark.slow  # the default run collects them too
 def test_the_gpu_tests_import_and_collect_without_a_gpu() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/gpu"]
     result = subprocess.run(

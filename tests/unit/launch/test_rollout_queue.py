@@ -280,7 +280,7 @@ def test_a_queue_put_back_to_an_earlier_state_repeats_its_prompts() -> None:
     limit=st.one_of(st.none(), st.integers(0, 2)),
     staleness=st.integers(0, 3),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_nothing_is_lost_and_nothing_is_doubled_whatever_breaks(
     losses: set[int], spoiled: dict[int, int], limit: int | None, staleness: int
 ) -> None:
