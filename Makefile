@@ -59,7 +59,7 @@ test-adapters: venv ## adapters against verl, SkyRL and TRL themselves
 	@touch $@
 
 test-vllm: .venv-vllm/ready ## rollouts from vLLM: in the job's process and from a server (a large download)
-	CUDA_VISIBLE_DEVICES= .venv-vllm/bin/python -m pytest tests/vllm -rs
+	CUDA_VISIBLE_DEVICES= .venv-vllm/bin/python -m pytest tests/vllm_rollouts -rs
 
 docs: venv ## the documentation site in site/; broken links are errors
 	$(BIN)/python -m docs.write_reference

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -124,9 +125,7 @@ def test_vllm_outputs_become_samples_with_their_own_tokens_and_log_probs() -> No
 
 def test_the_vllm_example_says_what_is_missing() -> None:
     pytest.importorskip("transformers")
-    # tests/vllm can be found as `vllm` too, a package without a file.
-    found = __import__("importlib").util.find_spec("vllm")
-    if found is not None and found.origin is not None:
+    if importlib.util.find_spec("vllm") is not None:
         pytest.skip("vLLM is installed")
     result = subprocess.run(
         [sys.executable, "examples/vllm_rollouts.py", "--hf-checkpoint", "x", "--prompts", "y"],

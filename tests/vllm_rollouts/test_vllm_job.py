@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.small_job import check_steps, train
+from tests.vllm_rollouts.small_job import check_steps, train
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -19,9 +19,9 @@ from plugin.rollout.engine_protocol import (
 from plugin.rollout.http_engine import HttpEngine
 from tests.parallel.tiny_models import hf_model, hf_state_dict
 from tests.unit.rollout.tiny_engines import load
-from tests.vllm.reference_log_probs import reference_log_probs, vllm_config
-from tests.vllm.server_process import vllm_server
-from tests.vllm.small_job import check_steps, save_prompts, train
+from tests.vllm_rollouts.reference_log_probs import reference_log_probs, vllm_config
+from tests.vllm_rollouts.server_process import vllm_server
+from tests.vllm_rollouts.small_job import check_steps, save_prompts, train
 
 pytestmark = pytest.mark.timeout(1500)
 

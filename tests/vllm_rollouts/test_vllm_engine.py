@@ -22,7 +22,7 @@ from plugin.rollout.engine_protocol import (
 from plugin.rollout.vllm_engine import VllmEngine
 from plugin.rollout.weight_buckets import pack_buckets
 from tests.parallel.tiny_models import hf_model, hf_state_dict
-from tests.vllm.reference_log_probs import reference_log_probs, vllm_config
+from tests.vllm_rollouts.reference_log_probs import reference_log_probs, vllm_config
 
 REQUESTS = [
     GenerationRequest(tuple(range(10, 13)), (1, 2, 3)),
