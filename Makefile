@@ -1,6 +1,8 @@
 # `make test` and `make train` are all a newcomer needs: each builds .venv first if it is not there.
 PYTHON ?= python3.11
 TORCH ?= 2.13.0
+# Where pyenv has it but does not put it on the path, ask pyenv.
+PYTHON_LATEST ?= $(or $(wildcard $(shell pyenv prefix 3.12 2>/dev/null)/bin/python3.12),python3.12)
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
@@ -25,7 +27,7 @@ test: venv ## the whole default suite on CPU: unit, parallel (gloo ranks), Ray
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest
 
 .venv-mcore-latest/ready: requirements/mcore-latest.txt
-	python3.12 -m venv .venv-mcore-latest
+	$(PYTHON_LATEST) -m venv .venv-mcore-latest
 	.venv-mcore-latest/bin/python -m pip install --quiet --upgrade pip
 	.venv-mcore-latest/bin/python -m pip install --quiet torch==2.14.1
 	.venv-mcore-latest/bin/python -m pip install --quiet -r requirements/mcore-latest.txt
