@@ -10,7 +10,6 @@ times, ends the job with Ctrl-C, and prints what became of every prompt, how mem
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from plugin.report.run_files import read_prompts, read_run
 
 ENGINES = 2
 JOB = [
@@ -134,16 +135,10 @@ def show_progress(seconds: float, total: float, run_dir: Path, watch: Watch) -> 
     print("\r" + text, end="", file=sys.stderr, flush=True)
 
 
-def last_records(file: Path, key: str) -> list[dict[str, Any]]:
-    """The last record of every `key`, in order: what the job repeated after a restart counts once."""
-    records = {record[key]: record for record in map(json.loads, file.open())}
-    return [records[number] for number in sorted(records)]
-
-
 def prompt_account(run_dir: Path) -> dict[str, Any]:
     """What became of the prompts, from prompts.jsonl, against the counters of the last step."""
-    rollouts = last_records(run_dir / "prompts.jsonl", "rollout")
-    last = last_records(run_dir / "metrics.jsonl", "step")[-1]
+    rollouts = read_prompts(run_dir)
+    last = read_run(run_dir).steps[-1]
     trained = [index for rollout in rollouts for index in rollout["trained"]]
     dropped: Counter[str] = Counter()
     for rollout in rollouts:

@@ -458,6 +458,11 @@ class JobConfig(
         )
 
     @property
+    def engine_patience(self) -> float:
+        """Seconds an engine may take for what it is sent at once."""
+        return self.rollout_timeout or self.step_timeout
+
+    @property
     def ranks_per_node(self) -> int:
         """Trainer ranks on each node."""
         if self.num_gpus_per_node is not None:

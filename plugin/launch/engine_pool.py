@@ -242,7 +242,7 @@ class EnginePool:
 
     def finish_loads(self) -> None:
         """Waits until every engine has the weights sent last; one that hangs is replaced."""
-        patience = self._config.rollout_timeout or self._config.step_timeout
+        patience = self._config.engine_patience
         # An engine may still have requests to serve that were sent before the weights.
         deadline = time.monotonic() + 3 * patience
         while self._loads:

@@ -37,7 +37,7 @@ from plugin.launch.progress import ProgressPrinter
 from plugin.launch.ray_cluster import cluster
 from plugin.launch.rollout_queue import RolloutQueue
 from plugin.launch.trainer_group import TrainedStep, TrainerGroup, places_as_text
-from plugin.report.run_files import RunFiles, new_run_dir
+from plugin.report.run_files import RunFiles, new_run_dir, without_slices
 
 _STEPS_KEPT = 2000
 
@@ -240,7 +240,7 @@ class _Job:
 
     def _record(self, line: dict[str, Any], batch: RolloutBatch, trained: TrainedStep) -> None:
         # All of it is in the file; kept here it would fill the driver of a long run.
-        self._history.append({name: v for name, v in line.items() if "/by_" not in name})
+        self._history.append(without_slices(line))
         if len(self._history) > _STEPS_KEPT:
             del self._history[1]
         self._files.log_step(line)

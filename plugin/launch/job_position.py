@@ -12,7 +12,7 @@ import yaml
 from plugin.config import JobConfig
 from plugin.errors import ParallelError
 from plugin.megatron_backend.checkpoint_directory import complete_checkpoints
-from plugin.report.run_files import read_run
+from plugin.report.run_files import plain_settings, read_run, without_slices
 
 #: Settings that a resumed run may change without training differently.
 _HARMLESS = {
@@ -104,8 +104,7 @@ def earlier_steps(run_dir: Path) -> list[dict[str, Any]]:
     """The steps that a run directory already has, none if it is new."""
     if not (run_dir / "metrics.jsonl").exists():
         return []
-    steps = read_run(run_dir).steps
-    return [{name: v for name, v in step.items() if "/by_" not in name} for step in steps]
+    return [without_slices(step) for step in read_run(run_dir).steps]
 
 
 def changed_settings(run_dir: Path, config: JobConfig) -> Iterator[str]:
@@ -114,12 +113,7 @@ def changed_settings(run_dir: Path, config: JobConfig) -> Iterator[str]:
     if not file.exists():
         return
     before = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    # Through YAML as well, so that tuples and lists do not differ.
-    now = yaml.safe_load(yaml.safe_dump({k: _plain(v) for k, v in config.as_dict().items()}))
+    now = plain_settings(config.as_dict())
     for name in sorted(set(before) & set(now) - _HARMLESS):
         if before[name] != now[name]:
             yield f"--{name.replace('_', '-')} was {before[name]}, is {now[name]}"
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -20,6 +20,7 @@ from plugin.rollout.copy_digits_task import CopyDigitsTask
 from plugin.rollout.engine_choice import check_engine
 from plugin.rollout.engine_protocol import SamplingParameters
 from plugin.rollout.environment_protocol import MultiTurnTask
+from plugin.rollout.expert_routes import moe_layers
 from plugin.rollout.jsonl_task import JsonlTask
 from plugin.rollout.multi_turn import OpeningPrompts
 from plugin.rollout.task_protocol import Task, checked_prompt, checked_reward, require_task
@@ -167,10 +168,4 @@ def _route_shape(config: JobConfig, source: ModelSource) -> tuple[int, int, int]
                 "MoE model (--embedded-model qwen3_moe builds a tiny one)"
             )
         return None
-    layers = [
-        layer
-        for layer in range(hf_config.num_hidden_layers)
-        if layer not in hf_config.mlp_only_layers
-        and (layer + 1) % hf_config.decoder_sparse_step == 0
-    ]
-    return len(layers), hf_config.num_experts_per_tok, experts
+    return len(moe_layers(hf_config.to_dict())), hf_config.num_experts_per_tok, experts

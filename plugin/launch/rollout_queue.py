@@ -272,7 +272,7 @@ class RolloutQueue:
         self._waiting.extendleft(reversed(chunk.tries))
 
     def _replace_hung_engines(self) -> None:
-        limit = self.config.rollout_timeout or self.config.step_timeout
+        limit = self.config.engine_patience
         now = time.monotonic()
         for engine in {chunk.engine for chunk in self._in_flight.values()}:
             mine = {t: chunk for t, chunk in self._in_flight.items() if chunk.engine == engine}

@@ -47,6 +47,11 @@ def new_run_dir(name: str, root: str | Path = "runs") -> Path:
     return candidate
 
 
+def without_slices(step: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's metrics without those by position, age and probability, which are most of them."""
+    return {name: value for name, value in step.items() if not _is_slice(name)}
+
+
 class RunFiles:
     """Writer of one run directory. A directory of an earlier part of the same run is continued."""
 
@@ -181,6 +186,13 @@ def read_run(run_dir: str | Path) -> RunRecord:
     return record
 
 
+def read_prompts(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The records of prompts.jsonl by rollout: of one that a restart repeated the last counts."""
+    lines = _read_lines(Path(run_dir) / "prompts.jsonl", [])
+    by_rollout = {line["rollout"]: line for line in lines}
+    return [by_rollout[rollout] for rollout in sorted(by_rollout)]
+
+
 def _read_lines(path: Path, problems: list[str]) -> Iterable[dict[str, Any]]:
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
@@ -213,8 +225,7 @@ def _write_config(path: Path, config: Mapping[str, Any]) -> None:
     """Write config.yaml; an earlier, different one is kept as config.1.yaml, config.2.yaml, ..."""
     import yaml
 
-    plain = {key: _plain(value) for key, value in config.items()}
-    text = yaml.safe_dump(plain, sort_keys=False)
+    text = yaml.safe_dump(plain_settings(config), sort_keys=False)
     if path.exists():
         if path.read_text(encoding="utf-8") == text:
             return
@@ -249,9 +260,18 @@ def _event_writer(run_dir: Path) -> Any:
     return SummaryWriter(log_dir=str(run_dir))
 
 
+def _is_slice(name: str) -> bool:
+    return "/by_" in name
+
+
 def _for_tensorboard(name: str) -> bool:
     """Every metric, and of the slices only those that people graph; metrics.jsonl has all."""
-    return "/by_" not in name or name.endswith(("/k3", "/ess_share"))
+    return not _is_slice(name) or name.endswith(("/k3", "/ess_share"))
+
+
+def plain_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as config.yaml holds them."""
+    return {key: _plain(value) for key, value in config.items()}
 
 
 def _plain(value: Any) -> Any:

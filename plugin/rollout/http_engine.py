@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from plugin.errors import ConfigError, EngineError, WeightError
+from plugin.errors import ConfigError, WeightError
 from plugin.rollout.engine_protocol import (
     Answer,
     EngineHealth,
@@ -34,7 +34,7 @@ from plugin.rollout.server_calls import (
 )
 from plugin.rollout.server_dialects import DIALECTS, Dialect, ResponseShape
 from plugin.rollout.server_pool import Server, ServerPool
-from plugin.rollout.weight_buckets import NO_WEIGHTS, weight_ledger
+from plugin.rollout.weight_buckets import weight_ledger
 from plugin.rollout.weight_directory import WeightDirectory
 
 _PROBE_TIMEOUT = 10.0
@@ -162,9 +162,7 @@ class HttpEngine:
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> list[list[Answer]]:
         """For each request, one answer per seed, in order."""
-        if self._ledger.version == NO_WEIGHTS or self._ledger.is_partial:
-            state = "half of a new version" if self._ledger.is_partial else "no weights"
-            raise EngineError(f"{self._name} has {state}; finish load_weights before generate")
+        self._ledger.require_complete(self._name)
         answers = asyncio.run(self._generate(requests, parameters))
         self._generated_tokens += sum(
             answer.tokens.numel()

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from plugin.errors import EngineError
 from plugin.rollout.engine_protocol import (
     EngineHealth,
     FinishReason,
@@ -23,7 +22,7 @@ from plugin.rollout.engine_protocol import (
 from plugin.rollout.int8_weights import quantize_linears
 from plugin.rollout.route_recorder import RouteRecorder
 from plugin.rollout.sampling import draw, sampling_log_probs, uniform_rows
-from plugin.rollout.weight_buckets import NO_WEIGHTS, WeightLoader
+from plugin.rollout.weight_buckets import WeightLoader
 
 
 class TransformersEngine:
@@ -68,9 +67,7 @@ class TransformersEngine:
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> list[list[Generation]]:
         """For each request, one generation per seed, in order."""
-        if self._loader.version == NO_WEIGHTS or self._loader.is_partial:
-            state = "half of a new version" if self._loader.is_partial else "no weights"
-            raise EngineError(f"{self._name} has {state}; finish load_weights before generate")
+        self._loader.require_complete(self._name)
         answers: list[list[Generation]] = []
         for part in _parts(requests, self._max_batch):
             answers += self._generate_part(part, parameters)

@@ -108,9 +108,7 @@ class VllmEngine:
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> list[list[Answer]]:
         """For each request, one answer per seed, in order."""
-        if self._ledger.version == NO_WEIGHTS or self._ledger.is_partial:
-            state = "half of a new version" if self._ledger.is_partial else "no weights"
-            raise EngineError(f"{self._name} has {state}; finish load_weights before generate")
+        self._ledger.require_complete(self._name)
         check_temperature(parameters.temperature)
         prompts, sampling = [], []
         for request in requests:

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from plugin.errors import WeightError
+from plugin.errors import EngineError, WeightError
 from plugin.rollout.int8_weights import Int8Linear, through_int8
 
 #: Version of an engine that has received no weights yet; the first real one is 0.
@@ -61,6 +61,12 @@ class WeightLoader:
     def is_partial(self) -> bool:
         """Whether a version has begun and not ended: the model then mixes two versions."""
         return self._loading is not None
+
+    def require_complete(self, name: str) -> None:
+        """An `EngineError` unless engine `name` has all weights of one version."""
+        if self.version == NO_WEIGHTS or self.is_partial:
+            state = "half of a new version" if self.is_partial else "no weights"
+            raise EngineError(f"{name} has {state}; finish load_weights before generate")
 
     def load(self, version: int, bucket: bytes, *, last: bool) -> None:
         """Takes one bucket of `version`; the last one makes it current."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -11,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+
+from plugin.report.run_files import read_prompts
 
 
 def workers(name: str, parent: int | None = None) -> list[psutil.Process]:
@@ -69,18 +70,10 @@ def logged_steps(metrics: Path) -> int:
 
 def trained_prompts(run_dir: Path) -> list[int]:
     """Numbers of the prompts trained on, in order; of a rollout that was repeated the last record counts."""
-    return [index for record in _prompt_records(run_dir) for index in record["trained"]]
+    return [index for record in read_prompts(run_dir) for index in record["trained"]]
 
 
 def dropped_prompts(run_dir: Path) -> list[int]:
     """Numbers of the prompts dropped, whatever the cause."""
-    records = _prompt_records(run_dir)
+    records = read_prompts(run_dir)
     return [index for record in records for cause in record["dropped"].values() for index in cause]
-
-
-def _prompt_records(run_dir: Path) -> list[dict]:
-    by_rollout = {}
-    for line in (run_dir / "prompts.jsonl").open():
-        record = json.loads(line)
-        by_rollout[record["rollout"]] = record
-    return [by_rollout[rollout] for rollout in sorted(by_rollout)]
