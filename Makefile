@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: docs test-gpu test-slow test-adapters test-vllm soak
+.PHONY: docs test-gpu test-slow test-adapters test-skyrl test-vllm soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -43,14 +43,22 @@ test-gpu: venv ## what this machine's GPUs can hold; says what it skipped and wh
 	$(BIN)/python -m tests.run_gpu
 
 # The frameworks come without their dependencies, on top of .venv: nothing of theirs may replace a pinned package.
-test-adapters: venv ## adapters against verl, SkyRL and TRL themselves
+test-adapters: venv ## adapters against verl and TRL themselves
 	test -d .venv-adapters || $(PYTHON) -m venv .venv-adapters
 	$(CURDIR)/$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
 		> "$$(.venv-adapters/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 	.venv-adapters/bin/python -m pip install --quiet --no-deps -r requirements/adapters.txt
-	@# SkyRL's wheel has a top-level package `tests`, which would hide ours.
-	rm -rf .venv-adapters/lib/python*/site-packages/tests
 	.venv-adapters/bin/python -m pytest tests/unit/adapters -rs
+
+# SkyRL wants Python 3.12, and so stands on the environment of the newest Megatron-Core, without dependencies as well.
+test-skyrl: .venv-mcore-latest/ready ## the adapter against SkyRL itself (Python 3.12, a large download)
+	test -d .venv-skyrl || $(PYTHON_LATEST) -m venv .venv-skyrl
+	$(CURDIR)/.venv-mcore-latest/bin/python -c "import site; print(site.getsitepackages()[0])" \
+		> "$$(.venv-skyrl/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	.venv-skyrl/bin/python -m pip install --quiet --no-deps -r requirements/skyrl.txt
+	@# SkyRL's wheel has a top-level package `tests`, which would hide ours.
+	rm -rf .venv-skyrl/lib/python*/site-packages/tests
+	.venv-skyrl/bin/python -m pytest tests/unit/adapters/test_skyrl_adapter.py -rs
 
 .venv-vllm/ready: requirements/vllm.txt setup.py
 	$(PYTHON) -m venv .venv-vllm

@@ -95,9 +95,10 @@ def _steps_section(rows: list[dict[str, Any]]) -> list[str]:
         "## Training steps, and the share of loss and hook\n",
         "The real trainer on Megatron-Core with DDP and Adam, ppo with truncated importance sampling, three quarters of the tokens carry loss. *time*: in units "
         "of the first line; *loss and hook*: everything between the logits and their gradient, as a share of the step, on the rank where it "
-        "is largest; for the fused head it contains the head's matrix products. Two ranks have one thread each, one rank has two.\n",
-        "| model | tokens | per microbatch | ranks | settings | time | loss and hook | of which |",
-        "|---|---|---|---|---|---|---|---|",
+        "is largest; for the fused head of two phases it contains the head's matrix products. Two ranks have one thread each, one rank has two. *detectors*: "
+        "the driver's search for a mismatch in the step's log-probs, as a share of the step.\n",
+        "| model | tokens | per microbatch | ranks | settings | time | loss and hook | of which | detectors |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         step = row["step"]
@@ -110,7 +111,8 @@ def _steps_section(rows: list[dict[str, Any]]) -> list[str]:
         lines.append(
             f"| {step['model']['name']}, V {step['model']['vocabulary']} ({row['parameters'] / 1e6:.0f} M) | {step['tokens']} "
             f"| {step['microbatch']} | {step['ranks']} | {', '.join(f'{k} {v}' for k, v in settings.items()) or 'default'} "
-            f"| {row['seconds'] / first:.2f} | {spent / row['seconds']:.1%} | {inside} |"
+            f"| {row['seconds'] / first:.2f} | {spent / row['seconds']:.1%} | {inside} "
+            f"| {row['detectors'] / row['seconds']:.2%} |"
         )
     return ["\n".join(lines)]
 

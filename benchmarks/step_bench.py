@@ -58,9 +58,14 @@ def all_steps(quick: bool) -> list[Step]:
     small, tokens = (TINY, 128) if quick else (SMALL, 2048)
     cuts = [Step(small, tokens, tokens // part) for part in (16, 4, 1)]
     options: list[tuple[tuple[str, Any], ...]] = [
-        (("separable_fast_path", "off"),),
-        (("separable_fast_path", "off"), ("inplace_logits_grad", False)),
-        (("fused_lm_head", "on"),),
+        (("fused_lm_head", "off"),),
+        (("fused_lm_head", "off"), ("separable_fast_path", "off")),
+        (
+            ("fused_lm_head", "off"),
+            ("separable_fast_path", "off"),
+            ("inplace_logits_grad", False),
+        ),
+        (("fused_lm_head", "on"), ("separable_fast_path", "off")),
     ]
     paths = [Step(small, tokens, tokens // 4, settings=settings) for settings in options]
     ranks = [
@@ -107,7 +112,6 @@ def _measure_step(groups: ParallelGroups, step: Step, repeats: int) -> dict[str,
     settings = {
         "use_tis": True,
         "custom_tis_function_path": HOOK,
-        "fused_lm_head": "off",
         "max_tokens_per_gpu": step.microbatch,
         **dict(step.sizes),
         **dict(step.settings),
@@ -131,15 +135,31 @@ def _measure_step(groups: ParallelGroups, step: Step, repeats: int) -> dict[str,
         "step": step._asdict() | {"model": step.model._asdict()},
         "parameters": sum(p.numel() for chunk in trainer.chunks for p in chunk.parameters()),
         "microbatches": result.metrics["num_microbatches"],
+        "detectors": min(_detector_seconds(batch) for _ in range(3)),
         **largest,
     }
+
+
+def _detector_seconds(batch: RolloutBatch) -> float:
+    """What the driver spends on looking for a mismatch in this step's log-probs."""
+    from plugin.report.detectors import MismatchDetectors
+
+    detectors = MismatchDetectors()
+    start = time.perf_counter()
+    detectors.check(batch.columns, step=0, trainer_version=0)
+    return time.perf_counter() - start
 
 
 @contextmanager
 def _timers() -> Iterator[dict[str, float]]:
     """Adds up the time inside the functions that make up loss and hook."""
-    from plugin.megatron_backend import forward_step, fused_lm_head, vocab_parallel_logprobs
-    from plugin.megatron_backend.separable_path import SeparableMicrobatch
+    from plugin.megatron_backend import (
+        forward_step,
+        fused_lm_head,
+        separable_lm_head,
+        separable_path,
+        vocab_parallel_logprobs,
+    )
 
     spent: dict[str, float] = {}
 
@@ -155,7 +175,9 @@ def _timers() -> Iterator[dict[str, float]]:
 
     places: list[tuple[str, Any, str]] = [
         ("log-probs", forward_step, "response_log_probs"),
-        ("log-probs and gradient", SeparableMicrobatch, "log_probs"),
+        ("log-probs and gradient", separable_path, "separable_log_probs"),
+        ("log-probs and gradient", separable_lm_head, "run_rows"),
+        ("loss, hook, metrics", separable_path.SeparableMicrobatch, "__init__"),
         ("loss, hook, metrics", forward_step, "_microbatch_loss"),
         ("gradient of the logits", vocab_parallel_logprobs._LogProbsAndEntropy, "backward"),
         ("gradient through the fused head", fused_lm_head._FusedLmHead, "backward"),

@@ -66,10 +66,26 @@ class ModelFlags(FlagGroup):
     use_rollout_routing_replay: bool = flag(
         False, "MoE: the trainer repeats the routes that the rollout engine reports"
     )
+    detect_routing: bool = flag(
+        False,
+        "MoE: have the engine report its routes and compare them with the trainer's own choices",
+    )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
         "alltoall", "how tokens reach their experts"
     )
     moe_router_fusion: bool = flag(False, "fused MoE router; refuses every routing replay")
+
+    @property
+    def replays_routes(self) -> bool:
+        return self.use_routing_replay or self.use_rollout_routing_replay
+
+    @property
+    def wants_rollout_routes(self) -> bool:
+        return self.use_rollout_routing_replay or self.detect_routing
+
+    @property
+    def looks_at_routes(self) -> bool:
+        return self.replays_routes or self.detect_routing
 
     def check(self) -> None:
         expect(
@@ -77,11 +93,15 @@ class ModelFlags(FlagGroup):
             "--use-routing-replay with --use-rollout-routing-replay: routes can come from one source only; "
             "drop one of the two",
         )
-        replay = self.use_routing_replay or self.use_rollout_routing_replay
         expect(
-            not (self.moe_router_fusion and replay),
+            not (self.moe_router_fusion and self.replays_routes),
             "--moe-router-fusion with routing replay: the fused router never looks at the replayed routes; "
             "drop --moe-router-fusion",
+        )
+        expect(
+            not (self.moe_router_fusion and self.detect_routing),
+            "--moe-router-fusion with --detect-routing: the fused router does not tell what it chose; "
+            "drop one of the two",
         )
 
 

@@ -250,7 +250,7 @@ class _Job:
         columns = batch.columns
         if trained.log_probs is not None:
             columns = {"log_probs": trained.log_probs, **columns}
-            self._watch.look(self._at.updates, columns, self._at.version)
+            self._watch.look(self._at.updates, columns, self._at.version, trained.live_routes)
         if self._dump is not None:
             current = {} if trained.log_probs is None else {"cur_log_probs": trained.log_probs}
             self._dump.write(

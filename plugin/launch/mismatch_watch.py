@@ -19,8 +19,19 @@ class MismatchWatch:
         self._on = config.detect_mismatch
         self._files, self._say = files, say
 
-    def look(self, step: int, columns: Mapping[str, Sequence[Any]], trainer_version: int) -> None:
-        """Checks one step; columns as in `RolloutBatch`, with the trainer's `log_probs`."""
+    def look(
+        self,
+        step: int,
+        columns: Mapping[str, Sequence[Any]],
+        trainer_version: int,
+        live_routes: Sequence[Any] | None = None,
+    ) -> None:
+        """Checks one step; columns as in `RolloutBatch`, with the trainer's `log_probs`.
+
+        live_routes: the trainer's own choices of experts for the first samples
+        """
+        if live_routes is not None:
+            columns = {**columns, "train_routed_experts": live_routes}
         if not self._on or "rollout_log_probs" not in columns:
             return
         findings = self._detectors.check(columns, step=step, trainer_version=trainer_version)

@@ -43,6 +43,10 @@ def check_job(config: JobConfig) -> JobParts:
     if config.use_tis or config.get_mismatch_metrics:
         for name in config.hook_names():
             load_hook(name)
+    if config.separable_fast_path == "on":
+        from plugin.loss.separable_loss import program_or_refusal
+
+        program_or_refusal(config, config.tensor_model_parallel_size, insist=True)
     if config.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("--use-wandb: the wandb package is not installed; pip install wandb")
     check_engine(config)
@@ -111,7 +115,7 @@ def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> Sampli
         max_response_length=config.max_response_length,
         stop_token_ids=task.stop_token_ids,
         log_probs=log_probs,
-        routed_experts=config.use_rollout_routing_replay,
+        routed_experts=config.wants_rollout_routes,
     )
 
 
@@ -162,9 +166,9 @@ def _route_shape(config: JobConfig, source: ModelSource) -> tuple[int, int, int]
     hf_config = source.as_config()
     experts = getattr(hf_config, "num_experts", 0)
     if not experts:
-        if config.use_routing_replay or config.use_rollout_routing_replay:
+        if config.looks_at_routes:
             raise ConfigError(
-                f"routing replay with a {hf_config.model_type} model, which has no experts; drop the flag or use a "
+                f"routing replay or --detect-routing with a {hf_config.model_type} model, which has no experts; drop the flag or use a "
                 "MoE model (--embedded-model qwen3_moe builds a tiny one)"
             )
         return None

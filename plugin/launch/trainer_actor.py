@@ -160,7 +160,9 @@ class TrainerRank:
         trainer.set_learning_rate(learning_rate)
         watch = self._config.detect_mismatch or self._config.dump_log_probs is not None
         result = trainer.train_step(
-            batch_from_arrays(arrays), with_log_probs=watch and "rollout_log_probs" in arrays
+            batch_from_arrays(arrays),
+            with_log_probs=watch and "rollout_log_probs" in arrays,
+            with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in arrays,
         )
         if self._rank != 0:
             return None

@@ -27,11 +27,13 @@ class TrainedStep:
     """What the driver gets of an optimizer step.
 
     skipped: why no weight was changed, if so; log_probs: the step's own, [response] per sample, where watched
+    live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose, where watched
     """
 
     metrics: dict[str, float]
     skipped: str | None
     log_probs: list[Tensor] | None
+    live_routes: list[Tensor] | None = None
 
 
 class TrainerGroup:
@@ -125,7 +127,7 @@ class TrainerGroup:
         log_probs = None
         if result["log_probs"] is not None:
             log_probs = _per_sample(result["log_probs"], batch)
-        return TrainedStep(result["metrics"], skipped, log_probs)
+        return TrainedStep(result["metrics"], skipped, log_probs, result["live_routes"])
 
     def export_weights(self) -> list[Any]:
         """References to the policy's weight buckets in the object store."""

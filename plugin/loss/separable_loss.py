@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
+from plugin.errors import ConfigError
 from plugin.loss.hook_loading import load_function
 from plugin.loss.interfaces import LossInputs, LossOutputs
 from plugin.loss.policy_loss import compute_loss
@@ -41,6 +42,22 @@ def separable_obstacle(config: LossConfig) -> str | None:
         for name in config.hook_names():
             if not declares_separable(load_function(name)):
                 return f"the correction {name} does not declare itself @token_separable"
+    return None
+
+
+def program_or_refusal(
+    config: LossConfig, tp_size: int, has_train_log_probs: bool = True, *, insist: bool
+) -> TokenProgram | None:
+    """The program of the configured loss; where there is none, None, or a ConfigError for a user who insists."""
+    if tp_size > 1:
+        reason = f"the vocabulary is split over {tp_size} tensor parallel ranks"
+    else:
+        try:
+            return gradient_program(config, has_train_log_probs)
+        except NotSeparableError as error:
+            reason = str(error)
+    if insist:
+        raise ConfigError(f"--separable-fast-path on: {reason}; use auto or off")
     return None
 
 

@@ -137,12 +137,19 @@ class ModelRunner:
     ) -> None:
         self.config, self.groups, self.replay, self.training = config, groups, replay, training
 
-    def __call__(self, model: Any, microbatch: PreparedMicrobatch) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, model: Any, microbatch: PreparedMicrobatch, *, separable: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """(output, weight of the LM head if the output is hidden states of the last stage)."""
         inputs = microbatch.inputs
         rows = microbatch.loss_rows if self.training else microbatch.response_rows
         fused = use_fused_head(
-            self.config.fused_lm_head, model, inputs, int(rows.sum()), training=self.training
+            self.config.fused_lm_head,
+            model,
+            inputs,
+            int(rows.sum()),
+            training=self.training,
+            separable=separable,
         )
         with (
             nullcontext() if self.replay is None else self.replay.microbatch(microbatch.number),
@@ -236,12 +243,20 @@ def training_forward_step(
         return failed
 
     def separable_loss(
-        program: TokenProgram, output: Tensor, microbatch: PreparedMicrobatch
+        program: TokenProgram,
+        output: Tensor,
+        head_weight: Tensor | None,
+        microbatch: PreparedMicrobatch,
     ) -> MicrobatchLoss:
-        failed = MicrobatchLoss(output.reshape(-1)[:0].float().sum())
+        attached = [tensor for tensor in (output, head_weight) if tensor is not None]
+        failed = MicrobatchLoss(
+            torch.stack([t.reshape(-1)[:0].float().sum() for t in attached]).sum()
+        )
         with errors.collecting(), use_parallel_context(loss_context(groups)):
             rows = SeparableMicrobatch(config, program, microbatch.inputs, microbatch.columns)
-            cur, entropy, anchor = rows.log_probs(output, scale.gradient_of_weighted_sum)
+            cur, entropy, anchor = rows.log_probs(
+                output, head_weight, microbatch.loss_rows, scale.gradient_of_weighted_sum
+            )
             failed = MicrobatchLoss(anchor * 0.0, cur)
             with torch.no_grad():
                 value, tokens = _microbatch_loss(
@@ -253,14 +268,14 @@ def training_forward_step(
 
     def forward_step(data: Iterator[PreparedMicrobatch], model: Any) -> tuple[Tensor, LossClosure]:
         microbatch = next(data)
-        output, head_weight = runner(model, microbatch)
+        program = _program(config, groups, microbatch)
+        output, head_weight = runner(model, microbatch, separable=program is not None)
 
         def loss_of(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            program = None if head_weight is not None else _program(config, groups, microbatch)
             if program is None:
                 result = two_phase_loss(output, head_weight, microbatch)
             else:
-                result = separable_loss(program, output, microbatch)
+                result = separable_loss(program, output, head_weight, microbatch)
             if kept_log_probs is not None:
                 kept_log_probs.append(None if microbatch.is_padding else result.log_probs)
             none = torch.zeros((), dtype=torch.int, device=output.device)

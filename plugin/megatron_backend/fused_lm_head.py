@@ -74,7 +74,7 @@ def fused_log_probs_and_entropy(
     """
     size = group_size(group)
     sequence_parallel = sequence_parallel and size > 1
-    _check_arguments(
+    check_arguments(
         hidden, weight, tokens, row_mask, hidden.shape[0] * (size if sequence_parallel else 1)
     )
     check_settings(temperature, with_entropy, entropy_grad)
@@ -97,7 +97,7 @@ def fused_log_probs_and_entropy(
         budget,
         keep_tiles=trained,
     )
-    return _FusedLmHead.apply(hidden, weight, tokens, _rows_of(row_mask, hidden.device), settings)
+    return _FusedLmHead.apply(hidden, weight, tokens, rows_of(row_mask, hidden.device), settings)
 
 
 def fused_lm_head_pays(
@@ -108,13 +108,15 @@ def fused_lm_head_pays(
     element_size: int,
     logits_limit_bytes: int,
     training: bool,
+    separable: bool = False,
 ) -> bool:
     """Whether to compute log-probs from hidden states rather than from `[rows, columns]` logits.
 
-    In training the fused head may need four products over the rows with loss instead of three over all rows; in
-    a pass without gradient it needs one either way. It also pays when the logits would exceed a limit.
+    In training the fused head may need four products over the rows with loss instead of three over all rows, and
+    three with a separable loss; in a pass without gradient it needs one either way. It also pays when the logits
+    would exceed a limit.
     """
-    if rows * columns * element_size > logits_limit_bytes:
+    if rows * columns * element_size > logits_limit_bytes or separable:
         return True
     return 4 * loss_rows <= 3 * rows if training else True
 
@@ -179,10 +181,10 @@ class _FusedLmHead(torch.autograd.Function):
         ctx.save_for_backward(
             used, weight, targets, rows, normalizer.maximum, normalizer.sum_exp, saved_entropy
         )
-        log_probs = _spread_rows(log_probs, rows, ctx.total_rows)
+        log_probs = spread_rows(log_probs, rows, ctx.total_rows)
         entropy = normalizer.entropy
         if entropy is not None:
-            entropy = _spread_rows(entropy, rows, ctx.total_rows)
+            entropy = spread_rows(entropy, rows, ctx.total_rows)
             if not settings.entropy_grad:
                 ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -210,7 +212,7 @@ class _FusedLmHead(torch.autograd.Function):
             ctx.needs_input_grad[1],
         )
         if grad_hidden is not None:
-            grad_hidden = _spread_rows(grad_hidden, rows, ctx.total_rows)
+            grad_hidden = spread_rows(grad_hidden, rows, ctx.total_rows)
             grad_hidden = _sum_over_shards(grad_hidden, settings)
         return grad_hidden, grad_weight, None, None, None
 
@@ -306,7 +308,7 @@ class _Tiles:
                 out=logits,
             )
             if grad_hidden is not None:
-                _add_product(grad_hidden[span], logits, self.weight[columns])
+                add_product(grad_hidden[span], logits, self.weight[columns])
             if grad_weight is not None and tile.row == 0:
                 torch.mm(logits.t(), hidden[span], out=grad_weight[columns])
             elif grad_weight is not None:
@@ -339,14 +341,15 @@ def _without_idle_rows(hidden: torch.Tensor, *grads: torch.Tensor | None) -> tor
     return hidden.masked_fill(idle[:, None], 0.0)
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`total += left @ right`; `total` may be of a wider dtype."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:
         total.add_(torch.mm(left, right))
 
 
-def _rows_of(row_mask: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+def rows_of(row_mask: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
     """Indices of the rows to compute; None stands for all of them."""
     if row_mask is None:
         return None
@@ -354,7 +357,8 @@ def _rows_of(row_mask: torch.Tensor | None, device: torch.device) -> torch.Tenso
     return None if rows.numel() == row_mask.numel() else rows.to(device, non_blocking=True)
 
 
-def _spread_rows(values: torch.Tensor, rows: torch.Tensor | None, total: int) -> torch.Tensor:
+def spread_rows(values: torch.Tensor, rows: torch.Tensor | None, total: int) -> torch.Tensor:
+    """`values` at `rows` of `total` rows, 0 elsewhere."""
     if rows is None:
         return values
     spread = values.new_zeros((total, *values.shape[1:]))
@@ -379,7 +383,7 @@ def _sum_over_shards(grad_hidden: torch.Tensor, settings: _Settings) -> torch.Te
     return grad_hidden
 
 
-def _check_arguments(
+def check_arguments(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     tokens: torch.Tensor,

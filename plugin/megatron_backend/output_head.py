@@ -25,9 +25,18 @@ LOGITS_LIMIT_BYTES = 2 << 30
 
 
 def use_fused_head(
-    choice: str, model: Any, inputs: ModelInputs, loss_rows: int, *, training: bool
+    choice: str,
+    model: Any,
+    inputs: ModelInputs,
+    loss_rows: int,
+    *,
+    training: bool,
+    separable: bool = False,
 ) -> bool:
-    """Whether this chunk's output layer is to be fused; `choice` is on, off or auto (where it pays)."""
+    """Whether this chunk's output layer is to be fused; `choice` is on, off or auto (where it pays).
+
+    separable: the loss will be evaluated row by row, together with its log-probs
+    """
     model = unwrap(model)
     if choice == "off" or not model.post_process:
         return False
@@ -45,6 +54,7 @@ def use_fused_head(
         element_size=weight.element_size(),
         logits_limit_bytes=LOGITS_LIMIT_BYTES,
         training=training,
+        separable=separable,
     )
 
 

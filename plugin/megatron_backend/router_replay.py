@@ -27,6 +27,7 @@ from torch import Tensor
 from plugin.batch_types import Microbatch
 from plugin.errors import ReplayError
 from plugin.megatron_backend.hf_weights import unwrap
+from plugin.megatron_backend.live_routes import LiveRoutes
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.sequence_packing import ModelInputs
 
@@ -222,10 +223,15 @@ class RouterReplaySession:
         replayed: Sequence[MicrobatchRoutes] | None = None,
         recorded: RecordedRoutes | None = None,
         real: Sequence[Tensor] | None = None,
+        live: LiveRoutes | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`real`: per microbatch bool [rows], False where padding; needed to report on recorded routes."""
+        """`real`: per microbatch bool [rows], False where padding; needed to report on recorded routes.
+
+        live: collects what the routers would choose without replay
+        """
         self.model = model
+        self.live = live
         self.real = real if replayed is None else [routes.real for routes in replayed]
         self.active: int | None = None
         self._layers = {
@@ -347,12 +353,18 @@ class _LayerReplay:
         target = self._target(number, scores.shape[0], topk)
         if target is None:
             values, chosen = live()
-            if self.recorded is not None and first_time:
-                self.recorded.routes[number, self.index] = chosen.detach()
+            if first_time:
+                self._keep(number, chosen.detach())
             return values, chosen
         chosen = target.to(scores.device).long()
         chosen = self._with_live_tokens(number, chosen, live, first_time)
         return scores.gather(1, chosen), chosen
+
+    def _keep(self, number: int, chosen: Tensor) -> None:
+        if self.recorded is not None:
+            self.recorded.routes[number, self.index] = chosen
+        if self.session.live is not None:
+            self.session.live.add(number, self.index, chosen)
 
     def _microbatch(self) -> tuple[int, bool]:
         """The microbatch of this call, and whether it is its forward pass (else a recomputation)."""
@@ -396,6 +408,8 @@ class _LayerReplay:
         with torch.no_grad():
             _, live_choice = live()
             if first_time:
+                if self.session.live is not None:
+                    self.session.live.add(number, self.index, live_choice)
                 same = (chosen[:, :, None] == live_choice[:, None, :]).any(2).double().mean(1)
                 real = self.session.real
                 weight = torch.ones_like(same) if real is None else real[number].double()

@@ -76,7 +76,15 @@ class _SeparableLogProbs(torch.autograd.Function):
         weights = settings.fields["weights"]
         scaled = {**settings.fields, "weights": weights * settings.expected_gradient}
         ctx.gradient = logits.detach() if settings.inplace_grad else torch.empty_like(logits)
-        log_probs, entropy = _rows(logits, targets, weights > 0, settings, scaled, out=ctx.gradient)
+        log_probs, entropy = run_rows(
+            logits,
+            targets,
+            weights > 0,
+            settings.program,
+            scaled,
+            scale=settings.scale,
+            out=ctx.gradient,
+        )
         if settings.inplace_grad:
             # See `log_probs_and_entropy`: whoever saved these logits must notice that they are gone.
             torch.autograd.graph.increment_version(logits)
@@ -93,28 +101,29 @@ class _SeparableLogProbs(torch.autograd.Function):
                 "--separable-fast-path off to use the graph twice."
             )
         gradient, ctx.gradient = ctx.gradient, None
-        _rescale(gradient, arriving, ctx.expected)
+        rescale(gradient, arriving, ctx.expected)
         return gradient, None, None
 
 
-def _rows(
+def run_rows(
     logits: torch.Tensor,
     targets: torch.Tensor,
     active: torch.Tensor,
-    settings: _Settings,
+    program: TokenProgram,
     fields: Mapping[str, torch.Tensor],
+    *,
+    scale: float,
     out: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """`separable_rows` with the fastest kernels there are for these logits."""
     kernels = row_kernels_for(logits)
-    options: dict[str, Any] = {"scale": settings.scale, "with_entropy": True, "out": out}
+    options: dict[str, Any] = {"scale": scale, "with_entropy": True, "out": out}
     if kernels is cpu_extension:
-        return cpu_extension.separable_rows(
-            logits, targets, active, settings.program, fields, **options
-        )
-    return separable_rows(kernels, logits, targets, active, settings.program, fields, **options)
+        return cpu_extension.separable_rows(logits, targets, active, program, fields, **options)
+    return separable_rows(kernels, logits, targets, active, program, fields, **options)
 
 
-def _rescale(gradient: torch.Tensor, arriving: torch.Tensor, expected: float) -> None:
+def rescale(gradient: torch.Tensor, arriving: torch.Tensor, expected: float) -> None:
     """Multiply by arriving / expected, unless that is 1."""
     ratio = arriving.double() / expected
     if gradient.device.type == "cuda":

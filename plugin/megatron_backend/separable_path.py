@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from plugin.config import TrainerConfig
-from plugin.errors import BatchError, ConfigError
+from plugin.errors import BatchError
 from plugin.loss.interfaces import LossInputs
 from plugin.loss.normalization import token_weights
 from plugin.loss.policy_loss import known_fields
-from plugin.loss.separable_loss import CUR, ENTROPY, gradient_program, loss_gradients
-from plugin.loss.token_program import NotSeparableError, TokenProgram
+from plugin.loss.separable_loss import CUR, ENTROPY, loss_gradients, program_or_refusal
+from plugin.loss.token_program import TokenProgram
 from plugin.megatron_backend.kernels import cpu_extension
+from plugin.megatron_backend.separable_lm_head import separable_lm_head
 from plugin.megatron_backend.separable_logprobs import separable_log_probs
 from plugin.megatron_backend.sequence_packing import ModelInputs
 
@@ -35,16 +36,7 @@ def separable_program(
     choice = config.separable_fast_path
     if choice == "off" or (choice == "auto" and not _pays(config, device)):
         return None
-    if tp_size > 1:
-        reason = f"the vocabulary is split over {tp_size} tensor parallel ranks"
-    else:
-        try:
-            return gradient_program(config, has_train_log_probs)
-        except NotSeparableError as error:
-            reason = str(error)
-    if choice == "on":
-        raise ConfigError(f"--separable-fast-path on: {reason}; use auto or off")
-    return None
+    return program_or_refusal(config, tp_size, has_train_log_probs, insist=choice == "on")
 
 
 def _pays(config: TrainerConfig, device: torch.device) -> bool:
@@ -83,28 +75,45 @@ class SeparableMicrobatch:
         if missing:
             raise BatchError(f"the batch has no {', '.join(missing)}, which the loss needs")
 
-    def log_probs(self, logits: Tensor, expected_gradient: float) -> tuple[Tensor, Tensor, Tensor]:
+    def log_probs(
+        self,
+        output: Tensor,
+        head_weight: Tensor | None,
+        row_mask: Tensor,
+        expected_gradient: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-prob and entropy [R] without gradient, and a 0 that carries the gradient of the weighted loss.
 
-        logits: [B, S_local, V]; overwritten by their gradient with --inplace-logits-grad
+        output: logits [B, S_local, V], overwritten by their gradient with --inplace-logits-grad; or with
+            `head_weight` [V, H] hidden states [B, S_local, H]
+        row_mask: bool [B * S_local] on the CPU, the rows that carry loss
         """
         rows = self.inputs.rows
         count = self.inputs.tokens.numel()
-        targets = torch.zeros(count, dtype=torch.int64, device=logits.device)
+        targets = torch.zeros(count, dtype=torch.int64, device=output.device)
         targets[rows] = self.inputs.targets
         spread = {
             name: value.new_zeros(count).index_copy_(0, rows, value)
             for name, value in self.fields.items()
         }
-        log_probs, entropy, anchor = separable_log_probs(
-            logits.reshape(count, -1),
-            targets,
-            self.program,
-            spread,
-            temperature=self.config.rollout_temperature,
-            expected_gradient=expected_gradient,
-            inplace_grad=self.config.inplace_logits_grad,
-        )
+        flat = output.reshape(count, -1)
+        options = {
+            "temperature": self.config.rollout_temperature,
+            "expected_gradient": expected_gradient,
+        }
+        if head_weight is None:
+            log_probs, entropy, anchor = separable_log_probs(
+                flat,
+                targets,
+                self.program,
+                spread,
+                inplace_grad=self.config.inplace_logits_grad,
+                **options,
+            )
+        else:
+            log_probs, entropy, anchor = separable_lm_head(
+                flat, head_weight, targets, self.program, spread, row_mask=row_mask, **options
+            )
         return log_probs[rows], entropy[rows], anchor
 
     def verify(self, inputs: LossInputs) -> None:

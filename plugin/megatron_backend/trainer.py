@@ -29,6 +29,7 @@ from plugin.megatron_backend.forward_step import (
     training_forward_step,
 )
 from plugin.megatron_backend.hf_weights import export_hf_weights, load_hf_weights, unwrap
+from plugin.megatron_backend.live_routes import LiveRoutes, token_places
 from plugin.megatron_backend.loss_scaling import LossScale, total_weight
 from plugin.megatron_backend.microbatching import (
     BatchingLimits,
@@ -79,6 +80,7 @@ class StepResult:
     bad_parameter: the first parameter with a non-finite gradient, if any
     log_probs: [response] per sample of the global batch, of the weights the step started from, if asked for;
         undefined where the loss mask is 0
+    live_routes: [tokens, moe_layers, topk] of the first samples, chosen by the routers themselves, if asked for
     """
 
     metrics: dict[str, float]
@@ -86,6 +88,7 @@ class StepResult:
     grad_norm: float
     bad_parameter: str | None = None
     log_probs: list[Tensor] | None = None
+    live_routes: list[Tensor] | None = None
 
 
 @dataclass
@@ -105,6 +108,20 @@ class _Step:
             )
             & (not m.is_padding)
             for m in self.microbatches
+        ]
+
+    def token_places(
+        self, total_lengths: list[int], groups: ParallelGroups, sequence_parallel: bool
+    ) -> list[Tensor]:
+        """Per microbatch, which token of the global batch each row is that routers see."""
+        return [
+            token_places(
+                total_lengths,
+                [] if m.is_padding else samples,
+                router_order(m.inputs.sample_ids, groups, sequence_parallel),
+                router_order(m.inputs.position_ids.cpu(), groups, sequence_parallel),
+            )
+            for m, samples in zip(self.microbatches, self.plan.ranks[groups.dp_rank], strict=True)
         ]
 
 
@@ -137,8 +154,10 @@ class MegatronTrainer:
         self.optimizer: GuardedOptimizer | None = None
         if trainable:
             self._make_trainable()
-        replays = config.use_routing_replay or config.use_rollout_routing_replay
-        self.routed_model = RoutedModel.of(self.chunks) if replays else None
+        watches = config.detect_routing and trainable
+        self.routed_model = (
+            RoutedModel.of(self.chunks) if watches or config.replays_routes else None
+        )
         self.recorded_routes: RecordedRoutes | None = None
 
     def _make_trainable(self) -> None:
@@ -228,10 +247,13 @@ class MegatronTrainer:
             self.device,
         )
 
-    def train_step(self, batch: RolloutBatch, *, with_log_probs: bool = False) -> StepResult:
+    def train_step(
+        self, batch: RolloutBatch, *, with_log_probs: bool = False, with_live_routes: bool = False
+    ) -> StepResult:
         """One optimizer step on the global batch; either every rank raises or none does.
 
         with_log_probs: also return the step's own log-probs, gathered from all ranks
+        with_live_routes: also return which experts the routers choose by themselves; needs a flag that looks at routes
         """
         assert self.optimizer is not None, "a trainer built with trainable=False cannot train"
         errors = ErrorCollector(self.device)
@@ -250,7 +272,8 @@ class MegatronTrainer:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.optimizer.zero_grad()
-        replay = self._replay_session(step)
+        live = self._live_routes(step, batch) if with_live_routes else None
+        replay = self._replay_session(step, live)
         kept: list[Tensor | None] | None = [] if with_log_probs else None
         forward_step = training_forward_step(
             self.config, self.groups, scale, table, errors, replay, kept
@@ -264,11 +287,13 @@ class MegatronTrainer:
         errors.agree("the training step", table.digest() if last else None)
         metrics = step_metrics(table.reduced(self.groups.dp_cp_group)) if last else None
         metrics = spread_from_last_stage(metrics, self.groups)
-        if replay is not None:
+        if replay is not None and self.config.replays_routes:
             metrics |= replay.metrics(self.groups, sequence_parallel=self.config.sequence_parallel)
         result = self._apply(metrics, step)
         if kept is not None:
             result = replace(result, log_probs=self._gathered(kept, step, batch))
+        if live is not None:
+            result = replace(result, live_routes=live.gathered())
         return result
 
     def _apply(self, metrics: dict[str, float], step: _Step) -> StepResult:
@@ -317,8 +342,16 @@ class MegatronTrainer:
                 "compute_log_probs on this batch first"
             )
 
-    def _replay_session(self, step: _Step) -> RouterReplaySession | None:
-        if self.routed_model is None:
+    def _live_routes(self, step: _Step, batch: RolloutBatch) -> LiveRoutes:
+        model, lengths = self.routed_model, batch.columns["total_lengths"]
+        assert model is not None, "live routes need --detect-routing or a replay flag"
+        places = step.token_places(lengths, self.groups, self.config.sequence_parallel)
+        return LiveRoutes(model.num_layers, model.topk, lengths, places, self.device)
+
+    def _replay_session(
+        self, step: _Step, live: LiveRoutes | None = None
+    ) -> RouterReplaySession | None:
+        if self.routed_model is None or not (live or self.config.replays_routes):
             return None
         return RouterReplaySession(
             self.routed_model,
@@ -326,6 +359,7 @@ class MegatronTrainer:
             replayed=step.routes,
             recorded=self.recorded_routes if self.config.use_routing_replay else None,
             real=step.real_rows(self.groups, self.config.sequence_parallel),
+            live=live,
             device=self.device,
         )
 

@@ -173,7 +173,10 @@ class MismatchDetectors:
         step: int,
         trainer_version: int | None = None,
     ) -> list[Finding]:
-        """Findings of one step; columns as in `RolloutBatch`, `train_routed_experts` beside its own if known."""
+        """Findings of one step; columns as in `RolloutBatch`.
+
+        `train_routed_experts` holds the trainer's own choices for the first samples, if they are known.
+        """
         tokens = tokens_of_columns(columns)
         staleness, version = _staleness(columns.get("weight_versions"), trainer_version)
         findings = self.check_tokens(tokens, staleness, version, trainer_version)

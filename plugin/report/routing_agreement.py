@@ -18,17 +18,23 @@ _MAX_ROWS = 4096
 def routing_finding(
     rollout_routes: Sequence[Any] | None, train_routes: Sequence[Any] | None
 ) -> Finding | None:
-    """Routes [tokens, layers, topk] per sample from both sides; None if they agree or one is missing."""
+    """Routes [tokens, layers, topk] per sample from both sides; None if they agree or one is missing.
+
+    One side may hold the first samples only.
+    """
     if not rollout_routes or not train_routes:
         return None
-    if any(np.shape(a) != np.shape(b) for a, b in zip(rollout_routes, train_routes, strict=True)):
+    pairs = list(zip(rollout_routes, train_routes, strict=False))
+    if any(np.shape(a) != np.shape(b) for a, b in pairs):
         shapes = np.shape(rollout_routes[0]), np.shape(train_routes[0])
         return _finding(
             f"routes have shapes {shapes[0]} in the engine and {shapes[1]} in the trainer",
             "the engine reports other layers or another top-k than the trainer has",
             0.0,
         )
-    rollout, train = _rows(rollout_routes), _rows(train_routes)
+    rollout, train = _rows(pairs)
+    if not len(rollout):
+        return None
     layers = agreement(rollout, train)
     mean = float(layers.mean())
     if mean >= ENOUGH_AGREEMENT:
@@ -79,12 +85,25 @@ def _finding(evidence: str, cause: str, mean: float) -> Finding:
     )
 
 
-def _rows(routes: Sequence[Any]) -> NDArray[Any]:
-    """[rows, layers, topk]: the tokens of the first samples, enough to judge."""
-    parts, rows = [], 0
-    for route in routes:
-        parts.append(np.asarray(route).astype(np.int64))
-        rows += len(parts[-1])
+def _rows(pairs: Sequence[tuple[Any, Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Twice [rows, layers, topk]: the tokens of the first samples, enough to judge, that both sides have routed.
+
+    The last token of a sample is left out: engines sample it and never read it.
+    """
+    kept: list[tuple[NDArray[Any], NDArray[Any]]] = []
+    rows = 0
+    for pair in pairs:
+        first, second = (np.asarray(routes)[:-1] for routes in pair)
+        both = _routed(first) & _routed(second)
+        kept.append((first[both].astype(np.int64), second[both].astype(np.int64)))
+        rows += len(kept[-1][0])
         if rows >= _MAX_ROWS:
             break
-    return np.concatenate(parts)
+    rollout, train = (np.concatenate(side) for side in zip(*kept, strict=True))
+    return rollout, train
+
+
+def _routed(routes: NDArray[Any]) -> NDArray[np.bool_]:
+    """[rows]: False where every choice is the type's largest value or negative, which stand for "no route"."""
+    missing = np.iinfo(routes.dtype).max if routes.dtype.kind in "iu" else np.inf
+    return ~((routes == missing) | (routes < 0)).all((1, 2))

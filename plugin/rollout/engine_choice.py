@@ -58,7 +58,7 @@ def _vllm(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> Rollout
         dtype=config.rollout_dtype,
         max_batch=config.rollout_max_batch,
         max_model_len=config.max_context_length,
-        routed_experts=config.use_rollout_routing_replay,
+        routed_experts=config.wants_rollout_routes,
         name=name,
     )
 

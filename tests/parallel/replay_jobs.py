@@ -321,3 +321,20 @@ def read_routes(
     finally:
         trainer_module.plan_microbatches = original_plan
     return reader.seen
+
+
+def live_routes_of_a_step(
+    groups: ParallelGroups, hf_config: Any, state_dict: dict[str, Tensor], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """A training step on a batch with random routes of the engine, and what the routers choose by themselves."""
+    trainer = MegatronTrainer(TrainerConfig(**{"lr": 1e-2, **settings}), hf_config, groups)
+    trainer.load_hf_weights(state_dict)
+    model = trainer.routed_model
+    assert model is not None
+    batch = with_routes(uneven_batch(), model.num_layers, model.num_experts, model.topk)
+    result = trainer.train_step(batch, with_live_routes=True)
+    return {
+        "routes": result.live_routes,
+        "metrics": result.metrics,
+        "clean": _routers_are_clean(trainer),
+    }

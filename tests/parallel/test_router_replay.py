@@ -169,6 +169,35 @@ def test_routes_recorded_on_one_layout_are_used_token_by_token_on_another(run_ra
         assert all(map(torch.equal, joined(results), want)), name
 
 
+def test_live_routes_are_the_same_on_every_layout_and_with_replay(run_ranks, dense_first) -> None:
+    recorded = run_ranks(
+        replay_jobs.read_routes, 1, *dense_first, {"use_routing_replay": True}, None
+    )
+    watch = {"detect_routing": True}
+    want = run_ranks(replay_jobs.live_routes_of_a_step, 1, *dense_first, watch)[0]
+    assert same_experts(want["routes"], joined(recorded))
+    for name in ("dp2", "pp2_recompute", "vpp2_recompute", "ep2", "tp2_sp", "cp2"):
+        ranks, sizes, settings = LAYOUTS[name]
+        settings = {**watch, **settings, **sizes}
+        for result in run_ranks(
+            replay_jobs.live_routes_of_a_step, ranks, *dense_first, settings, **sizes
+        ):
+            assert same_experts(result["routes"], want["routes"]), name
+            assert result["metrics"]["loss"] == pytest.approx(want["metrics"]["loss"], rel=1e-5)
+            assert not any(key.startswith("replay/") for key in result["metrics"]), name
+            assert result["clean"]
+    # Replay changes what later layers see, and the first MoE layer's own choice not at all.
+    replayed = run_ranks(replay_jobs.live_routes_of_a_step, 1, *dense_first, REPLAY)[0]["routes"]
+    assert same_experts([r[:, :1] for r in replayed], [r[:, :1] for r in want["routes"]])
+    assert not same_experts(replayed, want["routes"])
+
+
+def same_experts(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    """Whether all samples have the same experts, in whatever order."""
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a.long().sort(2).values, b.long().sort(2).values) for a, b in pairs)
+
+
 def joined(results: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     """The routes that the ranks saw, put together; every token of every layer was seen somewhere."""
     samples = [torch.stack(parts).amax(dim=0) for parts in zip(*results, strict=True)]

@@ -32,6 +32,7 @@ CUTS = {
     "one sample at a time": {"micro_batch_size": 1},
     "per token": {"max_tokens_per_gpu": 30, "calculate_per_token_loss": True},
     "gradient beside the logits": {"max_tokens_per_gpu": 30, "inplace_logits_grad": False},
+    "without logits": {"max_tokens_per_gpu": 30, "fused_lm_head": "on"},
 }
 
 

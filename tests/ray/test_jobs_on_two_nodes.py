@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from plugin.batch_types import RolloutBatch
 from plugin.errors import ClusterError
+from plugin.launch import job
+from plugin.launch.batch_preparation import prepare_batch
 from tests.ray.small_jobs import run_small
 
 OWN_HOOK = """
@@ -99,6 +104,29 @@ def test_a_moe_job_repeats_the_routes_of_the_engine_it_shares_its_slot_with(
         colocate=True,
     )
     assert all(line["mismatch_kl"] < 1e-6 for line in result.history)
+    assert all(line["replay/agreement"] > 0.99 for line in result.history)
+    assert not (tmp_path / "run" / "findings.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_moe_job_without_replay_notices_that_the_engine_routes_differently(
+    two_nodes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"num_nodes": 1, "embedded_model": "qwen3_moe", "detect_routing": True}
+    run_small(two_nodes, tmp_path / "same", **settings)
+    assert not (tmp_path / "same" / "findings.jsonl").exists()
+
+    def with_reversed_layers(*arguments: Any) -> RolloutBatch:
+        batch = prepare_batch(*arguments)
+        routes = batch.columns["rollout_routed_experts"]
+        return batch.with_column("rollout_routed_experts", [route.flip(1) for route in routes])
+
+    monkeypatch.setattr(job, "prepare_batch", with_reversed_layers)
+    run_small(two_nodes, tmp_path / "reversed", **settings)
+    lines = (tmp_path / "reversed" / "findings.jsonl").read_text().splitlines()
+    findings = [json.loads(line) for line in lines]
+    assert [finding["detector"] for finding in findings] == ["routing"] * 3
+    assert "another order" in findings[0]["likely_cause"]
 
 
 def test_a_cluster_that_is_too_small_is_refused_at_once(two_nodes: str, tmp_path: Path) -> None:

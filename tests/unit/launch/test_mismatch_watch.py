@@ -8,18 +8,22 @@ from pathlib import Path
 from plugin.config import JobConfig
 from plugin.launch.mismatch_watch import MismatchWatch
 from plugin.report.run_files import RunFiles
-from tests.unit.report.test_detectors import LANGUAGE, rollout
+from tests.unit.report.test_detectors import LANGUAGE, rollout, routes
 
 
 def watch(
-    tmp_path: Path, columns: dict, steps: int = 3, **settings: object
+    tmp_path: Path,
+    columns: dict,
+    steps: int = 3,
+    live_routes: list | None = None,
+    **settings: object,
 ) -> tuple[list[str], list[dict]]:
     """What is said and what is written over some steps with the same columns."""
     said: list[str] = []
     with RunFiles(tmp_path, {}, tensorboard=False) as files:
         detectors = MismatchWatch(JobConfig(**settings), files, said.append)
         for step in range(1, steps + 1):
-            detectors.look(step, columns, trainer_version=0)
+            detectors.look(step, columns, 0, live_routes)
     file = tmp_path / "findings.jsonl"
     return said, [json.loads(line) for line in file.open()] if file.exists() else []
 
@@ -44,3 +48,12 @@ def test_it_can_be_turned_off_and_does_without_rollout_log_probs(tmp_path: Path)
     assert watch(tmp_path / "off", broken, detect_mismatch=False) == ([], [])
     del columns["rollout_log_probs"]
     assert watch(tmp_path / "without", columns) == ([], [])
+
+
+def test_the_trainers_own_routes_are_compared_with_the_engines(tmp_path: Path) -> None:
+    columns = {**rollout(LANGUAGE, LANGUAGE), "rollout_routed_experts": routes(0)}
+    assert watch(tmp_path / "same", columns, live_routes=routes(0)[:2]) == ([], [])
+    swapped = [route[:, [1, 0, 2, 3]] for route in routes(0)[:2]]
+    said, written = watch(tmp_path / "swapped", columns, live_routes=swapped)
+    assert len(said) == 1 and "layer 0 with 1, 1 with 0" in said[0]
+    assert [line["detector"] for line in written] == ["routing"] * 3

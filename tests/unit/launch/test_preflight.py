@@ -53,6 +53,17 @@ def test_the_weights_of_the_tiny_model_depend_on_the_seed_only() -> None:
         ({"task_path": "math.gcd"}, Exception, "gcd|integer|Tokenizer"),
         ({"use_wandb": True}, ConfigError, "wandb package is not installed"),
         ({"use_rollout_routing_replay": True}, ConfigError, "has no experts"),
+        ({"detect_routing": True}, ConfigError, "has no experts"),
+        (
+            {"separable_fast_path": "on", "policy_loss": "gspo"},
+            ConfigError,
+            "gspo is not token-separable; use auto or off",
+        ),
+        (
+            {"separable_fast_path": "on", "tensor_model_parallel_size": 2},
+            ConfigError,
+            "split over 2 tensor parallel ranks",
+        ),
         ({"hf_checkpoint": "/does/not/exist"}, ConfigError, "holds no config.json"),
         ({"max_prompt_length": 2}, Exception, "prompt 0 has 4 tokens"),
     ],

@@ -193,6 +193,7 @@ def test_it_pays_when_a_quarter_of_the_rows_carries_no_loss_or_memory_runs_out()
     assert not fused_lm_head_pays(100, 76, 1000, **options)
     assert fused_lm_head_pays(1000, 1000, 1000, **options)  # 4 MB of logits
     assert fused_lm_head_pays(100, 100, 1000, **{**options, "training": False})
+    assert fused_lm_head_pays(100, 100, 1000, **options, separable=True)
 
 
 def test_wrong_arguments_are_refused_with_the_fix() -> None:

@@ -16,6 +16,7 @@ from plugin.config.loss_flags import ROLLOUT_LOSSES
 from plugin.errors import BatchError, ConfigError
 from plugin.loss.policy_losses import POLICY_LOSSES
 from plugin.loss.separable_loss import separable_obstacle
+from plugin.loss.token_program import TokenProgram
 from plugin.megatron_backend import separable_logprobs, separable_path
 from plugin.megatron_backend.forward_step import prepare, training_forward_step
 from plugin.megatron_backend.kernels import blocked_torch
@@ -203,12 +204,18 @@ def test_the_gradient_replaces_the_logits_in_the_forward_pass() -> None:
     assert fast.gradient.data_ptr() == fast.output.data_ptr()
 
 
-def anchor_of(logits: Tensor, **options: Any) -> Tensor:
+def program_and_fields(rows: int) -> tuple[TokenProgram, dict[str, Tensor]]:
+    """A real loss and plausible values for its inputs."""
     program = separable_program(trainer_config(), 1, CPU)
     assert program is not None
+    numbers = torch.arange(rows)
+    return program, dict.fromkeys(program.inputs, -1.0 - numbers / 10) | {"weights": 1.0 + numbers}
+
+
+def anchor_of(logits: Tensor, **options: Any) -> Tensor:
     rows = torch.arange(len(logits))
-    fields = dict.fromkeys(program.inputs, -1.0 - rows / 10) | {"weights": 1.0 + rows}
-    return separable_logprobs.separable_log_probs(logits, rows, program, fields, **options)[2]
+    arguments = program_and_fields(len(logits))
+    return separable_logprobs.separable_log_probs(logits, rows, *arguments, **options)[2]
 
 
 @pytest.mark.parametrize("layout", ["transposed", "one row for all", "rows apart"])

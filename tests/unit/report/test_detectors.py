@@ -192,6 +192,19 @@ def test_routes_of_other_shapes_are_named() -> None:
     assert finding is not None and "shapes" in finding.evidence
 
 
+def test_only_tokens_that_both_sides_routed_are_compared() -> None:
+    engine, trainer = ([route.to(torch.uint8) for route in routes(0)] for _ in range(2))
+    for route in engine:
+        route[:100] = 255  # no route
+        route[-1] = route[-2]  # engines never read the last token that they sample
+    assert routing_finding(engine, trainer) is None
+    assert routing_finding(engine, trainer[:1]) is None, (
+        "the trainer reports the first samples only"
+    )
+    nothing = [torch.full_like(route, 255) for route in engine]
+    assert routing_finding(nothing, trainer) is None
+
+
 def test_a_finding_is_repeated_only_now_and_then() -> None:
     detectors = MismatchDetectors(repeat_every=5)
     columns = rollout(LANGUAGE, LANGUAGE, temperature=0.7)
