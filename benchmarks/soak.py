@@ -4,7 +4,7 @@
     python -m benchmarks.soak --minutes 5 --seconds-between-kills 20
 
 Starts `megatron-tis train` as a user would, kills an engine or a trainer rank, or freezes an engine, at random
-times, ends the job with Ctrl-C, and prints what became of every prompt, how memory grew and how fast it went.
+times, ends the job as Ctrl-C would, and prints what became of every prompt, how memory grew and how fast it went.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def run(minutes: float, between: float, run_dir: Path, seed: int) -> tuple[Watch
         time.sleep(0.2)
     elapsed = time.monotonic() - began
     family = driver.children(recursive=True) if process.poll() is None else []
-    process.send_signal(signal.SIGINT)
+    # As Ctrl-C, which a process in the background of a shell never sees.
+    process.send_signal(signal.SIGTERM)
     code = process.wait(timeout=300)
     _, left = psutil.wait_procs(family, timeout=120)
     print(f"\nended with exit code {code}; {len(left)} processes left behind")

@@ -97,22 +97,27 @@ class SeparableMicrobatch:
             for name, value in self.fields.items()
         }
         flat = output.reshape(count, -1)
-        options = {
-            "temperature": self.config.rollout_temperature,
-            "expected_gradient": expected_gradient,
-        }
+        temperature = self.config.rollout_temperature
         if head_weight is None:
             log_probs, entropy, anchor = separable_log_probs(
                 flat,
                 targets,
                 self.program,
                 spread,
+                temperature=temperature,
+                expected_gradient=expected_gradient,
                 inplace_grad=self.config.inplace_logits_grad,
-                **options,
             )
         else:
             log_probs, entropy, anchor = separable_lm_head(
-                flat, head_weight, targets, self.program, spread, row_mask=row_mask, **options
+                flat,
+                head_weight,
+                targets,
+                self.program,
+                spread,
+                row_mask=row_mask,
+                temperature=temperature,
+                expected_gradient=expected_gradient,
             )
         return log_probs[rows], entropy[rows], anchor
 
