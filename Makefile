@@ -48,6 +48,8 @@ test-adapters: venv ## adapters against verl and TRL themselves
 	$(CURDIR)/$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
 		> "$$(.venv-adapters/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 	.venv-adapters/bin/python -m pip install --quiet --no-deps -r requirements/adapters.txt
+	@# Some wheels bring a top-level package `tests`, which would hide ours.
+	rm -rf .venv-adapters/lib/python*/site-packages/tests
 	.venv-adapters/bin/python -m pytest tests/unit/adapters -rs
 
 # SkyRL wants Python 3.12, and so stands on the environment of the newest Megatron-Core, without dependencies as well.
@@ -56,7 +58,6 @@ test-skyrl: .venv-mcore-latest/ready ## the adapter against SkyRL itself (Python
 	$(CURDIR)/.venv-mcore-latest/bin/python -c "import site; print(site.getsitepackages()[0])" \
 		> "$$(.venv-skyrl/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
 	.venv-skyrl/bin/python -m pip install --quiet --no-deps -r requirements/skyrl.txt
-	@# SkyRL's wheel has a top-level package `tests`, which would hide ours.
 	rm -rf .venv-skyrl/lib/python*/site-packages/tests
 	.venv-skyrl/bin/python -m pytest tests/unit/adapters/test_skyrl_adapter.py -rs
 
