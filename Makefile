@@ -89,8 +89,8 @@ format: venv ## let ruff rewrite the files
 train: venv ## a complete RL job on this machine, on CPU
 	$(BIN)/megatron-tis train
 
-bench: venv ## kernels, losses and training steps against peers and the memory floor: benchmarks/results.md
-	$(BIN)/python -m benchmarks
+bench: venv ## kernels, losses and training steps against peers and the memory floor, 40 minutes: benchmarks/results.md
+	$(BIN)/python -m benchmarks --with-peers
 
 soak: venv ## an hour of asynchronous training with random kills: does every prompt add up?
 	$(BIN)/python -m benchmarks.soak
