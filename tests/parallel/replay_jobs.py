@@ -177,15 +177,22 @@ def record_then_break(
     }
 
 
-def fail_inside_schedule(
+def _trainer_and_routed_batch(
     groups: ParallelGroups, hf_config: Any, state_dict: dict[str, Tensor], settings: dict[str, Any]
-) -> dict[str, Any]:
-    """An exception in the model, on every rank, while routes are being replayed; then a good step."""
+) -> tuple[MegatronTrainer, RolloutBatch]:
     trainer = MegatronTrainer(TrainerConfig(**{"lr": 1e-2, **settings}), hf_config, groups)
     trainer.load_hf_weights(state_dict)
     model = trainer.routed_model
     assert model is not None
     batch = with_routes(uneven_batch(), model.num_layers, model.num_experts, model.topk)
+    return trainer, batch
+
+
+def fail_inside_schedule(
+    groups: ParallelGroups, hf_config: Any, state_dict: dict[str, Tensor], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """An exception in the model, on every rank, while routes are being replayed; then a good step."""
+    trainer, batch = _trainer_and_routed_batch(groups, hf_config, state_dict, settings)
     batch = batch.with_column("log_probs", trainer.compute_log_probs(batch))
     calls = []
 
@@ -327,11 +334,7 @@ def live_routes_of_a_step(
     groups: ParallelGroups, hf_config: Any, state_dict: dict[str, Tensor], settings: dict[str, Any]
 ) -> dict[str, Any]:
     """A training step on a batch with random routes of the engine, and what the routers choose by themselves."""
-    trainer = MegatronTrainer(TrainerConfig(**{"lr": 1e-2, **settings}), hf_config, groups)
-    trainer.load_hf_weights(state_dict)
-    model = trainer.routed_model
-    assert model is not None
-    batch = with_routes(uneven_batch(), model.num_layers, model.num_experts, model.topk)
+    trainer, batch = _trainer_and_routed_batch(groups, hf_config, state_dict, settings)
     result = trainer.train_step(batch, with_live_routes=True)
     return {
         "routes": result.live_routes,
