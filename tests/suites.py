@@ -32,6 +32,7 @@ CPU_SUITES = (
     Suite("parallel", ".venv/bin/python -m pytest tests/parallel", 60),
     Suite("ray", ".venv/bin/python -m pytest tests/ray", 45),
     Suite("slow", "make test-slow", 60),
+    Suite("adapters", "make test-adapters", 30),
     Suite("docs", "make docs", 15),
 )
 
