@@ -109,7 +109,7 @@ def collectives_of_a_step(
     return counts
 
 
-@pytest.mark.parametrize("name", ["TP2", "PP2", "CP2", "EP2"])
+@pytest.mark.parametrize("name", ["PP2", "EP2", pytest.param("TP2", marks=pytest.mark.slow), "CP2"])
 def test_a_padding_microbatch_runs_the_collectives_of_a_real_one(
     run_ranks: RunRanks, name: str
 ) -> None:

@@ -91,6 +91,7 @@ def test_replay_gives_the_same_step_on_every_layout(
         assert all(result["routers_left_clean"] for result in results)
 
 
+@pytest.mark.slow  # the test that goes token by token says more
 def test_routers_use_exactly_the_given_experts_layer_by_layer(run_ranks) -> None:
     config = tiny_models.tiny_qwen3_moe(mlp_only_layers=[0])
     state = tiny_models.hf_state_dict(config, seed=3)
