@@ -73,7 +73,9 @@ class ModelFlags(FlagGroup):
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
         "alltoall", "how tokens reach their experts"
     )
-    moe_router_fusion: bool = flag(False, "fused MoE router; refuses every routing replay")
+    moe_router_fusion: bool = flag(
+        False, "fused MoE router; refuses every routing replay and --detect-routing"
+    )
 
     @property
     def replays_routes(self) -> bool:

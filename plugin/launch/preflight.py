@@ -162,7 +162,7 @@ def _check_lengths(config: JobConfig, policy: ModelSource) -> None:
 
 
 def _route_shape(config: JobConfig, source: ModelSource) -> tuple[int, int, int] | None:
-    """(MoE layers, experts per token, experts) of a MoE model; routing replay without one is an error."""
+    """(MoE layers, experts per token, experts) of a MoE model; a flag about routes without one is an error."""
     hf_config = source.as_config()
     experts = getattr(hf_config, "num_experts", 0)
     if not experts:

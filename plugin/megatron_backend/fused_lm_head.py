@@ -83,9 +83,7 @@ def fused_log_probs_and_entropy(
             "reduce_hidden_grad=False with sequence_parallel=True: the rows gathered here must be reduce-scattered "
             "here. Gather them yourself and pass sequence_parallel=False, or leave reduce_hidden_grad=True."
         )
-    budget = memory_budget_bytes
-    if budget is None:
-        budget = DEFAULT_BUDGET_BYTES.get(hidden.device.type, DEFAULT_BUDGET_BYTES["cuda"])
+    budget = budget_bytes(memory_budget_bytes, hidden.device)
     trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     settings = _Settings(
         group,
@@ -98,6 +96,13 @@ def fused_log_probs_and_entropy(
         keep_tiles=trained,
     )
     return _FusedLmHead.apply(hidden, weight, tokens, rows_of(row_mask, hidden.device), settings)
+
+
+def budget_bytes(given: int | None, device: torch.device) -> int:
+    """Room for logits at a time: as given, or the default of the device."""
+    if given is not None:
+        return given
+    return DEFAULT_BUDGET_BYTES.get(device.type, DEFAULT_BUDGET_BYTES["cuda"])
 
 
 def fused_lm_head_pays(

@@ -58,17 +58,17 @@ def watched_lengths(total_lengths: Sequence[int]) -> list[int]:
 
 
 def token_places(
-    total_lengths: Sequence[int],
+    starts: Tensor,
     samples: Sequence[int],
     sample_ids: Tensor,
     positions: Tensor,
 ) -> Tensor:
     """For every row that a router sees, which token of the global batch it is; past the end where it is padding.
 
+    starts: first token of every sample of the global batch, and their count at the end
     samples: the global samples of a microbatch, none if all of it is padding
     sample_ids: [rows] index into them or -1; positions: [rows] within a sample
     """
-    starts = torch.tensor([0, *itertools.accumulate(total_lengths)])
     if not samples:
         return starts[-1].expand(len(sample_ids))
     places = starts[torch.tensor(samples)[sample_ids]] + positions

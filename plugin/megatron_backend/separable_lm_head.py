@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from plugin.errors import ConfigError
 from plugin.loss.token_program import TokenProgram
 from plugin.megatron_backend.fused_lm_head import (
-    DEFAULT_BUDGET_BYTES,
     add_product,
+    budget_bytes,
     check_arguments,
     rows_of,
     spread_rows,
 )
-from plugin.megatron_backend.separable_logprobs import rescale, run_rows
+from plugin.megatron_backend.separable_logprobs import hand_out, run_rows
 from plugin.megatron_backend.vocab_parallel_logprobs import locate_targets
 
 
@@ -49,9 +48,7 @@ def separable_lm_head(
     The other arguments, and what is returned, are those of `separable_log_probs`.
     """
     check_arguments(hidden, weight, tokens, row_mask, hidden.shape[0])
-    budget = memory_budget_bytes
-    if budget is None:
-        budget = DEFAULT_BUDGET_BYTES.get(hidden.device.type, DEFAULT_BUDGET_BYTES["cuda"])
+    budget = budget_bytes(memory_budget_bytes, hidden.device)
     rows = rows_of(row_mask, hidden.device)
     settings = _Settings(program, fields, 1.0 / temperature, expected_gradient, budget)
     return _SeparableLmHead.apply(hidden, weight, tokens, rows, settings)
@@ -82,7 +79,7 @@ class _SeparableLmHead(torch.autograd.Function):
         targets, _ = locate_targets(tokens, weight.shape[0], group=None)
         head = _Head(hidden, weight, ctx.needs_input_grad[:2])
         log_probs, entropy = head.run(targets, fields, settings)
-        ctx.grads = [
+        ctx.gradients = [
             None if head.grad_hidden is None else spread_rows(head.grad_hidden, rows, total),
             None if head.grad_weight is None else head.grad_weight.to(weight.dtype),
         ]
@@ -94,16 +91,7 @@ class _SeparableLmHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Any, __: Any, arriving: torch.Tensor) -> Any:
-        if ctx.grads is None:
-            raise ConfigError(
-                "second backward pass through separable_lm_head: the gradient was handed out by the first. Use "
-                "--separable-fast-path off to use the graph twice."
-            )
-        grads, ctx.grads = ctx.grads, None
-        for grad in grads:
-            if grad is not None:
-                rescale(grad, arriving, ctx.expected)
-        return *grads, None, None, None
+        return *hand_out(ctx, arriving, "separable_lm_head"), None, None, None
 
 
 class _Head:

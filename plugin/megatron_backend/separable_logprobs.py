@@ -75,7 +75,7 @@ class _SeparableLogProbs(torch.autograd.Function):
         targets, _ = locate_targets(tokens, logits.shape[1], group=None)
         weights = settings.fields["weights"]
         scaled = {**settings.fields, "weights": weights * settings.expected_gradient}
-        ctx.gradient = logits.detach() if settings.inplace_grad else torch.empty_like(logits)
+        gradient = logits.detach() if settings.inplace_grad else torch.empty_like(logits)
         log_probs, entropy = run_rows(
             logits,
             targets,
@@ -83,26 +83,19 @@ class _SeparableLogProbs(torch.autograd.Function):
             settings.program,
             scaled,
             scale=settings.scale,
-            out=ctx.gradient,
+            out=gradient,
         )
         if settings.inplace_grad:
             # See `log_probs_and_entropy`: whoever saved these logits must notice that they are gone.
             torch.autograd.graph.increment_version(logits)
-        ctx.expected = settings.expected_gradient
+        ctx.gradients, ctx.expected = [gradient], settings.expected_gradient
         ctx.mark_non_differentiable(log_probs, entropy)
         return log_probs, entropy, log_probs.new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Any, __: Any, arriving: torch.Tensor) -> Any:
-        if ctx.gradient is None:
-            raise ConfigError(
-                "second backward pass through separable_log_probs: the gradient was handed out by the first. Use "
-                "--separable-fast-path off to use the graph twice."
-            )
-        gradient, ctx.gradient = ctx.gradient, None
-        rescale(gradient, arriving, ctx.expected)
-        return gradient, None, None
+        return *hand_out(ctx, arriving, "separable_log_probs"), None, None
 
 
 def run_rows(
@@ -123,7 +116,21 @@ def run_rows(
     return separable_rows(kernels, logits, targets, active, program, fields, **options)
 
 
-def rescale(gradient: torch.Tensor, arriving: torch.Tensor, expected: float) -> None:
+def hand_out(ctx: Any, arriving: torch.Tensor, function: str) -> list[torch.Tensor | None]:
+    """What the forward pass of `function` left in `ctx.gradients` for `ctx.expected`, brought to what arrives; once."""
+    if ctx.gradients is None:
+        raise ConfigError(
+            f"second backward pass through {function}: the gradient was handed out by the first. Use "
+            "--separable-fast-path off to use the graph twice."
+        )
+    gradients, ctx.gradients = ctx.gradients, None
+    for gradient in gradients:
+        if gradient is not None:
+            _rescale(gradient, arriving, ctx.expected)
+    return gradients
+
+
+def _rescale(gradient: torch.Tensor, arriving: torch.Tensor, expected: float) -> None:
     """Multiply by arriving / expected, unless that is 1."""
     ratio = arriving.double() / expected
     if gradient.device.type == "cuda":

@@ -114,9 +114,10 @@ class _Step:
         self, total_lengths: list[int], groups: ParallelGroups, sequence_parallel: bool
     ) -> list[Tensor]:
         """Per microbatch, which token of the global batch each row is that routers see."""
+        starts = torch.tensor([0, *total_lengths]).cumsum(0)
         return [
             token_places(
-                total_lengths,
+                starts,
                 [] if m.is_padding else samples,
                 router_order(m.inputs.sample_ids, groups, sequence_parallel),
                 router_order(m.inputs.position_ids.cpu(), groups, sequence_parallel),

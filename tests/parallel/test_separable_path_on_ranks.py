@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from plugin.errors import ConfigError
+from plugin.megatron_backend import separable_path
 from tests.parallel.training_jobs import (
     Case,
     Layout,
@@ -13,6 +16,7 @@ from tests.parallel.training_jobs import (
     differences,
     new_trainer,
     run_cases,
+    uneven_batch,
 )
 
 TWO_PHASES = Case(
@@ -52,6 +56,24 @@ def test_the_separable_path_gives_the_same_updates_as_two_phases(
     found = run_cases(run_ranks, layout, cases)
     for name in CUTS:
         assert not differences(found[f"{name}, on"], found[f"{name}, off"], TWO_PHASES.family), name
+
+
+def _heads_of_a_step(groups, start: Start, settings: dict[str, str]) -> int:  # type: ignore[no-untyped-def]
+    trainer = new_trainer(groups, start, settings)
+    with mock.patch.object(
+        separable_path, "separable_lm_head", wraps=separable_path.separable_lm_head
+    ) as head:
+        trainer.train_step(uneven_batch())
+    return head.call_count
+
+
+def test_by_default_the_head_is_fused_with_a_separable_loss_and_with_no_other(
+    run_ranks: RunRanks,
+) -> None:
+    start = Start.of("qwen3")
+    assert run_ranks(_heads_of_a_step, 1, start, {})[0] > 0
+    for settings in ({"fused_lm_head": "off"}, {"policy_loss": "gspo"}):
+        assert run_ranks(_heads_of_a_step, 1, start, settings)[0] == 0
 
 
 def _refusal(groups, start: Start) -> str:  # type: ignore[no-untyped-def]

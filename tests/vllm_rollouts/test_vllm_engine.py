@@ -22,15 +22,10 @@ from plugin.rollout.engine_protocol import (
 from plugin.rollout.vllm_engine import VllmEngine
 from plugin.rollout.weight_buckets import pack_buckets
 from tests.parallel.tiny_models import hf_model, hf_state_dict
-from tests.vllm_rollouts.reference_log_probs import reference_log_probs, vllm_config
+from tests.unit.rollout.tiny_engines import PARAMETERS, REQUESTS, STOPS, reference_log_probs
+from tests.unit.rollout.tiny_engines import load as load_version
+from tests.vllm_rollouts.small_model import vllm_config
 
-REQUESTS = [
-    GenerationRequest(tuple(range(10, 13)), (1, 2, 3)),
-    GenerationRequest(tuple(range(20, 28)), (4,)),
-    GenerationRequest((30,), (5, 6)),
-]
-STOPS = tuple(range(3, 10))
-PARAMETERS = SamplingParameters(temperature=0.7, max_response_length=10, stop_token_ids=STOPS)
 VERSIONS = count()
 
 pytestmark = pytest.mark.timeout(900)
@@ -39,10 +34,7 @@ pytestmark = pytest.mark.timeout(900)
 def load(engine: VllmEngine, state: dict[str, Any]) -> int:
     """Sends `state` in several buckets as the next version."""
     version = next(VERSIONS)
-    buckets = list(pack_buckets(state.items(), bucket_bytes=20_000))
-    assert len(buckets) > 1
-    for number, bucket in enumerate(buckets):
-        engine.load_weights(version, bucket, last=number == len(buckets) - 1)
+    load_version(engine, state, version)
     return version
 
 

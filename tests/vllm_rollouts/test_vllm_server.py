@@ -18,10 +18,10 @@ from plugin.rollout.engine_protocol import (
 )
 from plugin.rollout.http_engine import HttpEngine
 from tests.parallel.tiny_models import hf_model, hf_state_dict
-from tests.unit.rollout.tiny_engines import load
-from tests.vllm_rollouts.reference_log_probs import reference_log_probs, vllm_config
+from tests.unit.rollout.tiny_engines import load, reference_log_probs
 from tests.vllm_rollouts.server_process import vllm_server
 from tests.vllm_rollouts.small_job import check_steps, save_prompts, train
+from tests.vllm_rollouts.small_model import vllm_config
 
 pytestmark = pytest.mark.timeout(1500)
 

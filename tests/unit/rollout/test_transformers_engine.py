@@ -13,36 +13,19 @@ from plugin.rollout.engine_protocol import (
     SamplingParameters,
     check_generations,
 )
-from plugin.rollout.sampling import sampling_log_probs
 from plugin.rollout.weight_buckets import pack_buckets
 from tests.parallel.tiny_models import FAMILIES, hf_model, hf_state_dict
-from tests.unit.rollout.tiny_engines import load, loaded_engine
-
-REQUESTS = [
-    GenerationRequest(tuple(range(10, 13)), (1, 2, 3)),
-    GenerationRequest(tuple(range(20, 28)), (4,)),
-    GenerationRequest((30,), (5, 6)),
-]
-PARAMETERS = SamplingParameters(
-    temperature=0.7, max_response_length=10, stop_token_ids=tuple(range(3, 10))
+from tests.unit.rollout.tiny_engines import (
+    PARAMETERS,
+    REQUESTS,
+    load,
+    loaded_engine,
+    reference_log_probs,
 )
 
 
 def flat(answers: list[list[Generation]]) -> list[tuple[GenerationRequest, Generation]]:
     return [(r, g) for r, answer in zip(REQUESTS, answers, strict=True) for g in answer]
-
-
-def whole_sequence_log_probs(
-    model: torch.nn.Module,
-    request: GenerationRequest,
-    generation: Generation,
-    p: SamplingParameters,
-) -> Tensor:
-    tokens = torch.cat([torch.tensor(request.prompt), generation.tokens])
-    with torch.no_grad():
-        logits = model(tokens[None]).logits[0, :-1]
-    rows = sampling_log_probs(logits, p).gather(-1, tokens[1:, None]).squeeze(-1)
-    return rows[-generation.tokens.numel() :]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,7 +35,7 @@ def test_log_probs_are_those_of_the_whole_sequence_at_the_sampling_temperature(f
     check_generations(REQUESTS, answers, PARAMETERS)
     assert {g.finish_reason for _, g in flat(answers)} == {"stop", "length"}
     for request, generation in flat(answers):
-        expected = whole_sequence_log_probs(model, request, generation, PARAMETERS)
+        expected = reference_log_probs(model, request, generation, PARAMETERS)
         assert torch.allclose(generation.log_probs, expected, atol=1e-5)
 
 
@@ -60,7 +43,7 @@ def test_truncated_sampling_reports_the_renormalised_log_probs() -> None:
     truncated = SamplingParameters(top_p=0.7, top_k=12, max_response_length=6)
     model = hf_model(FAMILIES["qwen3"]())
     for request, generation in flat(loaded_engine().generate(REQUESTS, truncated)):
-        expected = whole_sequence_log_probs(model, request, generation, truncated)
+        expected = reference_log_probs(model, request, generation, truncated)
         assert torch.allclose(generation.log_probs, expected, atol=1e-4)
         assert bool(expected.isfinite().all())
 
@@ -86,7 +69,7 @@ def test_low_precision_gives_real_but_small_mismatch(options: dict[str, str]) ->
     answers = loaded_engine(**options).generate(REQUESTS, PARAMETERS)
     difference = torch.cat(
         [
-            (g.log_probs - whole_sequence_log_probs(model, r, g, PARAMETERS)).abs()
+            (g.log_probs - reference_log_probs(model, r, g, PARAMETERS)).abs()
             for r, g in flat(answers)
         ]
     )
@@ -133,7 +116,7 @@ def test_every_sample_carries_the_version_that_generated_it() -> None:
     assert {g.weight_version for _, g in flat(answers)} == {3}
     other = hf_model(FAMILIES["qwen3"](), seed=1)
     for request, generation in flat(answers):
-        expected = whole_sequence_log_probs(other, request, generation, PARAMETERS)
+        expected = reference_log_probs(other, request, generation, PARAMETERS)
         assert torch.allclose(generation.log_probs, expected, atol=1e-5)
 
 
