@@ -25,8 +25,8 @@ setup(
     packages=find_packages(include=["plugin", "plugin.*"]),
     package_data={
         "plugin": ["py.typed"],
-        "plugin.megatron_backend.kernels": ["*.cpp"],
-        "plugin.report": ["page/*"],
+        "plugin.logprobs.kernels": ["*.cpp"],
+        "plugin.observe": ["page/*"],
     },
     install_requires=["torch>=2.6", "numpy", "pyyaml"],
     extras_require={

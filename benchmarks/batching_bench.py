@@ -12,7 +12,7 @@ import statistics
 import time
 from typing import Any
 
-from plugin.megatron_backend.microbatching import (
+from plugin.megatron_backend.step.microbatching import (
     BatchingLimits,
     plan_microbatches,
     sample_cost,

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import Mode
-from plugin.megatron_backend import vocab_parallel_logprobs
-from plugin.megatron_backend.kernels import blocked_torch
-from plugin.megatron_backend.vocab_parallel_logprobs import group_size, log_probs_and_entropy
+from plugin.logprobs import vocab_parallel as vocab_parallel_logprobs
+from plugin.logprobs.kernels import blocked_torch
+from plugin.logprobs.vocab_parallel import group_size, log_probs_and_entropy
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Group = dist.ProcessGroup | None

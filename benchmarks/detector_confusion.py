@@ -18,8 +18,8 @@ import torch
 
 from benchmarks import mismatch_data as data
 from benchmarks.mismatch_data import Rollouts
-from plugin.report.detectors import MismatchDetectors
-from plugin.rollout.int8_weights import quantize_linears
+from plugin.observe.detectors import MismatchDetectors
+from plugin.rollout.engines.int8_weights import quantize_linears
 
 DETECTORS = (
     "zero_filled",

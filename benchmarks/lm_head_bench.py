@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.candidates import eager, ours_in_place
 from benchmarks.measure import peak_extra_bytes
 from benchmarks.workers import run_in_ranks
-from plugin.megatron_backend.fused_lm_head import fused_log_probs_and_entropy
+from plugin.logprobs.fused_lm_head import fused_log_probs_and_entropy
 
 MIB = 1 << 20
 THREADS = 2
@@ -117,8 +117,8 @@ def _fused(megabytes: int, row_mask: torch.Tensor | None) -> LmHead:
 
 def _with_loss(megabytes: int, rows: int, share: float) -> LmHead:
     """The gradient of log-prob and entropy as a program: the same sum that the others differentiate."""
+    from plugin.logprobs.separable_lm_head import separable_lm_head
     from plugin.loss.token_program import TokenProgram
-    from plugin.megatron_backend.separable_lm_head import separable_lm_head
 
     mask = _mask(rows, share)
     program = TokenProgram(("weights",), (), (), (0, 0))

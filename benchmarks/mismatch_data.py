@@ -84,7 +84,7 @@ def windows(text: Tensor, count: int, length: int, generator: torch.Generator) -
     return torch.stack([text[start : start + length] for start in starts])
 
 
-def quantised_int8(model: torch.nn.Module) -> torch.nn.Module:
+def quantized_int8(model: torch.nn.Module) -> torch.nn.Module:
     """A copy whose matrices are rounded to int8 with one scale per output row."""
     engine = copy.deepcopy(model)
     with torch.no_grad():

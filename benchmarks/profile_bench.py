@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.workers import run_in_ranks
-from plugin.megatron_backend.kernels import RowNormalizer, row_kernels_for
+from plugin.logprobs.kernels import RowNormalizer, row_kernels_for
 
 THREADS = 2
 _BLOCK = 1 << 16  # float32 values that stay in a core's cache

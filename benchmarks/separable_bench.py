@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 from benchmarks.workers import run_in_ranks
 from plugin.config import TrainerConfig
+from plugin.logprobs import separable_logprobs
+from plugin.logprobs import vocab_parallel as vocab_parallel_logprobs
+from plugin.logprobs.kernels import blocked_torch
+from plugin.logprobs.separable_logprobs import separable_log_probs
+from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 from plugin.loss.interfaces import LossInputs
 from plugin.loss.separable_loss import gradient_program, loss_gradients
-from plugin.megatron_backend import separable_logprobs, vocab_parallel_logprobs
-from plugin.megatron_backend.kernels import blocked_torch
-from plugin.megatron_backend.separable_logprobs import separable_log_probs
-from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
-from plugin.ppo_utils.sequence_shards import SequenceShards
+from plugin.sharding.sequence_shards import SequenceShards
 
 THREADS = 2
 # Rows, columns, dtype, coefficient of the entropy, share of the rows that carry loss

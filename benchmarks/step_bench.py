@@ -1,7 +1,7 @@
 """Whole training steps of the real trainer: how long, and which share is loss and hook.
 
 Loss and hook are everything between the logits and their gradient: log-probs and entropy, the policy loss, its
-correction, regularisers, metrics, and the backward pass down to the logits. The LM head's products belong to the model.
+correction, regularizers, metrics, and the backward pass down to the logits. The LM head's products belong to the model.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _measure_step(groups: ParallelGroups, step: Step, repeats: int) -> dict[str,
 
 def _detector_seconds(batch: RolloutBatch) -> float:
     """What the driver spends on looking for a mismatch in this step's log-probs."""
-    from plugin.report.detectors import MismatchDetectors
+    from plugin.observe.detectors import MismatchDetectors
 
     detectors = MismatchDetectors()
     start = time.perf_counter()
@@ -153,13 +153,9 @@ def _detector_seconds(batch: RolloutBatch) -> float:
 @contextmanager
 def _timers() -> Iterator[dict[str, float]]:
     """Adds up the time inside the functions that make up loss and hook."""
-    from plugin.megatron_backend import (
-        forward_step,
-        fused_lm_head,
-        separable_lm_head,
-        separable_path,
-        vocab_parallel_logprobs,
-    )
+    from plugin.logprobs import fused_lm_head, separable_lm_head
+    from plugin.logprobs import vocab_parallel as vocab_parallel_logprobs
+    from plugin.megatron_backend.step import forward_step, separable_path
 
     spent: dict[str, float] = {}
 

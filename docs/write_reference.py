@@ -7,9 +7,9 @@ import html
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from plugin.compare.correction_catalog import CatalogEntry, catalog
 from plugin.config import JobConfig
 from plugin.config.flags import field_type, option_name
-from plugin.report.correction_catalogue import CatalogueEntry, catalogue
 
 DOCS = Path(__file__).parent
 BEGIN, END = "<!-- exact biases: begin -->", "<!-- exact biases: end -->"
@@ -85,11 +85,11 @@ def corrections_page() -> str:
     parts = [CORRECTIONS_INTRO]
     for kind, title in sections.items():
         parts.append(f"## {title}\n")
-        parts.extend(_entry(entry) for entry in catalogue() if entry.kind == kind)
+        parts.extend(_entry(entry) for entry in catalog() if entry.kind == kind)
     return "\n".join(parts)
 
 
-def _entry(entry: CatalogueEntry) -> str:
+def _entry(entry: CatalogEntry) -> str:
     notes = f" {entry.notes}" if entry.notes else ""
     return (
         f"### {entry.name}\n\n{entry.summary}{notes}\n\n```text\n{entry.formula}\n```\n\n"

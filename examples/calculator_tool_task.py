@@ -18,8 +18,8 @@ import operator
 import random
 from typing import Any
 
-from plugin.rollout.environment_protocol import Ending, Message
-from plugin.rollout.tool_environment import ToolEnvironment
+from plugin.rollout.conversation.environment_protocol import Ending, Message
+from plugin.rollout.conversation.tool_environment import ToolEnvironment
 
 CALCULATOR = {
     "type": "function",

@@ -1,4 +1,4 @@
-"""How the corrections cope with a rollout policy that is quantised and stale.
+"""How the corrections cope with a rollout policy that is quantized and stale.
 
 Runs the built-in task with int8 rollouts and weights up to 4 versions old, under several corrections and seeds,
 and writes a table (Markdown and JSON) and a plot of the reward.
@@ -52,7 +52,7 @@ def run_arm(name: str, seed: int, rollouts: int, output: Path) -> list[dict[str,
     return [json.loads(line) for line in metrics.open()]
 
 
-def summarise(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
+def summarize(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Means over seeds of what an arm reached."""
     finals = [statistics.mean(step["reward"] for step in run[-LAST:]) for run in runs]
     reached = [next((step["step"] for step in run if step["reward"] >= 0.9), None) for run in runs]
@@ -123,7 +123,7 @@ def main() -> None:
         name: [run_arm(name, seed, options.num_rollouts, options.output) for seed in options.seeds]
         for name in options.arms
     }
-    summaries = {name: summarise(seeds) for name, seeds in runs.items()}
+    summaries = {name: summarize(seeds) for name, seeds in runs.items()}
     (options.output / "results.json").write_text(json.dumps(summaries, indent=2) + "\n")
     (options.output / "results.md").write_text(table(summaries))
     plot(runs, options.output / "reward.svg")

@@ -17,10 +17,10 @@ from plugin.errors import ConfigError, MegatronTisError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("plugin.launch.train_command", "run a complete RL job, on this machine or a cluster"),
-    "doctor": ("plugin.report.doctor_command", "check this machine or a run for what goes wrong"),
-    "compare": ("plugin.report.compare_command", "compare log-probs of two sources offline"),
-    "report": ("plugin.report.report_command", "write the HTML report of one or several runs"),
-    "corrections": ("plugin.report.corrections_command", "every policy loss and correction"),
+    "doctor": ("plugin.doctor.doctor_command", "check this machine or a run for what goes wrong"),
+    "compare": ("plugin.compare.compare_command", "compare log-probs of two sources offline"),
+    "report": ("plugin.observe.report_command", "write the HTML report of one or several runs"),
+    "corrections": ("plugin.compare.corrections_command", "every policy loss and correction"),
 }
 
 #: Which extra of the distribution brings a package that a sub-command may find missing.

@@ -29,9 +29,9 @@ def cpu_job(suite: Suite) -> dict[str, Any]:
 
 def gpu_job(suite: Suite) -> dict[str, Any]:
     """A job on a self-hosted runner with enough GPUs: nightly, by hand, or on the label `run-gpu`."""
-    labelled = "contains(github.event.pull_request.labels.*.name, 'run-gpu')"
+    labeled = "contains(github.event.pull_request.labels.*.name, 'run-gpu')"
     return {
-        "if": f"github.event_name != 'pull_request' || {labelled}",
+        "if": f"github.event_name != 'pull_request' || {labeled}",
         "runs-on": ["self-hosted", "linux", f"gpu-{suite.num_gpus}"],
         "container": {"image": GPU_IMAGE, "options": "--gpus all --ipc=host"},
         "timeout-minutes": suite.minutes,

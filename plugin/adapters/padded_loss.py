@@ -40,7 +40,7 @@ class PaddedBatch:
     entropy: Tensor | None = None
 
     def inputs(self, config: LossConfig) -> LossInputs:
-        """Flat, checked and neutralised: the tokens of row 0, then of row 1, and so on."""
+        """Flat, checked and zero_masked: the tokens of row 0, then of row 1, and so on."""
         shape = self.cur_log_probs.shape
         if len(shape) != 2 or self.mask.shape != shape:
             raise BatchError(

@@ -1,4 +1,4 @@
-"""Flags of the loss: which policy loss, which correction, which regularisers, which denominator."""
+"""Flags of the loss: which policy loss, which correction, which regularizers, which denominator."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class CorrectionFlags(FlagGroup):
 
 @dataclass(frozen=True)
 class RegularizerFlags(FlagGroup):
-    title: ClassVar[str] = "regularisers"
+    title: ClassVar[str] = "regularizers"
 
     use_rollout_kl_loss: bool = flag(False, "add a KL between the current and the rollout policy")
     rollout_kl_loss_coef: float = flag(0.0, "its coefficient; 0 = metric only", at_least=0)
@@ -192,7 +192,7 @@ class AdvantageFlags(FlagGroup):
 
 @dataclass(frozen=True)
 class NormalizationFlags(FlagGroup):
-    title: ClassVar[str] = "loss normalisation"
+    title: ClassVar[str] = "loss normalization"
 
     loss_denominator: Literal["original", "kept"] = flag(
         "original", "whether rejected tokens stay in the denominator of the policy loss"
@@ -263,12 +263,12 @@ class LossConfig(
             warnings.warn(message, stacklevel=2)
 
     def _check_kept_denominator(self) -> None:
-        regularised = {
+        regularized = {
             "--kl-loss-coef": self.kl_loss_coef,
             "--rollout-kl-loss-coef": self.rollout_kl_loss_coef,
             "--entropy-coef": self.entropy_coef,
         }
-        active = [name for name, value in regularised.items() if value]
+        active = [name for name, value in regularized.items() if value]
         expect(
             not (self.loss_denominator == "kept" and self.per_token and active),
             f"--loss-denominator kept with a global token denominator and {', '.join(active)}: the two "

@@ -1,6 +1,6 @@
 """Batches and trajectories as a few flat arrays.
 
-A rollout batch is thousands of small tensors, which are slow to serialise one by one; Ray moves NumPy arrays
+A rollout batch is thousands of small tensors, which are slow to serialize one by one; Ray moves NumPy arrays
 without copying. Every field of the table becomes one array, and comes back with its shape and dtype.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from plugin.batch_types import FIELDS, RolloutBatch
-from plugin.rollout.engine_protocol import Generation
-from plugin.rollout.trajectory import Segment, Trajectory
+from plugin.rollout.conversation.trajectory import Segment, Trajectory
+from plugin.rollout.engines.protocol import Generation
 
 Arrays = dict[str, np.ndarray]
 

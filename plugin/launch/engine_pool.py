@@ -17,13 +17,13 @@ from plugin.launch.array_transport import (
 from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.remote_calls import result_of, wait_for_all
 from plugin.launch.rollout_choice import choose_rollouts
-from plugin.rollout.engine_choice import make_engine
-from plugin.rollout.engine_protocol import (
+from plugin.rollout.conversation.trajectory import Trajectory
+from plugin.rollout.engines.choice import make_engine
+from plugin.rollout.engines.protocol import (
     EngineHealth,
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.rollout.trajectory import Trajectory
 
 _IDLE_SECONDS = 0.2
 _LOAD_POLL_SECONDS = 0.005

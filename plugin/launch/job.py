@@ -37,7 +37,7 @@ from plugin.launch.progress import ProgressPrinter
 from plugin.launch.ray_cluster import cluster
 from plugin.launch.rollout_queue import RolloutQueue
 from plugin.launch.trainer_group import TrainedStep, TrainerGroup, places_as_text
-from plugin.report.run_files import RunFiles, new_run_dir, without_slices
+from plugin.observe.run_files import RunFiles, new_run_dir, without_slices
 
 _STEPS_KEPT = 2000
 
@@ -336,6 +336,6 @@ def _start_wandb(config: JobConfig) -> Any | None:
 def _start_dump(config: JobConfig) -> Any | None:
     if config.dump_log_probs is None:
         return None
-    from plugin.report.log_prob_dump import LogProbDump
+    from plugin.compare.log_prob_dump import LogProbDump
 
     return LogProbDump(config.dump_log_probs, force=config.resume)

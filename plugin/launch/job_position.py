@@ -11,8 +11,8 @@ import yaml
 
 from plugin.config import JobConfig
 from plugin.errors import ParallelError
-from plugin.megatron_backend.checkpoint_directory import complete_checkpoints
-from plugin.report.run_files import plain_settings, read_run, without_slices
+from plugin.megatron_backend.checkpoint.directory import complete_checkpoints
+from plugin.observe.run_files import plain_settings, read_run, without_slices
 
 #: Settings that a resumed run may change without training differently.
 _HARMLESS = {

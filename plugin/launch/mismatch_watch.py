@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from plugin.config import JobConfig
-from plugin.report.detectors import MismatchDetectors
-from plugin.report.run_files import RunFiles
+from plugin.observe.detectors import MismatchDetectors
+from plugin.observe.run_files import RunFiles
 
 
 class MismatchWatch:

@@ -8,8 +8,8 @@ from typing import Any
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError
-from plugin.rollout.character_tokenizer import CharacterTokenizer
-from plugin.rollout.copy_digits_task import ALPHABET
+from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
+from plugin.rollout.tasks.copy_digits import ALPHABET
 
 # vLLM's attention on CPU has no smaller heads than this.
 _SMALLEST_VLLM_HEAD_DIM = 32

@@ -16,14 +16,14 @@ from plugin.launch.model_source import (
     policy_source,
 )
 from plugin.loss.hook_loading import load_function, load_hook
-from plugin.rollout.copy_digits_task import CopyDigitsTask
-from plugin.rollout.engine_choice import check_engine
-from plugin.rollout.engine_protocol import SamplingParameters
-from plugin.rollout.environment_protocol import MultiTurnTask
-from plugin.rollout.expert_routes import moe_layers
-from plugin.rollout.jsonl_task import JsonlTask
-from plugin.rollout.multi_turn import OpeningPrompts
-from plugin.rollout.task_protocol import Task, checked_prompt, checked_reward, require_task
+from plugin.rollout.conversation.environment_protocol import MultiTurnTask
+from plugin.rollout.conversation.multi_turn import OpeningPrompts
+from plugin.rollout.engines.choice import check_engine
+from plugin.rollout.engines.expert_routes import moe_layers
+from plugin.rollout.engines.protocol import SamplingParameters
+from plugin.rollout.tasks.copy_digits import CopyDigitsTask
+from plugin.rollout.tasks.jsonl import JsonlTask
+from plugin.rollout.tasks.protocol import Task, checked_prompt, checked_reward, require_task
 
 
 @dataclass(frozen=True)

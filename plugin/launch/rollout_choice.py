@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from plugin.config import JobConfig
 from plugin.launch.model_source import load_tokenizer
 from plugin.launch.preflight import load_task
-from plugin.rollout.engine_protocol import GenerationRequest, RolloutEngine, SamplingParameters
-from plugin.rollout.environment_protocol import MultiTurnTask
-from plugin.rollout.multi_turn import run_multi_turn
-from plugin.rollout.single_turn import run_single_turn
-from plugin.rollout.trajectory import Trajectory
+from plugin.rollout.conversation.environment_protocol import MultiTurnTask
+from plugin.rollout.conversation.multi_turn import run_multi_turn
+from plugin.rollout.conversation.single_turn import run_single_turn
+from plugin.rollout.conversation.trajectory import Trajectory
+from plugin.rollout.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
 
 Rollouts = Callable[
     [RolloutEngine, Sequence[GenerationRequest], SamplingParameters], list[list[Trajectory]]

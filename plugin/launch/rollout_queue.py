@@ -20,9 +20,9 @@ import torch
 from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
 from plugin.errors import ActorLost
-from plugin.rollout.engine_protocol import GenerationRequest, SamplingParameters
-from plugin.rollout.task_protocol import Prompt, Task, checked_prompt, checked_reward
-from plugin.rollout.trajectory import Segment, Trajectory
+from plugin.rollout.conversation.trajectory import Segment, Trajectory
+from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
+from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt, checked_reward
 
 _CHUNKS_PER_ENGINE = 2
 _POLL_SECONDS = 1.0

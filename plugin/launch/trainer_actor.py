@@ -130,7 +130,7 @@ class TrainerRank:
         Context parallelism exists for packed rows only, and the interleaved schedule wants all microbatches
         of one shape, which packed rows are filled up to.
         """
-        from plugin.megatron_backend.model_builder import uses_transformer_engine
+        from plugin.megatron_backend.model.builder import uses_transformer_engine
 
         config = self._config
         packs = (
@@ -176,7 +176,7 @@ class TrainerRank:
         """The policy in the object store, one reference per bucket; None besides rank 0."""
         import ray
 
-        from plugin.rollout.weight_buckets import pack_buckets
+        from plugin.rollout.engines.weight_buckets import pack_buckets
 
         exported = self._trainers["policy"].export_hf_weights()
         if self._rank != 0:
@@ -187,7 +187,7 @@ class TrainerRank:
 
     def save_hf(self, directory: str, tokenizer_from: str | None) -> None:
         """Writes the policy as a Hugging Face directory, from rank 0."""
-        from plugin.megatron_backend.hf_weights import save_hf_checkpoint
+        from plugin.megatron_backend.model.hf_weights import save_hf_checkpoint
 
         chunks = self._trainers["policy"].chunks
         save_hf_checkpoint(directory, chunks, self._groups, tokenizer_from=tokenizer_from)

@@ -1,4 +1,4 @@
-"""From tokens to one scalar: policy losses, regularisers, loadable corrections, in pure torch."""
+"""From tokens to one scalar: policy losses, regularizers, loadable corrections, in pure torch."""
 
 from plugin.loss.hook_loading import load_function, load_hook
 from plugin.loss.interfaces import (

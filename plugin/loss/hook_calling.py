@@ -12,7 +12,7 @@ from torch import Tensor
 from plugin.errors import BatchError, HookLoadError
 from plugin.loss.hook_loading import load_hook
 from plugin.loss.interfaces import LossInputs, PolicyTerm
-from plugin.ppo_utils.parallel_context import SINGLE_PROCESS, use_parallel_context
+from plugin.sharding.parallel_context import SINGLE_PROCESS, use_parallel_context
 
 _probed: set[str] = set()
 

@@ -4,7 +4,7 @@ Everything is flat over the local response tokens of a microbatch (T of them). T
 3 and 2 tokens, the second token of the first one masked:
 
     mask           [True, False, True, True, True]
-    cur_log_probs  [c00,  0.0,   c02,  c10,  c11]     masked positions are neutralised to 0
+    cur_log_probs  [c00,  0.0,   c02,  c10,  c11]     masked positions are zero_masked to 0
     shards         local_lengths [3, 2], sample_index [0, 0, 0, 1, 1]
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from plugin.ppo_utils.sequence_shards import SequenceShards
+from plugin.sharding.sequence_shards import SequenceShards
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PolicyTerm:
 
 @dataclass(frozen=True)
 class RegularizerTerm:
-    """A regulariser per token [T]; it enters the loss as coefficient * value."""
+    """A regularizer per token [T]; it enters the loss as coefficient * value."""
 
     name: str
     coefficient: float

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from plugin.ppo_utils.sequence_shards import SequenceShards
+from plugin.sharding.sequence_shards import SequenceShards
 
 Reducer = Callable[[Tensor], Tensor]
 

@@ -11,18 +11,19 @@ from torch import Tensor
 from plugin.config import LossConfig
 from plugin.config.foreign_namespace import loss_config_of
 from plugin.errors import BatchError, ConfigError
+from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 from plugin.loss.hook_calling import apply_hooks
 from plugin.loss.interfaces import LossInputs, LossOutputs, TokenMetric
 from plugin.loss.normalization import Reducer, kept_token_scale
 from plugin.loss.policy_losses import POLICY_LOSSES
 from plugin.loss.regularizers import regularizer_terms, token_entropy
-from plugin.loss.response_rows import response_rows, response_tokens
 from plugin.loss.value_checks import check_log_ratio, check_values, raise_on_all_shards
 from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
 from plugin.ppo_utils.kl_estimators import k3
-from plugin.ppo_utils.masked_ops import neutralised
-from plugin.ppo_utils.parallel_context import current_parallel_context
-from plugin.ppo_utils.sequence_shards import SequenceShards
+from plugin.ppo_utils.masked_ops import zero_masked
+from plugin.sharding.parallel_context import current_parallel_context
+from plugin.sharding.response_rows import response_rows, response_tokens
+from plugin.sharding.sequence_shards import SequenceShards
 
 _OPTIONAL_LOG_PROBS = ("rollout_log_probs", "ref_log_probs", "teacher_log_probs")
 
@@ -51,9 +52,6 @@ def log_probs_of_responses(
     config: LossConfig, batch: Mapping[str, Any], logits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy [R] of the local response tokens at the rollout temperature."""
-    # The vocabulary-parallel kernel needs torch alone; it sits with the backend because it is built there.
-    from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
-
     rows_logits = logits.squeeze(0) if logits.dim() == 3 else logits
     if rows_logits.dim() != 2:
         raise BatchError(f"logits have shape {tuple(logits.shape)}; expected [1, T, V] or [T, V]")
@@ -86,7 +84,7 @@ def loss_inputs(
     cur_log_probs: Tensor,
     entropy: Tensor | None = None,
 ) -> LossInputs:
-    """Flatten, check and neutralise the per-token fields of a batch around `cur_log_probs` [R]."""
+    """Flatten, check and zero masked positions of the per-token fields of a batch around `cur_log_probs` [R]."""
     config.require_rollout_log_probs(batch.get("rollout_log_probs") is not None)
     _require(batch, "loss_masks", "advantages")
     shards = _shards(batch, cur_log_probs.device)
@@ -108,7 +106,7 @@ def loss_inputs(
             f"--teacher-tau is {config.teacher_tau} but the batch has no teacher_log_probs; give a teacher"
         )
     clean = {
-        name: None if value is None else neutralised(value, mask) for name, value in raw.items()
+        name: None if value is None else zero_masked(value, mask) for name, value in raw.items()
     }
     return LossInputs(
         mask=mask,
@@ -147,7 +145,7 @@ def _known(
 
 
 def compute_loss(args: Any, config: LossConfig, inputs: LossInputs) -> LossOutputs:
-    """Policy loss, corrections and regularisers per token; `args` is what hooks receive."""
+    """Policy loss, corrections and regularizers per token; `args` is what hooks receive."""
     term = POLICY_LOSSES[config.policy_loss](inputs, config)
     if config.use_tis:
         term = apply_hooks(args, config.hook_names(), term, inputs)

@@ -130,7 +130,7 @@ def dppo_tv(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
 @token_separable
 def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """Drops tokens with A > 0 that rose too far and with A <= 0 that fell too far; penalises every token's drift.
+    """Drops tokens with A > 0 that rose too far and with A <= 0 that fell too far; penalizes every token's drift.
 
     loss = -keep A r + kl_tau log(r)^2, r = exp(cur - rollout), keep = pi_cur - pi_rollout <= dppo_mask_high for
     A > 0, >= -dppo_mask_low else

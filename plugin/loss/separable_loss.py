@@ -15,9 +15,9 @@ from plugin.loss.interfaces import LossInputs, LossOutputs
 from plugin.loss.policy_loss import compute_loss
 from plugin.loss.policy_losses import POLICY_LOSSES
 from plugin.loss.token_program import NotSeparableError, TokenProgram, record_program
-from plugin.ppo_utils.parallel_context import SINGLE_PROCESS, use_parallel_context
 from plugin.ppo_utils.separability import declares_separable
-from plugin.ppo_utils.sequence_shards import SequenceShards
+from plugin.sharding.parallel_context import SINGLE_PROCESS, use_parallel_context
+from plugin.sharding.sequence_shards import SequenceShards
 
 #: Inputs that the kernel itself supplies.
 CUR, ENTROPY = "cur_log_probs", "entropy"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugin.errors import BatchError
-from plugin.ppo_utils.sequence_shards import SequenceShards
+from plugin.sharding.sequence_shards import SequenceShards
 
 #: No real log-prob or advantage is larger; a sentinel such as -1e30 is.
 MAX_ABS_VALUE = 1e4

@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from plugin.errors import ConfigError, ParallelError
 from plugin.megatron_backend import cpu_runtime
-from plugin.ppo_utils.parallel_context import ParallelContext
+from plugin.sharding.parallel_context import ParallelContext
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,10 +158,10 @@ def _check_sizes(world: int, tp: int, pp: int, vpp: int | None, cp: int, ep: int
 
 
 def read_parallel_groups() -> ParallelGroups:
-    """This rank's place, read from Megatron's global state (which must be initialised)."""
+    """This rank's place, read from Megatron's global state (which must be initialized)."""
     if not parallel_state.model_parallel_is_initialized():
         raise ParallelError(
-            "Megatron's parallel state is not initialised; call init_parallel() on every rank first"
+            "Megatron's parallel state is not initialized; call init_parallel() on every rank first"
         )
     collection = ProcessGroupCollection.use_mpu_process_groups()
     groups = {
@@ -192,24 +192,12 @@ def read_parallel_groups() -> ParallelGroups:
 
 
 def destroy_parallel() -> None:
-    """Undoes `init_parallel`; safe to call when nothing was initialised."""
+    """Undoes `init_parallel`; safe to call when nothing was initialized."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def loss_context(groups: ParallelGroups) -> ParallelContext:
-    """The groups that the loss and the corrections need; a group of one rank counts as not split."""
-    return ParallelContext(
-        tp_group=groups.tp_group if groups.tp_size > 1 else None,
-        cp_group=groups.cp_group if groups.cp_size > 1 else None,
-        cp_rank=groups.cp_rank,
-        cp_size=groups.cp_size,
-    )
-
-
-def ambient_parallel_context() -> ParallelContext | None:
-    """The loss context of a Megatron that another framework has initialised; None if nobody has."""
-    if not parallel_state.model_parallel_is_initialized():
-        return None
-    return loss_context(read_parallel_groups())
+    """The groups that the loss and the corrections need."""
+    return ParallelContext.of(groups.tp_group, groups.cp_group)

@@ -16,28 +16,13 @@ from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.errors import BatchError, ReplayError
 from plugin.loss.hook_loading import load_hook
-from plugin.megatron_backend.checkpointing import (
+from plugin.megatron_backend.checkpoint.save_load import (
     TrainerParts,
     TrainerState,
     load_checkpoint,
     save_checkpoint,
 )
-from plugin.megatron_backend.forward_step import (
-    PreparedMicrobatch,
-    log_prob_forward_step,
-    prepare,
-    training_forward_step,
-)
-from plugin.megatron_backend.hf_weights import export_hf_weights, load_hf_weights, unwrap
-from plugin.megatron_backend.live_routes import LiveRoutes, token_places
-from plugin.megatron_backend.loss_scaling import LossScale, total_weight
-from plugin.megatron_backend.microbatching import (
-    BatchingLimits,
-    MicrobatchPlan,
-    build_microbatches,
-    plan_microbatches,
-)
-from plugin.megatron_backend.model_builder import (
+from plugin.megatron_backend.model.builder import (
     ModelSettings,
     OptimizerSettings,
     build_model,
@@ -45,9 +30,10 @@ from plugin.megatron_backend.model_builder import (
     uses_transformer_engine,
     wrap_with_ddp,
 )
+from plugin.megatron_backend.model.hf_weights import export_hf_weights, load_hf_weights, unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.rank_agreement import ErrorCollector
-from plugin.megatron_backend.router_replay import (
+from plugin.megatron_backend.routing.live_routes import LiveRoutes, token_places
+from plugin.megatron_backend.routing.router_replay import (
     MicrobatchRoutes,
     RecordedRoutes,
     RoutedModel,
@@ -55,10 +41,21 @@ from plugin.megatron_backend.router_replay import (
     router_order,
     routes_of,
 )
-from plugin.megatron_backend.separable_path import separable_program
-from plugin.megatron_backend.sequence_packing import SequenceLayout
-from plugin.megatron_backend.step_metrics import step_metrics
-from plugin.megatron_backend.train_step import (
+from plugin.megatron_backend.step.forward_step import (
+    PreparedMicrobatch,
+    log_prob_forward_step,
+    prepare,
+    training_forward_step,
+)
+from plugin.megatron_backend.step.loss_scaling import LossScale, total_weight
+from plugin.megatron_backend.step.microbatching import (
+    BatchingLimits,
+    MicrobatchPlan,
+    build_microbatches,
+    plan_microbatches,
+)
+from plugin.megatron_backend.step.rank_agreement import ErrorCollector
+from plugin.megatron_backend.step.schedule import (
     GuardedOptimizer,
     connect,
     first_bad_parameter,
@@ -66,6 +63,9 @@ from plugin.megatron_backend.train_step import (
     run_schedule,
     spread_from_last_stage,
 )
+from plugin.megatron_backend.step.separable_path import separable_program
+from plugin.megatron_backend.step.sequence_packing import SequenceLayout
+from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -26,8 +26,14 @@ from plugin.ppo_utils.importance_ratio import (
     sequence_log_ratio,
 )
 from plugin.ppo_utils.kl_estimators import KL_ESTIMATORS, kl_estimate
-from plugin.ppo_utils.masked_ops import masked_max, masked_mean, masked_min, masked_sum, neutralised
-from plugin.ppo_utils.parallel_context import ParallelContext, use_parallel_context
+from plugin.ppo_utils.masked_ops import (
+    masked_max,
+    masked_mean,
+    masked_min,
+    masked_sum,
+    neutralised,
+    zero_masked,
+)
 from plugin.ppo_utils.rejections import (
     dppo_tv_mask_function,
     geometric_mask_function,
@@ -36,7 +42,8 @@ from plugin.ppo_utils.rejections import (
     veto_function,
 )
 from plugin.ppo_utils.separability import token_separable
-from plugin.ppo_utils.sequence_shards import SequenceShards, response_spans
+from plugin.sharding.parallel_context import ParallelContext, use_parallel_context
+from plugin.sharding.sequence_shards import SequenceShards, response_spans
 
 __all__ = [
     "KL_ESTIMATORS",
@@ -75,4 +82,5 @@ __all__ = [
     "vanilla_tis_function",
     "veto_function",
     "whiten",
+    "zero_masked",
 ]

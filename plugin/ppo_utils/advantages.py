@@ -26,20 +26,20 @@ def grpo_advantages(
 
     The standard deviation is the unbiased one; a group of one has advantage 0.
     """
-    centred = _centred_in_group(rewards, group_index)
+    centered = _centered_in_group(rewards, group_index)
     if not std_normalization:
-        return centred.float()
-    count = _group_sum(torch.ones_like(centred), group_index)
-    variance = _group_sum(centred.square(), group_index) / (count - 1).clamp(min=1)
-    return (centred / (variance.sqrt() + epsilon)).float()
+        return centered.float()
+    count = _group_sum(torch.ones_like(centered), group_index)
+    variance = _group_sum(centered.square(), group_index) / (count - 1).clamp(min=1)
+    return (centered / (variance.sqrt() + epsilon)).float()
 
 
 def rloo_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
     """reward - mean reward of the other members of its group [N]; a group of one has advantage 0."""
     # The sum of all n deviations from the group mean is 0, so r - mean(others) = (r - mean) * n / (n - 1).
-    centred = _centred_in_group(rewards, group_index)
-    count = _group_sum(torch.ones_like(centred), group_index)
-    return (centred * count / (count - 1).clamp(min=1)).float()
+    centered = _centered_in_group(rewards, group_index)
+    count = _group_sum(torch.ones_like(centered), group_index)
+    return (centered * count / (count - 1).clamp(min=1)).float()
 
 
 def reinforce_plus_plus_returns(
@@ -88,8 +88,8 @@ def reinforce_plus_plus_baseline_advantages(
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
     """REINFORCE++-baseline: reward - group mean at every token, whitened over the whole batch."""
-    centred = _centred_in_group(rewards, group_index).float()
-    return whiten(spread_over_tokens(centred, loss_masks), loss_masks, group=group)
+    centered = _centered_in_group(rewards, group_index).float()
+    return whiten(spread_over_tokens(centered, loss_masks), loss_masks, group=group)
 
 
 def gae_advantages(
@@ -100,7 +100,7 @@ def gae_advantages(
     gamma: float = 1.0,
     lambd: float = 1.0,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Generalised advantage estimation; returns (advantages, returns), one tensor per sample.
+    """Generalized advantage estimation; returns (advantages, returns), one tensor per sample.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = sum_k (gamma lambda)^k delta_{t+k}; V is 0 after the end.
     """
@@ -180,7 +180,7 @@ def _group_sum(values: Tensor, group_index: Tensor) -> Tensor:
     return sums.index_add_(0, position, values)[position]
 
 
-def _centred_in_group(rewards: Tensor, group_index: Tensor) -> Tensor:
+def _centered_in_group(rewards: Tensor, group_index: Tensor) -> Tensor:
     """reward - group mean [N], in float64.
 
     In float32 the mean of equal rewards is off by a rounding error, which dividing by a standard deviation of

@@ -13,8 +13,8 @@ from torch import Tensor
 from plugin.config import LossConfig
 from plugin.errors import BatchError, ConfigError
 from plugin.ppo_utils.importance_ratio import log_ratio
-from plugin.ppo_utils.masked_ops import neutralised
-from plugin.ppo_utils.sequence_shards import SequenceShards
+from plugin.ppo_utils.masked_ops import zero_masked
+from plugin.sharding.sequence_shards import SequenceShards
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(LossConfig)}
 
@@ -72,7 +72,7 @@ class HookTokens:
 
     def metric(self, values: Tensor) -> Tensor:
         """A per-token metric [T]: float32, detached, 0 where masked."""
-        return neutralised(values.detach(), self.mask)
+        return zero_masked(values.detach(), self.mask)
 
 
 def hook_tokens(

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from plugin.ppo_utils.masked_ops import neutralised
-from plugin.ppo_utils.sequence_shards import SequenceShards
+from plugin.ppo_utils.masked_ops import zero_masked
+from plugin.sharding.sequence_shards import SequenceShards
 
 #: exp(20) is about 4.9e8: far beyond any useful weight, far from overflow even when squared and summed.
 MAX_LOG_RATIO = 20.0
@@ -18,7 +18,7 @@ EDGE_TOLERANCE = 1e-6
 
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
     """log(numerator / denominator) [T] in float32 from log-probs, 0 where masked."""
-    return neutralised(numerator, mask) - neutralised(denominator, mask)
+    return zero_masked(numerator, mask) - zero_masked(denominator, mask)
 
 
 def safe_exp(log_values: Tensor, cap: float = MAX_LOG_RATIO) -> Tensor:
@@ -58,5 +58,5 @@ def geometric_log_ratio(token_log_ratio: Tensor, mask: Tensor, shards: SequenceS
 def probability_difference(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
     """exp(numerator) - exp(denominator) [T] from log-probs, 0 where masked; no gradient."""
     with torch.no_grad():
-        first, second = neutralised(numerator, mask), neutralised(denominator, mask)
+        first, second = zero_masked(numerator, mask), zero_masked(denominator, mask)
         return first.clamp(max=0.0).exp() - second.clamp(max=0.0).exp()

@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 
-def neutralised(values: Tensor, mask: Tensor, neutral: float = 0.0) -> Tensor:
-    """`values` [T] in float32, with `neutral` wherever `mask` [T] is False."""
+def zero_masked(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
+    """`values` [T] in float32, with `fill` wherever `mask` [T] is False."""
     values = values.float()
-    return torch.where(mask, values, values.new_full((), neutral))
+    return torch.where(mask, values, values.new_full((), fill))
+
+
+#: The public name of `zero_masked` before it had this one.
+neutralised = zero_masked
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum of the unmasked values; 0 when there are none."""
-    return neutralised(values, mask).sum()
+    return zero_masked(values, mask).sum()
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -30,7 +34,7 @@ def masked_max(values: Tensor, mask: Tensor) -> Tensor:
     """Largest unmasked value; -inf when there are none."""
     if values.numel() == 0:
         return values.new_full((), -torch.inf, dtype=torch.float32)
-    return neutralised(values, mask, -torch.inf).max()
+    return zero_masked(values, mask, -torch.inf).max()
 
 
 def masked_min(values: Tensor, mask: Tensor) -> Tensor:

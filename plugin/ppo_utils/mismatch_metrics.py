@@ -1,7 +1,7 @@
 """How far the policies are apart: sufficient statistics of a microbatch, exact metrics of a step.
 
 `record_mismatch` adds a microbatch to a table of sums and maxima. It never waits for the device: no value is
-read back, tokens are sorted into fixed bins with `index_add`. `summarise` turns the reduced table into
+read back, tokens are sorted into fixed bins with `index_add`. `summarize` turns the reduced table into
 numbers; what it gives does not depend on how the batch was cut.
 
 The ratio is pi_train / pi_rollout unless the caller passes the one its correction works on. All KL estimates
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
 from plugin.ppo_utils.kl_estimators import k1, k2, k3
-from plugin.ppo_utils.masked_ops import neutralised
+from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 
 #: First response position of every bin: 0, 1, 2-3, 4-7, ..., 65536+.
@@ -95,12 +95,12 @@ def record_mismatch(
         log_r = log_ratio(train_log_probs, rollout_log_probs, mask).double()
         log_before = log_r
         if correction_ratio is not None:
-            log_before = neutralised(correction_ratio, mask, 1.0).double().clamp(min=1e-30).log()
+            log_before = zero_masked(correction_ratio, mask, 1.0).double().clamp(min=1e-30).log()
         before = safe_exp(log_before)
         kept = mask if kept is None else mask & kept
-        after = before if weights is None else neutralised(weights, mask).double()
+        after = before if weights is None else zero_masked(weights, mask).double()
         after = torch.where(kept, after, 0.0)
-        rollout = neutralised(rollout_log_probs, mask).double()
+        rollout = zero_masked(rollout_log_probs, mask).double()
         removed = mask & ~kept
         sums = {
             "count": mask.double(),
@@ -116,7 +116,7 @@ def record_mismatch(
             "k2": k2(-log_r),
             "k3": k3(-log_r),
             "abs_log_ratio": log_r.abs(),
-            "train_log_prob": neutralised(train_log_probs, mask).double(),
+            "train_log_prob": zero_masked(train_log_probs, mask).double(),
             "rollout_log_prob": rollout,
             **_advantage_sums(advantages, mask, removed),
         }
@@ -128,7 +128,7 @@ def record_mismatch(
         _record_cur(table, mask, cur_log_probs, rollout_log_probs)
 
 
-def summarise(table: StatisticsTable) -> dict[str, float]:
+def summarize(table: StatisticsTable) -> dict[str, float]:
     """Flat metrics of a (reduced) table: `mismatch/...`, and `mismatch/cur/...` for cur against rollout."""
     if "mismatch:sums" not in table.sums:
         return {}
@@ -154,7 +154,7 @@ def histogram_bin(log_r: Tensor) -> Tensor:
 
 
 def histogram_edge(step: float) -> float:
-    """The log-ratio at a (fractional) bin number counted from the centre bin."""
+    """The log-ratio at a (fractional) bin number counted from the center bin."""
     scale = _HISTOGRAM_HALF / math.log1p(_HISTOGRAM_LIMIT / _HISTOGRAM_UNIT)
     return math.copysign(_HISTOGRAM_UNIT * math.expm1(abs(step) / scale), step)
 
@@ -174,7 +174,7 @@ def histogram_percentile(counts: Tensor, percent: float) -> float:
 def _advantage_sums(advantages: Tensor | None, mask: Tensor, removed: Tensor) -> dict[str, Tensor]:
     values = torch.zeros_like(mask, dtype=torch.float64)
     if advantages is not None:
-        values = neutralised(advantages, mask).double()
+        values = zero_masked(advantages, mask).double()
     positive, negative = values.clamp(min=0), (-values).clamp(min=0)
     return {
         "positive_advantage": positive,

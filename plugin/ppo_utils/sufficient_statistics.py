@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugin.ppo_utils.masked_ops import masked_max, neutralised
+from plugin.ppo_utils.masked_ops import masked_max, zero_masked
 
 #: Up to this many ranks a table is gathered whole and added in the order of ranks: one collective.
 GATHER_LIMIT = 64
@@ -42,7 +42,7 @@ class StatisticsTable:
 
     def add_mean(self, name: str, values: Tensor, over: Tensor) -> None:
         """Contribute [T] values to the mean `name` over the tokens where `over` is True."""
-        self.add(f"{name}:sum", neutralised(values.detach(), over).double().sum())
+        self.add(f"{name}:sum", zero_masked(values.detach(), over).double().sum())
         self.add(f"{name}:count", over.sum())
 
     def add_extremes(self, name: str, values: Tensor, over: Tensor) -> None:

@@ -47,7 +47,7 @@ class GpuRankPool(RankPool):
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[GpuRankPool]:
     """One set of warm worker processes for the whole session."""
-    # torch must look for GPUs without initialising CUDA: workers are forked from the process that looks.
+    # torch must look for GPUs without initializing CUDA: workers are forked from the process that looks.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     pool = GpuRankPool()
     yield pool

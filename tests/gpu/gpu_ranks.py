@@ -13,7 +13,8 @@ def on_local_layers(fn: Callable[..., Any], groups: ParallelGroups, *args: Any) 
     """`fn(groups, *args)` on this rank's GPU, on local layers although Transformer Engine may be there."""
     import torch
 
-    from plugin.megatron_backend import model_builder, trainer
+    from plugin.megatron_backend import trainer
+    from plugin.megatron_backend.model import builder as model_builder
 
     assert torch.cuda.is_available(), "a rank of a GPU suite sees no GPU"
     never = {"uses_transformer_engine": lambda choice: False}

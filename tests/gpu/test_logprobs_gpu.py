@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plugin.megatron_backend.fused_lm_head import fused_log_probs_and_entropy
-from plugin.megatron_backend.kernels import row_kernels_for
-from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
+from plugin.logprobs.fused_lm_head import fused_log_probs_and_entropy
+from plugin.logprobs.kernels import row_kernels_for
+from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 
 NUM_GPUS = 1
 

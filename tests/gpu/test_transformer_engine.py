@@ -50,8 +50,8 @@ def fp8_log_probs_on_rank(groups: ParallelGroups, start: Start) -> tuple[list[Te
     trainer = new_trainer(groups, start, {**BF16, "micro_batch_size": 1})
     plain = trainer.compute_log_probs(start.batch)
     with te.fp8_autocast(enabled=True):
-        quantised = trainer.compute_log_probs(start.batch)
-    return plain, quantised
+        quantized = trainer.compute_log_probs(start.batch)
+    return plain, quantized
 
 
 def largest_difference(first: list[Tensor], second: list[Tensor]) -> float:
@@ -108,6 +108,6 @@ def test_fp8_layers_give_finite_log_probs_near_those_of_bfloat16(run_real_ranks:
         "loss_masks": [torch.ones(n, dtype=torch.int64) for n in responses],
     }
     start = Start(start.family, start.weights, type(batch)(columns))
-    ((plain, quantised),) = run_real_ranks(fp8_log_probs_on_rank, 1, start)
-    assert all(bool(values.isfinite().all()) for values in quantised)
-    assert 0 < largest_difference(plain, quantised) < 1.0
+    ((plain, quantized),) = run_real_ranks(fp8_log_probs_on_rank, 1, start)
+    assert all(bool(values.isfinite().all()) for values in quantized)
+    assert 0 < largest_difference(plain, quantized) < 1.0

@@ -16,7 +16,9 @@ from transformers import (  # noqa: E402
     Qwen3MoeForCausalLM,
 )
 
-from plugin.megatron_backend import hf_weights, model_builder, parallel_groups  # noqa: E402
+from plugin.megatron_backend import parallel_groups  # noqa: E402
+from plugin.megatron_backend.model import builder as model_builder  # noqa: E402
+from plugin.megatron_backend.model import hf_weights  # noqa: E402
 
 __all__ = [
     "LlamaForCausalLM",

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
-from plugin.megatron_backend import router_replay
 from plugin.megatron_backend import trainer as trainer_module
-from plugin.megatron_backend.hf_weights import unwrap
-from plugin.megatron_backend.microbatching import MicrobatchPlan
+from plugin.megatron_backend.model.hf_weights import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.routing import router_replay
+from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.trainer import MegatronTrainer
 from tests.parallel.training_jobs import near_policy, uneven_batch
 

@@ -11,14 +11,14 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from plugin.megatron_backend.hf_weights import load_hf_weights
-from plugin.megatron_backend.model_builder import (
+from plugin.megatron_backend.model.builder import (
     ModelSettings,
     OptimizerSettings,
     build_model,
     build_optimizer,
     wrap_with_ddp,
 )
+from plugin.megatron_backend.model.hf_weights import load_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.megatron_backend import trainer
-from plugin.megatron_backend.loss_scaling import LossScale
-from plugin.megatron_backend.microbatching import MicrobatchPlan
+from plugin.megatron_backend.step.loss_scaling import LossScale
+from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 
 _for_megatron = LossScale.for_megatron
 _padding_like = Microbatch.padding_like.__func__  # type: ignore[attr-defined]

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.errors import CheckpointError, ParallelError
-from plugin.megatron_backend import checkpoint_directory, checkpointing
+from plugin.megatron_backend.checkpoint import directory as checkpoint_directory
+from plugin.megatron_backend.checkpoint import save_load as checkpointing
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.trainer import MegatronTrainer, StepResult
 from tests.parallel.rank_pool import RankError, RankPool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from plugin.ppo_utils.sequence_shards import response_spans
+from plugin.sharding.sequence_shards import response_spans
 from tests.parallel.test_policy_losses_on_ranks import LOSSES
 from tests.parallel.training_jobs import (
     PROMPTS,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from plugin.megatron_backend import cpu_runtime
-from plugin.megatron_backend.hf_weights import export_hf_weights
-from plugin.megatron_backend.model_builder import ModelSettings, OptimizerSettings
+from plugin.megatron_backend.model.builder import ModelSettings, OptimizerSettings
+from plugin.megatron_backend.model.hf_weights import export_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel.rank_pool import RankPool
 from tests.parallel.schedule_runs import loaded_model, train_one_step
@@ -146,7 +146,7 @@ def random_numbers_on_rank(groups: ParallelGroups) -> tuple[list[float], list[fl
     """What a fresh model's generators give before, inside and after a fork of the tracker."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    from plugin.megatron_backend.model_builder import build_model
+    from plugin.megatron_backend.model.builder import build_model
 
     build_model(tiny_qwen3(), ModelSettings(seed=5), groups)
     torch.manual_seed(99)

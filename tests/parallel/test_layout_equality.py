@@ -95,7 +95,7 @@ def padding_shares(outcomes: Mapping[str, Outcome]) -> dict[str, float]:
 
 
 def dense_cases() -> dict[str, Case]:
-    """Both normalisations and both denominators, small and large budgets and fixed sizes."""
+    """Both normalizations and both denominators, small and large budgets and fixed sizes."""
     return {
         "per sample, small budget": Case(settings={**PER_SAMPLE, **SMALL_BUDGET}),
         "per sample, fixed size": Case(settings={**PER_SAMPLE, "micro_batch_size": 2}),

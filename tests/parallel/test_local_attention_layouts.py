@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugin.errors import BatchError, ConfigError
-from plugin.megatron_backend.local_layers import PackedLayout
-from plugin.megatron_backend.model_builder import ModelSettings
+from plugin.megatron_backend.model.builder import ModelSettings
+from plugin.megatron_backend.model.local_layers import PackedLayout
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel.rank_pool import RankError
 from tests.parallel.schedule_runs import loaded_model
@@ -153,7 +153,7 @@ def unpacked_logits_on_rank(
     groups: ParallelGroups, config: Any, state: dict[str, Tensor], rows: Tensor
 ) -> Tensor:
     """[B, S_local, V] of whole rows [B, S], each cut zigzag, without a layout."""
-    from plugin.megatron_backend.local_layers import zigzag_positions
+    from plugin.megatron_backend.model.local_layers import zigzag_positions
 
     (model,) = loaded_model(config, state, groups)
     positions = zigzag_positions(rows.shape[1], groups.cp_size, groups.cp_rank)

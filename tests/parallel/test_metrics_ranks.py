@@ -10,7 +10,7 @@ import torch
 
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.ppo_utils import sufficient_statistics
-from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarise
+from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarize
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from tests.unit.ppo_utils.test_mismatch_metrics import tokens
 
@@ -24,7 +24,7 @@ def share_metrics(groups: ParallelGroups, gather_limit: int) -> dict[str, float]
     table = StatisticsTable()
     record_mismatch(table, **{name: value[start:end] for name, value in tokens().items()})
     try:
-        return summarise(table.reduced(groups.dp_group))
+        return summarize(table.reduced(groups.dp_group))
     finally:
         sufficient_statistics.GATHER_LIMIT = 64
 
@@ -44,7 +44,7 @@ def test_four_ranks_report_what_one_process_reports(
 ) -> None:
     table = StatisticsTable()
     record_mismatch(table, **tokens())
-    alone = summarise(table)
+    alone = summarize(table)
     for metrics in run_ranks(share_metrics, 4, gather_limit):
         assert metrics.keys() == alone.keys()
         for name, value in alone.items():

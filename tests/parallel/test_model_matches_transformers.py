@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from plugin.errors import ConfigError, WeightError
-from plugin.megatron_backend.hf_weights import (
+from plugin.megatron_backend.model.builder import ModelSettings, OptimizerSettings, build_model
+from plugin.megatron_backend.model.hf_weights import (
     export_hf_weights,
     load_hf_weights,
     save_hf_checkpoint,
 )
-from plugin.megatron_backend.model_builder import ModelSettings, OptimizerSettings, build_model
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel.rank_pool import RankError
 from tests.parallel.schedule_runs import forward_log_probs, loaded_model, train_one_step
@@ -121,11 +121,11 @@ def test_tied_embeddings_and_a_vocabulary_that_tp_does_not_divide_match_transfor
     assert_log_probs_match(results, [hf_log_probs(model, rows) for rows in tokens])
 
 
-@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
 def test_moe_with_dense_layers_matches_for_both_kinds_of_top_k_weights(
-    run_ranks: Any, normalised: bool
+    run_ranks: Any, normalized: bool
 ) -> None:
-    config = tiny_qwen3_moe(mlp_only_layers=[0], norm_topk_prob=normalised)
+    config = tiny_qwen3_moe(mlp_only_layers=[0], norm_topk_prob=normalized)
     tokens = microbatches()
     results = run_ranks(
         log_probs_on_rank, 2, config, hf_state_dict(config), tokens, ModelSettings(), **{EP: 2}

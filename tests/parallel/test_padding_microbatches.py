@@ -11,8 +11,8 @@ import torch
 
 from plugin.batch_types import FIELDS, Field, Microbatch, RolloutBatch
 from plugin.megatron_backend import trainer as trainer_module
-from plugin.megatron_backend.microbatching import MicrobatchPlan
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.trainer import StepResult
 from tests.parallel.rank_pool import RankError
 from tests.parallel.training_jobs import (

@@ -22,7 +22,7 @@ from tests.parallel.training_jobs import (
 SMALL_BUDGET = {"max_tokens_per_gpu": 20}
 HOOK = "plugin.ppo_utils."
 
-#: Every policy loss, with bounds that cut something off in the batch, and between them every regulariser.
+#: Every policy loss, with bounds that cut something off in the batch, and between them every regularizer.
 LOSSES: dict[str, dict[str, Any]] = {
     "ppo": {"eps_clip": 0.1, "eps_clip_high": 0.15, "eps_clip_c": 1.1, "entropy_coef": 0.02},
     "reinforce": {

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from plugin.errors import ConfigError
-from plugin.megatron_backend import separable_path
+from plugin.megatron_backend.step import separable_path
 from tests.parallel.training_jobs import (
     Case,
     Layout,

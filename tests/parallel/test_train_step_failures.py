@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plugin.batch_types import RolloutBatch
-from plugin.megatron_backend.hf_weights import unwrap
+from plugin.megatron_backend.model.hf_weights import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.trainer import MegatronTrainer
 from tests.parallel import misbehaving_hooks

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from plugin.megatron_backend.fused_lm_head import fused_log_probs_and_entropy
-from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
+from plugin.logprobs.fused_lm_head import fused_log_probs_and_entropy
+from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 
 ROWS, COLUMNS = 13, 64
 

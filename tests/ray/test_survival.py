@@ -108,7 +108,7 @@ def test_an_engine_that_always_dies_ends_the_job_with_a_reason(
 
 DEADLY_TASK = """
 import os, signal
-from plugin.rollout.copy_digits_task import CopyDigitsTask
+from plugin.rollout.tasks.copy_digits import CopyDigitsTask
 from tests.ray.casualties import workers
 
 class Deadly(CopyDigitsTask):
@@ -148,7 +148,7 @@ def _command(run_dir: Path, *extra: str, rollouts: int) -> list[str]:
 
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
-    from plugin.report.run_files import read_run
+    from plugin.observe.run_files import read_run
 
     return read_run(run_dir).steps
 

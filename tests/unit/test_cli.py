@@ -128,7 +128,7 @@ def test_an_unknown_command_or_flag_exits_with_2_and_usage(
 def test_a_missing_command_module_and_a_missing_package_say_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "absent", ("plugin.report.absent_command", "not there"))
+    monkeypatch.setitem(cli.COMMANDS, "absent", ("plugin.observe.absent_command", "not there"))
     assert cli.main(["absent"]) == 2
     assert "'absent' is not part of this installation" in capsys.readouterr().err
     (tmp_path / "needy_command.py").write_text(

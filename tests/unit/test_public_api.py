@@ -24,7 +24,7 @@ PUBLIC: dict[str, set[str]] = {
         *("reinforce_plus_plus_returns", "rejection_function", "response_spans"),
         *("rloo_advantages", "safe_exp", "sequence_log_ratio", "sequence_tis_function"),
         *("spread_over_tokens", "token_separable", "use_parallel_context", "vanilla_tis_function"),
-        *("veto_function", "whiten"),
+        *("veto_function", "whiten", "zero_masked"),
     },
     "plugin.loss": {
         *("POLICY_LOSSES", "CorrectionHook", "LossInputs", "LossOutputs", "PolicyTerm"),
@@ -47,8 +47,8 @@ NAMED: dict[str, set[str]] = {
         *("MegatronTisError", "ConfigError", "HookLoadError", "BatchError", "ReplayError"),
         *("ParallelError", "WeightError", "CheckpointError", "EngineError", "ClusterError"),
     },
-    "plugin.megatron_backend.vocab_parallel_logprobs": {"log_probs_and_entropy"},
-    "plugin.megatron_backend.fused_lm_head": {"fused_log_probs_and_entropy"},
+    "plugin.logprobs.vocab_parallel": {"log_probs_and_entropy"},
+    "plugin.logprobs.fused_lm_head": {"fused_log_probs_and_entropy"},
     "plugin.megatron_backend.trainer": {"MegatronTrainer", "StepResult"},
     "plugin.megatron_backend.parallel_groups": {
         *("ParallelGroups", "init_parallel", "destroy_parallel", "read_parallel_groups"),
@@ -94,7 +94,7 @@ def test_the_two_signatures_that_other_frameworks_call() -> None:
 
 
 def test_the_signature_of_the_log_probs() -> None:
-    from plugin.megatron_backend.vocab_parallel_logprobs import log_probs_and_entropy
+    from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 
     names = list(inspect.signature(log_probs_and_entropy).parameters)
     assert names[:2] == ["logits", "tokens"]

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from plugin.errors import ConfigError, EngineError, WeightError
-from plugin.rollout.engine_protocol import (
+from plugin.rollout.engines.protocol import (
     Generation,
     GenerationFailure,
     GenerationRequest,
     SamplingParameters,
     check_generations,
 )
-from plugin.rollout.vllm_engine import VllmEngine
-from plugin.rollout.weight_buckets import pack_buckets
+from plugin.rollout.engines.vllm_engine import VllmEngine
+from plugin.rollout.engines.weight_buckets import pack_buckets
 from tests.parallel.tiny_models import hf_model, hf_state_dict
-from tests.unit.rollout.tiny_engines import PARAMETERS, REQUESTS, STOPS, reference_log_probs
-from tests.unit.rollout.tiny_engines import load as load_version
+from tests.unit.rollout.engines.tiny_engines import PARAMETERS, REQUESTS, STOPS, reference_log_probs
+from tests.unit.rollout.engines.tiny_engines import load as load_version
 from tests.vllm_rollouts.small_model import vllm_config
 
 VERSIONS = count()

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from plugin.rollout.engine_protocol import (
+from plugin.rollout.engines.http_engine import HttpEngine
+from plugin.rollout.engines.protocol import (
     Generation,
     GenerationRequest,
     SamplingParameters,
     check_generations,
 )
-from plugin.rollout.http_engine import HttpEngine
 from tests.parallel.tiny_models import hf_model, hf_state_dict
-from tests.unit.rollout.tiny_engines import load, reference_log_probs
+from tests.unit.rollout.engines.tiny_engines import load, reference_log_probs
 from tests.vllm_rollouts.server_process import vllm_server
 from tests.vllm_rollouts.small_job import check_steps, save_prompts, train
 from tests.vllm_rollouts.small_model import vllm_config

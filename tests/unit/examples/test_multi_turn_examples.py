@@ -14,14 +14,19 @@ from plugin.config import JobConfig
 from plugin.launch.model_source import load_tokenizer
 from plugin.launch.preflight import check_job, load_task, sampling_parameters
 from plugin.launch.rollout_choice import choose_rollouts
-from plugin.rollout.engine_choice import make_engine
-from plugin.rollout.engine_protocol import GenerationRequest
-from plugin.rollout.environment_protocol import Reply
-from plugin.rollout.multi_turn import run_multi_turn
-from plugin.rollout.single_turn import run_single_turn
-from plugin.rollout.trajectory import Trajectory
-from plugin.rollout.weight_buckets import pack_buckets
-from tests.unit.rollout.conversations import STOP, ScriptedEngine, chat_tokenizer, encode
+from plugin.rollout.conversation.environment_protocol import Reply
+from plugin.rollout.conversation.multi_turn import run_multi_turn
+from plugin.rollout.conversation.single_turn import run_single_turn
+from plugin.rollout.conversation.trajectory import Trajectory
+from plugin.rollout.engines.choice import make_engine
+from plugin.rollout.engines.protocol import GenerationRequest
+from plugin.rollout.engines.weight_buckets import pack_buckets
+from tests.unit.rollout.conversation.conversations import (
+    STOP,
+    ScriptedEngine,
+    chat_tokenizer,
+    encode,
+)
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LOOKUP = f"{EXAMPLES / 'tiny_tool_task.py'}:LookupTask"

@@ -11,8 +11,8 @@ from plugin.launch.array_transport import (
     trajectories_from_arrays,
     trajectories_to_arrays,
 )
-from plugin.rollout.engine_protocol import Generation
-from plugin.rollout.trajectory import Segment, Trajectory, failed
+from plugin.rollout.conversation.trajectory import Segment, Trajectory, failed
+from plugin.rollout.engines.protocol import Generation
 
 
 def full_batch() -> RolloutBatch:

@@ -16,9 +16,9 @@ from plugin.launch.batch_preparation import (
 )
 from plugin.launch.job import learning_rate
 from plugin.launch.rollout_queue import Group
-from plugin.rollout.engine_protocol import Generation
-from plugin.rollout.task_protocol import Prompt
-from plugin.rollout.trajectory import Segment, Trajectory
+from plugin.rollout.conversation.trajectory import Segment, Trajectory
+from plugin.rollout.engines.protocol import Generation
+from plugin.rollout.tasks.protocol import Prompt
 
 
 def group(index: int, rewards: list[float], **extra: torch.Tensor | None) -> Group:
@@ -33,7 +33,7 @@ def batch_of(config: JobConfig, *groups: Group) -> RolloutBatch:
     return prepare_batch(config, list(groups))
 
 
-def test_grpo_centres_within_the_group() -> None:
+def test_grpo_centers_within_the_group() -> None:
     config = JobConfig(grpo_std_normalization=False)
     batch = batch_of(config, group(0, [1.0, 0.0]), group(1, [3.0, 3.0]))
     # Group means 0.5 and 3.

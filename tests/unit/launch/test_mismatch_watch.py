@@ -7,8 +7,8 @@ from pathlib import Path
 
 from plugin.config import JobConfig
 from plugin.launch.mismatch_watch import MismatchWatch
-from plugin.report.run_files import RunFiles
-from tests.unit.report.test_detectors import LANGUAGE, rollout, routes
+from plugin.observe.run_files import RunFiles
+from tests.unit.observe.test_detectors import LANGUAGE, rollout, routes
 
 
 def watch(

@@ -9,8 +9,8 @@ import pytest
 from plugin.config import JobConfig
 from plugin.errors import BatchError, ConfigError, HookLoadError
 from plugin.launch.preflight import check_job, sampling_parameters
-from plugin.rollout.character_tokenizer import CharacterTokenizer
-from plugin.rollout.copy_digits_task import ALPHABET, CopyDigitsTask
+from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
+from plugin.rollout.tasks.copy_digits import ALPHABET, CopyDigitsTask
 
 TASK = CopyDigitsTask(CharacterTokenizer(ALPHABET))
 
@@ -78,7 +78,7 @@ def test_what_cannot_work_is_found_on_the_driver(
 def test_a_task_of_the_users_own_file_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "my_task.py"
     file.write_text(
-        "from plugin.rollout.task_protocol import Prompt\n"
+        "from plugin.rollout.tasks.protocol import Prompt\n"
         "class Ones:\n"
         "    def __init__(self, config, tokenizer):\n"
         "        self.stop_token_ids = (tokenizer.eos_token_id,)\n"

@@ -15,14 +15,14 @@ from plugin.config import JobConfig
 from plugin.errors import ActorLost
 from plugin.launch.batch_preparation import describe_batch, prepare_batch
 from plugin.launch.rollout_queue import Group, RolloutQueue
-from plugin.rollout.character_tokenizer import CharacterTokenizer
-from plugin.rollout.copy_digits_task import ALPHABET, CopyDigitsTask
-from plugin.rollout.engine_protocol import GenerationRequest, SamplingParameters
-from plugin.rollout.single_turn import run_single_turn
-from plugin.rollout.trajectory import Trajectory, failed
-from plugin.rollout.transformers_engine import TransformersEngine
+from plugin.rollout.conversation.single_turn import run_single_turn
+from plugin.rollout.conversation.trajectory import Trajectory, failed
+from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
+from plugin.rollout.engines.transformers_engine import TransformersEngine
+from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
+from plugin.rollout.tasks.copy_digits import ALPHABET, CopyDigitsTask
 from tests.parallel.tiny_models import tiny_qwen3
-from tests.unit.rollout.tiny_engines import load, loaded_engine
+from tests.unit.rollout.engines.tiny_engines import load, loaded_engine
 
 TASK = CopyDigitsTask(CharacterTokenizer(ALPHABET), seed=1)
 PARAMETERS = SamplingParameters(max_response_length=4, stop_token_ids=TASK.stop_token_ids)

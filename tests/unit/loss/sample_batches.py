@@ -135,7 +135,7 @@ _ALL_TERMS: dict[str, Any] = {
 }
 _HOOK = "plugin.ppo_utils."
 
-#: One configuration per loss, per correction and per way of normalising.
+#: One configuration per loss, per correction and per way of normalizing.
 CONFIGS: dict[str, dict[str, Any]] = {
     "ppo": {"policy_loss": "ppo", **_ALL_TERMS},
     "ppo_dual_clip": {"policy_loss": "ppo", "eps_clip_c": 1.2, "entropy_coef": 0.1},

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plugin.config import LossConfig
 from plugin.loss import policy_loss_function
 from plugin.loss.normalization import token_weights, weighted_sum
-from plugin.ppo_utils.sequence_shards import SequenceShards
+from plugin.sharding.sequence_shards import SequenceShards
 
-SYNCHRONISING = (
+SYNCHRONIZING = (
     "_local_scalar_dense",  # .item(), float(), bool(), .tolist()
     "nonzero",  # its result's shape depends on values; also indexing with a bool mask
     "masked_select",
@@ -31,7 +31,7 @@ class SyncCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if name.split(".")[0] in SYNCHRONISING or (name == "index" and _has_bool_index(args)):
+        if name.split(".")[0] in SYNCHRONIZING or (name == "index" and _has_bool_index(args)):
             self.seen.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -87,7 +87,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_microbatch_does_not_synchronise_with_the_host(name: str) -> None:
+def test_a_microbatch_does_not_synchronize_with_the_host(name: str) -> None:
     config = LossConfig(
         **SETTINGS[name],
         validate_batch="never",
@@ -110,7 +110,7 @@ def test_a_microbatch_does_not_synchronise_with_the_host(name: str) -> None:
     assert counter.seen == []
 
 
-def test_the_counter_sees_a_synchronisation() -> None:
+def test_the_counter_sees_a_synchronization() -> None:
     with SyncCounter() as counter:
         values = torch.ones(3)
         float(values.sum())

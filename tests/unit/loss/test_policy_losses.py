@@ -184,7 +184,7 @@ def test_the_ratio_of_a_rare_token_can_be_capped_in_dppo_tv() -> None:
     close(capped.gradient, 0.0)
 
 
-def test_dppo_drops_by_the_sign_of_the_advantage_and_penalises_all_tokens() -> None:
+def test_dppo_drops_by_the_sign_of_the_advantage_and_penalizes_all_tokens() -> None:
     # differences +0.3, +0.3, -0.3, -0.3 with A = 1, -1, 1, -1: dropped are the first and the last
     # r = 1.6, 1.6, 0.4, 0.4; l = log r; loss = -keep A r + 0.1 l^2
     result = token_loss(
@@ -211,7 +211,7 @@ def test_dppo_treats_an_advantage_of_zero_as_not_positive() -> None:
     assert result.kept == [True, False]
 
 
-def test_ipo_kl_penalises_kept_tokens_only() -> None:
+def test_ipo_kl_penalizes_kept_tokens_only() -> None:
     # band [0.2, 5]: r = 2 kept, r = 6 dropped together with its penalty
     result = token_loss(
         LossConfig(policy_loss="ipo_kl", kl_tau=0.1),

@@ -92,7 +92,7 @@ def test_fault_04_a_corrections_mask_does_not_thin_kl_and_entropy(denominator: s
         "entropy_coef": 0.5,
     }
     batch, logits = random_batch([[1, 1, 1], [1, 0, 1]])
-    batch["advantages"] = [torch.zeros(3), torch.zeros(3)]  # only the regularisers are left
+    batch["advantages"] = [torch.zeros(3), torch.zeros(3)]  # only the regularizers are left
     loss, gradient, metrics = run(LossConfig(**terms), batch, logits)
     drop_all = LossConfig(
         use_tis=True,

@@ -97,7 +97,7 @@ def test_what_mixes_tokens_or_leaves_the_tensors_is_refused(name: str) -> None:
 
 def test_the_kernel_knows_the_instructions_by_the_same_numbers() -> None:
     # The order of the enumeration in the C++ source is the order of the table.
-    from plugin.megatron_backend.kernels.cpu_extension import SOURCE
+    from plugin.logprobs.kernels.cpu_extension import SOURCE
 
     text = SOURCE.read_text().split("enum Operation : int32_t {")[1].split("}")[0]
     names = [name.strip().removeprefix("k").lower() for name in text.split(",")]

@@ -91,8 +91,8 @@ def test_reinforce_plus_plus_whitens_the_returns() -> None:
     torch.testing.assert_close(second, torch.tensor([2 / s, 0.0]))
 
 
-def test_reinforce_plus_plus_baseline_centres_in_the_group_then_whitens() -> None:
-    # centred 1 - 2 = -1 (one token), 3 - 2 = 1 (two tokens): mean 1/3, variance (16/9 + 4/9 + 4/9) / 2 = 4/3
+def test_reinforce_plus_plus_baseline_centers_in_the_group_then_whitens() -> None:
+    # centered 1 - 2 = -1 (one token), 3 - 2 = 1 (two tokens): mean 1/3, variance (16/9 + 4/9 + 4/9) / 2 = 4/3
     masks = [torch.tensor([1]), torch.tensor([1, 1])]
     result = reinforce_plus_plus_baseline_advantages(
         torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), masks

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from plugin.ppo_utils import masked_max, masked_mean, masked_min, masked_sum, neutralised
+from plugin.ppo_utils import masked_max, masked_mean, masked_min, masked_sum, zero_masked
 
 GARBAGE = [math.nan, math.inf, -math.inf, 1e30, -1e30]
 
@@ -18,7 +18,7 @@ def test_masked_operations_never_read_a_masked_value(garbage: float) -> None:
     assert masked_mean(values, mask).item() == 1.0  # 3 / 3
     assert masked_max(values, mask).item() == 4.0
     assert masked_min(values, mask).item() == -2.0
-    assert neutralised(values, mask, 7.0).tolist() == [1.0, 7.0, 4.0, -2.0]
+    assert zero_masked(values, mask, 7.0).tolist() == [1.0, 7.0, 4.0, -2.0]
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)

@@ -14,7 +14,7 @@ from plugin.ppo_utils.mismatch_metrics import (
     histogram_bin,
     histogram_percentile,
     record_mismatch,
-    summarise,
+    summarize,
 )
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 
@@ -46,7 +46,7 @@ def test_four_tokens_give_the_values_computed_by_hand() -> None:
     # train - rollout = log 2, -log 2, 0, 0: ratios 2, 1/2, 1, 1; sum 4.5, squares 4 + 0.25 + 1 + 1 = 6.25.
     rollout = torch.tensor([-2.0, -1.0, -1.0, -3.0])
     train = rollout + torch.tensor([LOG2, -LOG2, 0.0, 0.0])
-    metrics = summarise(
+    metrics = summarize(
         table_of(
             mask=torch.ones(4, dtype=torch.bool),
             train_log_probs=train,
@@ -79,7 +79,7 @@ def test_clipping_and_masking_are_counted_by_side() -> None:
     # ratios 4, 1/4, 1, 2, 1/2 with weights clipped to [1/3, 3]; the last two are dropped.
     rollout = torch.full((5,), -3.0)
     ratio = torch.tensor([4.0, 0.25, 1.0, 2.0, 0.5])
-    metrics = summarise(
+    metrics = summarize(
         table_of(
             mask=torch.ones(5, dtype=torch.bool),
             train_log_probs=rollout + ratio.log(),
@@ -106,7 +106,7 @@ def test_slices_by_position_staleness_and_probability_hold_their_own_tokens() ->
     # Positions 0, 1, 3, 100; staleness 0, 0, 4, 20; probabilities 0.5, 0.005, 0.95, 1e-5; differences 0.1 .. 0.4.
     rollout = torch.tensor([0.5, 0.005, 0.95, 1e-5]).log()
     difference = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    metrics = summarise(
+    metrics = summarize(
         table_of(
             mask=torch.ones(4, dtype=torch.bool),
             train_log_probs=rollout + difference,
@@ -127,13 +127,13 @@ def test_slices_by_position_staleness_and_probability_hold_their_own_tokens() ->
 
 def test_unknown_staleness_is_in_no_bin() -> None:
     values = {**tokens(), "staleness": None}
-    metrics = summarise(table_of(**values))
+    metrics = summarize(table_of(**values))
     assert not [name for name in metrics if "by_staleness" in name]
 
 
 def test_masked_garbage_changes_nothing() -> None:
     values = tokens()
-    clean = summarise(table_of(**values))
+    clean = summarize(table_of(**values))
     for name, garbage in (
         ("rollout_log_probs", float("-inf")),
         ("train_log_probs", float("nan")),
@@ -141,16 +141,16 @@ def test_masked_garbage_changes_nothing() -> None:
         ("advantages", float("nan")),
     ):
         values[name] = torch.where(values["mask"], values[name], garbage)
-    assert summarise(table_of(**values)) == clean
+    assert summarize(table_of(**values)) == clean
 
 
 def test_the_metrics_do_not_depend_on_how_the_batch_was_cut() -> None:
     values = tokens()
-    whole = summarise(table_of(**values))
+    whole = summarize(table_of(**values))
     cut = StatisticsTable()
     for start, end in ((0, 1), (1, 130), (130, 130), (130, 400)):
         record_mismatch(cut, **{name: value[start:end] for name, value in values.items()})
-    parts = summarise(cut)
+    parts = summarize(cut)
     assert parts.keys() == whole.keys()
     for name, value in whole.items():
         assert parts[name] == pytest.approx(value, rel=1e-12, abs=1e-15), name
@@ -158,7 +158,7 @@ def test_the_metrics_do_not_depend_on_how_the_batch_was_cut() -> None:
 
 def test_percentiles_are_close_to_the_exact_ones() -> None:
     values = tokens(20000)
-    metrics = summarise(table_of(**values))
+    metrics = summarize(table_of(**values))
     exact = (values["train_log_probs"] - values["rollout_log_probs"])[values["mask"]]
     for percent in (1, 25, 50, 99):
         quantile = float(torch.quantile(exact, percent / 100))
@@ -183,7 +183,7 @@ def test_the_median_of_one_bin_is_inside_it() -> None:
 def test_the_current_policy_is_compared_with_the_rollout_policy_too() -> None:
     values = tokens()
     mask = values["mask"]
-    metrics = summarise(table_of(**values))
+    metrics = summarize(table_of(**values))
     difference = (values["cur_log_probs"] - values["rollout_log_probs"])[mask].double()
     assert metrics["mismatch/cur/ratio_mean"] == pytest.approx(float(difference.exp().mean()))
     assert metrics["mismatch/cur/ratio_max"] == pytest.approx(float(difference.exp().max()))
@@ -191,8 +191,8 @@ def test_the_current_policy_is_compared_with_the_rollout_policy_too() -> None:
 
 def test_a_step_without_tokens_has_no_metrics() -> None:
     values = {**tokens(), "mask": torch.zeros(400, dtype=torch.bool)}
-    assert summarise(table_of(**values)) == {}
-    assert summarise(StatisticsTable()) == {}
+    assert summarize(table_of(**values)) == {}
+    assert summarize(StatisticsTable()) == {}
 
 
 def test_every_token_is_in_exactly_one_bin_of_each_dimension() -> None:

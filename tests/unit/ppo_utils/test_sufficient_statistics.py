@@ -61,7 +61,7 @@ def test_packing_and_reducing_on_one_rank_keeps_every_cell() -> None:
     assert table.packed().numel() == 2 + 3 + 2
 
 
-def test_rows_of_several_ranks_are_summed_and_maximised() -> None:
+def test_rows_of_several_ranks_are_summed_and_maximized() -> None:
     over = torch.ones(1, dtype=torch.bool)
     ranks = [record((torch.tensor([value]), over)) for value in (3.0, -1.0, 4.0)]
     combined = ranks[0]._from_rows(torch.stack([rank.packed() for rank in ranks]))

@@ -1,0 +1,1 @@
+"""Offline comparison: log-prob dumps, what-if over corrections, sweeps, the catalog of corrections."""

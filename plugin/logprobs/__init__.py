@@ -1,0 +1,1 @@
+"""Log-probs and entropy from logits or hidden states, vocabulary-parallel; torch alone."""

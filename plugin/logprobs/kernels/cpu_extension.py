@@ -1,0 +1,296 @@
+"""The two passes in C++ for float32 and bfloat16 logits in main memory.
+
+`logprob_rows.cpp` is built on first use with one compiler call of about a second, and kept under the user's
+cache directory for later processes. Where that is impossible `load_library` warns once and returns None, and
+`row_kernels_for` takes the plain torch operations instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from plugin.logprobs.kernels.row_statistics import (
+    KERNEL_INPUTS,
+    RowNormalizer,
+    ShardStatistics,
+)
+from plugin.loss.token_program import CODES, TokenProgram
+
+name = "cpu_extension"
+
+DTYPES = (torch.float32, torch.bfloat16)
+SOURCE = Path(__file__).with_name("logprob_rows.cpp")
+COMPILERS = ("g++", "c++", "clang++")
+# No -ffast-math: NaN and infinity must keep their meaning.
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-std=c++17",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+)
+BUILD_SECONDS = 120
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL | None:
+    """The compiled kernels, built if no earlier process left them in the cache; None, warned once, if impossible."""
+    try:
+        path = cache_directory() / f"logprob_rows-{_build_key()}.so"
+        return _with_signatures(_open_or_build(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        details = getattr(error, "stderr", None) or error
+        warnings.warn(
+            f"log-probs run on plain torch operations, several times slower: the C++ kernels could not be built "
+            f"or loaded ({details}). Install a C++17 compiler with OpenMP ({', '.join(COMPILERS)}) to speed them up.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _open_or_build(path: Path) -> ctypes.CDLL:
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            path.unlink()  # damaged: build it again
+    build_library(path)
+    return ctypes.CDLL(str(path))
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept across processes: the user's cache, or a private temporary directory."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = root / "megatron-tis"
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="megatron-tis-"))
+    return (
+        directory
+        if os.access(directory, os.W_OK)
+        else Path(tempfile.mkdtemp(prefix="megatron-tis-"))
+    )
+
+
+def build_library(path: Path) -> None:
+    """Compile `logprob_rows.cpp` into `path`; ranks that build at the same time do not see each other's halves."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise FileNotFoundError(f"none of {', '.join(COMPILERS)} is on the PATH")
+    handle, unfinished = tempfile.mkstemp(dir=path.parent, suffix=".so.tmp")
+    os.close(handle)
+    try:
+        subprocess.run(
+            [compiler, *FLAGS, "-o", unfinished, str(SOURCE)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=BUILD_SECONDS,
+        )
+        os.replace(unfinished, path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+
+
+def forward_blocks(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    scale: float,
+    with_entropy: bool,
+    keep_mask: torch.Tensor | None = None,
+) -> ShardStatistics:
+    """Summarize `[T, V/tp]` logits row by row; see `RowKernels`."""
+    rows, columns = logits.shape
+    sums = logits.new_empty((4, rows), dtype=torch.float32)
+    targets, keep_mask = targets.contiguous(), _row_contiguous(keep_mask)
+    _library().megatron_tis_forward(
+        logits.data_ptr(),
+        logits.element_size(),
+        rows,
+        columns,
+        logits.stride(0),
+        targets.data_ptr(),
+        _pointer(keep_mask),
+        0 if keep_mask is None else keep_mask.stride(0),
+        scale,
+        int(with_entropy),
+        *(sums[i].data_ptr() for i in range(4)),
+        torch.get_num_threads(),
+    )
+    return ShardStatistics(sums[0], sums[1], sums[2] if with_entropy else None, sums[3])
+
+
+def backward_blocks(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    rows: RowNormalizer,
+    grad_log_probs: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    *,
+    scale: float,
+    keep_mask: torch.Tensor | None = None,
+    out: torch.Tensor,
+) -> None:
+    """Write the gradient of `[T, V/tp]` logits into `out`; see `RowKernels`."""
+    library = _library()
+    if out.data_ptr() != logits.data_ptr():
+        library.megatron_tis_prefer_large_pages(out.data_ptr(), out.numel() * out.element_size())
+    targets, keep_mask = targets.contiguous(), _row_contiguous(keep_mask)
+    row_values = [
+        None if value is None else value.to(torch.float32).contiguous()
+        for value in (rows.maximum, rows.sum_exp, rows.entropy, grad_log_probs, grad_entropy)
+    ]
+    library.megatron_tis_backward(
+        logits.data_ptr(),
+        logits.element_size(),
+        logits.shape[0],
+        logits.shape[1],
+        logits.stride(0),
+        targets.data_ptr(),
+        _pointer(keep_mask),
+        0 if keep_mask is None else keep_mask.stride(0),
+        *map(_pointer, row_values),
+        scale,
+        out.data_ptr(),
+        out.stride(0),
+        torch.get_num_threads(),
+    )
+
+
+def separable_rows(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    active: torch.Tensor,
+    program: TokenProgram,
+    fields: Mapping[str, torch.Tensor],
+    *,
+    scale: float,
+    with_entropy: bool,
+    out: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs, entropies `[T]` and gradient in one visit to every row; see `separable_rows.separable_rows`."""
+    library = _library()
+    if out.data_ptr() != logits.data_ptr():
+        library.megatron_tis_prefer_large_pages(out.data_ptr(), out.numel() * out.element_size())
+    code = _kernel_code(program)
+    table = torch.stack([fields[name].float() for name in code.fields or ("weights",)])
+    targets, active = targets.contiguous(), active.contiguous()
+    results = logits.new_empty((2, logits.shape[0]), dtype=torch.float32)
+    library.megatron_tis_separable(
+        logits.data_ptr(),
+        logits.element_size(),
+        logits.shape[0],
+        logits.shape[1],
+        logits.stride(0),
+        targets.data_ptr(),
+        active.data_ptr(),
+        scale,
+        int(with_entropy),
+        code.instructions.data_ptr(),
+        code.instructions.shape[0],
+        code.constants.data_ptr(),
+        code.constants.numel(),
+        table.data_ptr(),
+        len(code.fields),
+        *code.outputs,
+        results[0].data_ptr(),
+        results[1].data_ptr(),
+        out.data_ptr(),
+        out.stride(0),
+        torch.get_num_threads(),
+    )
+    return results[0], results[1]
+
+
+class _KernelCode(NamedTuple):
+    """A program in the registers of the kernel: log-prob, entropy, fields, constants, results."""
+
+    fields: tuple[str, ...]
+    instructions: torch.Tensor  # int32 [n, 5]: operation, out, a, b, c
+    constants: torch.Tensor  # float32
+    outputs: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel_code(program: TokenProgram) -> _KernelCode:
+    fields = tuple(name for name in program.inputs if name not in KERNEL_INPUTS)
+    names = (*KERNEL_INPUTS, *fields)
+    moved = len(names) - len(program.inputs)
+    register = [names.index(name) for name in program.inputs]
+    register += range(len(names), program.num_registers + moved)
+    rows = [
+        [CODES[step.operation], register[step.out], *(register[i] for i in step.operands)]
+        for step in program.instructions
+    ]
+    return _KernelCode(
+        fields,
+        torch.tensor(rows, dtype=torch.int32).reshape(-1, 5),
+        torch.tensor(program.constants, dtype=torch.float32),
+        tuple(register[i] for i in program.outputs),
+    )
+
+
+def _library() -> ctypes.CDLL:
+    library = load_library()
+    assert library is not None, "row_kernels_for offers these kernels only after they loaded"
+    return library
+
+
+def _row_contiguous(mask: torch.Tensor | None) -> torch.Tensor | None:
+    return mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _build_key() -> str:
+    """Changes with the source, the flags and the processor, which `-march=native` compiles for."""
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    digest.update(" ".join((*FLAGS, platform.system(), platform.machine())).encode())
+    digest.update(_processor_features().encode())
+    return digest.hexdigest()[:16]
+
+
+def _processor_features() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _with_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, size, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    shape: list[Any] = [pointer, number, size, size, size, pointer, pointer, size]
+    library.megatron_tis_forward.argtypes = [*shape, real, number, *[pointer] * 4, number]
+    library.megatron_tis_backward.argtypes = [*shape, *[pointer] * 5, real, pointer, size, number]
+    library.megatron_tis_prefer_large_pages.argtypes = [pointer, size]
+    library.megatron_tis_separable.argtypes = [
+        *(pointer, number, size, size, size, pointer, pointer, real, number),
+        *(pointer, size, pointer, size, pointer, size, ctypes.c_int32, ctypes.c_int32),
+        *(pointer, pointer, pointer, size, number),
+    ]
+    for function in ("forward", "backward", "separable", "prefer_large_pages"):
+        getattr(library, f"megatron_tis_{function}").restype = None
+    return library

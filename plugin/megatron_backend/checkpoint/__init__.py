@@ -1,0 +1,1 @@
+"""Save and load: sharded state, the checkpoint directory, RNG state."""

@@ -1,0 +1,185 @@
+"""Model chunks and optimizer as Megatron-Core sharded state dicts that any layout can read.
+
+Only tensors are stored, each under a name that depends on the model alone: not on the layout, not on whether the
+distributed optimizer was used. Hyperparameters come from the configuration of the run that loads, and the one
+number that Adam counts, its step, travels in the checkpoint's own metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from plugin.errors import CheckpointError
+from plugin.megatron_backend.model.hf_weights import unwrap
+from plugin.megatron_backend.parallel_groups import ParallelGroups
+
+_MAIN_WEIGHTS = "optimizer.state.fp32_param."
+_DISTRIBUTED_MAIN_WEIGHTS = "optimizer.state.param."
+
+
+def sharded_state(
+    chunks: Sequence[Any],
+    optimizer: MegatronOptimizer | None,
+    groups: ParallelGroups,
+    *,
+    loading: bool = False,
+) -> dict[str, Any]:
+    """The state dict to hand to `dist_checkpointing.save`, or to `load` as a description of what to read."""
+    content = {
+        # One tensor per layer: layers of a MoE model differ, and any stage can pick its own.
+        "non_homogeneous_layers": True,
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "dp_cp_group": groups.dp_cp_group,
+    }
+    state: dict[str, Any] = {
+        f"model{number}": _tensors_only(unwrap(chunk).sharded_state_dict(metadata=content))
+        for number, chunk in enumerate(chunks)
+    }
+    if optimizer is not None:
+        models = dict(state)
+        allocate_optimizer_state(optimizer)
+        state["optimizer"] = {
+            number: _optimizer_part(part, models, content, loading)
+            for number, part in enumerate(_parts(optimizer))
+        }
+    return state
+
+
+def load_sharded_state(
+    state: dict[str, Any], chunks: Sequence[Any], optimizer: MegatronOptimizer | None
+) -> None:
+    """Put tensors that `dist_checkpointing.load` returned into model and optimizer."""
+    for number, chunk in enumerate(chunks):
+        missing, unexpected = unwrap(chunk).load_state_dict(state[f"model{number}"], strict=False)
+        lost = [name for name in missing if not name.endswith("_extra_state")]
+        if lost or unexpected:
+            raise CheckpointError(
+                f"model chunk {number} misses {lost[:3]} and does not know {list(unexpected)[:3]}; "
+                "load the checkpoint with the model that it was saved from"
+            )
+    if optimizer is not None:
+        for number, part in enumerate(_parts(optimizer)):
+            _load_optimizer_part(part, state["optimizer"][number])
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers of dense and of expert weights, as far as this rank has such weights."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if getattr(part, "optimizer", None) is not None]
+
+
+def _tensors_only(state: dict[str, Any]) -> dict[str, Any]:
+    """Without Transformer Engine's `_extra_state`: it is empty unless FP8 is used, and it is pickled."""
+    return {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}
+
+
+def _optimizer_part(
+    part: Any, models: dict[str, Any], content: dict[str, Any], loading: bool
+) -> dict[str, Any]:
+    state = part.sharded_state_dict(models, is_loading=loading, metadata=content)
+    if not isinstance(part, DistributedOptimizer):
+        # The step is stored elsewhere; what is left besides tensors is this run's own configuration.
+        state.get("optimizer", state)["state"].pop("common_step", None)
+        return _keep_rest_local(state)
+    tensors: dict[int, dict[str, Any]] = state["param_state"]
+    for entry, parameter in zip(tensors.values(), _distributed_parameters(part), strict=True):
+        if parameter.dtype is torch.float32:
+            # A view of the model's weights, which are stored already.
+            del entry["param"]
+        else:
+            key = entry["param"].key.removeprefix(_DISTRIBUTED_MAIN_WEIGHTS)
+            entry["param"].key = _MAIN_WEIGHTS + key
+    return _keep_rest_local({"param_state": tensors})
+
+
+def _keep_rest_local(state: dict[str, Any]) -> dict[str, Any]:
+    """Everything that is not a tensor is neither written nor read: it keeps its present value."""
+
+    def wrap(value: Any) -> Any:
+        kinds = (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
+        return value if isinstance(value, kinds) else LocalNonpersistentObject(value)
+
+    return dict_list_map_inplace(wrap, state)
+
+
+def _distributed_parameters(part: DistributedOptimizer) -> Iterator[torch.nn.Parameter]:
+    """Model parameters in the order of the distributed optimizer's state."""
+    for buffer in part.buffers:
+        yield from buffer.param_index_map
+
+
+def _load_optimizer_part(part: Any, state: dict[str, Any]) -> None:
+    if not isinstance(part, DistributedOptimizer):
+        if _counts_per_parameter(part.optimizer):
+            # torch wants a step in every state; `set_optimizer_step` has the true one.
+            state.get("optimizer", state)["state"]["common_step"] = torch.tensor(0.0)
+        part.load_state_dict(state)
+        return
+    tensors = state["param_state"]
+    for entry, parameter in zip(tensors.values(), _distributed_parameters(part), strict=True):
+        entry.setdefault("param", parameter.detach())
+    with _without_step(part.optimizer):
+        part.load_parameter_state_from_fully_reshardable(tensors)
+
+
+@contextmanager
+def _without_step(inner: torch.optim.Optimizer) -> Iterator[None]:
+    """Hide torch's per-parameter `step`: Megatron copies every state tensor but stores no step."""
+    steps = {parameter: state.pop("step", None) for parameter, state in inner.state.items()}
+    try:
+        yield
+    finally:
+        for parameter, step in steps.items():
+            if step is not None:
+                inner.state[parameter]["step"] = step
+
+
+def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    """Give Adam the state that it would otherwise allocate in its first step: zeros."""
+    for part in _parts(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+        if _counts_per_parameter(part.optimizer):
+            for state in part.optimizer.state.values():
+                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+
+
+def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
+    """torch's Adam counts steps per parameter, the fused ones of Apex and Transformer Engine per group."""
+    return isinstance(inner, torch.optim.Adam)
+
+
+def optimizer_step(optimizer: MegatronOptimizer) -> int:
+    """How many updates Adam has made (what it corrects its bias with)."""
+    return max((step for part in _parts(optimizer) for step in _steps(part.optimizer)), default=0)
+
+
+def _steps(inner: torch.optim.Optimizer) -> Iterator[int]:
+    if _counts_per_parameter(inner):
+        yield from (int(state["step"]) for state in inner.state.values() if "step" in state)
+    else:
+        yield from (int(group.get("step", 0)) for group in inner.param_groups)
+
+
+def set_optimizer_step(optimizer: MegatronOptimizer, step: int) -> None:
+    """Make Adam continue after `step` updates."""
+    for part in _parts(optimizer):
+        inner = part.optimizer
+        if _counts_per_parameter(inner):
+            for state in inner.state.values():
+                state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        else:
+            for group in inner.param_groups:
+                group["step"] = step

@@ -1,0 +1,1 @@
+"""MoE routing: replay of recorded routes, recording of live ones."""

@@ -1,0 +1,1 @@
+"""One training step: packing, schedule, closures, loss scaling, metrics, agreement of ranks."""

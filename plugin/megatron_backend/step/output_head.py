@@ -1,0 +1,131 @@
+"""Log-probs of the response tokens from a model's output: through logits, or fused with the LM head.
+
+Fused, the model's output layer is passed over and its weight meets the hidden states inside
+`fused_log_probs_and_entropy`, for the rows that carry loss alone; no [T, V] logits exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugin.errors import ConfigError
+from plugin.logprobs.fused_lm_head import fused_lm_head_pays, fused_log_probs_and_entropy
+from plugin.logprobs.vocab_parallel import log_probs_and_entropy
+from plugin.megatron_backend.model.hf_weights import unwrap
+from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
+from plugin.megatron_backend.step.sequence_packing import ModelInputs
+
+#: Logits beyond this size are never materialized when the fused head may be used.
+LOGITS_LIMIT_BYTES = 2 << 30
+
+
+def use_fused_head(
+    choice: str,
+    model: Any,
+    inputs: ModelInputs,
+    loss_rows: int,
+    *,
+    training: bool,
+    separable: bool = False,
+) -> bool:
+    """Whether this chunk's output layer is to be fused; `choice` is on, off or auto (where it pays).
+
+    separable: the loss will be evaluated row by row, together with its log-probs
+    """
+    model = unwrap(model)
+    if choice == "off" or not model.post_process:
+        return False
+    obstacle = _obstacle(model, inputs)
+    if choice == "on":
+        if obstacle:
+            raise ConfigError(f"--fused-lm-head on: {obstacle}; use auto or off")
+        return True
+    layer = model.output_layer
+    weight = layer.weight if layer.weight is not None else model.shared_embedding_or_output_weight()
+    return obstacle is None and fused_lm_head_pays(
+        inputs.tokens.numel(),
+        loss_rows,
+        weight.shape[0],
+        element_size=weight.element_size(),
+        logits_limit_bytes=LOGITS_LIMIT_BYTES,
+        training=training,
+        separable=separable,
+    )
+
+
+def _obstacle(model: Any, inputs: ModelInputs) -> str | None:
+    """Why the head cannot be fused, if it cannot."""
+    if model.output_layer._forward_hooks:
+        return "the vocabulary is padded to a multiple of the tensor parallel size"
+    if model.config.sequence_parallel and inputs.tokens.shape[0] > 1:
+        return "sequence parallelism with the padded layout interleaves rows of different samples"
+    return None
+
+
+@contextmanager
+def passed_over_output_layer(model: Any) -> Iterator[list[Tensor]]:
+    """Within the body the model returns hidden states; the list receives the weight of the output layer."""
+    layer = unwrap(model).output_layer
+    weights: list[Tensor] = []
+
+    def keep_hidden(hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        weights.append(layer.weight if weight is None else weight)
+        return hidden, None
+
+    layer.forward = keep_hidden
+    try:
+        yield weights
+    finally:
+        del layer.forward
+
+
+def response_log_probs(
+    output: Tensor,
+    head_weight: Tensor | None,
+    inputs: ModelInputs,
+    groups: ParallelGroups,
+    *,
+    temperature: float,
+    row_mask: Tensor | None = None,
+    sequence_parallel: bool = False,
+    inplace_grad: bool = False,
+    with_entropy: bool = True,
+    entropy_grad: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob and entropy [R] of the local response tokens.
+
+    output: logits [B, S_local, V/tp], or with `head_weight` [V/tp, H] hidden states [B, S_local, H]
+    row_mask: bool [B * S_local] on the CPU, the rows that matter; used by the fused head
+    """
+    group = loss_context(groups).tp_group
+    targets = torch.zeros(inputs.tokens.numel(), dtype=torch.int64, device=output.device)
+    targets[inputs.rows] = inputs.targets
+    flat = output.reshape(-1, output.shape[-1])
+    if head_weight is None:
+        log_probs, entropy = log_probs_and_entropy(
+            flat,
+            targets,
+            group=group,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            entropy_grad=entropy_grad,
+            inplace_grad=inplace_grad,
+        )
+    else:
+        log_probs, entropy = fused_log_probs_and_entropy(
+            flat,
+            head_weight,
+            targets,
+            group=group,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            entropy_grad=entropy_grad,
+            row_mask=row_mask,
+            sequence_parallel=sequence_parallel,
+        )
+    return log_probs[inputs.rows], None if entropy is None else entropy[inputs.rows]

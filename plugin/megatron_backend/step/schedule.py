@@ -1,0 +1,148 @@
+"""Runs stock Megatron schedules over prepared microbatches, and steps the optimizer if the gradient is sound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.step.forward_step import PreparedMicrobatch
+
+
+def run_schedule(
+    forward_step: Callable[..., Any],
+    chunks: Sequence[Any],
+    microbatches: Sequence[PreparedMicrobatch],
+    groups: ParallelGroups,
+    *,
+    forward_only: bool = False,
+) -> list[Any]:
+    """One pass of the schedule that fits the layout: none, 1F1B or interleaved.
+
+    Returns what the loss closures reported, on the last stage, in schedule order.
+    """
+    schedule = get_forward_backward_func(groups.pp_size, groups.vpp_size)
+    iterators = [iter(microbatches) for _ in chunks]
+    rows, row_length = microbatches[0].inputs.tokens.shape
+    return schedule(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(microbatches),
+        # Stages exchange the real shapes (variable_seq_lengths); these two only have to be plausible.
+        seq_length=row_length * groups.cp_size,
+        micro_batch_size=rows,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def connect(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
+    """Tell the model's config how to scale losses and how to finish gradients."""
+    for chunk in chunks:
+        chunk.config.grad_scale_func = optimizer.scale_loss
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+
+
+class GuardedOptimizer:
+    """A Megatron optimizer that leaves the weights alone when the gradient norm is not finite or too large.
+
+    `optimizer.step()` stays Megatron's own; only its last act, applying the clipped gradients, asks first. The norm is
+    reduced over all ranks, so all of them decide alike.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, max_norm: float | None = None) -> None:
+        self.optimizer = optimizer
+        self.skipped_steps = 0
+        self._max_norm = math.inf if max_norm is None else max_norm
+        self._norm = 0.0
+        self._measure, self._apply = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+        optimizer.get_grad_norm = self._measured
+        optimizer.step_with_ready_grads = self._apply_if_sound
+
+    def step(self) -> tuple[bool, float]:
+        """(whether the weights were updated, gradient norm before clipping)."""
+        self._norm = math.nan
+        updated, _, _ = self.optimizer.step()
+        if not updated:
+            self.skipped_steps += 1
+        return bool(updated), self._norm
+
+    def _measured(self) -> Any:
+        norm = self._measure()
+        self._norm = float(norm)
+        return norm
+
+    def _apply_if_sound(self) -> bool:
+        if not math.isfinite(self._norm) or self._norm > self._max_norm:
+            return False
+        return bool(self._apply())
+
+
+def first_bad_parameter(chunks: Sequence[Any], groups: ParallelGroups) -> str | None:
+    """Name of the first parameter with a non-finite gradient on the lowest rank that has one; a collective."""
+    mine = None
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            gradient = getattr(parameter, "main_grad", None)
+            if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                mine = (
+                    mine or f"{name.removeprefix('module.')} (rank {groups.rank}, chunk {number})"
+                )
+    found: list[str | None] = [None] * groups.world_size
+    dist.all_gather_object(found, mine)
+    return next((name for name in found if name), None)
+
+
+def spread_from_last_stage(value: Any, groups: ParallelGroups) -> Any:
+    """An object of the last pipeline stage, on every stage."""
+    if groups.pp_size == 1:
+        return value
+    boxed = [value]
+    source = dist.get_global_rank(groups.pp_group, groups.pp_size - 1)
+    dist.broadcast_object_list(boxed, src=source, group=groups.pp_group)
+    return boxed[0]
+
+
+def gather_responses(
+    results: Sequence[Tensor | None],
+    microbatches: Sequence[PreparedMicrobatch],
+    samples: Sequence[Sequence[int]],
+    response_lengths: Sequence[int],
+    groups: ParallelGroups,
+    device: torch.device,
+) -> list[Tensor]:
+    """Per-token results of all DP and CP ranks as one [response] tensor per sample of the global batch.
+
+    results: on the last stage [R] per microbatch, None where padding; samples: global sample of each, per microbatch
+    Every position is written by exactly one rank, so a sum over ranks assembles them.
+    """
+    starts = [0]
+    for length in response_lengths:
+        starts.append(starts[-1] + int(length))
+    flat = torch.zeros(starts[-1], dtype=torch.float32, device=device)
+    mine = results if groups.is_last_stage else [None] * len(microbatches)
+    for result, microbatch, indices in zip(mine, microbatches, samples, strict=True):
+        if result is None or microbatch.is_padding:
+            continue
+        offset = 0
+        for index, spans in zip(indices, microbatch.inputs.shards.spans, strict=True):
+            for start, end in spans:
+                flat[starts[index] + start : starts[index] + end] = result[
+                    offset : offset + end - start
+                ]
+                offset += end - start
+    if groups.is_last_stage:
+        dist.all_reduce(flat, group=groups.dp_cp_group)
+    if groups.pp_size > 1:
+        source = dist.get_global_rank(groups.pp_group, groups.pp_size - 1)
+        dist.broadcast(flat, src=source, group=groups.pp_group)
+    return [part.cpu() for part in flat.split([int(length) for length in response_lengths])]

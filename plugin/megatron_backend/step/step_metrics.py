@@ -1,0 +1,114 @@
+"""What a training step records about itself, as sufficient statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugin.config import TrainerConfig
+from plugin.errors import BatchError
+from plugin.loss.correction_weights import correction_weights
+from plugin.loss.interfaces import LossInputs, LossOutputs
+from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarize
+from plugin.ppo_utils.sufficient_statistics import StatisticsTable
+
+
+def record_step(
+    table: StatisticsTable,
+    config: TrainerConfig,
+    inputs: LossInputs,
+    outputs: LossOutputs,
+    weights: Tensor,
+    policy: Tensor,
+    total: Tensor,
+    denominator: Tensor,
+    columns: Mapping[str, Any],
+) -> None:
+    """Add one microbatch to the step's table.
+
+    Losses are weighted means with the weights of the loss itself; every other metric is a mean over tokens.
+    weights, policy, total: [T]; denominator: [T] bool
+    """
+    own = StatisticsTable(table.device)
+    with torch.no_grad():
+        kept_only = config.loss_denominator == "kept" and config.per_token
+        loss_weight = weights * denominator if kept_only else weights
+        _add_weighted(own, "loss", total, weights, loss_weight)
+        _add_weighted(own, "pg_loss", policy, weights, loss_weight)
+        for term in outputs.regularizers:
+            _add_weighted(own, term.name, term.values, weights, weights)
+        for name, metric in outputs.metrics.items():
+            own.add_mean(name, metric.values, metric.over)
+        own.add("num_tokens", inputs.mask.sum())
+        if inputs.rollout_log_probs is not None:
+            _record_mismatch(own, config, inputs, outputs, columns)
+    _check_same_cells(table, own)
+    table.merge(own)
+
+
+def _check_same_cells(before: StatisticsTable, own: StatisticsTable) -> None:
+    """A metric that only some microbatches record would be a mean over those, and depend on the cut."""
+    if not before.sums or before.digest() == own.digest():
+        return
+    names = {
+        name.removesuffix(":sum").removesuffix(":count") for name in before.sums.keys() ^ own.sums
+    }
+    raise BatchError(
+        f"microbatches of one step recorded different metrics ({', '.join(sorted(names))}); a hook must return the "
+        "same metric names for every microbatch, also for one without an unmasked token"
+    )
+
+
+def step_metrics(table: StatisticsTable) -> dict[str, float]:
+    """Metrics of a reduced table."""
+    metrics = {**table.means(), **summarize(table)}
+    metrics["num_tokens"] = float(table.sums.get("num_tokens", torch.zeros(())))
+    return metrics
+
+
+def _add_weighted(
+    table: StatisticsTable, name: str, values: Tensor, weights: Tensor, denominator: Tensor
+) -> None:
+    table.add(f"{name}:sum", (torch.where(weights > 0, values, 0.0).double() * weights).sum())
+    table.add(f"{name}:count", denominator.double().sum())
+
+
+def _record_mismatch(
+    table: StatisticsTable,
+    config: TrainerConfig,
+    inputs: LossInputs,
+    outputs: LossOutputs,
+    columns: Mapping[str, Any],
+) -> None:
+    corrected = correction_weights(config, config, inputs, outputs.policy)
+    record_mismatch(
+        table,
+        mask=inputs.mask,
+        train_log_probs=inputs.train_log_probs,
+        rollout_log_probs=inputs.require_rollout(),
+        position=_positions(inputs),
+        cur_log_probs=inputs.cur_log_probs,
+        staleness=_staleness(inputs, columns),
+        advantages=inputs.advantages,
+        kept=outputs.policy.kept,
+        weights=None if corrected is None else corrected.weight,
+        correction_ratio=None if corrected is None else corrected.ratio,
+    )
+
+
+def _positions(inputs: LossInputs) -> Tensor:
+    """[T] int64: index of every local token in its response."""
+    spans = [torch.arange(start, end) for sample in inputs.shards.spans for start, end in sample]
+    return (torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)).to(inputs.mask.device)
+
+
+def _staleness(inputs: LossInputs, columns: Mapping[str, Any]) -> Tensor | None:
+    """[T] int64: how many weight versions behind the trainer every token was sampled."""
+    versions, current = columns.get("weight_versions"), columns.get("trainer_version")
+    if versions is None or current is None:
+        return None
+    behind = torch.tensor([current - int(v) for v in versions], device=inputs.mask.device)
+    return inputs.shards.per_token(behind).clamp(min=0)

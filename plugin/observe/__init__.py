@@ -1,0 +1,1 @@
+"""What a run writes and shows: run files, metrics, detectors, the report page."""

@@ -1,0 +1,82 @@
+"""One self-contained HTML file: styles, scripts and data inline, nothing fetched."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from plugin.errors import ConfigError
+
+_TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:">
+<title>{title}</title>
+<link rel="icon" href="data:,">
+<style>
+{style}
+</style>
+</head>
+<body>
+<main>
+<header><div><h1>{title}</h1><div class="soft">{subtitle}</div></div></header>
+</main>
+<script type="application/json" id="data">{data}</script>
+<script>
+{script}
+</script>
+</body>
+</html>
+"""
+
+
+def page(title: str, subtitle: str, data: Mapping[str, Any], scripts: Sequence[str]) -> str:
+    """The text of a page that shows `data` with `scripts` (names of files in plugin/observe/page)."""
+    encoded = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+    return _TEMPLATE.format(
+        title=html.escape(title),
+        subtitle=html.escape(subtitle),
+        style=_page_file("style.css"),
+        # `<` would let a value end the script element it is stored in.
+        data=encoded.replace("<", "\\u003c"),
+        script="\n".join(_page_file(name) for name in ("charts.js", *scripts)),
+    )
+
+
+def write_page(path: Path, text: str, *, force: bool) -> Path:
+    """Write a page; an existing file is replaced only with `force`, and never half."""
+    refuse_overwriting(path, force)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def refuse_overwriting(path: Path, force: bool) -> None:
+    """A `ConfigError` if `path` exists and the user did not say --force."""
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists; add --force to replace it or choose another file")
+
+
+def _page_file(name: str) -> str:
+    return (files("plugin.observe") / "page" / name).read_text(encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """The same data with null for what JSON cannot hold, floats at 6 significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

@@ -1,1 +1,0 @@
-"""Run files, HTML reports and offline comparison."""

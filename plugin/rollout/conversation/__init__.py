@@ -1,0 +1,1 @@
+"""Turns: chat rendering, tools, environments, trajectories."""

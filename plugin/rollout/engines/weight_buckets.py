@@ -1,0 +1,153 @@
+"""Weights on their way to an engine: safetensors buckets of bounded size, and how a model takes them.
+
+Names are those of a Hugging Face checkpoint on disk. transformers 5 fuses the experts of a layer into two
+tensors; per-expert names are written into their slices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from plugin.errors import EngineError, WeightError
+from plugin.rollout.engines.int8_weights import Int8Linear, through_int8
+
+#: Version of an engine that has received no weights yet; the first real one is 0.
+NO_WEIGHTS = -1
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+
+
+def pack_buckets(
+    named_tensors: Iterable[tuple[str, Tensor]], *, bucket_bytes: int = 256 << 20
+) -> Iterator[bytes]:
+    """Serialized buckets of at least one tensor and, if possible, at most `bucket_bytes` each."""
+    held: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in named_tensors:
+        if held and size + tensor.nbytes > bucket_bytes:
+            yield safetensors.torch.save(held)
+            held, size = {}, 0
+        # A copy: exported tensors may be views of parameters, or of each other.
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += tensor.nbytes
+    if held:
+        yield safetensors.torch.save(held)
+
+
+class WeightLoader:
+    """Writes versions of weights into a model, bucket by bucket; a version counts once it is complete."""
+
+    def __init__(self, model: nn.Module, *, int8: bool = False) -> None:
+        self._model = model
+        self._int8 = int8
+        self._targets = dict(model.named_parameters())
+        self._linears = {
+            f"{name}.weight": module
+            for name, module in model.named_modules()
+            if isinstance(module, Int8Linear)
+        }
+        self._loading: int | None = None
+        self._expected = self._expected_names()
+        self._seen: set[str] = set()
+        self.version = NO_WEIGHTS
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a version has begun and not ended: the model then mixes two versions."""
+        return self._loading is not None
+
+    def require_complete(self, name: str) -> None:
+        """An `EngineError` unless engine `name` has all weights of one version."""
+        if self.version == NO_WEIGHTS or self.is_partial:
+            state = "half of a new version" if self.is_partial else "no weights"
+            raise EngineError(f"{name} has {state}; finish load_weights before generate")
+
+    def load(self, version: int, bucket: bytes, *, last: bool) -> None:
+        """Takes one bucket of `version`; the last one makes it current."""
+        if self._loading is None:
+            if version <= self.version:
+                raise WeightError(
+                    f"weights of version {version} arrived at an engine that has {self.version}; versions "
+                    "must grow"
+                )
+            self._loading, self._seen = version, set()
+        if version != self._loading:
+            raise WeightError(
+                f"a bucket of version {version} arrived while version {self._loading} is incomplete"
+            )
+        with torch.no_grad():
+            for name, tensor in safetensors.torch.load(bucket).items():
+                self._store(name, tensor)
+        if last:
+            self._finish(version)
+
+    def _finish(self, version: int) -> None:
+        missing = sorted(self._expected - self._seen)
+        if missing:
+            raise WeightError(
+                f"version {version} ended without {len(missing)} tensors, the first of them {missing[0]}"
+            )
+        self._loading, self.version = None, version
+
+    def _expected_names(self) -> set[str]:
+        names = set(self._linears)
+        for name, parameter in self._targets.items():
+            if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+                prefix, _, kind = name.rpartition(".")
+                parts = ("down",) if kind == "down_proj" else ("gate", "up")
+                names |= {
+                    f"{prefix}.{expert}.{part}_proj.weight"
+                    for expert in range(parameter.shape[0])
+                    for part in parts
+                }
+            else:
+                names.add(name)
+        return names
+
+    def _store(self, name: str, tensor: Tensor) -> None:
+        if name not in self._expected:
+            # A tied head may be exported although the model keeps it as the embedding.
+            if name == "lm_head.weight":
+                return
+            raise WeightError(f"the engine's model has no {name}; both sides must use one config")
+        target = self._linears.get(name)
+        expected = self._slice(name) if target is None else target.values
+        if expected.shape != tensor.shape:
+            raise WeightError(
+                f"{name} has shape {list(tensor.shape)}, the engine expects {list(expected.shape)}"
+            )
+        if target is not None:
+            target.load(tensor)
+        else:
+            is_expert = _EXPERT.match(name) is not None
+            expected.copy_(through_int8(tensor) if self._int8 and is_expert else tensor)
+        self._seen.add(name)
+
+    def _slice(self, name: str) -> Tensor:
+        """Where `name` is stored: a parameter, or one expert's part of a fused one."""
+        match = _EXPERT.match(name)
+        if match is None or name in self._targets:
+            return self._targets[name]
+        prefix, expert, part = match.group(1), int(match.group(2)), match.group(3)
+        if part == "down":
+            return self._targets[f"{prefix}.down_proj"][expert]
+        gate, up = self._targets[f"{prefix}.gate_up_proj"][expert].chunk(2)
+        return gate if part == "gate" else up
+
+
+def weight_ledger(hf_config: Mapping[str, Any]) -> WeightLoader:
+    """A loader that checks names, shapes, completeness and versions of buckets and stores nothing.
+
+    For engines whose model lives elsewhere: `load` raises what an engine with this config would raise.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config))
+    return WeightLoader(model)

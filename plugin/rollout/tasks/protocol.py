@@ -1,0 +1,92 @@
+"""What a task is: numbered prompts and a reward for each response.
+
+A task named with `--task-path` is called as `factory(config, tokenizer)` and returns an object with the
+methods of `Task`, or of `MultiTurnTask` (see `environment_protocol`). Naming a task runs its code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from plugin.errors import BatchError, ConfigError
+from plugin.rollout.conversation.environment_protocol import MultiTurnTask
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that a task needs; Hugging Face tokenizers have it."""
+
+    eos_token_id: int
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt's token ids and whatever the task needs to score a response to it."""
+
+    tokens: tuple[int, ...]
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Prompts by number, so that a run can be resumed at one; rewards by response."""
+
+    stop_token_ids: tuple[int, ...]
+
+    def prompt(self, index: int) -> Prompt:
+        """Prompt number `index`, from 0 on without end; the same number gives the same prompt."""
+        ...
+
+    def reward(self, prompt: Prompt, response: Sequence[int]) -> float:
+        """What the response's token ids are worth; with the stop token if there is one."""
+        ...
+
+
+def require_task(candidate: Any, path: str) -> Task | MultiTurnTask:
+    """`candidate` if it has the members of a task, or a `ConfigError` that names what is missing."""
+    if isinstance(candidate, (Task, MultiTurnTask)):
+        return candidate
+    several_turns = hasattr(candidate, "environment") or hasattr(candidate, "messages")
+    one = ("stop_token_ids", "prompt", "reward")
+    wanted = ("stop_token_ids", "tools", "messages", "environment") if several_turns else one
+    missing = [name for name in wanted if not hasattr(candidate, name)]
+    raise ConfigError(
+        f"--task-path {path} made a {type(candidate).__name__} without {', '.join(missing)}; a task has "
+        "stop_token_ids, prompt(index) and reward(prompt, response), or for several turns stop_token_ids, tools, "
+        "messages(index) and environment(index, seed)"
+    )
+
+
+def checked_prompt(task: Task, index: int, max_length: int) -> Prompt:
+    """Prompt `index`, or a `BatchError` if it is empty or too long."""
+    prompt = task.prompt(index)
+    if not 1 <= len(prompt.tokens) <= max_length:
+        raise BatchError(
+            f"prompt {index} has {len(prompt.tokens)} tokens; it must have between 1 and {max_length}; "
+            "shorten it or raise --max-prompt-length"
+        )
+    return prompt
+
+
+def checked_reward(task: Task, prompt: Prompt, response: Sequence[int]) -> float:
+    """The reward as a finite number, or a `BatchError` that shows the response."""
+    reward = task.reward(prompt, response)
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise BatchError(
+            f"the task's reward for response {list(response)[:20]} is {reward!r}; it must be a finite number"
+        )
+    return value

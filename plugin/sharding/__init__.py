@@ -1,0 +1,1 @@
+"""How samples are split over context-parallel ranks: the only place that computes the zigzag."""

@@ -1,0 +1,99 @@
+"""Dumps: what is written comes back, nothing is overwritten, a lost disk ends the dump alone."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from plugin.compare.dump_reading import open_dump
+from plugin.compare.log_prob_dump import LogProbDump, dump_files
+from plugin.errors import ConfigError
+from tests.unit.compare.dump_samples import batch_columns
+
+
+def test_a_dump_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    columns = batch_columns()
+    columns["cur_log_probs"][0] = columns["cur_log_probs"][0] - 0.25
+    LogProbDump(tmp_path / "dump").write(4, columns, trainer_version=5)
+    dump = open_dump([tmp_path / "dump"])
+    [(block, _)] = list(dump.blocks())
+    assert dump.problems == []
+    assert block.lengths.tolist() == columns["response_lengths"]
+    for mine, theirs in (
+        (block.rollout, "rollout_log_probs"),
+        (block.train, "log_probs"),
+        (block.cur, "cur_log_probs"),
+        (block.advantages, "advantages"),
+    ):
+        np.testing.assert_array_equal(mine, np.concatenate([v.numpy() for v in columns[theirs]]))
+    assert set(block.step.tolist()) == {4}
+    assert set(block.trainer_version.tolist()) == {5}
+    assert set(block.weight_version.tolist()) == {3}
+
+
+def test_current_log_probs_equal_to_the_trainers_are_stored_once(tmp_path: Path) -> None:
+    path = LogProbDump(tmp_path).write(0, batch_columns())
+    assert path is not None
+    assert "cur_log_probs" not in pq.read_schema(path).names
+    [(block, _)] = list(open_dump([path]).blocks())
+    np.testing.assert_array_equal(block.cur, block.train)
+
+
+def test_masked_garbage_survives_the_way_and_is_neutralised_on_reading(tmp_path: Path) -> None:
+    columns = batch_columns()
+    columns["loss_masks"][3][1] = 0
+    columns["rollout_log_probs"][3][1] = float("nan")
+    path = LogProbDump(tmp_path).write(0, columns)
+    dump = open_dump([path])
+    [(block, _)] = list(dump.blocks())
+    assert dump.problems == []
+    assert len(block.lengths) == 6
+    assert np.isfinite(block.rollout).all()
+
+
+def test_an_existing_step_is_replaced_only_with_force(tmp_path: Path) -> None:
+    LogProbDump(tmp_path).write(7, batch_columns(samples=2))
+    with pytest.raises(ConfigError, match=r"step-000007\.parquet.*--force"):
+        LogProbDump(tmp_path)
+    LogProbDump(tmp_path, first_step=8).write(8, batch_columns(samples=2))
+    LogProbDump(tmp_path, force=True).write(7, batch_columns(samples=5))
+    assert [step for step, _ in dump_files(tmp_path)] == [7, 8]
+    assert pq.read_metadata(tmp_path / "step-000007.parquet").num_rows == 5
+
+
+def test_a_full_disk_ends_the_dump_with_one_warning(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("a file where the directory should be")
+    dump = LogProbDump(blocked / "dump")
+    with pytest.warns(UserWarning, match="the log-prob dump ends") as caught:
+        assert dump.write(0, batch_columns()) is None
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dump.write(1, batch_columns()) is None
+
+
+def test_no_partial_file_is_left_behind_when_writing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(table: object, path: Path, **_: object) -> None:
+        Path(path).write_bytes(b"PAR1 and no more")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq, "write_table", no_space)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        LogProbDump(tmp_path).write(0, batch_columns())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_routes_come_back_in_their_shape(tmp_path: Path) -> None:
+    columns = batch_columns(samples=2)
+    routes = [np.arange(total * 6).reshape(total, 3, 2) % 8 for total in columns["total_lengths"]]
+    columns["rollout_routed_experts"] = routes
+    LogProbDump(tmp_path, with_routes=True).write(0, columns)
+    [(block, _)] = list(open_dump([tmp_path]).blocks())
+    np.testing.assert_array_equal(block.routes["rollout_routed_experts"][1], routes[1])

@@ -1,0 +1,185 @@
+"""The Triton kernels agree with plain torch; Triton's interpreter runs them where there is no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from plugin.logprobs.kernels import blocked_torch
+from plugin.logprobs.kernels.row_statistics import RowNormalizer
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(
+    not INTERPRETED, reason="runs in the process that the first test starts"
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the process that runs the others")
+def test_the_other_tests_of_this_file_pass_in_the_interpreter() -> None:
+    # Triton decides when it is imported whether kernels are interpreted, so this takes a process of its own.
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert " passed" in result.stdout
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(dtype: str, masked: bool) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from plugin.logprobs.kernels import triton_rows
+
+    types = {"logits": f"*{dtype}", "out": f"*{dtype}", "keep": "*u8", "targets": "*i64"}
+    types |= {"values": f"*{dtype}", "tolerance": "fp32"}
+    types |= dict.fromkeys(["rows", "columns"], "i32")
+    types |= dict.fromkeys(["row_stride", "keep_stride", "out_stride"], "i64")
+    constants = {"ENTROPY": True, "MASKED": masked, "BLOCK": 4096}
+    kernels = (triton_rows._forward_kernel, triton_rows._backward_kernel, triton_rows._scale_kernel)
+    for kernel in kernels:
+        own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
+        if "scale" in signature:
+            signature["scale"] = "fp32"
+        signature |= dict.fromkeys(own, "constexpr")
+        compiled = triton.compile(
+            ASTSource(kernel, signature, constexprs=own), target=GPUTarget("cuda", 90, 32)
+        )
+        assert compiled.asm["cubin"]
+
+
+@pytest.fixture
+def triton_rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    from plugin.logprobs.kernels import triton_rows
+
+    monkeypatch.setattr(
+        triton_rows, "_BLOCK", 64
+    )  # so that a short row already spans several blocks
+    return triton_rows
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [5, 300])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_both_passes_agree_with_plain_torch(
+    triton_rows: ModuleType, dtype: torch.dtype, columns: int, with_mask: bool
+) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    logits = (torch.randn(6, columns, generator=generator) * 5).to(dtype)
+    logits[1, 0] = -torch.inf
+    targets = torch.randint(columns, (6,), generator=generator)
+    targets[2] = -1
+    keep = torch.rand(6, columns, generator=generator) < 0.5 if with_mask else None
+    if keep is not None:
+        keep[torch.arange(6), targets] = True
+    slow, fast = (
+        module.forward_blocks(logits, targets, scale=1.3, with_entropy=True, keep_mask=keep)
+        for module in (blocked_torch, triton_rows)
+    )
+    torch.testing.assert_close(tuple(fast), tuple(slow), rtol=2e-6, atol=2e-6)
+    assert slow.weighted_sum is not None
+    entropy = slow.sum_exp.log() - slow.weighted_sum / slow.sum_exp
+    rows = RowNormalizer(slow.maximum, slow.sum_exp, entropy)
+    grads = torch.randn(2, 6, generator=generator)
+    grads[:, 4] = 0
+    for grad_log_probs, grad_entropy in [(grads[0], grads[1]), (grads[0], None), (None, grads[1])]:
+        expected, actual = torch.full_like(logits, 7.0), logits.clone()
+        blocked_torch.backward_blocks(
+            logits,
+            targets,
+            rows,
+            grad_log_probs,
+            grad_entropy,
+            scale=1.3,
+            keep_mask=keep,
+            out=expected,
+        )
+        triton_rows.backward_blocks(
+            actual,
+            targets,
+            rows,
+            grad_log_probs,
+            grad_entropy,
+            scale=1.3,
+            keep_mask=keep,
+            out=actual,
+        )
+        tolerance = {"rtol": 2e-5, "atol": 1e-6} if dtype == torch.float32 else {}
+        torch.testing.assert_close(actual, expected, **tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_row_is_nan_forward_and_exactly_zero_backward_without_gradient(
+    triton_rows: ModuleType, bad: float
+) -> None:
+    logits = torch.randn(3, 100)
+    logits[1, 70] = bad
+    targets = torch.tensor([0, 1, 2])
+    found = triton_rows.forward_blocks(logits, targets, scale=1.0, with_entropy=False)
+    assert found.weighted_sum is None
+    assert torch.equal(found.sum_exp.isnan(), torch.tensor([False, True, False]))
+    grad = torch.tensor([1.0, 0.0, 1.0])
+    rows = RowNormalizer(found.maximum, found.sum_exp, None)
+    triton_rows.backward_blocks(logits, targets, rows, grad, None, scale=1.0, out=logits)
+    assert torch.equal(logits[1], torch.zeros(100))
+    assert torch.isfinite(logits).all() and (logits[0] != 0).any()
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_is_scaled_by_what_the_device_holds_and_left_alone_by_one(
+    triton_rows: ModuleType, dtype: torch.dtype
+) -> None:
+    values = torch.randn(3, 150).to(dtype)
+    for factor, expected in ((1.0, values), (1.0 + 1e-7, values), (0.5, values / 2)):
+        scaled = values.clone()
+        triton_rows.scale_unless_one(scaled, torch.tensor(factor), 1e-6)
+        assert torch.equal(scaled, expected)
+    values[1, 2] = torch.nan
+    triton_rows.scale_unless_one(values, torch.tensor(0.0), 1e-6)
+    assert not values.any()  # a loss that failed has no gradient, not NaN
+
+
+@interpreted
+def test_one_visit_on_these_kernels_gives_what_it_gives_on_torch_operations(
+    triton_rows: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from plugin.config import TrainerConfig
+    from plugin.logprobs import separable_logprobs
+    from plugin.loss.separable_loss import gradient_program
+
+    program = gradient_program(TrainerConfig(use_tis=True, entropy_coef=0.1), True)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 130, generator=generator)
+    tokens = torch.randint(130, (5,), generator=generator)
+    fields = {name: -5 - torch.rand(5, generator=generator) for name in program.inputs}
+    fields["weights"] = torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0])
+    results = []
+    for kernels in (blocked_torch, triton_rows):
+        monkeypatch.setattr(
+            separable_logprobs, "row_kernels_for", lambda _, kernels=kernels: kernels
+        )
+        leaf = logits.clone().requires_grad_()
+        *values, anchor = separable_logprobs.separable_log_probs(leaf, tokens, program, fields)
+        results.append([*values, *torch.autograd.grad(anchor, leaf)])
+    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=1e-6)

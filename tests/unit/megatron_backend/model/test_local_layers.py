@@ -1,0 +1,91 @@
+"""Positions, visibility and the norm of the local layers, computed by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from plugin.errors import BatchError, ConfigError
+from plugin.megatron_backend.model.local_layers import (
+    PackedLayout,
+    SequenceParallelRMSNorm,
+    zigzag_positions,
+)
+
+
+def test_packed_samples_see_only_their_own_past() -> None:
+    layout = PackedLayout.from_lengths([3, 2], row_length=6)
+    assert layout.positions.tolist() == [0, 1, 2, 0, 1, 0]
+    assert layout.sample_ids.tolist() == [0, 0, 0, 1, 1, -1]
+    assert layout.visible().int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1],  # tail padding sees itself, so that no row of the softmax is empty
+    ]
+
+
+def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sample() -> None:
+    # cp 2: 4 chunks per sample; 8 tokens -> chunks of 2, 4 tokens -> chunks of 1
+    first = PackedLayout.from_lengths([8, 4], cp_size=2, cp_rank=0)
+    second = PackedLayout.from_lengths([8, 4], cp_size=2, cp_rank=1)
+    assert first.positions.tolist() == [0, 1, 6, 7, 0, 3]
+    assert second.positions.tolist() == [2, 3, 4, 5, 1, 2]
+    assert first.sample_ids.tolist() == second.sample_ids.tolist() == [0, 0, 0, 0, 1, 1]
+    gathered = first.positions.tolist() + second.positions.tolist()
+    for layout in (first, second):
+        assert layout.gathered_positions is not None
+        assert layout.gathered_positions.tolist() == gathered
+
+
+def test_visibility_across_context_parallel_ranks_is_causal_in_global_positions() -> None:
+    layout = PackedLayout.from_lengths([4], cp_size=2, cp_rank=1)
+    # rank 0 holds positions 0 and 3, rank 1 positions 1 and 2; columns are 0 3 | 1 2
+    assert layout.visible().int().tolist() == [
+        [1, 0, 1, 0],  # position 1 sees 0 and 1
+        [1, 0, 1, 1],  # position 2 sees 0, 1 and 2
+    ]
+
+
+def test_every_position_is_on_exactly_one_context_parallel_rank() -> None:
+    held = torch.cat([zigzag_positions(24, 3, rank) for rank in range(3)])
+    assert sorted(held.tolist()) == list(range(24))
+    assert zigzag_positions(5, 1, 0).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_lengths_that_cannot_be_cut_or_do_not_fit_are_refused_with_the_numbers() -> None:
+    with pytest.raises(BatchError, match=r"6 tokens .* 4 equal chunks"):
+        zigzag_positions(6, 2, 0)
+    with pytest.raises(BatchError, match=r"need 9 positions but the row has 8"):
+        PackedLayout.from_lengths([4, 5], row_length=8)
+
+
+def norm_config(**changes: object) -> SimpleNamespace:
+    defaults = {
+        "normalization": "RMSNorm",
+        "params_dtype": torch.float32,
+        "sequence_parallel": True,
+    }
+    return SimpleNamespace(**(defaults | changes))
+
+
+def test_the_norm_divides_by_the_root_mean_square_and_keeps_the_dtype() -> None:
+    norm = SequenceParallelRMSNorm(norm_config(), 2, eps=0.0)  # type: ignore[arg-type]
+    norm.weight.data = torch.tensor([1.0, 10.0])
+    # rms of (3, 4) = sqrt(25 / 2) = 3.5355; 3 / 3.5355 = 0.8485, 4 / 3.5355 = 1.1314
+    out = norm(torch.tensor([[3.0, 4.0]]))
+    torch.testing.assert_close(out, torch.tensor([[0.84853, 11.31371]]), rtol=1e-5, atol=1e-5)
+    half = SequenceParallelRMSNorm(norm_config(params_dtype=torch.bfloat16), 2)  # type: ignore[arg-type]
+    assert half(torch.ones(1, 2, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_the_norm_marks_its_weight_only_under_sequence_parallelism() -> None:
+    for flag in (True, False):
+        norm = SequenceParallelRMSNorm(norm_config(sequence_parallel=flag), 2)  # type: ignore[arg-type]
+        assert norm.weight.sequence_parallel is flag  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="LayerNorm"):
+        SequenceParallelRMSNorm(norm_config(normalization="LayerNorm"), 2)  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""Routes are checked before the step: every fault is a ReplayError that says where it is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from plugin.batch_types import Microbatch, RolloutBatch
+from plugin.errors import ReplayError
+from plugin.megatron_backend.routing.router_replay import RoutedModel, check_routes
+
+MODEL = RoutedModel(routers={}, num_layers=2, num_experts=4, topk=2)
+
+
+def good_routes(tokens: int = 3) -> torch.Tensor:
+    return torch.tensor([[0, 1], [2, 3]], dtype=torch.uint8).expand(tokens, 2, 2).clone()
+
+
+def test_good_routes_and_tokens_without_routes_pass() -> None:
+    routes = good_routes()
+    routes[1] = 255
+    check_routes(routes, 0, 3, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("routes", "message"),
+    [
+        (None, "sample 7 has no routes"),
+        (good_routes(2), r"shape \(2, 2, 2\), expected \(3, 2, 2\)"),
+        (good_routes()[:, :1], r"shape \(3, 1, 2\)"),
+        (torch.zeros(3, 2, 2, dtype=torch.uint8), "token 0, MoE layer 0 name an expert twice"),
+    ],
+)
+def test_wrong_shapes_and_doubled_experts_are_named(routes, message) -> None:
+    with pytest.raises(ReplayError, match=message):
+        check_routes(routes, 7, 3, MODEL)
+
+
+def test_an_expert_out_of_range_is_named_with_token_and_layer() -> None:
+    routes = good_routes()
+    routes[2, 1] = torch.tensor([1, 4])
+    with pytest.raises(
+        ReplayError, match=r"token 2, MoE layer 1 are \[1, 4\]; the model has experts 0..3"
+    ):
+        check_routes(routes, 0, 3, MODEL)
+
+
+def test_minus_one_is_out_of_range() -> None:
+    routes = good_routes().to(torch.int16)
+    routes[0, 0, 0] = -1
+    with pytest.raises(ReplayError, match="token 0, MoE layer 0"):
+        check_routes(routes, 0, 3, MODEL)
+
+
+def test_routes_in_some_layers_only_are_refused() -> None:
+    routes = good_routes()
+    routes[1, 0] = 255
+    with pytest.raises(ReplayError, match="token 1 of sample 0 has routes in some layers only"):
+        check_routes(routes, 0, 3, MODEL)
+
+
+def test_padding_microbatches_carry_valid_routes_of_their_own() -> None:
+    batch = RolloutBatch(
+        {
+            "unconcat_tokens": [torch.arange(3)],
+            "total_lengths": [3],
+            "response_lengths": [2],
+            "loss_masks": [torch.ones(2, dtype=torch.int64)],
+            "rollout_routed_experts": [good_routes()],
+        }
+    )
+    padding = Microbatch.padding_like(batch)
+    routes = padding.batch.columns["rollout_routed_experts"][0]
+    assert routes.dtype == torch.uint8 and routes.tolist() == [[[0, 1], [0, 1]]] * 2
+    check_routes(routes, 0, 2, MODEL)
+
+
+def chunk_with(**changes: object) -> SimpleNamespace:
+    config = {
+        "num_moe_experts": 4,
+        "moe_router_fusion": False,
+        "moe_router_load_balancing_type": "none",
+        "mtp_num_layers": None,
+        "moe_layer_freq": 1,
+        "num_layers": 2,
+        "moe_router_topk": 2,
+    }
+    return SimpleNamespace(config=SimpleNamespace(**(config | changes)), named_modules=list)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_moe_experts": None}, "this one is dense"),
+        ({"moe_router_fusion": True}, "--moe-router-fusion"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ({"mtp_num_layers": 1}, "1 MTP layers"),
+    ],
+)
+def test_models_whose_routers_replay_cannot_reach_are_refused(changes, message) -> None:
+    with pytest.raises(ReplayError, match=message):
+        RoutedModel.of([chunk_with(**changes)])
+
+
+def test_layers_are_numbered_among_the_moe_layers_only() -> None:
+    model = RoutedModel.of([chunk_with(moe_layer_freq=[0, 1, 1, 0, 1], num_layers=5)])
+    assert model.num_layers == 3

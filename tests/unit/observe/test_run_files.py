@@ -1,0 +1,117 @@
+"""Run files: every step survives a crash, readers skip what is broken, a lost disk never stops a job."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+
+from plugin.errors import ConfigError
+from plugin.observe.run_files import REQUIRED_METRICS, RunFiles, new_run_dir, read_run
+
+CONFIG = {"policy_loss": "ppo", "tis_clip": 2.0, "hf_checkpoint": None, "run_dir": Path("x")}
+
+
+def test_every_step_is_one_json_object_with_the_required_keys(tmp_path: Path) -> None:
+    with RunFiles(tmp_path / "run", CONFIG, tensorboard=False) as files:
+        for step in range(3):
+            files.log_step({"step": step, "reward": step / 2, "mismatch/k3": 1e-3})
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(set(REQUIRED_METRICS) <= line.keys() for line in lines)
+    assert lines[1]["reward"] == 0.5 and lines[1]["grad_norm"] is None
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["tis_clip"] == 2.0
+
+
+def test_tensorboard_events_hold_the_scalars(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunFiles(tmp_path, CONFIG) as files:
+        files.log_step({"step": 7, "reward": 0.25, "mismatch/by_position/0/k2": 1.0})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward")] == [(7, 0.25)]
+    assert "mismatch/by_position/0/k2" not in events.Tags()["scalars"]
+
+
+def test_nan_and_infinity_are_valid_json_and_come_back_as_numbers(tmp_path: Path) -> None:
+    with RunFiles(tmp_path, CONFIG, tensorboard=False) as files:
+        files.log_step({"step": 0, "loss": float("nan"), "grad_norm": float("inf")})
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    [step] = read_run(tmp_path).steps
+    assert math.isnan(step["loss"]) and step["grad_norm"] == math.inf
+
+
+def test_a_truncated_last_line_is_skipped_and_named(tmp_path: Path) -> None:
+    with RunFiles(tmp_path, CONFIG, tensorboard=False) as files:
+        files.log_step({"step": 0, "reward": 1.0})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 1, "rew')
+    record = read_run(tmp_path)
+    assert [step["step"] for step in record.steps] == [0]
+    assert "line 2" in record.problems[0]
+
+
+def test_a_continued_run_starts_on_a_fresh_line_and_its_steps_win(tmp_path: Path) -> None:
+    with RunFiles(tmp_path, CONFIG, tensorboard=False) as files:
+        files.log_step({"step": 0, "reward": 0.1})
+        files.log_step({"step": 1, "reward": 0.2})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "rew')
+    with RunFiles(tmp_path, CONFIG, tensorboard=False) as files:
+        files.log_step({"step": 1, "reward": 0.9})
+        files.log_step({"step": 2, "reward": 0.3})
+    record = read_run(tmp_path)
+    assert [(step["step"], step["reward"]) for step in record.steps] == [
+        (0, 0.1),
+        (1, 0.9),
+        (2, 0.3),
+    ]
+
+
+def test_a_changed_configuration_keeps_the_earlier_one(tmp_path: Path) -> None:
+    RunFiles(tmp_path, CONFIG, tensorboard=False)
+    RunFiles(tmp_path, CONFIG, tensorboard=False)
+    RunFiles(tmp_path, {**CONFIG, "tis_clip": 3.0}, tensorboard=False)
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["tis_clip"] == 3.0
+    assert yaml.safe_load((tmp_path / "config.1.yaml").read_text())["tis_clip"] == 2.0
+    assert not (tmp_path / "config.2.yaml").exists()
+
+
+def test_a_lost_disk_costs_one_warning_and_no_exception(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path / "run", CONFIG, tensorboard=False)
+    for path in (tmp_path / "run").iterdir():
+        path.unlink()
+    (tmp_path / "run").rmdir()
+    with pytest.warns(UserWarning, match="training goes on") as caught:
+        files.log_step({"step": 0})
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        files.log_step({"step": 1})
+        files.log_findings(1, [{"title": "x"}])
+
+
+def test_an_unwritable_run_directory_is_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--run-dir .*file/run.*choose another"):
+        RunFiles(tmp_path / "file" / "run", CONFIG)
+
+
+def test_a_step_without_a_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="without a step"):
+        RunFiles(tmp_path, CONFIG, tensorboard=False).log_step({"reward": 1.0})
+
+
+def test_new_run_directories_do_not_collide(tmp_path: Path) -> None:
+    first = new_run_dir("name", tmp_path)
+    first.mkdir()
+    assert new_run_dir("name", tmp_path) != first
+
+
+def test_a_directory_that_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no metrics\.jsonl"):
+        read_run(tmp_path)

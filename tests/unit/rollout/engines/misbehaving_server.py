@@ -1,0 +1,202 @@
+"""A small inference server on loopback that misbehaves on demand, in the dialect of vLLM or SGLang."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+
+#: A response: three tokens, the last of them the stop token of the tests.
+TOKENS, STOP = [11, 12, 3], 3
+LOG_PROBS = [-0.5, -1.5, -0.25]
+
+Behavior = Callable[["Handler"], None]
+
+
+class MisbehavingServer(ThreadingHTTPServer):
+    """Answers generation calls with `script`, one behavior per call, and well when the script is used up.
+
+    label: of the weights; updates: directories that were loaded; asked: bodies of the generation calls
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, *script: Behavior, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.script = deque(script)
+        self.always: Behavior | None = None
+        self.label = "default"
+        self.updates: list[str] = []
+        self.loaded: dict[str, Any] = {}
+        self.asked: list[dict[str, Any]] = []
+        self.raw_log_probs = False
+        self.refuse_updates = False
+        self.hung_up = 0
+        self.ending = threading.Event()
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hung up is expected."""
+        self.hung_up += 1
+
+    def close(self) -> None:
+        """Ends the server and everything it still serves."""
+        self.ending.set()
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    server: MisbehavingServer
+    payload: dict[str, Any]
+
+    def log_message(self, *args: Any) -> None:
+        """Silence."""
+
+    def do_GET(self) -> None:
+        if self.path in ("/weight_info", "/get_model_info"):
+            self.answer({"weight_version": self.server.label})
+        else:
+            self.answer({}, status=404)
+
+    def do_POST(self) -> None:
+        text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.payload = json.loads(text) if text else {}
+        path = self.path.split("?")[0]
+        if path in ("/v1/completions", "/generate"):
+            self.generate()
+        else:
+            self.control(path)
+
+    def generate(self) -> None:
+        server = self.server
+        if self.payload.get("top_k") == 1:  # the client's test of what log-probs mean
+            self.answer(completion([11], [-0.7 if server.raw_log_probs else 0.0], "length"))
+            return
+        server.asked.append(self.payload)
+        if server.script:
+            server.script.popleft()(self)
+        elif server.always is not None:
+            server.always(self)
+        else:
+            well(self)
+
+    def control(self, path: str) -> None:
+        server = self.server
+        if server.refuse_updates:
+            self.answer({"error": "not in development mode"}, status=404)
+            return
+        if path == "/update_weight_version":
+            server.label = self.payload["new_version"]
+        elif path == "/collective_rpc":
+            self.load(self.payload["kwargs"]["weights_path"])
+        elif path == "/update_weights_from_disk":
+            self.load(self.payload["model_path"])
+            server.label = self.payload["weight_version"]
+        self.answer({"success": True})
+
+    def load(self, directory: str) -> None:
+        self.server.updates.append(directory)
+        self.server.loaded = {}
+        for file in sorted(Path(directory).glob("*.safetensors")):
+            self.server.loaded |= safetensors.torch.load_file(file)
+
+    @property
+    def is_sglang(self) -> bool:
+        return self.path == "/generate"
+
+    def answer(self, body: Any, status: int = 200) -> None:
+        text = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def answer_with(self, tokens: list[int], log_probs: Any, reason: str) -> None:
+        """A response in the dialect that was spoken."""
+        make = sglang_response if self.is_sglang else completion
+        body = make(tokens, log_probs, reason)
+        if self.is_sglang:
+            body["meta_info"]["prompt_tokens"] = len(self.payload["input_ids"])
+            body["meta_info"]["weight_version"] = self.server.label
+        self.answer(body)
+
+
+def completion(tokens: list[int], log_probs: Any, reason: str) -> dict[str, Any]:
+    """An answer of vLLM's /v1/completions."""
+    choice = {"index": 0, "text": "", "token_ids": tokens, "finish_reason": reason}
+    choice["logprobs"] = None if log_probs is None else {"token_logprobs": log_probs}
+    return {"choices": [choice]}
+
+
+def sglang_response(tokens: list[int], log_probs: Any, reason: str) -> dict[str, Any]:
+    """An answer of SGLang's /generate, without what depends on the server."""
+    meta: dict[str, Any] = {"finish_reason": {"type": reason}}
+    if log_probs is not None:
+        rows = zip(log_probs, tokens, strict=False)
+        meta["output_token_logprobs"] = [[number, token, None] for number, token in rows]
+    return {"output_ids": tokens, "meta_info": meta}
+
+
+def well(handler: Handler) -> None:
+    handler.answer_with(TOKENS, LOG_PROBS, "stop")
+
+
+def saying(tokens: list[int], log_probs: Any, reason: str) -> Behavior:
+    """Answers in time, with this."""
+    return lambda handler: handler.answer_with(tokens, log_probs, reason)
+
+
+def status(code: int) -> Behavior:
+    return lambda handler: handler.answer({"error": "as told"}, status=code)
+
+
+def text(body: bytes) -> Behavior:
+    return lambda handler: handler.answer(body)
+
+
+def hang(handler: Handler) -> None:
+    """Says nothing until the test is over."""
+    handler.server.ending.wait(30)
+    handler.close_connection = True
+
+
+def trickle(handler: Handler) -> None:
+    """A byte now and then: never silent for long, never finished."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "100000")
+    handler.end_headers()
+    while not handler.server.ending.wait(0.05):
+        handler.wfile.write(b" ")
+
+
+def die_midstream(handler: Handler) -> None:
+    """Half an answer, then the connection closes."""
+    body = json.dumps(completion(TOKENS, LOG_PROBS, "stop")).encode()
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body[: len(body) // 2])
+    handler.close_connection = True
+
+
+def forget_weights(handler: Handler) -> None:
+    """Restarts between two calls: answers well, with the weights it was started with."""
+    handler.server.label = "default"
+    well(handler)

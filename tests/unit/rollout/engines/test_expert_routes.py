@@ -1,0 +1,65 @@
+"""Routes that servers report."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy
+import pytest
+import torch
+
+from plugin.errors import EngineError
+from plugin.rollout.engines.expert_routes import complete_routes, moe_layers
+from plugin.rollout.engines.server_answers import MalformedAnswer, routes_of_int32, routes_of_npy
+
+# Three of four tokens, two layers, two experts each.
+ROUTES = numpy.array([[[0, 1], [2, 3]], [[1, 0], [3, 2]], [[2, 0], [0, 3]]])
+
+
+def npy(array: numpy.ndarray) -> str:
+    buffer = io.BytesIO()
+    numpy.save(buffer, array)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_the_token_that_no_engine_reads_gets_the_row_before_it() -> None:
+    routes = complete_routes(torch.from_numpy(ROUTES), 4, (0, 1))
+    assert routes.dtype is torch.uint8
+    assert routes.tolist() == [*ROUTES.tolist(), ROUTES[-1].tolist()]
+
+
+def test_only_layers_with_experts_are_kept() -> None:
+    # Layers 1 and 3 by the step of 2; 3 is dense by name.
+    config = {"num_experts": 4, "num_hidden_layers": 4, "decoder_sparse_step": 2}
+    assert moe_layers(config) == (1, 3)
+    assert moe_layers(config | {"mlp_only_layers": [3]}) == (1,)
+    assert moe_layers({"num_hidden_layers": 4}) == ()
+    assert complete_routes(torch.from_numpy(ROUTES), 3, (1,)).tolist() == ROUTES[:, 1:].tolist()
+
+
+def test_both_encodings_are_read() -> None:
+    packed = base64.b64encode(ROUTES.astype(numpy.int32).tobytes()).decode()
+    expected = complete_routes(torch.from_numpy(ROUTES), 4, (0, 1))
+    assert torch.equal(routes_of_npy(npy(ROUTES.astype(numpy.uint8)), 4, (0, 1)), expected)
+    assert torch.equal(routes_of_int32(packed, 4, 2, 2, (0, 1)), expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "--enable-return-routed-experts"),
+        ("%%", "not base64"),
+        (base64.b64encode(b"abc").decode(), "no .npy array"),
+        (npy(ROUTES[:1]), "where .3, layers, topk. was expected"),
+        (npy(-ROUTES), "negative"),
+    ],
+)
+def test_routes_that_do_not_fit_are_malformed(value: str | None, message: str) -> None:
+    with pytest.raises(MalformedAnswer, match=message):
+        routes_of_npy(value, 4, (0, 1))
+
+
+def test_routes_of_too_few_layers_are_refused() -> None:
+    with pytest.raises(EngineError, match="1 layers for a model with 2 MoE layers"):
+        complete_routes(torch.from_numpy(ROUTES[:, :1]), 4, (0, 1))
