@@ -68,6 +68,8 @@ def _flag_row(name: str) -> str:
     meaning = html.escape(item.metadata["help"], quote=False)
     if get_origin(kind) is Literal:
         meaning += ": " + ", ".join(f"`{value}`" for value in get_args(kind))
+    elif names := item.metadata["names"]:
+        meaning += ": " + ", ".join(f"`{value}`" for value in names) + ", or an import path"
     return f"| `{shown}` | {_default(item.default)} | {meaning.replace('|', '&#124;')} |"
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plugin.adapters.padded_loss import PaddedBatch, padded_loss
-from plugin.config import RATIO_LOSSES, LossConfig
+from plugin.config import LossConfig
 from plugin.errors import ConfigError
 
 
@@ -54,7 +54,7 @@ def policy_loss(inputs: Any, **settings: Any) -> Any:
 @lru_cache(maxsize=32)
 def _config(settings: tuple[tuple[str, Any], ...]) -> LossConfig:
     config = LossConfig.from_sources(dict(settings))
-    if config.policy_loss in RATIO_LOSSES and not config.use_rollout_logprobs:
+    if config.loss_traits.compares_with == "train" and not config.use_rollout_logprobs:
         raise ConfigError(
             f"policy_loss {config.policy_loss} compares with the trainer's old log-probs, and prime-rl has none: its "
             "ratio would always be 1; add use_rollout_logprobs = true, or choose a loss that compares with rollout"

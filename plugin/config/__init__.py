@@ -15,8 +15,6 @@ from plugin.config.job_flags import (
     TrainerConfig,
 )
 from plugin.config.loss_flags import (
-    RATIO_LOSSES,
-    ROLLOUT_LOSSES,
     AdvantageFlags,
     CorrectionFlags,
     LossConfig,
@@ -24,6 +22,7 @@ from plugin.config.loss_flags import (
     PolicyLossFlags,
     RegularizerFlags,
 )
+from plugin.config.policy_loss_traits import RATIO_LOSSES, ROLLOUT_LOSSES
 from plugin.config.rejection_rules import RejectionRule, parse_rejection_rules
 
 __all__ = [

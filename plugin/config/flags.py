@@ -13,18 +13,27 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
+from plugin.config.import_paths import is_import_path
 from plugin.errors import ConfigError
 
 
 def flag(
-    default: Any, help: str, *, at_least: float | None = None, above: float | None = None
+    default: Any,
+    help: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    names: Iterable[str] = (),
 ) -> Any:
-    """A field with its default, its help text and an optional lower bound."""
-    metadata = {"help": help, "at_least": at_least, "above": above}
+    """A field with its default, its help text and an optional lower bound.
+
+    names: the built-in members of an open set; the value is one of them or the import path of the user's own
+    """
+    metadata = {"help": help, "at_least": at_least, "above": above, "names": tuple(names)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -152,6 +161,8 @@ def _add_argument(section: Any, owner: type, name: str) -> None:
         options["action"] = argparse.BooleanOptionalAction
     elif get_origin(kind) is Literal:
         options["metavar"] = "{" + ",".join(map(str, get_args(kind))) + "}"
+    elif item.metadata["names"]:
+        options["metavar"] = "{" + ",".join(item.metadata["names"]) + ",PATH}"
     else:
         options["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")
     section.add_argument(option_name(name), **options)
@@ -170,6 +181,12 @@ def _coerced(owner: type, item: dataclasses.Field, value: Any) -> Any:
             f"{option_name(item.name)} is {value!r}; choose one of {', '.join(map(str, get_args(kind)))}",
         )
         return value
+    names = item.metadata["names"]
+    expect(
+        not names or value in names or (isinstance(value, str) and is_import_path(value)),
+        f"{option_name(item.name)} is {value!r}; choose one of {', '.join(names)}, or give the import path of "
+        "your own: pkg.mod.fn, pkg.mod:fn or file.py:fn",
+    )
     value = _converted(kind, item.name, value)
     _check_bounds(item, value)
     return value

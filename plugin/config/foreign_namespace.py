@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from typing import Any, get_args
+from typing import Any
 
-from plugin.config.loss_flags import LossConfig, PolicyLossName
+from plugin.config.loss_flags import LossConfig
+from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS
 from plugin.errors import ConfigError
-
-_LOSS_NAMES = get_args(PolicyLossName)
 
 
 def loss_config_of(args: Any) -> LossConfig:
@@ -31,7 +30,7 @@ def loss_config_of(args: Any) -> LossConfig:
     }
     estimator = found.pop("advantage_estimator", None)
     named = getattr(args, "pg_loss_type", None) or estimator
-    found["policy_loss"] = named if named in _LOSS_NAMES else "ppo"
+    found["policy_loss"] = named if named in POLICY_LOSS_TRAITS else "ppo"
     for switch, dependent in (
         ("use_kl_loss", "kl_loss_coef"),
         ("use_rollout_kl_loss", "rollout_kl_loss_coef"),

@@ -7,26 +7,24 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, expect, flag
+from plugin.config.policy_loss_traits import (
+    POLICY_LOSS_TRAITS,
+    ROLLOUT_LOSSES,
+    PolicyLossTraits,
+    traits_of,
+)
 from plugin.config.rejection_rules import parse_rejection_rules
 from plugin.errors import ConfigError
 
-PolicyLossName = Literal[
-    "ppo", "reinforce", "cispo", "gspo", "icepop", "dppo_tv", "dppo", "ipo_kl", "sapo"
-]
 KlEstimatorName = Literal["k1", "abs", "k2", "k3"]
 ReferenceKlName = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
-
-#: Losses that compare the current policy with the rollout policy themselves.
-ROLLOUT_LOSSES = ("icepop", "dppo_tv", "dppo", "ipo_kl")
-#: Losses whose gradient already carries exp(cur - train).
-RATIO_LOSSES = ("ppo", "cispo", "gspo", "sapo")
 
 
 @dataclass(frozen=True)
 class PolicyLossFlags(FlagGroup):
     title: ClassVar[str] = "policy loss"
 
-    policy_loss: PolicyLossName = flag("ppo", "the per-token policy loss")
+    policy_loss: str = flag("ppo", "the per-token policy loss", names=POLICY_LOSS_TRAITS)
     eps_clip: float = flag(0.2, "lower clip: ratio >= 1 - eps; 1.0 removes the bound", above=0)
     eps_clip_high: float | None = flag(
         None, "upper clip: ratio <= 1 + eps; none = eps-clip", above=0
@@ -59,10 +57,15 @@ class PolicyLossFlags(FlagGroup):
                 "probabilities and must lie in (0, 1]; the default is 0.2",
             )
         expect(
-            self.teacher_tau == 0 or self.policy_loss in ROLLOUT_LOSSES,
+            self.teacher_tau == 0 or self.loss_traits.compares_with == "rollout",
             f"--teacher-tau is {self.teacher_tau} with --policy-loss {self.policy_loss}; the teacher "
             f"term exists for {', '.join(ROLLOUT_LOSSES)}; choose one of them or set it to 0",
         )
+
+    @property
+    def loss_traits(self) -> PolicyLossTraits:
+        """What the policy loss compares with and its default denominator."""
+        return traits_of(self.policy_loss)
 
     @property
     def clip_high(self) -> float:
@@ -219,13 +222,13 @@ class LossConfig(
     def per_token(self) -> bool:
         """Whether the loss has one global token denominator."""
         if self.calculate_per_token_loss is None:
-            return self.policy_loss in ROLLOUT_LOSSES
+            return self.loss_traits.per_token
         return self.calculate_per_token_loss
 
     def needs_rollout_log_probs(self) -> list[str]:
         """The features in use that cannot work without the engine's log-probs."""
         wanted = {
-            f"--policy-loss {self.policy_loss}": self.policy_loss in ROLLOUT_LOSSES,
+            f"--policy-loss {self.policy_loss}": self.loss_traits.compares_with == "rollout",
             "--use-tis": self.use_tis,
             "--use-rollout-kl-loss": self.use_rollout_kl_loss,
             "--use-rollout-logprobs": self.use_rollout_logprobs,
@@ -246,12 +249,12 @@ class LossConfig(
         if not self.use_tis:
             return
         expect(
-            self.policy_loss not in ROLLOUT_LOSSES,
+            self.loss_traits.compares_with != "rollout",
             f"--use-tis with --policy-loss {self.policy_loss}: that loss already compares the current "
             "policy with the rollout policy, so the mismatch would be counted twice; drop --use-tis",
         )
         doubled = [name for name in self.hook_names() if _is_off_policy_is(name)]
-        if doubled and self.policy_loss in RATIO_LOSSES:
+        if doubled and self.loss_traits.compares_with == "train":
             message = (
                 f"{doubled[0]} on --policy-loss {self.policy_loss} counts pi_theta/pi_old twice and is "
                 "right only for the first update on a rollout"

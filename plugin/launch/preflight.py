@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugin.config import JobConfig
+from plugin.config.import_paths import load_function
 from plugin.errors import ConfigError
 from plugin.launch.model_source import (
     ModelSource,
@@ -15,7 +16,7 @@ from plugin.launch.model_source import (
     load_tokenizer,
     policy_source,
 )
-from plugin.loss.hook_loading import load_function, load_hook
+from plugin.loss.hook_loading import load_hook
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
 from plugin.rollout.conversation.multi_turn import OpeningPrompts
 from plugin.rollout.engines.choice import check_engine

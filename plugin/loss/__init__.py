@@ -1,6 +1,7 @@
 """From tokens to one scalar: policy losses, regularizers, loadable corrections, in pure torch."""
 
-from plugin.loss.hook_loading import load_function, load_hook
+from plugin.config.import_paths import load_function
+from plugin.loss.hook_loading import load_hook
 from plugin.loss.interfaces import (
     CorrectionHook,
     LossInputs,

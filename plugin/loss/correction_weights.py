@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
-from plugin.config.loss_flags import ROLLOUT_LOSSES
 from plugin.loss.hook_calling import apply_hooks
 from plugin.loss.interfaces import LossInputs, PolicyTerm
 from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
@@ -33,7 +32,7 @@ def correction_weights(
     compare cur with rollout themselves carry exp(cur - rollout) on the tokens that `policy` keeps.
     """
     with torch.no_grad():
-        if config.policy_loss in ROLLOUT_LOSSES:
+        if config.loss_traits.compares_with == "rollout":
             ratio = safe_exp(log_ratio(inputs.cur_log_probs, inputs.require_rollout(), inputs.mask))
             cap = config.dppo_ratio_cap if config.policy_loss == "dppo_tv" else None
             weight = ratio if cap is None else ratio.clamp(max=cap)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
+from plugin.config.import_paths import load_function
 from plugin.errors import ConfigError
-from plugin.loss.hook_loading import load_function
 from plugin.loss.interfaces import LossInputs, LossOutputs
 from plugin.loss.policy_loss import compute_loss
 from plugin.loss.policy_losses import POLICY_LOSSES

@@ -199,5 +199,10 @@ def destroy_parallel() -> None:
 
 
 def loss_context(groups: ParallelGroups) -> ParallelContext:
-    """The groups that the loss and the corrections need."""
-    return ParallelContext.of(groups.tp_group, groups.cp_group)
+    """The groups that the loss and the corrections need; a group of one rank counts as not split."""
+    return ParallelContext(
+        tp_group=groups.tp_group if groups.tp_size > 1 else None,
+        cp_group=groups.cp_group if groups.cp_size > 1 else None,
+        cp_rank=groups.cp_rank,
+        cp_size=groups.cp_size,
+    )

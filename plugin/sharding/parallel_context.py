@@ -25,16 +25,6 @@ class ParallelContext:
     cp_rank: int = 0
     cp_size: int = 1
 
-    @classmethod
-    def of(cls, tp_group: dist.ProcessGroup, cp_group: dist.ProcessGroup) -> ParallelContext:
-        """The context of two groups; a group of one rank counts as not split."""
-        return cls(
-            tp_group=tp_group if tp_group.size() > 1 else None,
-            cp_group=cp_group if cp_group.size() > 1 else None,
-            cp_rank=cp_group.rank(),
-            cp_size=cp_group.size(),
-        )
-
 
 SINGLE_PROCESS = ParallelContext()
 _active: ContextVar[ParallelContext | None] = ContextVar("parallel_context", default=None)
@@ -67,6 +57,10 @@ def _megatron_context() -> ParallelContext | None:
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None
-    return ParallelContext.of(
-        state.get_tensor_model_parallel_group(), state.get_context_parallel_group()
+    tp_group, cp_group = state.get_tensor_model_parallel_group(), state.get_context_parallel_group()
+    return ParallelContext(
+        tp_group=tp_group if tp_group.size() > 1 else None,
+        cp_group=cp_group if cp_group.size() > 1 else None,
+        cp_rank=cp_group.rank(),
+        cp_size=cp_group.size(),
     )

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from plugin.batch_types import Microbatch, RolloutBatch
-from plugin.config import TrainerConfig
-from plugin.config.loss_flags import ROLLOUT_LOSSES
+from plugin.config import ROLLOUT_LOSSES, TrainerConfig
 from plugin.errors import BatchError, ConfigError
 from plugin.logprobs import separable_logprobs
 from plugin.logprobs.kernels import blocked_torch

@@ -1,0 +1,101 @@
+"""Load functions named by import path: how every open set (losses, corrections, engines, ...) takes the user's own.
+
+Three spellings: `package.module.function`, `package.module:function` and `path/to/file.py:function`.
+Loading runs the code of that module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from plugin.errors import HookLoadError
+
+
+def is_import_path(text: str) -> bool:
+    """Whether `text` names a function by path rather than a built-in by name."""
+    return "." in text or ":" in text
+
+
+@lru_cache(maxsize=256)
+def load_function(path: str) -> Callable[..., Any]:
+    """The function at `path`; a module is imported once per process."""
+    module_name, function_name = _split(path)
+    module = (
+        _import_file(path, module_name)
+        if module_name.endswith(".py")
+        else _import(path, module_name)
+    )
+    function = getattr(module, function_name, None)
+    if function is None:
+        public = sorted(
+            name for name, value in vars(module).items() if callable(value) and name[0] != "_"
+        )
+        raise HookLoadError(
+            f"{path!r}: {module_name} has no {function_name!r}; it has {', '.join(public[:20]) or 'no functions'}"
+        )
+    if not callable(function):
+        raise HookLoadError(f"{path!r} is a {type(function).__name__}; a function is needed")
+    return function
+
+
+def _split(path: str) -> tuple[str, str]:
+    module_name, separator, function_name = path.rpartition(":")
+    if not separator:
+        module_name, _, function_name = path.rpartition(".")
+    is_file = separator and module_name.endswith(".py")
+    if not module_name or not function_name.isidentifier() or ("/" in module_name and not is_file):
+        raise HookLoadError(
+            f"{path!r} names no function; write package.module.function, package.module:function or "
+            "path/to/file.py:function"
+        )
+    return module_name, function_name
+
+
+def _import(path: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        own = error.name is not None and (module_name + ".").startswith(error.name + ".")
+        if own:
+            raise HookLoadError(
+                f"{path!r}: no module named {error.name!r}; is its folder on PYTHONPATH, in the driver's "
+                "environment and on every node?"
+            ) from error
+        raise _import_failed(path) from error
+    except Exception as error:
+        raise _import_failed(path) from error
+
+
+def _import_file(path: str, file_name: str) -> ModuleType:
+    file = Path(file_name).expanduser().resolve()
+    if not file.is_file():
+        raise HookLoadError(
+            f"{path!r}: there is no file {str(file)!r}; give a path that every node can read"
+        )
+    # A name of its own per file: two files called hook.py must not replace each other.
+    name = f"megatron_tis_hook_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _import_failed(path) from error
+    return module
+
+
+def _import_failed(path: str) -> HookLoadError:
+    return HookLoadError(f"importing {path!r} failed:\n{traceback.format_exc()}")
