@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, expect, flag
 from plugin.config.policy_loss_traits import (
@@ -206,6 +206,11 @@ class NormalizationFlags(FlagGroup):
     validate_batch: Literal["auto", "always", "never"] = flag(
         "auto", "check values inside the loss; auto = where reading them does not stall a GPU"
     )
+
+    def validates_on(self, device: Any) -> bool:
+        """Whether values on this device are read back to be checked."""
+        on_cpu = device.type == "cpu"
+        return self.validate_batch == "always" or (self.validate_batch == "auto" and on_cpu)
 
 
 @dataclass(frozen=True)

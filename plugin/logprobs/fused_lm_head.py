@@ -339,9 +339,8 @@ def _without_idle_rows(hidden: torch.Tensor, *grads: torch.Tensor | None) -> tor
     for grad in grads:
         if grad is not None:
             idle &= grad == 0
-    if (
-        idle.device.type == "cpu" and not idle.any()
-    ):  # on another device the question would wait for it
+    # On another device the question would wait for it.
+    if idle.device.type == "cpu" and not idle.any():
         return hidden
     return hidden.masked_fill(idle[:, None], 0.0)
 

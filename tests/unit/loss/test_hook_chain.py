@@ -11,7 +11,7 @@ import torch
 
 from plugin.config import LossConfig
 from plugin.errors import BatchError, HookLoadError
-from plugin.loss import hook_calling
+from plugin.loss import hook_chain
 from tests.unit.loss.sample_batches import logs, random_batch, run, token_loss
 
 HookFile = Callable[[str], str]
@@ -20,7 +20,7 @@ HookFile = Callable[[str], str]
 @pytest.fixture
 def hook_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HookFile:
     """Writes the body of a hook to a file and gives its path; no hook counts as checked before."""
-    monkeypatch.setattr(hook_calling, "_probed", set())
+    monkeypatch.setattr(hook_chain, "_chains", {})
 
     def write(body: str) -> str:
         name = f"hook_{len(list(tmp_path.iterdir()))}.py"
@@ -89,11 +89,14 @@ def test_gradient_through_a_clamped_weight_is_found_at_its_bound(hook_file: Hook
         run_hook(path)
 
 
-def test_a_batch_without_tokens_does_not_count_as_the_check(hook_file: HookFile) -> None:
+def test_a_hook_is_checked_before_the_first_batch_even_if_that_has_no_tokens(
+    hook_file: HookFile,
+) -> None:
     path = hook_file(
         "return pg_loss * torch.cat([*cur_log_probs, torch.zeros(0)]).exp(), loss_masks, {}"
     )
-    run(corrected(path), *random_batch([]))
+    with pytest.raises(BatchError, match="lets gradient flow through its weight"):
+        run(corrected(path), *random_batch([]))
     with pytest.raises(BatchError, match="lets gradient flow through its weight"):
         run_hook(path)
 
@@ -105,9 +108,7 @@ def test_a_checked_hook_is_called_once_per_microbatch(hook_file: HookFile, tmp_p
     )
     for _ in range(3):
         run_hook(path)
-    assert log.read_text() == "x" * (
-        1 + 3
-    )  # one more on the first batch: where does its gradient flow?
+    assert log.read_text() == "x" * (1 + 3)  # the first on example tokens, before any batch
 
 
 def test_an_exception_inside_a_hook_is_the_users_own(hook_file: HookFile) -> None:
