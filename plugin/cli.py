@@ -1,4 +1,4 @@
-"""The command line. Arguments are parsed before anything heavy is imported, so that `--help` is instant.
+"""The command line. Arguments are parsed before heavy imports, so `--help` is instant.
 
 A sub-command is a module with `add_arguments(parser)` and `run(args) -> int`. It is imported only when it is
 the one that was asked for; the module itself imports torch, Ray or Megatron inside `run`.

@@ -67,5 +67,5 @@ def _row(values: Tensor) -> Tensor:
 
 
 def _outputs_class(inputs: Any) -> Any:
-    """prime-rl's `LossOutputs`: it stands beside the class of the inputs, so nothing has to be imported."""
+    """prime-rl's `LossOutputs`, found beside the class of the inputs."""
     return sys.modules[type(inputs).__module__].LossOutputs

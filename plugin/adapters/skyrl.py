@@ -35,7 +35,7 @@ def register(name: str, config: LossConfig) -> PolicyLoss:
 
 
 def policy_loss(config: LossConfig) -> PolicyLoss:
-    """A function with the signature of SkyRL's policy losses: [B, R] tensors, a sum over the loss mask."""
+    """Build a SkyRL policy loss: [B, R] tensors in, a sum over the loss mask out."""
     _refuse_penalties(config)
 
     loss_config = config  # `config` is also the name of an argument that the framework passes

@@ -21,7 +21,7 @@ from plugin.errors import ConfigError
 
 
 class CorrectedGRPOTrainer(GRPOTrainer):
-    """GRPOTrainer whose loss is `padded_loss` of a `LossConfig`; generation, rewards and logging stay TRL's."""
+    """GRPOTrainer whose loss is `padded_loss` of a `LossConfig`; the rest stays TRL's."""
 
     def __init__(self, *args: Any, loss_config: LossConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,7 +79,7 @@ class CorrectedGRPOTrainer(GRPOTrainer):
         )
 
     def _reducer(self, mask: Tensor, inputs: dict[str, Any]) -> Any:
-        """One global token denominator, or the mean of sample means, each as TRL scales it for accumulation."""
+        """One global token denominator, or the mean of sample means, as TRL scales them."""
 
         def per_token(values: Tensor) -> Tensor:
             items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes

@@ -114,7 +114,7 @@ def rollout_correction(
 
 
 def install_rollout_correction(config: LossConfig) -> None:
-    """Make verl's trainers correct with `config` where they would call their own rollout correction.
+    """Replace the rollout correction of verl's trainers by the one of `config`.
 
     verl has no registry for this step: its trainers look the function up by name in a module, so that is where
     it is replaced. `algorithm.rollout_correction.rollout_is` must be set for verl to take the step at all.
