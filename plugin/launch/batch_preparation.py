@@ -13,14 +13,7 @@ from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
 from plugin.errors import BatchError
 from plugin.launch.rollout_queue import Group, samples_of
-from plugin.ppo_utils.advantages import (
-    grpo_advantages,
-    reinforce_plus_plus_advantages,
-    reinforce_plus_plus_baseline_advantages,
-    rloo_advantages,
-    spread_over_tokens,
-    whiten,
-)
+from plugin.ppo_utils.advantages import estimator_of, whiten
 
 
 def prepare_batch(config: JobConfig, groups: list[Group], route_shape: Any = None) -> RolloutBatch:
@@ -52,34 +45,20 @@ def advantages_of(
         masks[end - count : end] for end, count in zip(ends, samples_per_trajectory, strict=True)
     ]
     last = [end - 1 for end in ends]
-    advantages = _trajectory_advantages(
-        config,
+    whole_masks = [torch.cat(part) for part in parts]
+    advantages = estimator_of(config.advantage_estimator)(
         torch.tensor([batch.columns["rewards"][i] for i in last], dtype=torch.float32),
         torch.tensor([batch.columns["group_index"][i] for i in last]),
-        [torch.cat(part) for part in parts],
+        whole_masks,
+        config,
     )
+    if config.normalize_advantages:
+        advantages = whiten(advantages, whole_masks)
     return [
         sample
         for whole, part in zip(advantages, parts, strict=True)
         for sample in whole.split([len(mask) for mask in part])
     ]
-
-
-def _trajectory_advantages(
-    config: JobConfig, rewards: Tensor, group_index: Tensor, masks: list[Tensor]
-) -> list[Tensor]:
-    if config.advantage_estimator == "reinforce_plus_plus":
-        return reinforce_plus_plus_advantages(rewards, masks, gamma=config.gamma)
-    if config.advantage_estimator == "reinforce_plus_plus_baseline":
-        return reinforce_plus_plus_baseline_advantages(rewards, group_index, masks)
-    if config.advantage_estimator == "rloo":
-        per_sample = rloo_advantages(rewards, group_index)
-    else:
-        per_sample = grpo_advantages(
-            rewards, group_index, std_normalization=config.grpo_std_normalization
-        )
-    advantages = spread_over_tokens(per_sample, masks)
-    return whiten(advantages, masks) if config.normalize_advantages else advantages
 
 
 def check_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import traceback
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from plugin.config import JobConfig
 from plugin.config.import_paths import load_function
-from plugin.errors import ConfigError
+from plugin.errors import ConfigError, HookLoadError
 from plugin.launch.model_source import (
     ModelSource,
     directory_source,
@@ -17,6 +23,7 @@ from plugin.launch.model_source import (
     policy_source,
 )
 from plugin.loss.hook_loading import load_hook
+from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
 from plugin.rollout.conversation.multi_turn import OpeningPrompts
 from plugin.rollout.engines.choice import check_engine
@@ -50,7 +57,8 @@ def check_job(config: JobConfig) -> JobParts:
         program_or_refusal(config, config.tensor_model_parallel_size, insist=True)
     if config.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("--use-wandb: the wandb package is not installed; pip install wandb")
-    check_engine(config)
+    _check_engine(config)
+    _try_estimator(config)
     policy = policy_source(config)
     task = _tried_task(config)
     _check_lengths(config, policy)
@@ -62,6 +70,53 @@ def check_job(config: JobConfig) -> JobParts:
         sampling=sampling_parameters(config, task),
         route_shape=_route_shape(config, policy),
     )
+
+
+def _check_engine(config: JobConfig) -> None:
+    check_engine(config)
+    path = config.engine_traits.factory
+    _require_arguments("--rollout-engine", path, ("config", "hf_config", "name"))
+
+
+def _try_estimator(config: JobConfig) -> None:
+    """Call the user's own estimator on two groups of short responses and check what it returns."""
+    path = config.advantage_estimator
+    if path in ESTIMATORS:
+        return
+    _require_arguments(
+        "--advantage-estimator", path, ("rewards", "group_index", "loss_masks", "config")
+    )
+    count = config.n_samples_per_prompt
+    groups = torch.arange(2).repeat_interleave(count)
+    rewards = torch.arange(2 * count, dtype=torch.float32) % 3
+    masks = [torch.tensor([1, 0, 1][: 1 + i % 3]) for i in range(2 * count)]
+    try:
+        result = list(estimator_of(path)(rewards, groups, masks, config))
+    except Exception as error:
+        raise HookLoadError(
+            f"--advantage-estimator {path} failed on an example of {2 * count} samples:\n"
+            f"{traceback.format_exc()}"
+        ) from error
+    found = [a.shape if isinstance(a, Tensor) else type(a).__name__ for a in result]
+    if found != [mask.shape for mask in masks] or not torch.cat(list(result)).isfinite().all():
+        raise HookLoadError(
+            f"--advantage-estimator {path} returned {str(result)[:300]} on an example of {2 * count} "
+            f"samples with response lengths {[len(mask) for mask in masks]}; return a list with one "
+            "finite tensor [response] per sample"
+        )
+
+
+def _require_arguments(option: str, path: str, names: Sequence[str]) -> None:
+    """Load the function at `path` and check that it can be called as `fn(*names)`."""
+    function = load_function(path)
+    try:
+        inspect.signature(function).bind(*names)
+    except ValueError:
+        return  # code without a signature, such as a built-in
+    except TypeError as error:
+        raise HookLoadError(
+            f"{option} {path} cannot be called as fn({', '.join(names)}): {error}; change its arguments"
+        ) from error
 
 
 def _tried_task(config: JobConfig) -> Task:

@@ -8,13 +8,19 @@ is no step of the policy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plugin.config import AdvantageFlags
+from plugin.config.import_paths import load_function
 from plugin.errors import BatchError
+
+#: fn(rewards [N], group_index [N], loss_masks, config) -> advantages; `loss_masks` and the result have one
+#: [response] tensor per sample.
+Estimator = Callable[[Tensor, Tensor, Sequence[Tensor], AdvantageFlags], Sequence[Tensor]]
 
 _SCAN_BLOCK = 128
 
@@ -118,6 +124,28 @@ def gae_advantages(
         advantages.append(_at_steps(step_advantages, steps, mask))
         returns.append(_at_steps(step_advantages + step_values, steps, mask))
     return advantages, returns
+
+
+#: The estimators of `--advantage-estimator` that need no value model; `ESTIMATOR_TRAITS` names them all.
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": lambda rewards, groups, masks, config: spread_over_tokens(
+        grpo_advantages(rewards, groups, std_normalization=config.grpo_std_normalization), masks
+    ),
+    "rloo": lambda rewards, groups, masks, config: spread_over_tokens(
+        rloo_advantages(rewards, groups), masks
+    ),
+    "reinforce_plus_plus": lambda rewards, groups, masks, config: reinforce_plus_plus_advantages(
+        rewards, masks, gamma=config.gamma
+    ),
+    "reinforce_plus_plus_baseline": lambda rewards, groups, masks, config: (
+        reinforce_plus_plus_baseline_advantages(rewards, groups, masks)
+    ),
+}
+
+
+def estimator_of(name: str) -> Estimator:
+    """The built-in estimator `name`, or the user's own at an import path."""
+    return ESTIMATORS.get(name) or load_function(name)
 
 
 def spread_over_tokens(per_sample: Tensor, loss_masks: Sequence[Tensor]) -> list[Tensor]:

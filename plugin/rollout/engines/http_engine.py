@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 
+from plugin.config import JobConfig
 from plugin.errors import ConfigError, WeightError
 from plugin.rollout.engines.expert_routes import moe_layers
 from plugin.rollout.engines.protocol import (
@@ -42,6 +43,22 @@ _TEND_SECONDS = 0.5
 _LONGEST_BACKOFF = 15.0
 #: Failing at once would make a driver that samples again spin while the servers restart.
 _ALL_OUT_PAUSE = 1.0
+
+
+def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> HttpEngine:
+    """The engine with the settings of a job."""
+    return HttpEngine(
+        config.rollout_urls,
+        hf_config,
+        weights_dir=str(config.rollout_weights_dir),
+        server=config.rollout_server,
+        request_timeout=config.rollout_request_timeout,
+        update_timeout=config.step_timeout,
+        retries=config.rollout_request_retries,
+        max_batch=config.rollout_max_batch,
+        max_model_len=config.max_context_length,
+        name=name,
+    )
 
 
 class HttpEngine:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from plugin.config import JobConfig
 from plugin.rollout.engines.int8_weights import quantize_linears
 from plugin.rollout.engines.protocol import (
     EngineHealth,
@@ -23,6 +24,17 @@ from plugin.rollout.engines.protocol import (
 from plugin.rollout.engines.route_recorder import RouteRecorder
 from plugin.rollout.engines.sampling import draw, sampling_log_probs, uniform_rows
 from plugin.rollout.engines.weight_buckets import WeightLoader
+
+
+def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> TransformersEngine:
+    """The engine with the settings of a job."""
+    return TransformersEngine(
+        hf_config,
+        dtype=config.rollout_dtype,
+        quantization=config.rollout_quantization,
+        max_batch=config.rollout_max_batch,
+        name=name,
+    )
 
 
 class TransformersEngine:

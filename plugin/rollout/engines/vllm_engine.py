@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from plugin.config import JobConfig
 from plugin.errors import ConfigError, EngineError
 from plugin.rollout.engines.expert_routes import complete_routes, moe_layers
 from plugin.rollout.engines.protocol import (
@@ -41,6 +42,23 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 _SMALLEST_CPU_CACHE, _LARGEST_CPU_CACHE = 64 << 20, 4 << 30
+
+
+def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> VllmEngine:
+    """The engine with the settings of a job."""
+    if config.colocate and torch.cuda.is_available():
+        raise ConfigError(
+            "--colocate with --rollout-engine vllm: vLLM keeps most of a GPU's memory for its cache, "
+            "and the trainer needs it too; drop --colocate"
+        )
+    return VllmEngine(
+        hf_config,
+        dtype=config.rollout_dtype,
+        max_batch=config.rollout_max_batch,
+        max_model_len=config.max_context_length,
+        routed_experts=config.wants_rollout_routes,
+        name=name,
+    )
 
 
 class VllmEngine:
