@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,12 @@ from plugin.launch.model_source import (
 from plugin.loss.hook_loading import load_hook
 from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
-from plugin.rollout.conversation.multi_turn import OpeningPrompts
+from plugin.rollout.conversation.multi_turn import OpeningPrompts, run_multi_turn
+from plugin.rollout.conversation.single_turn import run_single_turn
+from plugin.rollout.conversation.trajectory import Trajectory
 from plugin.rollout.engines.choice import check_engine
 from plugin.rollout.engines.expert_routes import moe_layers
-from plugin.rollout.engines.protocol import SamplingParameters
+from plugin.rollout.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
 from plugin.rollout.tasks.copy_digits import CopyDigitsTask
 from plugin.rollout.tasks.jsonl import JsonlTask
 from plugin.rollout.tasks.protocol import Task, checked_prompt, checked_reward, require_task
@@ -62,11 +65,12 @@ def check_job(config: JobConfig) -> JobParts:
     policy = policy_source(config)
     task = _tried_task(config)
     _check_lengths(config, policy)
+    reference = _other_policy("--ref-hf-checkpoint", config.ref_hf_checkpoint, policy)
     return JobParts(
         task=task,
         policy=policy,
-        reference=_reference(config, policy),
-        teacher=_teacher(config, policy),
+        reference=(reference or policy) if config.use_kl_loss else None,
+        teacher=_other_policy("--teacher-hf-checkpoint", config.teacher_hf_checkpoint, policy),
         sampling=sampling_parameters(config, task),
         route_shape=_route_shape(config, policy),
     )
@@ -137,6 +141,12 @@ def load_task(config: JobConfig, tokenizer: Any) -> Task | MultiTurnTask:
     if config.task_path is not None:
         factory = load_function(config.task_path)
         return require_task(factory(config, tokenizer), config.task_path)
+    renders = config.prompt_data is not None and config.apply_chat_template
+    if config.chat_template_kwargs is not None and not renders:
+        raise ConfigError(
+            f"--chat-template-kwargs {config.chat_template_kwargs} would do nothing, because no chat "
+            "template is rendered; add --prompt-data with --apply-chat-template, or drop it"
+        )
     if config.prompt_data is not None:
         path = config.reward_function_path
         return JsonlTask(
@@ -144,6 +154,7 @@ def load_task(config: JobConfig, tokenizer: Any) -> Task | MultiTurnTask:
             tokenizer,
             reward_function=None if path is None else load_function(path),
             apply_chat_template=config.apply_chat_template,
+            template_arguments=config.template_arguments(),
             seed=config.seed,
         )
     if config.hf_checkpoint is not None:
@@ -151,6 +162,25 @@ def load_task(config: JobConfig, tokenizer: Any) -> Task | MultiTurnTask:
             f"--hf-checkpoint {config.hf_checkpoint} has nothing to train on; add --prompt-data or --task-path"
         )
     return CopyDigitsTask(tokenizer, seed=config.seed)
+
+
+Rollouts = Callable[
+    [RolloutEngine, Sequence[GenerationRequest], SamplingParameters], list[list[Trajectory]]
+]
+
+
+def choose_rollouts(config: JobConfig) -> Rollouts:
+    """How an engine's actor turns requests into trajectories: in one turn, or in several.
+
+    Only a task of the user's own can have several; its code is loaded in the process that plays it.
+    """
+    if config.task_path is None:
+        return run_single_turn
+    tokenizer = load_tokenizer(config)
+    task = load_task(config, tokenizer)
+    if not isinstance(task, MultiTurnTask):
+        return run_single_turn
+    return functools.partial(run_multi_turn, task=task, tokenizer=tokenizer, config=config)
 
 
 def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> SamplingParameters:
@@ -175,30 +205,16 @@ def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> Sampli
     )
 
 
-def _reference(config: JobConfig, policy: ModelSource) -> ModelSource | None:
-    if not config.use_kl_loss:
+def _other_policy(option: str, directory: str | None, policy: ModelSource) -> ModelSource | None:
+    """The model at `directory`, if one is given; it has to have the policy's vocabulary."""
+    if directory is None:
         return None
-    if config.ref_hf_checkpoint is None:
-        return policy
-    source = directory_source(config.ref_hf_checkpoint, "--ref-hf-checkpoint")
-    return _same_vocabulary(source, policy, f"--ref-hf-checkpoint {config.ref_hf_checkpoint}")
-
-
-def _teacher(config: JobConfig, policy: ModelSource) -> ModelSource | None:
-    if config.teacher_hf_checkpoint is None:
-        return None
-    source = directory_source(config.teacher_hf_checkpoint, "--teacher-hf-checkpoint")
-    return _same_vocabulary(
-        source, policy, f"--teacher-hf-checkpoint {config.teacher_hf_checkpoint}"
-    )
-
-
-def _same_vocabulary(source: ModelSource, policy: ModelSource, name: str) -> ModelSource:
+    source = directory_source(directory, option)
     theirs, ours = source.hf_config["vocab_size"], policy.hf_config["vocab_size"]
     if theirs != ours:
         raise ConfigError(
-            f"{name} has a vocabulary of {theirs} tokens, the policy of {ours}; log-probs of the same tokens can "
-            "be compared only with one tokenizer"
+            f"{option} {directory} has a vocabulary of {theirs} tokens, the policy of {ours}; log-probs "
+            "of the same tokens can be compared only with one tokenizer"
         )
     return source
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from plugin.config import JobConfig
 from plugin.launch.array_transport import Arrays, batch_from_arrays
 from plugin.launch.model_source import ModelSource
+from plugin.launch.remote_calls import ReportingActor
 
 PolicyName = Literal["policy", "reference", "teacher"]
 
@@ -29,15 +30,12 @@ class RankPlace:
     device: int
 
 
-class TrainerRank:
+class TrainerRank(ReportingActor):
     """Holds the policy and, where the loss needs them, the reference and the teacher."""
 
     def __init__(self, config: JobConfig) -> None:
-        import torch
-
+        super().__init__(config)
         self._config = config
-        if not torch.cuda.is_available():
-            torch.set_num_threads(config.threads_per_rank)
         self._trainers: dict[PolicyName, Any] = {}
         self._rank = -1
         self._store: Any = None
@@ -67,19 +65,14 @@ class TrainerRank:
         listener.listen()
         port = listener.getsockname()[1]
         # multi_tenant: init_process_group opens the same store again in this process and finds this one.
+        options = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
         self._store = TCPStore(
-            address,
-            port,
-            self._config.world_size,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
+            address, port, self._config.world_size, master_listen_fd=listener.detach(), **options
         )
         return f"tcp://{address}:{port}"
 
     def join(self, rank: int, rendezvous: str) -> None:
-        """Becomes rank `rank` of the process group."""
+        """Become rank `rank` of the process group."""
         from plugin.megatron_backend.parallel_groups import init_parallel
 
         self._rank = rank
@@ -105,41 +98,35 @@ class TrainerRank:
         )
 
     def build(self, name: PolicyName, source: ModelSource) -> None:
-        """Builds one of the models and loads its weights; only the policy can be trained."""
+        """Build one of the models and load its weights; only the policy can be trained."""
         import safetensors.torch
 
+        from plugin.megatron_backend.model.builder import uses_transformer_engine
         from plugin.megatron_backend.trainer import MegatronTrainer
 
-        trainer = MegatronTrainer(
-            self._config,
-            source.as_config(),
-            self._groups,
-            layout=self._layout(),
-            trainable=name == "policy",
-            seed=self._config.seed,
-        )
-        if source.directory is not None:
-            trainer.load_hf_weights(source.directory)
-        elif source.weights is not None:
-            trainer.load_hf_weights(safetensors.torch.load(source.weights))
-        self._trainers[name] = trainer
-
-    def _layout(self) -> Literal["packed", "padded"]:
-        """Padded rows where attention is Megatron's local one: it would compute all pairs of a packed row.
-
-        Context parallelism exists for packed rows only, and the interleaved schedule wants all microbatches
-        of one shape, which packed rows are filled up to.
-        """
-        from plugin.megatron_backend.model.builder import uses_transformer_engine
-
         config = self._config
+        # Megatron's local attention would compute all pairs of a packed row, so its rows are padded.
+        # Context parallelism exists for packed rows only, and the interleaved schedule wants all
+        # microbatches of one shape, which packed rows are filled up to.
         packs = (
             config.max_tokens_per_gpu is not None
             or config.context_parallel_size > 1
             or config.virtual_pipeline_model_parallel_size is not None
             or uses_transformer_engine(config.transformer_impl)
         )
-        return "packed" if packs else "padded"
+        trainer = MegatronTrainer(
+            config,
+            source.as_config(),
+            self._groups,
+            layout="packed" if packs else "padded",
+            trainable=name == "policy",
+            seed=config.seed,
+        )
+        if source.directory is not None:
+            trainer.load_hf_weights(source.directory)
+        elif source.weights is not None:
+            trainer.load_hf_weights(safetensors.torch.load(source.weights))
+        self._trainers[name] = trainer
 
     def log_probs(self, name: PolicyName, arrays: Arrays) -> Any:
         """Log-probs of every response of the batch, end to end, as a NumPy array; None besides rank 0."""
@@ -186,23 +173,23 @@ class TrainerRank:
         return [ray.put(bucket) for bucket in pack_buckets(exported)]
 
     def save_hf(self, directory: str, tokenizer_from: str | None) -> None:
-        """Writes the policy as a Hugging Face directory, from rank 0."""
+        """Write the policy as a Hugging Face directory, from rank 0."""
         from plugin.megatron_backend.model.hf_weights import save_hf_checkpoint
 
         chunks = self._trainers["policy"].chunks
         save_hf_checkpoint(directory, chunks, self._groups, tokenizer_from=tokenizer_from)
 
     def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any], keep: int) -> None:
-        """Writes `<root>/step_<step>` with the driver's state in it and keeps the last `keep`."""
+        """Write `<root>/step_<step>` with the driver's state in it and keep the last `keep`."""
         self._trainers["policy"].save_checkpoint(root, step, user_state, keep_last=keep)
 
     def load_checkpoint(self, root: str) -> dict[str, Any] | None:
-        """Loads the newest checkpoint in `root`; the driver's state from rank 0, None from the others."""
+        """Load the newest checkpoint in `root`; the driver's state from rank 0, None from the others."""
         _, user_state = self._trainers["policy"].load_checkpoint(root)
         return user_state if self._rank == 0 else None
 
     def leave(self) -> None:
-        """Leaves the process group."""
+        """Leave the process group."""
         from plugin.megatron_backend.parallel_groups import destroy_parallel
 
         destroy_parallel()

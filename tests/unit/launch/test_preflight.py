@@ -15,10 +15,11 @@ from plugin.config.engine_traits import ENGINES
 from plugin.config.import_paths import load_function
 from plugin.errors import BatchError, ConfigError, HookLoadError
 from plugin.launch.batch_preparation import advantages_of
-from plugin.launch.preflight import check_job, sampling_parameters
+from plugin.launch.preflight import check_job, load_task, sampling_parameters
 from plugin.rollout.engines.choice import make_engine
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET, CopyDigitsTask
+from plugin.rollout.tasks.jsonl import JsonlTask
 
 TASK = CopyDigitsTask(CharacterTokenizer(ALPHABET))
 
@@ -105,8 +106,6 @@ def test_a_model_directory_without_prompts_has_nothing_to_train_on(tmp_path: Pat
     from tests.parallel.tiny_models import tiny_qwen3
 
     tiny_qwen3().save_pretrained(tmp_path)
-    from plugin.launch.preflight import load_task
-
     with pytest.raises(ConfigError, match="add --prompt-data or --task-path"):
         load_task(JobConfig(hf_checkpoint=str(tmp_path)), TASK)
     assert transformers.AutoConfig.from_pretrained(tmp_path).vocab_size == 96
@@ -264,3 +263,24 @@ def test_every_built_in_engine_has_a_factory(name: str) -> None:
 def test_an_estimator_that_the_job_cannot_feed_is_refused(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         JobConfig.from_sources(settings)
+
+
+def test_template_arguments_without_a_template_are_refused() -> None:
+    settings = {"chat_template_kwargs": '{"enable_thinking": false}', "apply_chat_template": True}
+    with pytest.raises(ConfigError, match="no chat template is rendered; add --prompt-data"):
+        check_job(JobConfig.from_sources(settings))
+
+
+def test_template_arguments_reach_the_template_of_prompt_data(tmp_path: Path) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "12", "answer": "3"}')
+    tokenizer = CharacterTokenizer(ALPHABET)
+    tokenizer.chat_template = "{{ messages[0].content }}{% if mark %}{{ mark }}{% endif %}"
+    settings = {"hf_checkpoint": "unused", "prompt_data": str(data), "apply_chat_template": True}
+    plain = load_task(JobConfig.from_sources(settings), tokenizer)
+    marked = load_task(
+        JobConfig.from_sources({**settings, "chat_template_kwargs": '{"mark": "+"}'}), tokenizer
+    )
+    assert isinstance(plain, JsonlTask) and isinstance(marked, JsonlTask)
+    assert tokenizer.decode(plain.prompt(0).tokens) == "12"
+    assert tokenizer.decode(marked.prompt(0).tokens) == "12+"
