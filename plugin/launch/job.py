@@ -31,7 +31,8 @@ from plugin.launch.preflight import JobParts, check_job
 from plugin.launch.ray_cluster import cluster
 from plugin.launch.resuming import changed_settings, earlier_steps
 from plugin.launch.rollout_queue import RolloutQueue
-from plugin.launch.trainer_group import TrainedStep, TrainerGroup
+from plugin.launch.trainer_actor import TrainedStep
+from plugin.launch.trainer_group import TrainerGroup
 from plugin.megatron_backend.checkpoint.directory import complete_checkpoints
 from plugin.observe.run_files import RunFiles, new_run_dir, without_slices
 

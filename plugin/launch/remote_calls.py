@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, MegatronTisError, ParallelError, SenderLost
 from plugin.launch.console import Console, capture_warnings
@@ -26,8 +28,6 @@ class ReportingActor:
     """Base of the job's actors. The driver calls every method through `call`."""
 
     def __init__(self, config: JobConfig) -> None:
-        import torch
-
         self._warnings: list[str] = []
         capture_warnings(self._warnings.append)
         if not torch.cuda.is_available():

@@ -1,17 +1,20 @@
 """One trainer rank: the body of a Ray actor around `MegatronTrainer`.
 
-Every method is called on all ranks at once with the same arguments; what is the same everywhere is returned by
-rank 0 alone.
+Every method is called on all ranks at once with the same arguments; what is the same everywhere is
+returned by rank 0 alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import safetensors.torch
+import torch
+from torch import Tensor
 
 from plugin.config import JobConfig
 from plugin.launch.array_transport import Arrays, batch_from_arrays
@@ -28,6 +31,21 @@ class RankPlace:
     address: str
     node_id: str
     device: int
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """What the driver gets of an optimizer step.
+
+    skipped: why no weight was changed, if so
+    log_probs: the step's own, where watched: end to end from the actor, [response] per sample on the driver
+    live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose
+    """
+
+    metrics: dict[str, float]
+    skipped: str | None
+    log_probs: Any
+    live_routes: list[Tensor] | None
 
 
 class TrainerRank(ReportingActor):
@@ -52,8 +70,8 @@ class TrainerRank(ReportingActor):
     def open_rendezvous(self) -> str:
         """An address at which all ranks can meet; called on rank 0.
 
-        On one node that is a file. Across nodes it is a TCP store that listens on this node's address only;
-        torch's own would listen on every interface.
+        On one node that is a file. Across nodes it is a TCP store that listens on this node's address
+        only; torch's own would listen on every interface.
         """
         if self._config.num_nodes == 1:
             return f"file://{tempfile.mkdtemp(prefix='megatron_tis_')}/rendezvous"
@@ -65,7 +83,11 @@ class TrainerRank(ReportingActor):
         listener.listen()
         port = listener.getsockname()[1]
         # multi_tenant: init_process_group opens the same store again in this process and finds this one.
-        options = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+        options: dict[str, Any] = {
+            "is_master": True,
+            "wait_for_workers": False,
+            "multi_tenant": True,
+        }
         self._store = TCPStore(
             address, port, self._config.world_size, master_listen_fd=listener.detach(), **options
         )
@@ -99,8 +121,6 @@ class TrainerRank(ReportingActor):
 
     def build(self, name: PolicyName, source: ModelSource) -> None:
         """Build one of the models and load its weights; only the policy can be trained."""
-        import safetensors.torch
-
         from plugin.megatron_backend.model.builder import uses_transformer_engine
         from plugin.megatron_backend.trainer import MegatronTrainer
 
@@ -130,18 +150,14 @@ class TrainerRank(ReportingActor):
 
     def log_probs(self, name: PolicyName, arrays: Arrays) -> Any:
         """Log-probs of every response of the batch, end to end, as a NumPy array; None besides rank 0."""
-        import torch
-
         results = self._trainers[name].compute_log_probs(batch_from_arrays(arrays))
         return torch.cat(results).numpy() if self._rank == 0 else None
 
-    def train(self, arrays: Arrays, version: int, learning_rate: float) -> Any:
-        """One optimizer step; the fields of `StepResult` from rank 0, None from the others.
+    def train(self, arrays: Arrays, version: int, learning_rate: float) -> TrainedStep | None:
+        """One optimizer step; None besides rank 0.
 
-        version: of the weights the step starts from, counted in weight syncs; the age of samples refers to it
+        version: of the weights the step starts from, counted in weight syncs; ages refer to it
         """
-        import torch
-
         trainer = self._trainers["policy"]
         trainer.version = version
         trainer.set_learning_rate(learning_rate)
@@ -153,11 +169,13 @@ class TrainerRank(ReportingActor):
         )
         if self._rank != 0:
             return None
-        # A plain mapping: the driver need not import Megatron to read it.
-        fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
+        skipped, log_probs = None, None
+        if not result.updated:
+            where = result.bad_parameter or "no single parameter"
+            skipped = f"gradient norm {result.grad_norm} ({where})"
         if result.log_probs is not None:
-            fields["log_probs"] = torch.cat(result.log_probs).numpy()
-        return fields
+            log_probs = torch.cat(result.log_probs).numpy()
+        return TrainedStep(result.metrics, skipped, log_probs, result.live_routes)
 
     def export_weights(self) -> list[Any] | None:
         """The policy in the object store, one reference per bucket; None besides rank 0."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,24 +18,10 @@ from plugin.launch.console import Console
 from plugin.launch.model_source import ModelSource
 from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.remote_calls import wait_for_all
-from plugin.launch.trainer_actor import PolicyName, TrainerRank
+from plugin.launch.trainer_actor import PolicyName, TrainedStep, TrainerRank
 
 #: How long Ray may take to notice that a process is gone.
 _DEATH_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class TrainedStep:
-    """What the driver gets of an optimizer step.
-
-    skipped: why no weight was changed, if so; log_probs: the step's own, [response] per sample, where watched
-    live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose, where watched
-    """
-
-    metrics: dict[str, float]
-    skipped: str | None
-    log_probs: list[Tensor] | None
-    live_routes: list[Tensor] | None = None
 
 
 class TrainerGroup:
@@ -126,14 +112,9 @@ class TrainerGroup:
     def train(self, batch: RolloutBatch, version: int, learning_rate: float) -> TrainedStep:
         """One optimizer step."""
         result = self._call("train", _shared(batch), version, learning_rate)[0]
-        skipped = None
-        if not result["updated"]:
-            where = result["bad_parameter"] or "no single parameter"
-            skipped = f"gradient norm {result['grad_norm']} ({where})"
-        log_probs = None
-        if result["log_probs"] is not None:
-            log_probs = _per_sample(result["log_probs"], batch)
-        return TrainedStep(result["metrics"], skipped, log_probs, result["live_routes"])
+        if result.log_probs is None:
+            return result
+        return replace(result, log_probs=_per_sample(result.log_probs, batch))
 
     def export_weights(self) -> list[Any]:
         """References to the policy's weight buckets in the object store."""

@@ -171,7 +171,7 @@ class _Player:
 
     def close(self, episodes: Sequence[_Episode]) -> None:
         """Call `close` of every environment that has one; its failure changes no result."""
-        environments = [getattr(episode, "environment", None) for episode in episodes]
+        environments: list[Any] = [getattr(episode, "environment", None) for episode in episodes]
         self._run([e.close for e in environments if hasattr(e, "close")])
 
     def _open_conversation(self, episode: _Episode) -> None:
