@@ -75,8 +75,10 @@ class Console:
 def capture_warnings(deliver: Callable[[str], None]) -> None:
     """Send what this process warns of from now on, by `warnings` or by our loggers, to `deliver`.
 
-    Of `warnings` only plain UserWarnings: the other categories are for developers.
+    Of `warnings` only plain UserWarnings, because the other categories are for developers; and not
+    those of Megatron, which names every optional package that it does without.
     """
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|mbridge)\.")
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         if category is UserWarning:
