@@ -309,7 +309,9 @@ class ConversationFlags(FlagGroup):
         False, "keep it until a new user message arrives"
     )
     chat_template_kwargs: str | None = flag(
-        None, 'JSON object handed to the chat template, e.g. {"enable_thinking": false}'
+        None,
+        'JSON object passed to the chat template, e.g. {"enable_thinking": false}; for multi-turn tasks and '
+        "--apply-chat-template",
     )
     environment_timeout: float = flag(
         60.0, "seconds that one step of an environment may take; then its trajectory fails", above=0

@@ -1,8 +1,8 @@
 """Batches and trajectories as a few flat arrays.
 
-A rollout batch is thousands of small tensors, which are slow to serialize one by one; Ray moves NumPy
-arrays without copying. Every field of the table becomes one array, and comes back with its shape and
-dtype.
+A rollout batch is thousands of small tensors, which are slow to serialize one by one; Ray moves
+NumPy arrays without copying. Every field of the table becomes one array, and comes back with its
+shape and dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From groups of responses to a batch that the trainer accepts: checked, with advantages, described."""
+"""From groups of responses to a checked batch with advantages, and its description."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def advantages_of(
 ) -> list[Tensor]:
     """One [response] tensor per sample, by the estimator of the configuration.
 
-    A trajectory counts once, however many samples it was split into: it is scored as the one sequence
-    of steps that it was, and its advantages are then split over its samples.
+    A trajectory counts once, however many samples it was split into: it is scored as the one
+    sequence of steps that it was, and its advantages are then split over its samples.
     """
     masks = batch.columns["loss_masks"]
     ends = list(itertools.accumulate(samples_per_trajectory))

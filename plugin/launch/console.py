@@ -62,14 +62,17 @@ class Console:
         self._stream.flush()
 
     def warn(self, text: str, source: str | None = None) -> None:
-        """Print a warning the first time that its text comes up; `source` is the actor that raised it."""
+        """Print a warning the first time its text comes up; `source`: the actor that raised it."""
         if text in self._warned:
             return
         self._warned.add(text)
+        self.complain("warning", f"{source}: {text}" if source else text)
+
+    def complain(self, kind: str, text: str) -> None:
+        """Print `kind: text` where errors go."""
         if self._open_line:
             self.say("")
-        where = f"{source}: " if source else ""
-        print(f"warning: {where}{text}", file=self._errors, flush=True)
+        print(f"{kind}: {text}", file=self._errors, flush=True)
 
 
 def capture_warnings(deliver: Callable[[str], None]) -> None:

@@ -57,10 +57,10 @@ class _Running:
 
 
 class EnginePool:
-    """Starts the engines; sends requests and weights, which each engine serves in the order of sending.
+    """Starts the engines; sends requests and weights, which each engine serves in order.
 
     An engine that dies, breaks or hangs is replaced by a new actor that gets the newest weights
-    before any request. Its unanswered tickets end in `ActorLost`: their requests have to be sent again.
+    before any request. Its unanswered tickets end in `ActorLost`: send their requests again.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class EnginePool:
         return ticket
 
     def finished(self, tickets: list[Any], *, wait_seconds: float) -> list[Any]:
-        """The tickets that have an answer, or have failed; waits for the first one at most so long."""
+        """The tickets that have an answer or have failed; waits so long for the first."""
         import ray
 
         self.poll()
@@ -149,7 +149,7 @@ class EnginePool:
         return answer
 
     def replace(self, engine: int, reason: str) -> None:
-        """End an engine and start another in its place; an `EngineError` if that keeps happening."""
+        """End an engine and start another for it; an `EngineError` if that keeps happening."""
         import ray
 
         old = self._engines[engine]
@@ -186,7 +186,7 @@ class EnginePool:
             self._loads[call] = (number, actor)
 
     def poll(self) -> None:
-        """Notice engines that have started, died while loading weights, or cannot start; never waits."""
+        """Notice engines that have started, died while loading, or cannot start; never waits."""
         import ray
 
         watched = [*self._loads, *(e.birth for e in self._engines if e.birth is not None)]
@@ -200,7 +200,7 @@ class EnginePool:
             try:
                 result_of(reference, f"engine {number}", self._console)
             except SenderLost:
-                # A trainer rank died while it sent its weights: no other engine would get them either.
+                # A trainer rank died while it sent its weights: no engine would get them.
                 raise
             except ActorLost as error:
                 self._replace_unless_done(number, actor, str(error))

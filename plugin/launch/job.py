@@ -1,9 +1,9 @@
 """The driver of a job: rollouts, advantages, log-prob passes, updates, weight sync, until the end.
 
 Synchronous: engines generate, then the trainer trains, in turn. Asynchronous: the engines go on
-generating with the weights they have while the trainer works; the queue bounds how old those may be.
-A lost engine is replaced by the engine pool; a lost trainer rank sends the whole job back to its last
-checkpoint.
+generating with the weights they have while the trainer works; the queue bounds how old those may
+be. A lost engine is replaced by the engine pool; a lost trainer rank sends the whole job back to
+its last checkpoint.
 """
 
 from __future__ import annotations
@@ -269,8 +269,9 @@ class _Job:
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
         """Add what the loss needs from forward-only passes.
 
-        The trainer's own log-probs are recomputed where they can differ from those of the update: on
-        a second update, or when its routes are replayed. On the first update they are the update's own.
+        The trainer's own log-probs are recomputed where they can differ from those of the update:
+        on a second update, or when its routes are replayed. On the first update they are the
+        update's own.
         """
         config = self._config
         if config.num_updates_per_rollout > 1 or config.use_routing_replay:
@@ -306,7 +307,7 @@ class _Job:
                 error = again
 
     def _count_restart(self, error: ParallelError) -> None:
-        """Raise `error` if no checkpoint can follow, or after too many restarts without a new rollout."""
+        """Raise `error` without checkpoints, or after too many restarts without a new rollout."""
         if self._config.save_interval is None and not self._has_checkpoint():
             raise ParallelError(
                 f"{error}\nThe job keeps no checkpoints and ends; with --save-interval it would restart "

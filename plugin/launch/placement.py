@@ -1,7 +1,7 @@
 """Where the actors go: one bundle per trainer node and per engine, checked before anything starts.
 
-Trainer ranks are packed: `num_nodes` nodes with `ranks_per_node` ranks each. Engines have bundles of
-their own, or with `--colocate` share the trainer's.
+Trainer ranks are packed: `num_nodes` nodes with `ranks_per_node` ranks each. Engines have bundles
+of their own, or with `--colocate` share the trainer's.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from plugin.config import JobConfig
 from plugin.errors import ClusterError
 
-#: Shares of a GPU when an engine lives beside a rank. Two ranks never fit on one GPU, an engine does.
+#: Shares of a GPU when an engine lives beside a rank. Two ranks never fit on one GPU.
 COLOCATED_RANK_GPU, COLOCATED_ENGINE_GPU = 0.6, 0.4
 
 
 @dataclass(frozen=True)
 class ResourcePlan:
-    """What a job reserves: resources of each trainer node and of each engine ({} when colocated)."""
+    """What a job reserves: for each trainer node and each engine ({} when colocated)."""
 
     trainer_nodes: list[dict[str, float]]
     engines: list[dict[str, float]]
@@ -112,7 +112,7 @@ class Reservation:
 
 
 def reserve(plan: ResourcePlan, timeout: float) -> Reservation:
-    """Reserve the plan's bundles on the connected cluster, or a `ClusterError` after `timeout` s."""
+    """Reserve the plan's bundles on the cluster, or a `ClusterError` after `timeout` seconds."""
     import ray
     from ray.util import placement_group
 

@@ -1,4 +1,4 @@
-"""Everything that can be found wrong before an actor starts: hooks, task, models, log-probs, routes."""
+"""What can be found wrong before an actor starts: hooks, estimator, engine, task, models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class JobParts:
 
 
 def check_job(config: JobConfig) -> JobParts:
-    """Loads and tries out what the configuration names; raises on the first thing that cannot work."""
+    """Load and try what the configuration names; raise on the first thing that cannot work."""
     if config.use_tis or config.get_mismatch_metrics:
         for name in config.hook_names():
             load_hook(name)
@@ -124,7 +124,7 @@ def _require_arguments(option: str, path: str, names: Sequence[str]) -> None:
 
 
 def _tried_task(config: JobConfig) -> Task:
-    """The task as the driver uses it, after one prompt and, where the task itself scores, one reward."""
+    """The task as the driver uses it, tried with one prompt and, where it scores, one reward."""
     tokenizer = load_tokenizer(config)
     task = load_task(config, tokenizer)
     if isinstance(task, MultiTurnTask):
@@ -184,7 +184,7 @@ def choose_rollouts(config: JobConfig) -> Rollouts:
 
 
 def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> SamplingParameters:
-    """How the engines sample; log-probs are turned on, with a warning, where a feature needs them."""
+    """How the engines sample; log-probs are turned on with a warning if a feature needs them."""
     log_probs = config.return_rollout_log_probs
     needing = config.needs_rollout_log_probs()
     if needing and not log_probs:
@@ -234,7 +234,7 @@ def _check_lengths(config: JobConfig, policy: ModelSource) -> None:
 
 
 def _route_shape(config: JobConfig, source: ModelSource) -> tuple[int, int, int] | None:
-    """(MoE layers, experts per token, experts) of a MoE model; a flag about routes without one is an error."""
+    """(MoE layers, experts per token, experts); None if dense, which refuses flags about routes."""
     hf_config = source.as_config()
     experts = getattr(hf_config, "num_experts", 0)
     if not experts:

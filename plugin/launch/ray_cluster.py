@@ -1,7 +1,7 @@
 """Starts a private Ray on this machine, or joins a running one.
 
-The private one listens on loopback only: Ray binds to loopback when it believes that the platform has
-no clusters, and the switch for that has to be in the environment before Ray is imported.
+The private one listens on loopback only: Ray binds to loopback when it believes that the platform
+has no clusters, and the switch for that has to be in the environment before Ray is imported.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _start_private(cpu_slots: int) -> None:
             )
             break
         except Exception as error:
-            # Ray gives itself 30 seconds and raises a bare Exception; a busy machine needs a second try.
+            # Ray gives itself 30 seconds and raises a bare Exception; a busy machine needs more.
             ray.shutdown()
             if "timed out" not in str(error) or attempt + 1 == _START_ATTEMPTS:
                 raise ClusterError(

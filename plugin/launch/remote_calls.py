@@ -1,4 +1,4 @@
-"""Calls of Ray actors: the first failure at once, our own errors as themselves, warnings along with the results."""
+"""Calls of Ray actors: the first failure at once, warnings along with the results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def wait_for_all(
 ) -> list[Any]:
     """Results in order; raises the first failure as soon as it is known, whatever the others do.
 
-    names: who is called, for messages; while_waiting: called again and again until all have answered
+    names: who is called, for messages; while_waiting: called until all have answered
     """
     import ray
 

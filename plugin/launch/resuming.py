@@ -1,4 +1,4 @@
-"""What a resumed job finds in its run directory: the steps so far, and settings that have changed."""
+"""What a resumed job finds in its run directory: the steps so far, and changed settings."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Groups of responses on their way from the task through the engines to the trainer.
 
-A group is one prompt with all its responses. Groups are sent in chunks, at most two chunks wait at an
-engine, and how many groups may be under way is bounded so that none can be older than allowed when its
-turn comes. Those that are nevertheless (an engine that fell behind) are dropped and counted. What an
-engine that died or hung was working on is sent again as it was; a group with a failed response is
-sampled again with other seeds.
+A group is one prompt with all its responses. Groups are sent in chunks, at most two chunks wait at
+an engine, and how many groups may be under way is bounded so that none can be older than allowed
+when its turn comes. Those that are nevertheless (an engine that fell behind) are dropped and
+counted. What an engine that died or hung was working on is sent again as it was; a group with a
+failed response is sampled again with other seeds.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class _Chunk:
     engine: int
     tries: list[_Try]
     prompts: list[Prompt]
-    requests: list[GenerationRequest]
     sent: float
 
 
@@ -110,7 +109,7 @@ class RolloutQueue:
     def take(self, version: int) -> list[Group]:
         """The next batch of `rollout_batch_size` groups, oldest prompts first; waits for it.
 
-        version: of the trainer's weights; groups more than the staleness limit behind it are dropped
+        version: of the trainer's weights; drops groups more than the staleness limit behind
         """
         self._batch_is_out = False
         wanted = self.config.rollout_batch_size
@@ -191,18 +190,15 @@ class RolloutQueue:
     def _send_chunk(self, engine: int, tries: list[_Try]) -> None:
         longest = self.config.max_prompt_length
         prompts = [checked_prompt(self.task, t.index, longest) for t in tries]
-        requests = [
-            GenerationRequest(prompt.tokens, self._seeds(t), t.index)
-            for t, prompt in zip(tries, prompts, strict=True)
-        ]
+        requests = []
+        for one_try, prompt in zip(tries, prompts, strict=True):
+            # A response that failed might fail again with the same seed.
+            again = f"/{one_try.failures}" if one_try.failures else ""
+            draw = random.Random(f"{self.config.seed}/{one_try.index}{again}")
+            seeds = [draw.getrandbits(62) for _ in range(self.config.n_samples_per_prompt)]
+            requests.append(GenerationRequest(prompt.tokens, tuple(seeds), one_try.index))
         ticket = self.engines.send(engine, requests, self.parameters)
-        self._in_flight[ticket] = _Chunk(engine, tries, prompts, requests, time.monotonic())
-
-    def _seeds(self, one_try: _Try) -> tuple[int, ...]:
-        # A response that failed might fail again with the same seed.
-        again = f"/{one_try.failures}" if one_try.failures else ""
-        draw = random.Random(f"{self.config.seed}/{one_try.index}{again}")
-        return tuple(draw.getrandbits(62) for _ in range(self.config.n_samples_per_prompt))
+        self._in_flight[ticket] = _Chunk(engine, tries, prompts, time.monotonic())
 
     def _collect(self, *, wait: bool) -> None:
         if not self._in_flight and not wait:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     except MegatronTisError as error:
         if getattr(args, "traceback", False):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        console.complain("error", str(error))
         return 2 if isinstance(error, (ConfigError, HookLoadError)) else 1
     if result.history:
         first, last = result.history[0], result.history[-1]

@@ -38,7 +38,8 @@ class TrainedStep:
     """What the driver gets of an optimizer step.
 
     skipped: why no weight was changed, if so
-    log_probs: the step's own, where watched: end to end from the actor, [response] per sample on the driver
+    log_probs: the step's own, where watched: end to end from the actor, [response] per sample on
+        the driver
     live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose
     """
 
@@ -70,8 +71,8 @@ class TrainerRank(ReportingActor):
     def open_rendezvous(self) -> str:
         """An address at which all ranks can meet; called on rank 0.
 
-        On one node that is a file. Across nodes it is a TCP store that listens on this node's address
-        only; torch's own would listen on every interface.
+        On one node that is a file. Across nodes it is a TCP store that listens on this node's
+        address only; torch's own would listen on every interface.
         """
         if self._config.num_nodes == 1:
             return f"file://{tempfile.mkdtemp(prefix='megatron_tis_')}/rendezvous"
@@ -82,7 +83,7 @@ class TrainerRank(ReportingActor):
         listener.bind((address, 0))
         listener.listen()
         port = listener.getsockname()[1]
-        # multi_tenant: init_process_group opens the same store again in this process and finds this one.
+        # multi_tenant: init_process_group opens the same store in this process and finds this.
         options: dict[str, Any] = {
             "is_master": True,
             "wait_for_workers": False,
@@ -125,9 +126,9 @@ class TrainerRank(ReportingActor):
         from plugin.megatron_backend.trainer import MegatronTrainer
 
         config = self._config
-        # Megatron's local attention would compute all pairs of a packed row, so its rows are padded.
-        # Context parallelism exists for packed rows only, and the interleaved schedule wants all
-        # microbatches of one shape, which packed rows are filled up to.
+        # Megatron's local attention would compute all pairs of a packed row, so its rows are
+        # padded. Context parallelism exists for packed rows only, and the interleaved schedule
+        # wants all microbatches of one shape, which packed rows are filled up to.
         packs = (
             config.max_tokens_per_gpu is not None
             or config.context_parallel_size > 1
@@ -149,7 +150,7 @@ class TrainerRank(ReportingActor):
         self._trainers[name] = trainer
 
     def log_probs(self, name: PolicyName, arrays: Arrays) -> Any:
-        """Log-probs of every response of the batch, end to end, as a NumPy array; None besides rank 0."""
+        """Log-probs of every response, end to end, as a NumPy array; None besides rank 0."""
         results = self._trainers[name].compute_log_probs(batch_from_arrays(arrays))
         return torch.cat(results).numpy() if self._rank == 0 else None
 
@@ -202,7 +203,7 @@ class TrainerRank(ReportingActor):
         self._trainers["policy"].save_checkpoint(root, step, user_state, keep_last=keep)
 
     def load_checkpoint(self, root: str) -> dict[str, Any] | None:
-        """Load the newest checkpoint in `root`; the driver's state from rank 0, None from the others."""
+        """Load the newest checkpoint in `root`; the driver's state, None besides rank 0."""
         _, user_state = self._trainers["policy"].load_checkpoint(root)
         return user_state if self._rank == 0 else None
 

@@ -53,7 +53,7 @@ class TrainerGroup:
         ]
 
     def restart(self) -> None:
-        """End every rank and build the models anew, on other nodes if some have left the cluster."""
+        """End every rank and build the models anew, on other nodes if some have left."""
         self.close()
         idle, self._idle = self._idle, None
         self._reservation.wait_for_nodes(self._config.start_timeout)
@@ -121,7 +121,7 @@ class TrainerGroup:
         return self._call("export_weights")[0]
 
     def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any]) -> None:
-        """Write the policy, its optimizer and the driver's state as the newest checkpoint in `root`."""
+        """Write policy, optimizer and the driver's state as the newest checkpoint in `root`."""
         self._call("save_checkpoint", root, step, user_state, self._config.keep_checkpoints)
 
     def load_checkpoint(self, root: str) -> dict[str, Any]:

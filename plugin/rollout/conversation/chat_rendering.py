@@ -1,8 +1,9 @@
 """Chat messages as the text that the model reads, through its chat template.
 
-Templates of thinking models drop the thinking of older replies. To keep it, a reply's own text is put
-where the template rendered the reply: the messages are rendered with a mark in place of the reply's
-content, and the mark is then replaced. That needs no knowledge of the template and no switch in it.
+Templates of thinking models drop the thinking of older replies. To keep it, a reply's own text is
+put where the template rendered the reply: the messages are rendered with a mark in place of the
+reply's content, and the mark is then replaced. That needs no knowledge of the template and no
+switch in it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def kept_thinking(config: ConversationFlags) -> KeptThinking:
 class ChatRenderer:
     """Renders, encodes and decodes.
 
-    tokenizer: with `encode`, `decode` and `apply_chat_template` as Hugging Face tokenizers have them
+    tokenizer: with `encode`, `decode` and `apply_chat_template` as Hugging Face tokenizers have
+        them
     keep: whose thinking stays
     arguments: what the template is called with besides messages and tools
     """
@@ -78,7 +80,7 @@ class ChatRenderer:
         return text
 
     def text_after(self, messages: Sequence[Message], number: int) -> str | None:
-        """What the template puts after the content of message `number`; None if that cannot be told."""
+        """What the template puts after the content of message `number`; None if unknown."""
         parts = self._template(_marked(messages, [number])).split(_mark(number))
         return parts[1] if len(parts) == 2 else None
 
@@ -101,8 +103,9 @@ class ChatRenderer:
         """The text up to a reply's own, as it was when the reply was sampled.
 
         earlier: the messages before the reply
-        before: the template's text up to the reply's content. It may lack what the prompt for a reply
-            has (an opening `<think>`) or have more (an empty thinking block), so that prompt replaces it.
+        before: the template's text up to the reply's content. It may lack what the prompt for a
+            reply has (an opening `<think>`) or have more (an empty thinking block), so that prompt
+            replaces it.
         """
         if earlier and before.startswith(self._template(earlier, add_generation_prompt=False)):
             return self._template(earlier)

@@ -46,7 +46,7 @@ class Conversation:
 
     def samples(self) -> tuple[RolloutSample, ...]:
         """The training samples so far; what follows the last reply is in none of them."""
-        return (*self._closed, *([self._open.sample()] if self._open.has_reply else []))
+        return (*self._closed, *([self._open.sample()] if self._open.generations else []))
 
     def add_reply(self, generation: Generation) -> Reply:
         """Take the reply to `context`."""
@@ -87,7 +87,7 @@ class Conversation:
         return self._renderer.keep == "all" or not any(map(is_user, step.messages))
 
     def _kept_continuation(self, reply: int) -> str | None:
-        """What the template adds after message `reply`, without the end of turn that the policy sampled."""
+        """What the template adds after message `reply`, without the policy's own end of turn."""
         added = self._renderer.text_after(self.messages, reply)
         if added is not None and self._end_of_turn:
             # A template may put white space before its end of turn; the policy's comes first.
@@ -98,7 +98,7 @@ class Conversation:
 
 
 def _checked(messages: Sequence[Message]) -> list[Message]:
-    """`messages` if each says who speaks: a template would render one that does not, and say nothing."""
+    """`messages` if each has a role: a template would render one without, and say nothing."""
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BatchError(
@@ -110,7 +110,7 @@ def _checked(messages: Sequence[Message]) -> list[Message]:
 class _OpenSample:
     """A training sample while it grows.
 
-    text: of the prompt and all that follows it
+    text: of the prompt and all that follows it; generations: the replies so far
     """
 
     def __init__(self, renderer: ChatRenderer, prompt: str) -> None:
@@ -120,12 +120,8 @@ class _OpenSample:
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._log_probs: list[Tensor] = []
-        self._generations: list[Generation] = []
+        self.generations: list[Generation] = []
         self._end_of_last_reply = 0
-
-    @property
-    def has_reply(self) -> bool:
-        return bool(self._generations)
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -146,7 +142,7 @@ class _OpenSample:
         self._mask += [1] * generation.tokens.numel()
         if generation.log_probs is not None:
             self._log_probs.append(generation.log_probs.float())
-        self._generations.append(generation)
+        self.generations.append(generation)
         self._end_of_last_reply = len(self._tokens)
 
     def sample(self) -> RolloutSample:
@@ -156,12 +152,12 @@ class _OpenSample:
         position: for earlier replies they are of the pass that read them as context, not of the one
         that sampled them.
         """
-        last, end = self._generations[-1], self._end_of_last_reply
+        last, end = self.generations[-1], self._end_of_last_reply
         return RolloutSample(
             tokens=torch.tensor([*self._prompt, *self._tokens[:end]], dtype=torch.int64),
             response_length=end,
             loss_mask=torch.tensor(self._mask[:end], dtype=torch.int64),
-            weight_version=min(part.weight_version for part in self._generations),
+            weight_version=min(part.weight_version for part in self.generations),
             rollout_log_probs=None if last.log_probs is None else torch.cat(self._log_probs)[:end],
             routed_experts=last.routed_experts,
         )

@@ -48,7 +48,7 @@ def run_multi_turn(
     tokenizer: Any,
     config: JobConfig,
 ) -> list[list[Trajectory]]:
-    """For each request, one trajectory per seed; whatever goes wrong in one leaves the others alone.
+    """For each request, one trajectory per seed; what goes wrong in one leaves the others alone.
 
     The request's `prompt_index` says which conversation is played. A trajectory follows from the
     weights, that number and its seed, so a request can be played again, also by another engine.
@@ -79,13 +79,13 @@ def renderer_of(task: MultiTurnTask, tokenizer: Any, config: JobConfig) -> ChatR
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of one reply, in [0, 2^62): the same in every process and for every order of the batch."""
+    """The seed of one reply, in [0, 2^62): the same in every process and order of the batch."""
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 class OpeningPrompts:
-    """A multi-turn task as the driver sees it: numbered prompts; rewards come with the trajectories."""
+    """A multi-turn task as the driver sees it: prompts; rewards come with the trajectories."""
 
     def __init__(self, task: MultiTurnTask, tokenizer: Any, config: JobConfig) -> None:
         self._task = task
@@ -185,7 +185,7 @@ class _Player:
             )
 
     def _answers(self, episodes: Sequence[_Episode]) -> list[Answer]:
-        """One answer per episode. Those with the same context, as in a first turn, are one request."""
+        """One answer per episode; those with the same context are one request."""
         by_context: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for number, episode in enumerate(episodes):
             by_context.setdefault((episode.index, episode.conversation.context), []).append(number)
@@ -202,7 +202,7 @@ class _Player:
         return [answers[number] for number in range(len(episodes))]
 
     def _step(self, replies: Sequence[tuple[_Episode, Reply]]) -> None:
-        """Give the replies to the environments and bring the episodes to their next turn, or their end."""
+        """Give the replies to the environments; then comes the next turn, or the end."""
         calls = [
             partial(episode.environment.step, reply, tuple(episode.conversation.messages))
             for episode, reply in replies
@@ -229,7 +229,7 @@ class _Player:
         )
 
     def _guarded(self, episode: _Episode, action: Callable[[], T]) -> T | None:
-        """`action`'s result; its exception (a template or tokenizer that refuses) fails the episode."""
+        """`action`'s result; its exception (from template or tokenizer) fails the episode."""
         try:
             return action()
         except Exception as error:

@@ -21,7 +21,7 @@ from plugin.rollout.engines.protocol import (
 def run_single_turn(
     engine: RolloutEngine, requests: Sequence[GenerationRequest], parameters: SamplingParameters
 ) -> list[list[Trajectory]]:
-    """For each request, one trajectory per seed; what the engine could not generate is a failed one."""
+    """For each request, one trajectory per seed; a failed generation is a failed trajectory."""
     answers = engine.generate(requests, parameters)
     check_generations(requests, answers, parameters)
     return [

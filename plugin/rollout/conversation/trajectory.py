@@ -1,4 +1,4 @@
-"""What comes back for one response to a prompt: one training sample, several, or the reason for none."""
+"""What comes back for one response: one training sample, several, or the reason for none."""
 
 from __future__ import annotations
 

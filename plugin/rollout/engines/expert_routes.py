@@ -44,10 +44,10 @@ def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def complete_routes(routes: Tensor, length: int, shape: RouteShape) -> Tensor:
-    """`routes` [length - 1 or length, all or MoE layers, topk] as [length, MoE layers, topk], unsigned.
+    """`routes` [length - 1 or length, all or MoE layers, topk] as [length, MoE layers, topk].
 
-    An engine never reads the last token it samples and so has no route for it. No log-prob depends on
-    that route; the row of the token before it stands in, because a replay needs a valid one.
+    An engine never reads the last token it samples and so has no route for it. No log-prob depends
+    on that route; the row of the token before it stands in, because a replay needs a valid one.
     """
     if routes.dim() != 3 or len(routes) not in (length - 1, length) or not len(routes):
         raise EngineError(

@@ -1,15 +1,16 @@
 """The `http` engine: a client of vLLM or SGLang servers that run elsewhere.
 
 Every response is a call of its own, so servers batch as they like. A response is believed if its
-tokens and log-probs are complete and the server confirms that it still has the weights it was given;
-everything else is asked for again and finally becomes a `GenerationFailure`. No thread, task or
-connection outlives a call of this class.
+tokens and log-probs are complete and the server confirms that it still has the weights it was
+given; everything else is asked for again and finally becomes a `GenerationFailure`. No thread, task
+or connection outlives a call of this class.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -69,7 +70,8 @@ class HttpEngine:
     weights_dir: a directory that they see under the same path
     request_timeout: seconds for one response to its last byte
     update_timeout: seconds for loading weights
-    retries: attempts after a failed one, `backoff` seconds later at first, then twice as long each time
+    retries: attempts after a failed one, `backoff` seconds later at first, then twice as long each
+        time
     max_batch: responses asked for at the same time
     pool: the servers and their state
     """
@@ -167,10 +169,12 @@ class HttpEngine:
             self.pool.put_in(server)
 
     async def _revive_due(self, session: aiohttp.ClientSession) -> None:
-        await asyncio.gather(*(self._revive(session, server) for server in self.pool.due()))
+        now = time.monotonic()
+        due = [s for s in self.pool.servers if s.out_because is not None and s.probe_at <= now]
+        await asyncio.gather(*(self._revive(session, server) for server in due))
 
     async def _keep_reviving(self, session: aiohttp.ClientSession, end: asyncio.Event) -> None:
-        """Revive servers that are out of service until `end`; a reload that has begun is waited for."""
+        """Revive servers that are out of service until `end`; waits for a reload that has begun."""
         while not end.is_set():
             await self._revive_due(session)
             try:
@@ -214,7 +218,7 @@ class HttpEngine:
     async def _self_test(
         self, session: aiohttp.ClientSession, parameters: SamplingParameters
     ) -> None:
-        """A `ConfigError` for a server whose log-probs are not those of the sampled distribution."""
+        """Refuse a server whose log-probs are not those of the sampled distribution."""
         test = self._dialect.self_test(parameters)
         for server in self.pool.in_service if test is not None else ():
             if server.tested or test is None:
@@ -235,7 +239,7 @@ class HttpEngine:
         request: GenerationRequest,
         parameters: SamplingParameters,
     ) -> list[Answer]:
-        """The responses to one prompt; when one has finally failed, the others are not waited for."""
+        """The responses to one prompt; when one has finally failed, the others are canceled."""
         room = self._shape.max_model_len - len(request.prompt)
         if room < 1:
             reason = (
@@ -263,7 +267,8 @@ class HttpEngine:
                 await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             server = self.pool.pick(avoid=server)
             if server is None:
-                return GenerationFailure(f"no rollout server is in service: {self.pool.why_none()}")
+                causes = "; ".join(f"{s.url}: {s.out_because}" for s in self.pool.servers)
+                return GenerationFailure(f"no rollout server is in service: {causes}")
             with self.pool.call(server) as known_before:
                 try:
                     answer = await self._attempt(session, server, ask)
@@ -285,8 +290,8 @@ class HttpEngine:
     ) -> Generation:
         """Ask, parse, and have the weights confirmed afterwards.
 
-        A label is lost with the weights and only this object gives it, so a server that has it after
-        the response had it during the response.
+        A label is lost with the weights and only this object gives it, so a server that has it
+        after the response had it during the response.
         """
         call = self._dialect.generation(ask)
         body = await make_call(session, server.url, call, self._request_timeout)

@@ -1,7 +1,7 @@
 """What a rollout engine is: prompts in, tokens with their log-probs out, weights with a version.
 
-An engine runs in a process of its own and knows nothing of rewards, groups or training. The protocol
-is the same for an engine that lives in a Ray actor and for a client of a server elsewhere.
+An engine runs in a process of its own and knows nothing of rewards, groups or training. The
+protocol is the same for an engine that lives in a Ray actor and for a client of a server elsewhere.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Generation:
     """One response.
 
     tokens: [response] int64, with the stop token if one was sampled
-    log_probs: [response] float32, of the distribution each token was drawn from; None if not asked for
+    log_probs: [response] float32, of the distribution each token was drawn from; None if not asked
+        for
     routed_experts: [prompt + response, moe_layers, topk] unsigned; None if not asked for
     weight_version: of the weights that generated every token of this response
     """
@@ -88,11 +89,11 @@ class RolloutEngine(Protocol):
     def generate(
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> Sequence[Sequence[Answer]]:
-        """For each request, one answer per seed, in order; an exception means that the engine is broken."""
+        """For each request, one answer per seed, in order; raises if the engine is broken."""
         ...
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
-        """Take a safetensors bucket of Hugging Face tensors; with `last` the weights become `version`."""
+        """Take a safetensors bucket of Hugging Face tensors; the last one completes `version`."""
         ...
 
     def health(self) -> EngineHealth:

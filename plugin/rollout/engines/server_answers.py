@@ -108,7 +108,7 @@ def routes_of_npy(value: Any, length: int, shape: RouteShape) -> Tensor:
 
 
 def routes_of_int32(value: Any, length: int, num_layers: int, shape: RouteShape) -> Tensor:
-    """[length, MoE layers, topk] of a base64 text: int32 of all layers and all tokens but the last."""
+    """[length, MoE layers, topk] of base64 int32 for all layers and all tokens but the last."""
     data = _decoded(value)
     if len(data) != 4 * (length - 1) * num_layers * shape.topk:
         raise MalformedAnswer(

@@ -1,4 +1,4 @@
-"""How vLLM and SGLang servers are asked for tokens, given weights, and asked which weights they have."""
+"""How vLLM and SGLang servers are asked for tokens, given weights, and asked which they have."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Dialect(Protocol):
         ...
 
     def weight_update(self, directory: str, label: str) -> list[ServerCall]:
-        """The calls after which the server generates with the weights in `directory` and says so."""
+        """The calls after which the server has the weights in `directory` and says so."""
         ...
 
     def weight_label(self, label: str) -> ServerCall:
@@ -67,7 +67,7 @@ class Dialect(Protocol):
         ...
 
     def self_test(self, parameters: SamplingParameters) -> ServerCall | None:
-        """A call that finds a server which reports log-probs of another distribution, if one can."""
+        """A call that finds a server with log-probs of another distribution, if one can."""
         ...
 
 

@@ -18,7 +18,8 @@ _FIRST_PROBE_SECONDS, _LAST_PROBE_SECONDS = 1.0, 30.0
 class Server:
     """One address and how it has been doing.
 
-    troubles: failures in a row, where those of calls that began before the last one was known count once
+    troubles: failures in a row, where those of calls that began before the last one was known count
+        once
     out_because: why it is not asked; None while it is in service
     probe_at: when an answer is looked for again (`time.monotonic`)
     tested: whether its log-probs are known to be of the sampled distribution
@@ -46,7 +47,7 @@ class ServerPool:
         return [server for server in self.servers if server.out_because is None]
 
     def pick(self, avoid: Server | None = None) -> Server | None:
-        """The least busy server in service, not `avoid` if there is another; None if there is none."""
+        """The least busy server in service, `avoid` only if there is no other; None if none is."""
         candidates = self.in_service
         others = [server for server in candidates if server is not avoid] or candidates
         return min(others, key=lambda server: server.in_flight, default=None)
@@ -86,12 +87,3 @@ class ServerPool:
         server.out_because = None
         server.troubles = 0
         server.probe_delay = _FIRST_PROBE_SECONDS
-
-    def due(self) -> list[Server]:
-        """Servers out of service that may be well again."""
-        now = time.monotonic()
-        return [s for s in self.servers if s.out_because is not None and s.probe_at <= now]
-
-    def why_none(self) -> str:
-        """What is wrong with every server."""
-        return "; ".join(f"{server.url}: {server.out_because}" for server in self.servers)

@@ -1,8 +1,8 @@
 """The `transformers` engine: batched generation with a KV cache and exact log-probs, on CPU or GPU.
 
 Prompts are padded on the left and read once however many responses they get; responses that end
-leave the batch. Low precision or int8 weights make it disagree with the trainer the way a real engine
-does.
+leave the batch. Low precision or int8 weights make it disagree with the trainer the way a real
+engine does.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class TransformersEngine:
     def _fill(
         self, rows: _Rows, recorder: RouteRecorder | None, parameters: SamplingParameters
     ) -> None:
-        """The loop: read the prompts once, then token by token over the rows that are still open."""
+        """Read the prompts once, then sample token by token over the rows that are still open."""
         prompts, mask = _left_padded([request.prompt for request in rows.requests])
         output = self._forward(prompts, mask, None)
         if recorder is not None:
@@ -170,7 +170,7 @@ class _Rows:
         self._routes: list[list[Tensor]] = [[] for _ in seeds]
 
     def uniforms(self, rows: Tensor) -> Tensor:
-        """[len(rows)] the random numbers of the next position; open rows all have the same length."""
+        """[len(rows)] random numbers of the next position; open rows have one length."""
         return self._uniforms[rows, self._lengths[rows]]
 
     def add_tokens(self, rows: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class _Rows:
         return ~stopped & (self._lengths[rows] < self._parameters.max_response_length)
 
     def add_prompt_routes(self, routes: Tensor, mask: Tensor) -> None:
-        """`routes` [requests, S, layers, topk] of the prompts; `mask` [requests, S] is 0 at padding."""
+        """Take `routes` [requests, S, layers, topk]; `mask` [requests, S] is 0 at padding."""
         self._prompt_routes = [row[kept.bool()] for row, kept in zip(routes, mask, strict=True)]
 
     def add_response_routes(self, rows: Tensor, routes: Tensor) -> None:

@@ -1,8 +1,8 @@
 """The `vllm` engine: vLLM itself, inside the engine's process, on CPU or one GPU.
 
-The model is built from its config with no weights; every version arrives in buckets, is kept until it
-is complete and then loaded in place. So the model never mixes two versions, at the price of one copy of
-the weights in host memory.
+The model is built from its config with no weights; every version arrives in buckets, is kept until
+it is complete and then loaded in place. So the model never mixes two versions, at the price of one
+copy of the weights in host memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader, weig
 LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
 
 _ENVIRONMENT = {
-    # One process: the weights are handed over as tensors, and a killed actor leaves no child behind.
+    # One process: the weights are handed over as tensors, and a killed actor leaves no child
+    # behind.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Several actors share a machine; binding threads to cores is for one engine per machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -92,7 +93,7 @@ class VllmEngine:
         self._llm = _build(hf_config, dtype, max_batch, self._max_model_len, routed_experts)
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
-        """One bucket of version `version`; see `RolloutEngine`. The last one replaces the weights."""
+        """Take a bucket; see `RolloutEngine`. The last one replaces the weights."""
         if not self._ledger.is_partial:
             self._buckets = []
         self._ledger.load(version, bucket, last=last)
@@ -247,9 +248,10 @@ def _build(
 def _cpu_options(
     hf_config: Mapping[str, Any], dtype: str, max_batch: int, max_model_len: int
 ) -> dict[str, Any]:
-    """Room for the keys and values of a full batch; vLLM alone would take most of the machine's memory.
+    """Room for the keys and values of a full batch; vLLM would take most of the memory.
 
-    vLLM's attention on CPU is compiled for some head sizes and would find the others out at the first
+    vLLM's attention on CPU is compiled for some head sizes and would find the others out at the
+    first
     token: those are a `ConfigError` here.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -295,9 +297,9 @@ def _named_tensors(buckets: list[bytes]) -> Iterator[tuple[str, Tensor]]:
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
     """Have vLLM set up its experts anew with the weights that come next.
 
-    vLLM 0.32 on CPU packs the weights of experts for its kernel only when it makes the kernel, so that
-    new ones would be read in the wrong order, without an error. To be removed when it packs them at
-    every load.
+    vLLM 0.32 on CPU packs the weights of experts for its kernel only when it makes the kernel, so
+    that new ones would be read in the wrong order, without an error. To be removed when it packs
+    them at every load.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)

@@ -1,7 +1,7 @@
-"""Prompts from a JSONL file: one `{"prompt": "...", "answer": "..."}` per line, for `--prompt-data`.
+"""Prompts of `--prompt-data`: a JSONL file with `{"prompt": "...", "answer": "..."}` per line.
 
-`prompt` is text, or a list of chat messages when the chat template is applied. Other keys are passed
-to the reward function as they are. Every pass over the file has its own order.
+`prompt` is text, or a list of chat messages when the chat template is applied. Other keys are
+passed to the reward function as they are. Every pass over the file has its own order.
 """
 
 from __future__ import annotations
@@ -59,24 +59,19 @@ class JsonlTask:
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
             self._shuffled = (epoch, order)
         row = self._rows[self._shuffled[1][position]]
-        return Prompt(tuple(self._encode(row["prompt"])), row)
+        text = row["prompt"]
+        if not self._chat:
+            return Prompt(tuple(self._tokenizer.encode(text)), row)
+        messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
+        rendered = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self._template_arguments
+        )
+        return Prompt(tuple(self._tokenizer.encode(rendered, add_special_tokens=False)), row)
 
     def reward(self, prompt: Prompt, response: Sequence[int]) -> float:
         """The reward function's value for the text of the response, without the stop token."""
         kept = [token for token in response if token not in self.stop_token_ids]
         return self._reward_function(self._tokenizer.decode(kept), prompt.data)
-
-    def _encode(self, text: Any) -> list[int]:
-        if self._chat:
-            messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
-            rendered = self._tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._template_arguments,
-            )
-            return self._tokenizer.encode(rendered, add_special_tokens=False)
-        return self._tokenizer.encode(text)
 
 
 def _read_rows(file: Path, *, needs_answer: bool) -> list[dict[str, Any]]:
