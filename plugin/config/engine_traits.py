@@ -1,4 +1,4 @@
-"""The rollout engines and what the configuration has to know of them, built in or given by import path."""
+"""The rollout engines, built in or given by import path, and which flags they read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class EngineTraits:
     """Where an engine comes from and which flags it reads.
 
     factory: import path of `fn(config, hf_config, name) -> RolloutEngine`
-    asks_servers: generates on the servers at --rollout-url, which get their weights through a directory
+    asks_servers: generates on the servers at --rollout-url, which load weights from a directory
     quantizes: reads --rollout-quantization
     package: what has to be installed where the engine runs, and how to install it
     lowest_temperature: what it raises lower temperatures to

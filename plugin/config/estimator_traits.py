@@ -1,4 +1,4 @@
-"""What the configuration has to know of an advantage estimator, built in or given by import path."""
+"""What the configuration has to know of an advantage estimator, built in or by import path."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ ESTIMATOR_TRAITS: dict[str, EstimatorTraits] = {
 
 
 def estimator_traits(name: str) -> EstimatorTraits:
-    """The traits of a built-in estimator; one at an import path needs nothing that is known here."""
+    """The traits of a built-in estimator; those of an import path are the defaults."""
     return ESTIMATOR_TRAITS.get(name, EstimatorTraits())
