@@ -1,4 +1,4 @@
-"""The mismatch detectors at every step of a job: findings go to a file, news to the person who watches."""
+"""The mismatch detectors at every step of a job: findings go to a file, news to the console."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class MismatchWatch:
         self._on = config.detect_mismatch
         self._files, self._say = files, say
 
-    def look(
+    def check(
         self,
         step: int,
         columns: Mapping[str, Sequence[Any]],
         trainer_version: int,
         live_routes: Sequence[Any] | None = None,
     ) -> None:
-        """Checks one step; columns as in `RolloutBatch`, with the trainer's `log_probs`.
+        """Check one step; columns as in `RolloutBatch`, with the trainer's `log_probs`.
 
         live_routes: the trainer's own choices of experts for the first samples
         """
