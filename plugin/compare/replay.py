@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugin.compare.dump_columns import DumpBlock
 from plugin.config import LossConfig
 from plugin.loss.hook_calling import apply_hooks
 from plugin.loss.interfaces import LossInputs
 from plugin.loss.policy_losses import POLICY_LOSSES
-from plugin.observe.dump_columns import DumpBlock
 from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, log_ratio, safe_exp
 from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards

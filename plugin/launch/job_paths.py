@@ -8,7 +8,10 @@ from typing import Any
 
 from plugin.config import JobConfig
 
-_CODE = ("task_path", "reward_function_path", "custom_tis_function_path")
+_CODE = (
+    *("task_path", "reward_function_path", "custom_tis_function_path"),
+    "custom_detector_path",
+)
 _FILES = (
     *("hf_checkpoint", "ref_hf_checkpoint", "teacher_hf_checkpoint", "prompt_data"),
     "rollout_weights_dir",

@@ -12,7 +12,8 @@ import yaml
 from plugin.config import JobConfig
 from plugin.errors import ParallelError
 from plugin.megatron_backend.checkpoint.directory import complete_checkpoints
-from plugin.observe.run_files import plain_settings, read_run, without_slices
+from plugin.observe.run_files import plain_settings, without_slices
+from plugin.observe.run_record import read_run
 
 #: Settings that a resumed run may change without training differently.
 _HARMLESS = {

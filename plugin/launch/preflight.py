@@ -17,6 +17,7 @@ from plugin.launch.model_source import (
     policy_source,
 )
 from plugin.loss.hook_loading import load_hook
+from plugin.observe.detectors import load_detectors
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
 from plugin.rollout.conversation.multi_turn import OpeningPrompts
 from plugin.rollout.engines.choice import check_engine
@@ -48,6 +49,7 @@ def check_job(config: JobConfig) -> JobParts:
         from plugin.loss.separable_loss import program_or_refusal
 
         program_or_refusal(config, config.tensor_model_parallel_size, insist=True)
+    load_detectors(config.custom_detector_path)
     if config.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("--use-wandb: the wandb package is not installed; pip install wandb")
     check_engine(config)

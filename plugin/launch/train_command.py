@@ -29,12 +29,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = JobConfig.from_sources(flags, getattr(args, "config", None))
         return _run(config)
-    except (ConfigError, HookLoadError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except MegatronTisError as error:
+        if getattr(args, "traceback", False):
+            raise
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, (ConfigError, HookLoadError)) else 1
 
 
 def _run(config: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -13,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from plugin.observe import report_command
+from plugin.cli import main
 from plugin.observe.html_report import MAX_STRETCHES, PANELS, report_html, thinned
-from plugin.observe.run_files import RunFiles, read_run
+from plugin.observe.run_files import RunFiles
+from plugin.observe.run_record import read_run
 
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -43,9 +43,7 @@ def write_run(directory: Path, *, steps: int = 20, level: float = 1.0, **config:
 
 
 def run_report(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    report_command.add_arguments(parser)
-    return report_command.run(parser.parse_args(list(words)))
+    return main(["report", *words])
 
 
 def page_data(path: Path) -> dict[str, Any]:
