@@ -149,8 +149,9 @@ def _api_line(name: str, value: Any) -> str:
         return (
             f"- `{name}({', '.join(base.__name__ for base in value.__bases__)})`: {_prose(value)}"
         )
-    if isinstance(value, type) and issubclass(value, FlagGroup) and value.title:
-        return f'- `{name}`: [flags](flags.md) of the group "{value.title}"'
+    if isinstance(value, type) and issubclass(value, FlagGroup) and value is not FlagGroup:
+        group = f'[flags](flags.md) of the group "{value.title}"'
+        return f"- `{name}`: {group if 'title' in vars(value) else _prose(value)}"
     if isinstance(value, Mapping | tuple):
         return f"- `{name}`: {', '.join(f'`{item}`' for item in value)}"
     return ""

@@ -34,17 +34,24 @@ FindFunction = Callable[[Step, Memory], Finding | None]
 
 @dataclass(frozen=True)
 class Detector:
-    """One row of the table.
+    """One row of the table; a function's name and the first line of its docstring describe it.
 
     needs: columns (of `RolloutBatch`) without which it is not run
     unless: detectors further up that explain what this one would find; it is not run after them
     """
 
-    name: str
-    looks_for: str
     find: FindFunction
     needs: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
+    path: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.path or self.find.__name__
+
+    @property
+    def looks_for(self) -> str:
+        return (inspect.getdoc(self.find) or "").partition("\n")[0]
 
     def can_run(self, step: Step) -> bool:
         if not all(name in step.columns for name in self.needs):
@@ -53,7 +60,7 @@ class Detector:
 
 
 def zero_filled(step: Step, memory: Memory) -> Finding | None:
-    """Exact zeros on unlikely tokens, or samples whose log-probs are all one number."""
+    """Log-prob exactly 0, or one constant per sample, on tokens the trainer finds unlikely."""
     tokens = step.tokens
     unlikely = tokens.train < -1.0
     zero_share = (unlikely & (tokens.rollout == 0)).sum() / max(unlikely.sum(), 1)
@@ -78,7 +85,7 @@ def zero_filled(step: Step, memory: Memory) -> Finding | None:
 
 
 def one_token_shift(step: Step, memory: Memory) -> Finding | None:
-    """Correlation of rollout[i] with train[i + k] for k = -1, 0, 1."""
+    """Better correlation with the trainer one position away."""
     rollout, train = step.tokens.rollout, step.tokens.train
     here = _correlation(rollout, train)
     adjacent = (np.diff(step.tokens.sample) == 0) & (np.diff(step.tokens.position) == 1)
@@ -104,7 +111,10 @@ def one_token_shift(step: Step, memory: Memory) -> Finding | None:
 
 
 def temperature(step: Step, memory: Memory) -> Finding | None:
-    """Scale between the two log-probs (reduced major axis), if it explains their difference."""
+    """One log-prob is a multiple of the other, and that explains their difference.
+
+    The scale is that of the reduced major axis.
+    """
     tokens = step.tokens
     spread = float(tokens.train.std())
     correlation = _correlation(tokens.rollout, tokens.train)
@@ -129,7 +139,10 @@ def temperature(step: Step, memory: Memory) -> Finding | None:
 
 
 def truncation(step: Step, memory: Memory) -> Finding | None:
-    """E[pi_train / pi_rollout] is 1 for honest log-probs and the kept mass for truncated ones."""
+    """Mean of pi_train / pi_rollout below 1, one-sided: top-p or top-k renormalization.
+
+    The expectation is 1 for honest log-probs and the kept mass for truncated ones.
+    """
     tokens = step.tokens
     ratio = np.exp(tokens.log_ratio)
     mean = float(ratio.mean())
@@ -155,7 +168,7 @@ def truncation(step: Step, memory: Memory) -> Finding | None:
 
 
 def staleness(step: Step, memory: Memory) -> Finding | None:
-    """Samples of old weights, where the KL shows it or the user does not allow it."""
+    """Weight versions behind the trainer and a KL to match, or more than the user allows."""
     if step.staleness is None or step.staleness <= 0:
         return None
     k3 = step.tokens.k3()
@@ -175,9 +188,9 @@ def staleness(step: Step, memory: Memory) -> Finding | None:
 
 
 def different_weights(step: Step, memory: Memory) -> Finding | None:
-    """Mean difference per token id, in one half of the samples times the other.
+    """The same token id is off in the same direction every time; rounding noise is not.
 
-    Noise averages out, weights do not. memory: the tokens of recent steps
+    memory: the tokens of recent steps
     """
     memory.append(step.tokens)
     total = sum(map(len, memory))
@@ -206,7 +219,10 @@ def different_weights(step: Step, memory: Memory) -> Finding | None:
 
 
 def frozen_weights(step: Step, memory: Memory) -> Finding | None:
-    """memory: (newest version of the samples, trainer's version) of the last four steps."""
+    """The version has not moved for four steps while the trainer's has.
+
+    memory: (newest version of the samples, version of the trainer) of the last four steps
+    """
     if step.version is None or step.trainer_version is None:
         return None
     memory.append((step.version, step.trainer_version))
@@ -226,7 +242,10 @@ def frozen_weights(step: Step, memory: Memory) -> Finding | None:
 
 
 def growing_mismatch(step: Step, memory: Memory) -> Finding | None:
-    """A trend of k3 (Mann-Kendall). memory: k3 of the last 30 steps"""
+    """The KL rises over the last steps (Mann-Kendall).
+
+    memory: k3 of the last 30 steps
+    """
     memory.append(step.tokens.k3())
     del memory[:-30]
     if len(memory) < 12:
@@ -246,7 +265,7 @@ def growing_mismatch(step: Step, memory: Memory) -> Finding | None:
 
 
 def routing(step: Step, memory: Memory) -> Finding | None:
-    """Experts chosen by engine and trainer for the same tokens."""
+    """Engine and trainer choose different experts; swapped layers and shifted tokens are named."""
     columns = step.columns
     return routing_finding(columns["rollout_routed_experts"], columns["train_routed_experts"])
 
@@ -256,65 +275,15 @@ _FAULTS = ("zero_filled", "one_token_shift", "temperature", "truncation")
 
 #: Run in this order.
 DETECTORS: tuple[Detector, ...] = (
-    Detector(
-        "zero_filled",
-        "log-prob exactly 0, or one constant per sample, on tokens the trainer finds unlikely",
-        zero_filled,
-        _LOG_PROBS,
-    ),
-    Detector(
-        "one_token_shift",
-        "better correlation with the trainer one position away",
-        one_token_shift,
-        _LOG_PROBS,
-        unless=_FAULTS,
-    ),
-    Detector(
-        "temperature",
-        "one log-prob is a multiple of the other, and that explains their difference",
-        temperature,
-        _LOG_PROBS,
-        unless=_FAULTS,
-    ),
-    Detector(
-        "truncation",
-        "mean of π_train/π_rollout below 1, one-sided: top-p or top-k renormalization",
-        truncation,
-        _LOG_PROBS,
-        unless=_FAULTS,
-    ),
-    Detector(
-        "staleness",
-        "weight versions behind the trainer and a KL to match",
-        staleness,
-        (*_LOG_PROBS, "weight_versions"),
-    ),
-    Detector(
-        "different_weights",
-        "the same token id is off in the same direction every time; rounding noise is not",
-        different_weights,
-        (*_LOG_PROBS, "unconcat_tokens"),
-        unless=(*_FAULTS, "staleness"),
-    ),
-    Detector(
-        "frozen_weights",
-        "the version has not moved for four steps while the trainer's has",
-        frozen_weights,
-        ("weight_versions",),
-    ),
-    Detector(
-        "growing_mismatch",
-        "the KL rises over the last steps (Mann-Kendall)",
-        growing_mismatch,
-        _LOG_PROBS,
-    ),
-    Detector(
-        "routing",
-        "engine and trainer choose different experts; swapped layers and shifted tokens are "
-        "recognized",
-        routing,
-        ("rollout_routed_experts", "train_routed_experts"),
-    ),
+    Detector(zero_filled, _LOG_PROBS),
+    Detector(one_token_shift, _LOG_PROBS, unless=_FAULTS),
+    Detector(temperature, _LOG_PROBS, unless=_FAULTS),
+    Detector(truncation, _LOG_PROBS, unless=_FAULTS),
+    Detector(staleness, (*_LOG_PROBS, "weight_versions")),
+    Detector(different_weights, (*_LOG_PROBS, "unconcat_tokens"), unless=(*_FAULTS, "staleness")),
+    Detector(frozen_weights, ("weight_versions",)),
+    Detector(growing_mismatch, _LOG_PROBS),
+    Detector(routing, ("rollout_routed_experts", "train_routed_experts")),
 )
 
 
@@ -374,8 +343,8 @@ def load_detectors(paths: str | None) -> list[Detector]:
 def _load_detector(path: str) -> Detector:
     """A detector from a function `(step: Step, memory: list) -> Finding | None`.
 
-    It is named by its import path, described by its docstring, and run at every step that has
-    log-probs of both sides. It is tried here on a step of equal log-probs.
+    It is run at every step that has log-probs of both sides, and tried here on a step of equal
+    log-probs.
     """
     function = load_function(path)
     try:
@@ -401,8 +370,7 @@ def _load_detector(path: str) -> Detector:
         raise HookLoadError(
             f"{path!r} returned a {type(found).__name__}; a detector returns a Finding or None"
         )
-    summary = (inspect.getdoc(function) or "").partition("\n")[0]
-    return Detector(path, summary, function, _LOG_PROBS)
+    return Detector(function, _LOG_PROBS, path=path)
 
 
 def _correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:

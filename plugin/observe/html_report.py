@@ -16,21 +16,14 @@ from plugin.observe.run_record import RunRecord, read_run
 MAX_STRETCHES = 600
 #: The slices show the mean over this many last steps.
 SLICE_STEPS = 20
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a chart: the first of `keys` that a run has recorded."""
-
-    label: str
-    keys: tuple[str, ...]
-    dash: str = ""
+_DASHES = ("", "5 3", "2 3")
 
 
 @dataclass(frozen=True)
 class Panel:
     """One chart.
 
+    lines: label -> metrics, of which the first that a run has recorded is drawn
     bands: (low key, high key, opacity); mark: a horizontal reference line
     floor, ceiling: values that the axis always shows
     optional: left out without data
@@ -39,7 +32,7 @@ class Panel:
     id: str
     title: str
     note: str
-    lines: tuple[Line, ...]
+    lines: dict[str, tuple[str, ...]]
     bands: tuple[tuple[str, str, float], ...] = ()
     log: bool = False
     floor: float | None = None
@@ -55,17 +48,14 @@ PANELS: tuple[Panel, ...] = (
         "reward",
         "Reward",
         "Mean reward of the samples trained on.",
-        (Line("reward", ("reward",)),),
+        {"reward": ("reward",)},
     ),
     Panel(
         "mismatch_kl",
         "Mismatch KL",
         "KL of the rollout policy from the trained one, per token (k3). Noise of the engine stays flat; "
         "growth is a warning.",
-        (
-            Line("current policy", ("mismatch_kl",)),
-            Line("start of the step", ("mismatch/k3",), "5 3"),
-        ),
+        {"current policy": ("mismatch_kl",), "start of the step": ("mismatch/k3",)},
         log=True,
         missing=_NEEDS_ROLLOUT,
     ),
@@ -73,7 +63,7 @@ PANELS: tuple[Panel, ...] = (
         "ratio_percentiles",
         "Ratio percentiles",
         "π_train / π_rollout before any correction: median, 25–75 %, 5–95 % and 1–99 %.",
-        (Line("median", ("mismatch/ratio_p50",)),),
+        {"median": ("mismatch/ratio_p50",)},
         bands=(
             ("mismatch/ratio_p01", "mismatch/ratio_p99", 0.12),
             ("mismatch/ratio_p05", "mismatch/ratio_p95", 0.16),
@@ -87,10 +77,10 @@ PANELS: tuple[Panel, ...] = (
         "ess",
         "Effective sample size",
         "ESS / N of the token weights: 1 means every token counts, 0.5 that half the batch is wasted.",
-        (
-            Line("before correction", ("mismatch/ess_share",), "5 3"),
-            Line("after correction", ("mismatch/weight_ess_share",)),
-        ),
+        {
+            "after correction": ("mismatch/weight_ess_share",),
+            "before correction": ("mismatch/ess_share",),
+        },
         ceiling=1.0,
         missing=_NEEDS_ROLLOUT,
     ),
@@ -98,22 +88,22 @@ PANELS: tuple[Panel, ...] = (
         "clipped",
         "Clipped fraction",
         "Tokens whose weight or policy ratio was bounded.",
-        (
-            Line("policy loss", ("pg_clipfrac",)),
-            Line("weight, high", ("mismatch/clipped_high_share", "tis_clipfrac"), "5 3"),
-            Line("weight, low", ("mismatch/clipped_low_share",), "2 3"),
-        ),
+        {
+            "policy loss": ("pg_clipfrac",),
+            "weight, high": ("mismatch/clipped_high_share", "tis_clipfrac"),
+            "weight, low": ("mismatch/clipped_low_share",),
+        },
         floor=0.0,
     ),
     Panel(
         "masked",
         "Masked fraction",
         "Tokens that a correction dropped, by the side on which their ratio left the band.",
-        (
-            Line("all", ("is_masked",)),
-            Line("too high", ("is_masked_high", "mismatch/masked_high_share"), "5 3"),
-            Line("too low", ("is_masked_low", "mismatch/masked_low_share"), "2 3"),
-        ),
+        {
+            "all": ("is_masked",),
+            "too high": ("is_masked_high", "mismatch/masked_high_share"),
+            "too low": ("is_masked_low", "mismatch/masked_low_share"),
+        },
         floor=0.0,
         missing="Not recorded: no correction that masks is in use",
     ),
@@ -121,7 +111,7 @@ PANELS: tuple[Panel, ...] = (
         "rollout_kl",
         "Rollout KL",
         "The KL term between the current and the rollout policy, as the loss sees it.",
-        (Line("rollout KL", ("rollout_kl",)),),
+        {"rollout KL": ("rollout_kl",)},
         log=True,
         missing="Not recorded: --use-rollout-kl-loss is off",
     ),
@@ -129,42 +119,36 @@ PANELS: tuple[Panel, ...] = (
         "grad_norm",
         "Gradient norm",
         "Of the whole model, before clipping. Spikes that follow a rise of the mismatch are off-policy noise.",
-        (Line("gradient norm", ("grad_norm",)),),
+        {"gradient norm": ("grad_norm",)},
         log=True,
     ),
     Panel(
         "staleness",
         "Weight staleness",
         "How many weight versions the rollouts were behind the trainer.",
-        (
-            Line("mean", ("staleness",)),
-            Line("oldest", ("staleness_max",), "5 3"),
-        ),
+        {"mean": ("staleness",), "oldest": ("staleness_max",)},
         floor=0.0,
     ),
     Panel(
         "throughput",
         "Throughput",
         "Tokens per second of wall clock.",
-        (Line("tokens/s", ("tokens_per_second",)),),
+        {"tokens/s": ("tokens_per_second",)},
         floor=0.0,
     ),
-    Panel("loss", "Loss", "The whole loss, all terms.", (Line("loss", ("loss",)),)),
+    Panel("loss", "Loss", "The whole loss, all terms.", {"loss": ("loss",)}),
     Panel(
         "entropy",
         "Entropy",
         "Mean entropy of the policy at the sampled tokens.",
-        (Line("entropy", ("entropy_loss",)),),
+        {"entropy": ("entropy_loss",)},
         optional=True,
     ),
     Panel(
         "extremes",
         "Largest and smallest ratio",
         "True extremes over every rank, before correction.",
-        (
-            Line("largest", ("mismatch/ratio_max",)),
-            Line("smallest", ("mismatch/ratio_min",), "5 3"),
-        ),
+        {"largest": ("mismatch/ratio_max",), "smallest": ("mismatch/ratio_min",)},
         log=True,
         mark=1.0,
         optional=True,
@@ -173,7 +157,7 @@ PANELS: tuple[Panel, ...] = (
         "response_length",
         "Response length",
         "Mean number of response tokens.",
-        (Line("tokens", ("response_length",)),),
+        {"tokens": ("response_length",)},
         floor=0.0,
         optional=True,
     ),
@@ -251,12 +235,12 @@ def _chart(panel: Panel, runs: Sequence[RunRecord], names: list[str]) -> dict[st
     alone = len(runs) == 1
     for i, run in enumerate(runs):
         steps = [record["step"] for record in run.steps]
-        for number, line in enumerate(panel.lines):
-            x, y = thinned(steps, _values(run, *line.keys))
-            label = line.label if alone else f"{names[i]} {line.label}"
-            kind = line.label if len(panel.lines) > 1 else ""
+        for number, (name, keys) in enumerate(panel.lines.items()):
+            x, y = thinned(steps, _values(run, *keys))
+            label = name if alone else f"{names[i]} {name}"
+            kind = name if len(panel.lines) > 1 else ""
             # One run: a color per line. Several: a color per run, the lines differ by their dashes.
-            style = {"color": f"c{number}"} if alone else {"dash": line.dash}
+            style = {"color": f"c{number}"} if alone else {"dash": _DASHES[number]}
             lines.append(series(i, label, x, y, kind=kind, **style))
         stride = max(1, len(steps) // MAX_STRETCHES)
         for low, high, opacity in panel.bands:

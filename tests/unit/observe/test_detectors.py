@@ -212,9 +212,10 @@ def test_a_row_of_the_table_is_all_that_a_detector_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def always(step: Step, memory: list[Any]) -> Finding:
+        """Everything."""
         return Finding("always", "info", f"{len(step.tokens)} tokens", "a test", "nothing")
 
-    added = Detector("always", "everything", always, needs=("rollout_log_probs",))
+    added = Detector(always, needs=("rollout_log_probs",))
     monkeypatch.setattr("plugin.observe.detectors.DETECTORS", (*DETECTORS, added))
     assert found(rollout(LANGUAGE, LANGUAGE)) == ["always"]
     LogProbDump(tmp_path).write(0, rollout(LANGUAGE, LANGUAGE))

@@ -30,7 +30,7 @@ SLICES = (
 
 def drawn_metrics() -> set[str]:
     """The names of all metrics that the report shows, besides the slices."""
-    keys = {key for panel in PANELS for line in panel.lines for key in line.keys}
+    keys = {key for panel in PANELS for keys in panel.lines.values() for key in keys}
     bands = {key for panel in PANELS for low, high, _ in panel.bands for key in (low, high)}
     return keys | bands | set(TILES.values())
 
