@@ -1,7 +1,8 @@
 """The loss over padded matrices [B, R], the form in which verl, SkyRL and TRL hold a batch.
 
-Padding is masked, and what is masked is never computed with, so a padded matrix is a batch of samples that
-all have a response of R tokens. The framework's own reduction is passed in: it decides about denominators.
+Padding is masked, and what is masked is never computed with, so a padded matrix is a batch of
+samples that all have a response of R tokens. The framework's own reduction is passed in: it decides
+about denominators.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class PaddedBatch:
 
     cur_log_probs: [B, R] with gradient; mask: [B, R], not 0 where a token counts
     advantages: [B, R], [B, 1] or [B]
-    train_log_probs (None = cur, detached), rollout_log_probs, ref_log_probs, teacher_log_probs, entropy: [B, R]
+    train_log_probs (None = cur, detached), rollout_log_probs, ref_log_probs, teacher_log_probs,
+    entropy: [B, R]
     """
 
     cur_log_probs: Tensor
@@ -40,7 +42,7 @@ class PaddedBatch:
     entropy: Tensor | None = None
 
     def inputs(self, config: LossConfig) -> LossInputs:
-        """Flat, checked and zero_masked: the tokens of row 0, then of row 1, and so on."""
+        """Flat, checked, 0 where masked: the tokens of row 0, then of row 1, and so on."""
         shape = self.cur_log_probs.shape
         if len(shape) != 2 or self.mask.shape != shape:
             raise BatchError(
