@@ -46,7 +46,8 @@ class PaddedBatch:
         shape = self.cur_log_probs.shape
         if len(shape) != 2 or self.mask.shape != shape:
             raise BatchError(
-                f"log-probs have shape {tuple(shape)} and the mask {tuple(self.mask.shape)}; both must be [B, R]"
+                f"log-probs have shape {tuple(shape)} and the mask {tuple(self.mask.shape)}; both "
+                "must be [B, R]"
             )
         rows, width = shape
         advantages = self.advantages if self.advantages.dim() == 2 else self.advantages[:, None]
@@ -79,14 +80,14 @@ def padded_loss(
     """The scalar loss, and the mean over tokens of every metric.
 
     reduce: the framework's reduction of per-token values [B, R], which are 0 where masked
-    weights: [B, R] correction weights that the framework has already computed; they act on the policy loss
+    weights: [B, R] correction weights of the framework's own; they act on the policy loss
     """
     if weights is not None and config.use_tis:
         raise ConfigError(
-            "the framework passes correction weights of its own and --use-tis is on, so the mismatch would be "
-            "counted twice; turn one of the two off"
+            "the framework passes correction weights of its own and --use-tis is on, so the "
+            "mismatch would be counted twice; turn one of the two off"
         )
-    # The matrices are whole, also where the framework splits sequences over context parallel ranks elsewhere.
+    # The matrices are whole, also where the framework splits sequences over context parallel ranks.
     with use_parallel_context(ParallelContext()):
         inputs = batch.inputs(config)
         outputs = compute_loss(config, config, inputs)

@@ -5,8 +5,8 @@ Formats: a directory of our Parquet files or single ones; `.pt` (torch.load with
 
 | column | also accepted | per sample |
 |---|---|---|
-| rollout_log_probs | inference_logprobs, behavior_log_probs, sampling_logprobs | [response], required |
-| train_log_probs | log_probs, old_log_probs, trainer_logprobs | [response], required unless cur is there |
+| rollout_log_probs | inference_logprobs, behavior_log_probs, sampling_logprobs | [response] |
+| train_log_probs | log_probs, old_log_probs, trainer_logprobs | [response]; missing = cur |
 | cur_log_probs | current_log_probs, new_log_probs | [response]; missing = train |
 | loss_mask | loss_masks, response_mask, mask | [response]; missing = all ones |
 | advantages | advantage | [response] or one number; missing = ones |
@@ -71,7 +71,7 @@ class Dump:
             except (BatchError, OSError, ValueError, EOFError, MemoryError, RuntimeError) as error:
                 self.problems.append(f"{path}: not readable ({short(error)}); skipped")
             except Exception as error:
-                # Decoders of corrupt files raise all sorts of errors (struct, zipfile, pickle, zlib).
+                # Decoders of corrupt files raise errors of struct, zipfile, pickle, zlib, ...
                 self.problems.append(
                     f"{path}: corrupt ({type(error).__name__}: {short(error)}); skipped"
                 )

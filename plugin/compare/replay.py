@@ -1,14 +1,16 @@
 """Replays losses and corrections over dumped log-probs and measures what each would have done.
 
-The gradient of any of the losses is sum_t g_t * grad log pi_theta(token t). `g_t` is found by differentiating the
-loss itself, so a replay is what training would do, not a model of it. Against it stands the untruncated
-estimator g*_t = A_t exp(cur - rollout), the one without the bias of clipping, masking or forgetting a ratio; for
-a sequence-level weight it is the same method without its bounds.
+The gradient of any of the losses is sum_t g_t * grad log pi_theta(token t). `g_t` is found by
+differentiating the loss itself, so a replay is what training would do, not a model of it. It is
+compared with the untruncated estimator g*_t = A_t exp(cur - rollout), the one without the bias of
+clipping, masking or forgetting a ratio; for a sequence-level weight it is the same method without
+its bounds.
 
     weight       w_t = g_t / A_t on tokens with A_t != 0
-    bias         mean over tokens of g_t - g*_t, with a 95 % interval from the spread between sequences
-    bias bound   mean of |g_t - g*_t| over mean of |g*_t|: errors of opposite sign do not cancel, so no direction
-                 of the gradient is off by more than this (for scores of equal size)
+    bias         mean over tokens of g_t - g*_t, with a 95 % interval from the spread between
+                 sequences
+    bias bound   mean of |g_t - g*_t| over mean of |g*_t|: errors of opposite sign do not cancel, so
+                 no direction of the gradient is off by more than this (for scores of equal size)
     ESS          (sum w)^2 / sum w^2, as a share of the tokens
 
 Penalties inside a loss (--kl-tau) are left out: they do not estimate the policy gradient.

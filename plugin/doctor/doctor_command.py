@@ -8,15 +8,18 @@ import json
 import sys
 from dataclasses import asdict
 
+from plugin.doctor.environment_checks import environment_checks
+from plugin.doctor.layout_agreement import default_layouts, parse_layout, run_layouts
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the sub-command."""
     parser.add_argument(
         "--layouts",
         metavar="LIST",
-        help="parallel layouts, comma-separated (tp2,pp2,tp2sp,pp2vpp2,cp2,ep2,dp2), under which a tiny "
-        "model is trained for one step and compared with one process; default: the usual ones that this "
-        "machine has ranks for; none = no training",
+        help="parallel layouts, comma-separated (tp2,pp2,tp2sp,pp2vpp2,cp2,ep2,dp2), under which a "
+        "tiny model is trained for one step and compared with one process; default: the usual ones "
+        "that this machine has ranks for; none = no training",
     )
     parser.add_argument(
         "--config", metavar="FILE", help="a YAML configuration of `train` to validate"
@@ -32,9 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 only if nothing failed and every layout agrees with one process."""
-    from plugin.doctor.environment_checks import environment_checks
-    from plugin.doctor.layout_agreement import default_layouts, parse_layout, run_layouts
-
     named = [] if args.layouts in (None, "none") else args.layouts.split(",")
     specs = [parse_layout(name) for name in named]
     # With --json there is nothing but the object on standard output.

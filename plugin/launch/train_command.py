@@ -7,11 +7,12 @@ import sys
 import warnings
 from typing import Any
 
+from plugin.config import JobConfig
+from plugin.errors import ConfigError, HookLoadError, MegatronTisError
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One argument per setting, and the YAML file below them."""
-    from plugin.config import JobConfig
-
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with settings; flags on the command line win"
     )
@@ -20,9 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 at the end, 2 for a mistake of the user, 1 for a failure, 130 after Ctrl-C."""
-    from plugin.config import JobConfig
-    from plugin.errors import ConfigError, HookLoadError, MegatronTisError
-
     warnings.showwarning = _show_warning
     known = {item for group in JobConfig.groups() for item in vars(group)["__annotations__"]}
     flags = {name: value for name, value in vars(args).items() if name in known}
@@ -36,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         return 2 if isinstance(error, (ConfigError, HookLoadError)) else 1
 
 
-def _run(config: Any) -> int:
+def _run(config: JobConfig) -> int:
     from plugin.launch.job import run_job
 
     result = run_job(config)

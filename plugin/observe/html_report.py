@@ -53,8 +53,8 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "mismatch_kl",
         "Mismatch KL",
-        "KL of the rollout policy from the trained one, per token (k3). Noise of the engine stays flat; "
-        "growth is a warning.",
+        "KL of the rollout policy from the trained one, per token (k3). Noise of the engine stays "
+        "flat; growth is a warning.",
         {"current policy": ("mismatch_kl",), "start of the step": ("mismatch/k3",)},
         log=True,
         missing=_NEEDS_ROLLOUT,
@@ -76,7 +76,8 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "ess",
         "Effective sample size",
-        "ESS / N of the token weights: 1 means every token counts, 0.5 that half the batch is wasted.",
+        "ESS / N of the token weights: 1 means every token counts, 0.5 that half the batch is "
+        "wasted.",
         {
             "after correction": ("mismatch/weight_ess_share",),
             "before correction": ("mismatch/ess_share",),
@@ -118,7 +119,8 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "grad_norm",
         "Gradient norm",
-        "Of the whole model, before clipping. Spikes that follow a rise of the mismatch are off-policy noise.",
+        "Of the whole model, before clipping. Spikes that follow a rise of the mismatch are "
+        "off-policy noise.",
         {"gradient norm": ("grad_norm",)},
         log=True,
     ),
@@ -209,7 +211,7 @@ def report_html(runs: Sequence[RunRecord]) -> str:
         "settings": settings,
         "different": [row for row in settings if len(set(row[1:])) > 1],
         "problems": [problem for run in runs for problem in run.problems],
-        "footer": f"megatron-tis · written {time.strftime('%Y-%m-%d %H:%M')} · one file, works offline",
+        "footer": f"megatron-tis · written {time.strftime('%Y-%m-%d %H:%M')} · works offline",
     }
     steps = ", ".join(str(len(run.steps)) for run in runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"

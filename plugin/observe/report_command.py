@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="where to write; default RUN_DIR/report.html for one run, report.html here for several",
+        help="where to write; default: RUN_DIR/report.html of one run, report.html here of several",
     )
     parser.add_argument("--force", action="store_true", help="replace --output if it exists")
 
