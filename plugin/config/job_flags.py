@@ -433,6 +433,9 @@ class OutputFlags(FlagGroup):
     detect_mismatch: bool = flag(
         True, "look for shifted, constant, tempered, truncated or stale log-probs at every step"
     )
+    custom_detector_path: str | None = flag(
+        None, "import paths of your own mismatch detectors, comma-separated"
+    )
     dump_log_probs: str | None = flag(
         None, "directory for the log-probs of every step, for `megatron-tis compare`"
     )

@@ -10,7 +10,7 @@ from plugin.config import JobConfig
 
 _CODE = (
     *("task_path", "reward_function_path", "custom_tis_function_path"),
-    *("policy_loss", "advantage_estimator", "rollout_engine"),
+    *("policy_loss", "advantage_estimator", "rollout_engine", "custom_detector_path"),
 )
 _FILES = (
     *("hf_checkpoint", "ref_hf_checkpoint", "teacher_hf_checkpoint", "prompt_data"),

@@ -15,7 +15,9 @@ class MismatchWatch:
 
     def __init__(self, config: JobConfig, files: RunFiles, say: Callable[[str], None]) -> None:
         # Weights as old as the user allows are no news.
-        self._detectors = MismatchDetectors(max_staleness=config.staleness_limit)
+        self._detectors = MismatchDetectors(
+            max_staleness=config.staleness_limit, custom_path=config.custom_detector_path
+        )
         self._on = config.detect_mismatch
         self._files, self._say = files, say
 

@@ -25,6 +25,7 @@ from plugin.launch.model_source import (
 )
 from plugin.loss.objective import check_loss
 from plugin.loss.separable_loss import takes_separable_head
+from plugin.observe.detectors import load_detectors
 from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
 from plugin.rollout.conversation.multi_turn import OpeningPrompts, run_multi_turn
@@ -54,6 +55,7 @@ def check_job(config: JobConfig) -> JobParts:
     """Load and try what the configuration names; raise on the first thing that cannot work."""
     check_loss(config)
     takes_separable_head(config, config.tensor_model_parallel_size)
+    load_detectors(config.custom_detector_path)
     if config.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("--use-wandb: the wandb package is not installed; pip install wandb")
     _check_engine(config)

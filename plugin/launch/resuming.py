@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from plugin.config import JobConfig
-from plugin.observe.run_files import plain_settings, read_run, without_slices
+from plugin.observe.run_files import plain_settings, without_slices
+from plugin.observe.run_record import read_run
 
 #: Settings that a resumed run may change without training differently.
 _HARMLESS = {

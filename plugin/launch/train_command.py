@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
+from plugin.config import JobConfig
+from plugin.errors import ConfigError, HookLoadError, MegatronTisError
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One argument per setting, and the YAML file below them."""
-    from plugin.config import JobConfig
-
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with settings; flags on the command line win"
     )
@@ -17,8 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 at the end, 2 for a mistake of the user, 1 for a failure, 130 after Ctrl-C."""
-    from plugin.config import JobConfig
-    from plugin.errors import ConfigError, HookLoadError, MegatronTisError
     from plugin.launch.console import Console, capture_warnings
 
     console = Console()
