@@ -22,7 +22,6 @@ from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
 from plugin.ppo_utils.kl_estimators import k3
 from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.sharding.parallel_context import current_parallel_context
-from plugin.sharding.response_rows import response_rows, response_tokens
 from plugin.sharding.sequence_shards import SequenceShards
 
 _OPTIONAL_LOG_PROBS = ("rollout_log_probs", "ref_log_probs", "teacher_log_probs")
@@ -57,7 +56,7 @@ def log_probs_of_responses(
         raise BatchError(f"logits have shape {tuple(logits.shape)}; expected [1, T, V] or [T, V]")
     shards = _shards(batch, logits.device)
     _check_token_lengths(batch)
-    rows = response_rows(shards, batch["total_lengths"])
+    rows = shards.rows()
     last_row = int(rows.numpy().max(initial=-1))  # rows are on the host: no device is waited for
     if last_row >= rows_logits.shape[0]:
         raise BatchError(
@@ -66,7 +65,7 @@ def log_probs_of_responses(
         )
     rows = rows.to(logits.device)
     targets = torch.zeros(rows_logits.shape[0], dtype=torch.int64, device=logits.device)
-    targets[rows] = response_tokens(shards, batch["unconcat_tokens"])
+    targets[rows] = shards.response_tokens(batch["unconcat_tokens"])
     log_probs, entropy = log_probs_and_entropy(
         rows_logits,
         targets,

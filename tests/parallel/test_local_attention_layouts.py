@@ -13,6 +13,7 @@ from plugin.errors import BatchError, ConfigError
 from plugin.megatron_backend.model.builder import ModelSettings
 from plugin.megatron_backend.model.local_layers import PackedLayout
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.sharding.zigzag import local_positions
 from tests.parallel.rank_pool import RankError
 from tests.parallel.schedule_runs import loaded_model
 from tests.parallel.tiny_models import (
@@ -153,10 +154,8 @@ def unpacked_logits_on_rank(
     groups: ParallelGroups, config: Any, state: dict[str, Tensor], rows: Tensor
 ) -> Tensor:
     """[B, S_local, V] of whole rows [B, S], each cut zigzag, without a layout."""
-    from plugin.megatron_backend.model.local_layers import zigzag_positions
-
     (model,) = loaded_model(config, state, groups)
-    positions = zigzag_positions(rows.shape[1], groups.cp_size, groups.cp_rank)
+    positions = local_positions(rows.shape[1], groups.cp_rank, groups.cp_size)
     with torch.no_grad():
         return model(rows[:, positions], positions.expand(rows.shape[0], -1), None)
 

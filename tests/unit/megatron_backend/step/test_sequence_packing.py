@@ -51,7 +51,7 @@ def test_packed_samples_follow_each_other_with_positions_of_their_own() -> None:
 def test_packed_samples_do_not_see_each_other() -> None:
     layout = model_inputs(two_samples(), place()).packed_seq_params
     assert isinstance(layout, PackedLayout)
-    visible = layout.visible()
+    visible = layout.visible
     assert not visible[5:, :5].any() and not visible[:5, 5:].any()
     assert torch.equal(visible[:5, :5], torch.ones(5, 5, dtype=torch.bool).tril())
 
