@@ -23,8 +23,6 @@ from plugin.megatron_backend.checkpoint.save_load import (
     save_checkpoint,
 )
 from plugin.megatron_backend.model.builder import (
-    ModelSettings,
-    OptimizerSettings,
     build_model,
     build_optimizer,
     uses_transformer_engine,
@@ -67,8 +65,6 @@ from plugin.megatron_backend.step.separable_path import separable_program
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -150,29 +146,18 @@ class MegatronTrainer:
             for name in config.hook_names():
                 load_hook(name)
         separable_program(config, groups.tp_size, self.device)  # refuses what can never work
-        models = build_model(hf_config, model_settings(config, groups, seed), groups)
-        self.chunks: list[Any] = list(models)
+        self.chunks: list[Any] = list(build_model(hf_config, config, groups, seed=seed))
         self.optimizer: GuardedOptimizer | None = None
         if trainable:
-            self._make_trainable()
+            self.chunks = list(wrap_with_ddp(self.chunks, config, groups))
+            optimizer = build_optimizer(self.chunks, config)
+            connect(self.chunks, optimizer)
+            self.optimizer = GuardedOptimizer(optimizer, config.skip_on_grad_norm)
         watches = config.detect_routing and trainable
         self.routed_model = (
             RoutedModel.of(self.chunks) if watches or config.replays_routes else None
         )
         self.recorded_routes: RecordedRoutes | None = None
-
-    def _make_trainable(self) -> None:
-        config = self.config
-        self.chunks = list(
-            wrap_with_ddp(
-                self.chunks,
-                use_distributed_optimizer=config.use_distributed_optimizer,
-                groups=self.groups,
-            )
-        )
-        optimizer = build_optimizer(self.chunks, optimizer_settings(config))
-        connect(self.chunks, optimizer)
-        self.optimizer = GuardedOptimizer(optimizer, config.skip_on_grad_norm)
 
     def load_hf_weights(self, source: str | Path | Mapping[str, Tensor]) -> None:
         """Take the weights of a Hugging Face directory or state dict."""
@@ -426,36 +411,3 @@ class MegatronTrainer:
             micro_batch_size=self.config.micro_batch_size,
             max_sample_tokens=self.hf_config.max_position_embeddings,
         )
-
-
-def model_settings(
-    config: TrainerConfig, groups: ParallelGroups, seed: int = 1234
-) -> ModelSettings:
-    """The model builder's share of the configuration."""
-    return ModelSettings(
-        transformer_impl=config.transformer_impl,
-        dtype=_DTYPES[config.train_dtype],
-        sequence_parallel=config.sequence_parallel,
-        recompute_granularity=config.recompute_granularity,
-        recompute_method=config.recompute_method,
-        recompute_num_layers=config.recompute_num_layers,
-        moe_token_dispatcher_type=config.moe_token_dispatcher_type,
-        calculate_per_token_loss=config.per_token,
-        # The interleaved schedule gets rows of one length (see `forward_step.prepare`) and exchanges no shapes.
-        variable_seq_lengths=groups.vpp_size is None,
-        seed=seed,
-    )
-
-
-def optimizer_settings(config: TrainerConfig) -> OptimizerSettings:
-    """The optimizer's share of the configuration."""
-    return OptimizerSettings(
-        lr=config.lr,
-        min_lr=config.min_lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_eps=config.adam_eps,
-        clip_grad=config.clip_grad,
-        use_distributed_optimizer=config.use_distributed_optimizer,
-    )

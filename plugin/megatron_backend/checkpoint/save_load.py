@@ -43,6 +43,7 @@ from plugin.megatron_backend.checkpoint.sharded_state import (
     set_optimizer_step,
     sharded_state,
 )
+from plugin.megatron_backend.model.families import model_shape
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 
@@ -77,22 +78,6 @@ _INDEX_CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
 }
-
-_SHAPE_FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-    "num_experts",
-    "moe_intermediate_size",
-    "mlp_only_layers",
-    "decoder_sparse_step",
-)
 
 
 @dataclass(frozen=True)
@@ -277,11 +262,6 @@ def _metadata(
         software={name: version(name) for name in ("megatron-core", "torch")},
         files=files,
     )
-
-
-def model_shape(hf_config: Any) -> dict[str, Any]:
-    """The numbers of a Hugging Face config that decide which checkpoints fit it."""
-    return {name: getattr(hf_config, name) for name in _SHAPE_FIELDS if hasattr(hf_config, name)}
 
 
 def _layout(groups: ParallelGroups) -> dict[str, int]:
