@@ -30,7 +30,7 @@ from plugin.megatron_backend.model.builder import (
 )
 from plugin.megatron_backend.model.hf_weights import export_hf_weights, load_hf_weights, unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.routing.live_routes import LiveRoutes, token_places
+from plugin.megatron_backend.routing.live_routes import LiveRoutes
 from plugin.megatron_backend.routing.router_replay import (
     MicrobatchRoutes,
     RecordedRoutes,
@@ -38,6 +38,7 @@ from plugin.megatron_backend.routing.router_replay import (
     RouterReplaySession,
     router_order,
     routes_of,
+    token_places,
 )
 from plugin.megatron_backend.step.forward_step import (
     PreparedMicrobatch,
@@ -95,31 +96,6 @@ class _Step:
     microbatches: list[PreparedMicrobatch]
     routes: list[MicrobatchRoutes] | None = None
     fingerprint: Any = None
-
-    def real_rows(self, groups: ParallelGroups, sequence_parallel: bool) -> list[Tensor]:
-        """Per microbatch, which rows that routers see are real tokens."""
-        return [
-            (router_order(m.inputs.sample_ids, groups, sequence_parallel) >= 0).to(
-                m.inputs.tokens.device
-            )
-            & (not m.is_padding)
-            for m in self.microbatches
-        ]
-
-    def token_places(
-        self, total_lengths: list[int], groups: ParallelGroups, sequence_parallel: bool
-    ) -> list[Tensor]:
-        """Per microbatch, which token of the global batch each row is that routers see."""
-        starts = torch.tensor([0, *total_lengths]).cumsum(0)
-        return [
-            token_places(
-                starts,
-                [] if m.is_padding else samples,
-                router_order(m.inputs.sample_ids, groups, sequence_parallel),
-                router_order(m.inputs.position_ids.cpu(), groups, sequence_parallel),
-            )
-            for m, samples in zip(self.microbatches, self.plan.ranks[groups.dp_rank], strict=True)
-        ]
 
 
 class MegatronTrainer:
@@ -331,7 +307,16 @@ class MegatronTrainer:
     def _live_routes(self, step: _Step, batch: RolloutBatch) -> LiveRoutes:
         model, lengths = self.routed_model, batch.columns["total_lengths"]
         assert model is not None, "live routes need --detect-routing or a replay flag"
-        places = step.token_places(lengths, self.groups, self.config.sequence_parallel)
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        places = [
+            # A padding microbatch starts after the last token.
+            token_places(
+                m.inputs, starts[list(samples) or [-1]], self.groups, self.config.sequence_parallel
+            )
+            for m, samples in zip(
+                step.microbatches, step.plan.ranks[self.groups.dp_rank], strict=True
+            )
+        ]
         return LiveRoutes(model.num_layers, model.topk, lengths, places, self.device)
 
     def _replay_session(
@@ -339,12 +324,18 @@ class MegatronTrainer:
     ) -> RouterReplaySession | None:
         if self.routed_model is None or not (live or self.config.replays_routes):
             return None
+        sample_ids = [
+            router_order(m.inputs.sample_ids, self.groups, self.config.sequence_parallel)
+            for m in step.microbatches
+        ]
         return RouterReplaySession(
             self.routed_model,
-            len(step.microbatches),
+            [
+                (ids >= 0) & (not m.is_padding)
+                for ids, m in zip(sample_ids, step.microbatches, strict=True)
+            ],
             replayed=step.routes,
             recorded=self.recorded_routes if self.config.use_routing_replay else None,
-            real=step.real_rows(self.groups, self.config.sequence_parallel),
             live=live,
             device=self.device,
         )
