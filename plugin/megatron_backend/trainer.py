@@ -18,7 +18,6 @@ from plugin.errors import BatchError, ReplayError
 from plugin.loss.hook_loading import load_hook
 from plugin.megatron_backend.checkpoint.save_load import (
     TrainerParts,
-    TrainerState,
     load_checkpoint,
     save_checkpoint,
 )
@@ -161,17 +160,23 @@ class MegatronTrainer:
         keep_last: int | None = None,
     ) -> Path:
         """Write `<directory>/step_<step>` with a JSON-able `user_state`; a collective."""
-        skipped = 0 if self.optimizer is None else self.optimizer.skipped_steps
-        state = TrainerState(step, self.version, skipped, user_state)
-        return save_checkpoint(directory, self._parts(), state, keep_last=keep_last)
+        return save_checkpoint(
+            directory,
+            self._parts(),
+            user_state,
+            step=step,
+            trainer_version=self.version,
+            skipped_steps=0 if self.optimizer is None else self.optimizer.skipped_steps,
+            keep_last=keep_last,
+        )
 
     def load_checkpoint(self, directory: str | Path) -> tuple[int, dict[str, Any]]:
         """Resume from `directory` or the latest checkpoint in it: (step, user_state); a collective."""
-        state = load_checkpoint(directory, self._parts())
-        self.version = state.trainer_version
+        metadata, user_state = load_checkpoint(directory, self._parts())
+        self.version = metadata.trainer_version
         if self.optimizer is not None:
-            self.optimizer.skipped_steps = state.skipped_steps
-        return state.step, state.user_state
+            self.optimizer.skipped_steps = metadata.skipped_steps
+        return metadata.step, user_state
 
     def _parts(self) -> TrainerParts:
         optimizer = None if self.optimizer is None else self.optimizer.optimizer
