@@ -204,7 +204,7 @@ def patched_functions_on_rank(groups: ParallelGroups) -> dict[str, bool]:
     tensor_type = torch.Tensor.type
     active = cpu_runtime.activate()
     return {
-        "active": active and cpu_runtime.is_active(),
+        "active": active and cpu_runtime._installed,
         "not wrapped twice": all(getattr(torch, name) is fn for name, fn in before.items())
         and torch.Tensor.type is tensor_type,
         "cuda factory gives cpu": torch.empty(2, device="cuda").device.type == "cpu",
