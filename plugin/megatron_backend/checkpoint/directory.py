@@ -93,13 +93,17 @@ def publish(incomplete: Path) -> Path:
         os.rename(final, replaced)
     os.rename(incomplete, final)
     _sync(final.parent)
+    _mark_latest(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def _mark_latest(final: Path) -> None:
     draft = final.with_name(LATEST_FILE + INCOMPLETE)
     draft.write_text(final.name + "\n")
     _sync(draft)
     os.replace(draft, final.with_name(LATEST_FILE))
     _sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-    return final
 
 
 def prune(root: Path, keep_last: int | None) -> None:
@@ -150,35 +154,26 @@ def resolve(directory: Path) -> Path:
             f"{directory} holds no complete checkpoint{also}; give the `checkpoints` directory of a run "
             "or one step_<number> in it"
         )
-    chosen = _latest(directory, complete)
+    newest, marker, marked = complete[-1], directory / LATEST_FILE, _read_marker(directory)
+    chosen = next((path for path in complete if path.name == marked), None)
+    if chosen is None:
+        message = "%s names %r, which is no complete checkpoint; taking the newest, %s"
+        logger.warning(message, marker, marked, newest.name)
+        chosen = newest
+    elif chosen != newest:
+        logger.warning(
+            "%s names %s, but %s is newer and complete; resuming from the former, give the path of the "
+            "latter to resume from that",
+            marker,
+            marked,
+            newest,
+        )
     for leftover in leftovers:
         logger.warning(
             "%s is incomplete: its save did not finish. Resuming from %s instead; the next save removes "
             "it",
             leftover,
             chosen,
-        )
-    return chosen
-
-
-def _latest(root: Path, complete: list[Path]) -> Path:
-    marked = _read_marker(root)
-    chosen = next((path for path in complete if path.name == marked), None)
-    if chosen is None:
-        logger.warning(
-            "%s names %r, which is no complete checkpoint; taking the newest, %s",
-            root / LATEST_FILE,
-            marked,
-            complete[-1].name,
-        )
-        return complete[-1]
-    if chosen != complete[-1]:
-        logger.warning(
-            "%s names %s, but %s is newer and complete; resuming from the former, give the path of the "
-            "latter to resume from that",
-            root / LATEST_FILE,
-            marked,
-            complete[-1],
         )
     return chosen
 

@@ -186,16 +186,9 @@ def _bridge(model: Any, groups: ParallelGroups) -> LLMBridge:
     """mbridge's tables for this model; a subclass, because mbridge edits class attributes when tied."""
     hf_config = model.hf_config
     base = FAMILIES[hf_config.model_type].weights
+    names = [f"{group}_{what}" for group in ("tp", "pp", "ep", "etp") for what in ("size", "rank")]
     states = ParallelStates(
-        tp_size=groups.tp_size,
-        tp_rank=groups.tp_rank,
-        pp_size=groups.pp_size,
-        pp_rank=groups.pp_rank,
-        vpp_size=groups.vpp_size,
-        ep_size=groups.ep_size,
-        ep_rank=groups.ep_rank,
-        etp_size=groups.etp_size,
-        etp_rank=groups.etp_rank,
+        vpp_size=groups.vpp_size, **{name: getattr(groups, name) for name in names}
     )
     own_class = type(base.__name__, (base,), {"_DIRECT_MAPPING": dict(base._DIRECT_MAPPING)})
     bridge = own_class(

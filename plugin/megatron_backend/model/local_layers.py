@@ -24,7 +24,6 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     get_cuda_rng_tracker,
 )
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -127,29 +126,15 @@ class SequenceParallelRMSNorm(torch.nn.Module):
 class LayoutRotaryEmbedding(RotaryEmbedding):
     """RoPE whose angles follow the positions of a `PackedLayout` when there is one."""
 
-    def get_rotary_seq_len(
-        self,
-        inference_context: Any,
-        transformer: Any,
-        transformer_input: Any,
-        transformer_config: TransformerConfig,
-        packed_seq_params: PackedSeqParams | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Positions [S_local] for a `PackedLayout`; otherwise the length that the parent computes.
+    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
+        """Positions [S_local] of the `PackedLayout` in the arguments; otherwise the parent's length.
 
-        `GPTModel` hands whatever this returns to `forward`, so the positions need no side channel.
+        `GPTModel` passes whatever this returns to `forward`, so the positions need no side channel.
         """
-        if isinstance(packed_seq_params, PackedLayout):
-            return packed_seq_params.positions
-        return super().get_rotary_seq_len(
-            inference_context,
-            transformer,
-            transformer_input,
-            transformer_config,
-            packed_seq_params,
-            **kwargs,
-        )
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, PackedLayout):
+                return argument.positions
+        return super().get_rotary_seq_len(*args, **kwargs)
 
     def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Angles [S_local, 1, 1, rotary_dim] of the given positions, or of positions 0..max_seq_len-1."""
@@ -174,19 +159,14 @@ class LocalCoreAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-        self.layer_number = layer_number
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -197,7 +177,6 @@ class LocalCoreAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
