@@ -1,7 +1,7 @@
 """The data that travels: samples, batches and microbatches, and one table of their fields.
 
-`FIELDS` is the single list of what a sample carries. Checking, slicing, splitting and the construction
-of padding microbatches all walk it, so that a field added here is added everywhere.
+`FIELDS` is the single list of what a sample carries. Checking, slicing, splitting and the
+construction of padding microbatches all walk it, so that a field added here is added everywhere.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MAX_LOG_PROB = 0.1
 class Field:
     """One column of a batch.
 
-    shape: tokens [prompt + response], response [response], routes [prompt + response, moe_layers, topk],
-        or scalar (one number per sample)
-    dtype: of the tensors; None = kept as it comes (routes use the smallest type that holds the experts)
+    shape: tokens [prompt + response], response [response], routes [prompt + response, moe_layers,
+        topk], or scalar (one number per sample)
+    dtype: of the tensors; None = kept as it comes (routes: the smallest that holds the experts)
     padding: the value in a padding microbatch
     log_prob: whether the values are log-probabilities
     """
@@ -68,7 +68,7 @@ class RolloutSample:
     """One trajectory as a rollout engine returns it.
 
     tokens: [prompt + response] int64; loss_mask: [response], 1 where the policy chose the token
-    rollout_log_probs: [response] float32, at the sampling temperature; anything where loss_mask is 0
+    rollout_log_probs: [response] float32, at the sampling temperature; anything where it is masked
     routed_experts: [prompt + response, moe_layers, topk] unsigned, or None
 
     Example: prompt [5, 6], response [7, 8, 9] whose middle token came from a tool: tokens
@@ -88,7 +88,7 @@ class RolloutSample:
 
 @dataclass
 class RolloutBatch:
-    """Samples as columns: `columns[name][i]` belongs to sample i. Only the fields in use are present."""
+    """Samples as columns: `columns[name][i]` belongs to sample i; only used fields are present."""
 
     columns: dict[str, list[Any]]
 
@@ -230,8 +230,8 @@ class RolloutBatch:
 class Microbatch:
     """What one call of a forward step works on: a batch and whether it is padding.
 
-    A padding microbatch has the fields, dtypes and collectives of a real one and contributes nothing. The
-    flag is explicit: a real sample whose mask is all zero is not padding.
+    A padding microbatch has the fields, dtypes and collectives of a real one and contributes
+    nothing. The flag is explicit: a real sample whose mask is all zero is not padding.
     """
 
     batch: RolloutBatch
@@ -239,13 +239,13 @@ class Microbatch:
 
     @classmethod
     def padding_like(cls, batch: RolloutBatch) -> Microbatch:
-        """A padding microbatch with every field of `batch`: a prompt token and a masked response token."""
+        """One prompt token and one masked response token, with every field that `batch` has."""
         columns = {name: [_padding(FIELDS[name], values)] for name, values in batch.columns.items()}
         return cls(RolloutBatch(columns), True)
 
 
 def _padding(field: Field, examples: list[Any]) -> Any:
-    """The value of `field` for one prompt token and one response token, in the type of `examples`."""
+    """The value of `field` for one prompt and one response token, in the type of `examples`."""
     if field.name == "total_lengths":
         return 2
     if field.name == "response_lengths":

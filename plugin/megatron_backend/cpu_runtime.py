@@ -1,13 +1,13 @@
 """Run stock Megatron-Core on CPU ranks over gloo.
 
-Megatron-Core assumes one CUDA device per rank. Nothing in it needs one for correctness, so on a machine
-without CUDA the few torch entry points that it touches are redirected to the CPU. Where CUDA is
-available `activate` returns at once and nothing below takes effect.
+Megatron-Core assumes one CUDA device per rank. Nothing in it needs one for correctness, so on a
+machine without CUDA the few torch entry points that it touches are redirected to the CPU. Where
+CUDA is available `activate` returns at once and nothing below takes effect.
 
-Each entry of `SHIMS` says what it stands in for, which upstream code makes it necessary, and what would
-allow its removal. The patches are process-wide attributes rather than a torch function mode: a mode is
-per thread (Ray runs actor methods on other threads) and slows down every torch call. Each patch changes
-only calls that would raise on a machine without CUDA.
+Each entry of `SHIMS` says what it stands in for, which upstream code makes it necessary, and what
+would allow its removal. The patches are process-wide attributes rather than a torch function mode:
+a mode is per thread (Ray runs actor methods on other threads) and slows down every torch call. Each
+patch changes only calls that would raise on a machine without CUDA.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Shim:
 
 
 class _Inert:
-    """A CUDA stream or event on a device that runs everything in order: there is nothing to wait for."""
+    """A CUDA stream or event on a device that runs everything in order: nothing to wait for."""
 
     device = _CPU
 

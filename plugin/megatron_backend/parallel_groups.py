@@ -98,8 +98,8 @@ def init_parallel(
 ) -> ParallelGroups:
     """Join the process group and build Megatron's groups; collective over all `world_size` ranks.
 
-    `init_method` is a torch rendezvous address (`tcp://host:port`, `file:///path`). The backend is nccl
-    where CUDA is available and gloo elsewhere. Every collective fails after `timeout_seconds`.
+    `init_method` is a torch rendezvous address (`tcp://host:port`, `file:///path`). The backend is
+    nccl where CUDA is available and gloo elsewhere. Every collective fails after `timeout_seconds`.
     """
     tp, pp, cp = (
         tensor_model_parallel_size,
@@ -187,7 +187,7 @@ def destroy_parallel() -> None:
 
 
 def loss_context(groups: ParallelGroups) -> ParallelContext:
-    """The groups that the loss and the corrections need; a group of one rank counts as not split."""
+    """The groups that the loss and the corrections need; one rank counts as not split."""
     return ParallelContext(
         tp_group=groups.tp_group if groups.tp_size > 1 else None,
         cp_group=groups.cp_group if groups.cp_size > 1 else None,

@@ -1,8 +1,8 @@
 """The process groups that tokens and vocabulary are split over.
 
 The loss and the corrections receive flat local tensors. Under tensor parallelism the vocabulary is
-split over `tp_group`; under context parallelism each sample's tokens are split over `cp_group`. With
-neither, all groups are None and everything runs in one process.
+split over `tp_group`; under context parallelism each sample's tokens are split over `cp_group`.
+With neither, all groups are None and everything runs in one process.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def current_parallel_context() -> ParallelContext:
 def _megatron_context() -> ParallelContext | None:
     """The groups of a Megatron that another framework runs in this process; None if none does.
 
-    slime calls our loss without passing its groups. Megatron is looked up, never imported: torch alone
-    stays enough to import this package.
+    slime calls our loss without passing its groups. Megatron is looked up, never imported: torch
+    alone stays enough to import this package.
     """
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():

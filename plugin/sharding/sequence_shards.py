@@ -24,7 +24,7 @@ from plugin.sharding.zigzag import Span, padded_length, prediction_rows, respons
 class SequenceShards:
     """The local share of every sample of a microbatch; made once and passed on.
 
-    total_lengths, response_lengths: per sample, the length of prompt and response, and of the response
+    total_lengths, response_lengths: per sample, tokens of prompt and response, and of the response
     spans: per sample, the ranges of its response that are local, in order
     """
 
@@ -42,7 +42,7 @@ class SequenceShards:
         device: torch.device,
         context: ParallelContext | None = None,
     ) -> SequenceShards:
-        """Shards of samples with these lengths; without `total_lengths` responses stand alone."""
+        """Shards of samples with these lengths; only context parallelism needs `total_lengths`."""
         context = context or current_parallel_context()
         if total_lengths is None and context.cp_size > 1:
             raise BatchError(
@@ -147,7 +147,7 @@ class SequenceShards:
         return masks
 
     def sequence_sums(self, *values: Tensor) -> list[Tensor]:
-        """Per-sample sums [N] of each `values` [T], over the whole sequence; one collective under CP.
+        """Sums [N] of each `values` [T] over whole sequences; one collective under CP.
 
         The sums carry no gradient. Mask the values first.
         """

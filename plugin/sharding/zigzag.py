@@ -6,7 +6,7 @@ attention. Without it a rank holds the whole sample. The token at position p is 
 logits at position p - 1, so a response token belongs to the rank that holds the row before it.
 
 Example, cp_size 2, total 8, response 5 (positions 3..7, predicted at 2..6): chunks of 2 are
-[0,1][2,3][4,5][6,7]; rank 0 holds chunks 0 and 3, thus predicts position 7; rank 1 predicts 3, 4, 5, 6.
+[0,1][2,3][4,5][6,7]; rank 0 holds chunks 0 and 3, thus predicts position 7; rank 1 the others.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def local_positions(
 
 
 def response_spans(total: int, response: int, cp_rank: int = 0, cp_size: int = 1) -> list[Span]:
-    """Half-open ranges of the response (0 = its first token) that a rank predicts, one per chunk."""
+    """Half-open ranges of the response (0 = first token) that a rank predicts, one per chunk."""
     if cp_size == 1:
         return [(0, response)]
     first_prediction = total - response - 1
@@ -63,7 +63,7 @@ def response_spans(total: int, response: int, cp_rank: int = 0, cp_size: int = 1
 
 
 def prediction_rows(total: int, response: int, cp_rank: int = 0, cp_size: int = 1) -> Tensor:
-    """[R] int64: the rows that predict a rank's response tokens, counted from its first of the sample."""
+    """[R] int64: of the rows that a rank holds of a sample, those that predict its tokens."""
     first_prediction = total - response - 1
     if first_prediction < 0 and response > 0:
         raise BatchError(

@@ -9,8 +9,8 @@
         model/                    Megatron-Core's own distributed checkpoint: model and optimizer
       step_0000013.incomplete/    a save that is running, or was killed
 
-A directory gets its final name in one rename, after everything in it has reached the disk. Whatever is
-named `step_<number>` is therefore complete, and a killed save leaves only an `.incomplete` directory.
+A directory gets its final name in one rename, after everything in it has reached the disk. What is
+named `step_<number>` is therefore complete; a killed save leaves an `.incomplete` directory.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CheckpointMetadata:
 
 
 def begin(root: Path, step: int, keep_last: int | None = None) -> Path:
-    """Make an empty directory for the checkpoint of `step`; also check what `prune` will be asked for."""
+    """Make an empty directory for the checkpoint of `step`; also check `keep_last` for `prune`."""
     if keep_last is not None and keep_last < 1:
         raise CheckpointError(f"keep_last is {keep_last} but must be at least 1; None keeps all")
     if step < 0:
@@ -79,7 +79,7 @@ def begin(root: Path, step: int, keep_last: int | None = None) -> Path:
 
 
 def publish(incomplete: Path) -> Path:
-    """Give a finished checkpoint its final name and make it the latest; both survive a power cut."""
+    """Give a finished checkpoint its final name and mark it as latest; survives a power cut."""
     final = incomplete.with_name(incomplete.name.removesuffix(INCOMPLETE))
     # The other files were synced when they were sealed.
     _sync(incomplete / METADATA_FILE)
@@ -107,7 +107,7 @@ def _mark_latest(final: Path) -> None:
 
 
 def prune(root: Path, keep_last: int | None) -> None:
-    """Remove all but the newest `keep_last` checkpoints, never the latest, and what killed saves left."""
+    """Remove all but the newest `keep_last` and the latest, and what killed saves left behind."""
     latest = _read_marker(root)
     surplus = [] if keep_last is None else complete_checkpoints(root)[:-keep_last]
     for directory in [path for path in surplus if path.name != latest] + incomplete_saves(root):

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _TENSORS = "model"
 _INDEX_FILE = ".metadata"
 
-# What `.metadata` of a checkpoint without pickled objects is made of. Nothing here runs code when built.
+# What `.metadata` of a checkpoint without pickled objects is made of; nothing here runs code.
 _INDEX_CLASSES = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
@@ -73,7 +73,8 @@ _INDEX_CLASSES = {
 class TrainerParts:
     """What a checkpoint is made from and loaded into.
 
-    chunks: this rank's model chunks, wrapped in DDP or not; optimizer: None saves or loads the model alone
+    chunks: this rank's model chunks, wrapped in DDP or not
+    optimizer: None saves or loads the model alone
     """
 
     chunks: Sequence[Any]
@@ -107,8 +108,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `<root>/step_<step>` and make it the latest; a collective of all ranks.
 
-    `root` must be one file system that every rank sees. Until the last moment the directory is named
-    `.incomplete`, so a save that dies leaves the checkpoints before it as they were.
+    `root` must be one file system that every rank sees. Until the last moment the directory is
+    named `.incomplete`, so a save that dies leaves the checkpoints before it as they were.
     """
     groups = parts.groups
     errors = _CheckpointErrors(
@@ -125,7 +126,7 @@ def save_checkpoint(
     doing = f"writing {incomplete}"
     with errors.collecting():
         save_file(rng_state(), _rng_file(incomplete, groups.rank))
-    # Before the next call, which is collective: a rank that failed here must not leave the others in it.
+    # The next call is collective: a rank that failed here must not leave the others in it.
     errors.agree(doing)
     with errors.collecting():
         tensors = _tensors_to_write(sharded_state(parts.chunks, parts.optimizer, groups))
@@ -135,8 +136,8 @@ def save_checkpoint(
     errors.agree(doing)
     with errors.collecting():
         if groups.rank == 0:
-            # Every version of `dist_checkpointing.load` accepts the directory with these two files: 0.16
-            # needs common.pt, and 0.19 would otherwise look for a pickled object instead.
+            # Every version of `dist_checkpointing.load` accepts the directory with these two files:
+            # 0.16 needs common.pt, and 0.19 would otherwise look for a pickled object instead.
             torch.save({}, incomplete / _TENSORS / COMMON_STATE_FNAME)
             save_config(CheckpointingConfig("torch_dist", 1), str(incomplete / _TENSORS))
     errors.agree(doing)
@@ -166,7 +167,7 @@ def save_checkpoint(
 
 
 class _CheckpointErrors(ErrorCollector):
-    """Collects errors, and says what to do about those of files and of the libraries that write them."""
+    """Collects errors, and says what to do about those of files and of writing libraries."""
 
     def __init__(self, device: torch.device, fix: str) -> None:
         super().__init__(device)
@@ -195,7 +196,7 @@ def _rng_file(directory: Path, rank: int) -> Path:
 
 
 def _tensors_to_write(state: ShardedStateDict) -> ShardedStateDict:
-    """The tensors of a state; a collective, which checks that ranks together hold each one exactly once."""
+    """The tensors of a state; a collective, which checks that ranks hold each one exactly once."""
     tensors, rest = save_preprocess(state)
     if list(nested_values(rest)):
         raise CheckpointError(
@@ -206,7 +207,7 @@ def _tensors_to_write(state: ShardedStateDict) -> ShardedStateDict:
 
 
 def _write_tensors(tensors: ShardedStateDict, directory: Path) -> None:
-    """Write this rank's share as torch_dist; torch gathers failures, so all ranks raise or none does.
+    """Write this rank's share as torch_dist; torch gathers failures: all ranks raise or none does.
 
     Used instead of `dist_checkpointing.save`, which starts processes even for a synchronous save: a
     daemonic process may not, and forking one that runs gloo, NCCL or Ray threads is a gamble. From
@@ -215,7 +216,7 @@ def _write_tensors(tensors: ShardedStateDict, directory: Path) -> None:
     by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(tensors, True)
     torch_checkpoint.save(
         torch_strategies.mcore_to_pyt_state_dict(by_key, False),
-        # With more threads torch loses the errors of all but one. Files are synced when they are sealed.
+        # With more threads torch loses the errors of all but one. Sealing syncs the files.
         storage_writer=torch_checkpoint.FileSystemWriter(
             directory, thread_count=1, sync_files=False
         ),
@@ -226,7 +227,7 @@ def _write_tensors(tensors: ShardedStateDict, directory: Path) -> None:
 
 
 def _written_by(rank: int, names: Sequence[str]) -> list[str]:
-    """The files that a rank wrote: those with its number in their names, and on rank 0 the common ones."""
+    """The files that a rank wrote: those with its number; on rank 0 also the common ones."""
     own = (f"{_TENSORS}/__{rank}_", f"rng/rank_{rank:05d}.")
     numbered = (f"{_TENSORS}/__", "rng/rank_")
     return [
@@ -239,11 +240,11 @@ def _written_by(rank: int, names: Sequence[str]) -> list[str]:
 def load_checkpoint(
     directory: str | Path, parts: TrainerParts
 ) -> tuple[CheckpointMetadata, dict[str, Any]]:
-    """Load the latest checkpoint under `directory`, or the one that it is: its metadata and user state.
+    """Load the latest checkpoint under `directory`, or itself; return its metadata and user state.
 
-    A collective of all ranks. Everything that can be checked is checked before the first weight changes.
-    Generators are restored exactly on the layout of the save; on another one they are seeded from it, the
-    same way every time.
+    A collective of all ranks. Everything that can be checked is checked before the first weight
+    changes. Generators are restored exactly on the layout of the save; on another one they are
+    seeded from it, the same way every time.
     """
     groups, chosen = parts.groups, Path()
     errors = _CheckpointErrors(
@@ -306,10 +307,10 @@ class _IndexReader(pickle.Unpickler):
 
 
 def check_index(directory: Path) -> None:
-    """Make sure that the two pickled files of a Megatron checkpoint hold only tensors and their names.
+    """Make sure that the two pickled files of a checkpoint hold only tensors and their names.
 
-    Megatron reads `.metadata` with plain pickle, and objects that it lists likewise; so neither an unknown
-    class nor any object may be in it.
+    Megatron reads `.metadata` with plain pickle, and objects that it lists likewise; so neither an
+    unknown class nor any object may be in it.
     """
     path = directory / _INDEX_FILE
     try:

@@ -1,8 +1,8 @@
 """Model chunks and optimizer as Megatron-Core sharded state dicts that any layout can read.
 
-Only tensors are stored, each under a name that depends on the model alone: not on the layout, not on
-whether the distributed optimizer was used. Hyperparameters come from the configuration of the run that
-loads, and the one number that Adam counts, its step, is in the checkpoint's own metadata.
+Only tensors are stored, each under a name that depends on the model alone: not on the layout, not
+on whether the distributed optimizer was used. Hyperparameters come from the configuration of the
+run that loads, and the one number that Adam counts, its step, is in the checkpoint's own metadata.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sharded_state(
     *,
     loading: bool = False,
 ) -> dict[str, Any]:
-    """The state dict to save, or with `loading` the description of what `dist_checkpointing.load` reads."""
+    """The state dict to save; with `loading`, the description of what to load."""
     content = {
         # One tensor per layer: layers of a MoE model differ, and any stage can pick its own.
         "non_homogeneous_layers": True,
@@ -45,7 +45,7 @@ def sharded_state(
         "dp_cp_group": groups.dp_cp_group,
     }
     state: dict[str, Any] = {
-        # Without Transformer Engine's `_extra_state`: it is empty unless FP8 is used, and it is pickled.
+        # Without Transformer Engine's `_extra_state`: empty unless FP8 is used, and pickled.
         f"model{number}": {
             name: value
             for name, value in unwrap(chunk).sharded_state_dict(metadata=content).items()
@@ -97,7 +97,7 @@ def _optimizer_part(
 ) -> dict[str, Any]:
     state = part.sharded_state_dict(models, is_loading=loading, metadata=content)
     if not isinstance(part, DistributedOptimizer):
-        # The step is stored elsewhere; what is left besides tensors is this run's own configuration.
+        # The step is stored elsewhere; what is left besides tensors is this run's configuration.
         state.get("optimizer", state)["state"].pop("common_step", None)
         return _keep_rest_local(state)
     tensors: dict[int, dict[str, Any]] = state["param_state"]
@@ -154,7 +154,7 @@ def _without_step(inner: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
-    """torch's Adam counts steps per parameter, the fused ones of Apex and Transformer Engine per group."""
+    """torch's Adam counts steps per parameter, Apex's and Transformer Engine's per group."""
     return isinstance(inner, torch.optim.Adam)
 
 

@@ -1,7 +1,7 @@
 """From a Hugging Face config to Megatron-Core model chunks, DDP and optimizer, all of them stock.
 
-What a model decides comes from `families`, what a run decides from its `TrainerConfig`, and parallel
-sizes from the groups.
+What a model decides comes from `families`, what a run decides from its `TrainerConfig`, and
+parallel sizes from the groups.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from plugin.megatron_backend.parallel_groups import ParallelGroups
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _PADDING_LOGIT = -1e30
-"""Logit of vocabulary padding. Finite, and still finite after division by a small temperature, so that
-probability times logit is 0 and not NaN."""
+"""Logit of vocabulary padding. Finite, and still finite after division by a small temperature, so
+that probability times logit is 0 and not NaN."""
 
 
 def build_model(
@@ -44,8 +44,8 @@ def build_model(
 ) -> list[GPTModel]:
     """This rank's model chunks with random weights: one, or one per virtual pipeline stage.
 
-    The chunks are not wrapped in DDP. Weights come from `hf_weights.load_hf_weights`; the random ones
-    differ between pipeline layouts.
+    The chunks are not wrapped in DDP. Weights come from `hf_weights.load_hf_weights`; the random
+    ones differ between pipeline layouts.
 
     overrides: arguments of Megatron's `TransformerConfig` for which there is no flag
     """
@@ -82,15 +82,15 @@ def transformer_arguments(
         "pipeline_dtype": _DTYPES[config.train_dtype],
         "bf16": config.train_dtype == "bfloat16",
         "attention_softmax_in_fp32": True,
-        # The interleaved schedule gets rows of one length (`forward_step.prepare`), exchanges no shapes.
+        # The interleaved schedule gets rows of one length (`forward_step.prepare`).
         "variable_seq_lengths": groups.vpp_size is None,
         "calculate_per_token_loss": config.per_token,
         "recompute_granularity": config.recompute_granularity,
         "recompute_method": config.recompute_method,
         "recompute_num_layers": config.recompute_num_layers,
         "deallocate_pipeline_outputs": True,
-        # gloo matches batched messages of one pair of ranks in posting order, which mixes up the two
-        # directions that the interleaved schedule exchanges at once
+        # gloo matches batched messages of one pair of ranks in posting order, which mixes up the
+        # two directions that the interleaved schedule exchanges at once
         "batch_p2p_comm": on_cuda,
         "use_cpu_initialization": not on_cuda,
         "gradient_accumulation_fusion": False,
@@ -210,7 +210,7 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 def real_vocab_rows(vocab_size: int, tp_size: int, tp_rank: int) -> int:
-    """How many of a tensor parallel rank's output rows are tokens; the rest, at the end, is padding."""
+    """How many of a tensor parallel rank's output rows are tokens; padding is at the end."""
     share = padded_vocab_size(vocab_size, tp_size) // tp_size
     return max(0, min(share, vocab_size - tp_rank * share))
 

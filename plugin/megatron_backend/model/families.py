@@ -1,7 +1,7 @@
-"""The model families that can be trained: how a Hugging Face config and its weights become Megatron's.
+"""The model families: how a Hugging Face config and its weights become Megatron's.
 
-A family is a Hugging Face `model_type`. Adding one means adding an entry to `FAMILIES`; all other code
-works from the entry. (`--embedded-model` lists the families of which a tiny model can be built.)
+A family is a Hugging Face `model_type`. Adding one means adding an entry to `FAMILIES`; all other
+code works from the entry. (`--embedded-model` lists those of which a tiny model can be built.)
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ModelFamily:
 
     architecture: the model class that config.json names; inference engines need it
     weights: mbridge's tables of the names, fusions and tensor parallel cuts of the weights
-    transformer_arguments: from a Hugging Face config, the arguments of Megatron's `TransformerConfig`
-        that the model decides; with `num_moe_experts` the model has routers
+    transformer_arguments: from a Hugging Face config, the arguments of Megatron's
+        `TransformerConfig` that the model decides; with `num_moe_experts` the model has routers
     refused: settings that must be off, because Megatron would silently compute something else, and
         what to do about each
     """
@@ -86,7 +86,7 @@ def _qwen3_moe_arguments(hf_config: Any) -> dict[str, Any]:
             int(i not in hf_config.mlp_only_layers and (i + 1) % hf_config.decoder_sparse_step == 0)
             for i in range(hf_config.num_hidden_layers)
         ],
-        # softmax over the chosen logits equals softmax over all of them, renormalized over the chosen
+        # softmax over the chosen logits = softmax over all of them, renormalized over the chosen
         "moe_router_pre_softmax": not hf_config.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -108,7 +108,7 @@ FAMILIES: dict[str, ModelFamily] = {
 
 
 def family_of(hf_config: Any) -> ModelFamily:
-    """The family of a model; a `ConfigError` if Megatron would not compute what transformers does."""
+    """The family of a model; a `ConfigError` if Megatron would compute something else."""
     family = FAMILIES.get(hf_config.model_type)
     if family is None:
         raise ConfigError(

@@ -1,14 +1,15 @@
-"""Hugging Face weights in and out of Megatron-Core chunks, under tensor, pipeline and expert parallelism.
+"""Hugging Face weights in and out of Megatron-Core chunks, on every parallel layout.
 
-What a family's tensors are called and how they are fused (Q, K and V interleaved by group, gate above
-up, their cuts over tensor parallel ranks, vocabulary padding) comes from mbridge, which is kept up with
-the models; writing these tables by hand would duplicate it. Transport is ours. mbridge builds and loads
-whole models with Transformer Engine's layer spec, names parameters after that spec, asks two object
-collectives per exported parameter, and edits its class-level tables when embeddings are tied. So
-parameters of the local spec are first renamed to their Transformer Engine names (`canonical_name`),
-mbridge's tables are used through a private subclass, each rank reads just the tensors that it holds, and
-export gathers one tensor at a time with one exchange of names for the whole model. mbridge is pinned:
-the methods used here are not its public API, and the round-trip tests guard them.
+What a family's tensors are called and how they are fused (Q, K and V interleaved by group, gate
+above up, their cuts over tensor parallel ranks, vocabulary padding) comes from mbridge, which is
+kept up with the models; writing these tables by hand would duplicate it. Transport is ours. mbridge
+builds and loads whole models with Transformer Engine's layer spec, names parameters after that
+spec, asks two object collectives per exported parameter, and edits its class-level tables when
+embeddings are tied. So parameters of the local spec are first renamed to their Transformer Engine
+names (`canonical_name`), mbridge's tables are used through a private subclass, each rank reads just
+the tensors that it holds, and export gathers one tensor at a time with one exchange of names for
+the whole model. mbridge is pinned: the methods used here are not its public API, and the round-trip
+tests guard them.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def load_hf_weights(
 ) -> None:
     """Fill this rank's parameters from a Hugging Face directory (safetensors) or state dict.
 
-    No communication: each rank reads what it holds. An optimizer that keeps its own copy of the weights
-    must be told afterwards (`optimizer.reload_model_params()`).
+    No communication: each rank reads what it holds. An optimizer that keeps its own copy of the
+    weights must be told afterwards (`optimizer.reload_model_params()`).
     """
     models = [unwrap(chunk) for chunk in chunks]
     hf_config, bridge = models[0].hf_config, _bridge(models[0], groups)
@@ -94,8 +95,8 @@ def export_hf_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of every Hugging Face parameter, complete on every rank.
 
-    Collective: all ranks must iterate to the end. One tensor (per expert rank) is gathered at a time. A
-    tensor may share memory with the model; copy it if it must outlive the next optimizer step.
+    Collective: all ranks must iterate to the end. One tensor (per expert rank) is gathered at a
+    time. A tensor may share memory with the model; copy it if it must outlive the next update.
     """
     models = [unwrap(chunk) for chunk in chunks]
     bridge = _bridge(models[0], groups)
@@ -135,8 +136,8 @@ def save_hf_checkpoint(
 ) -> None:
     """Write config and sharded safetensors that `transformers` loads; collective, rank 0 writes.
 
-    The directory must not exist yet, or be empty; it appears complete or not at all. A failure to write
-    is raised on every rank.
+    The directory must not exist yet, or be empty; it appears complete or not at all. A failure to
+    write is raised on every rank.
     """
     errors, writer = ErrorCollector(), None
     with errors.collecting():
@@ -183,7 +184,7 @@ def _experts_per_rank(model: Any, groups: ParallelGroups) -> int:
 
 
 def _bridge(model: Any, groups: ParallelGroups) -> LLMBridge:
-    """mbridge's tables for this model; a subclass, because mbridge edits class attributes when tied."""
+    """mbridge's tables for this model; a subclass, because mbridge edits them when tied."""
     hf_config = model.hf_config
     base = FAMILIES[hf_config.model_type].weights
     names = [f"{group}_{what}" for group in ("tp", "pp", "ep", "etp") for what in ("size", "rank")]
@@ -205,7 +206,7 @@ def _bridge(model: Any, groups: ParallelGroups) -> LLMBridge:
 
 
 def _with_split_experts(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict in which the fused expert tensors of transformers 5 models are split by expert."""
+    """A state dict with the fused expert tensors of transformers 5 models split by expert."""
     tensors = dict(source)
     for fused in [name for name in tensors if name.endswith(".mlp.experts.gate_up_proj")]:
         prefix = fused.removesuffix(".gate_up_proj")
@@ -309,7 +310,7 @@ def _whole(
     bridge: LLMBridge,
     groups: ParallelGroups,
 ) -> Tensor:
-    """A parameter of pipeline stage `stage`, merged, on all stages; `parameter` is None on the others.
+    """A parameter of pipeline stage `stage`, merged, on all stages (`parameter` None on others).
 
     For an expert, those of all expert ranks are stacked in front.
     """

@@ -1,9 +1,10 @@
-"""Layers for Megatron-Core's local spec, used where Transformer Engine is not: norm, RoPE, attention.
+"""Norm, RoPE and attention for Megatron-Core's local spec, where Transformer Engine is not used.
 
 Stock local layers stop short in three places. Torch's norms refuse sequence parallelism, the local
-core attention refuses context parallelism and packing, and RoPE numbers tokens by their index in the
-row. These three modules replace them and share one description of a row of tokens, `PackedLayout`,
-which is passed as `GPTModel.forward(packed_seq_params=...)`, like Transformer Engine's packing.
+core attention refuses context parallelism and packing, and RoPE numbers tokens by their index in
+the row. These three modules replace them and share one description of a row of tokens,
+`PackedLayout`, which is passed as `GPTModel.forward(packed_seq_params=...)`, like Transformer
+Engine's packing.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class PackedLayout(PackedSeqParams):
     sample at its own or an earlier position.
 
     positions, sample_ids: [S_local] int64, of the tokens of this context parallel rank
-    gathered_positions: [cp * S_local] int64, of the tokens of all of them, rank after rank, which is
-        the order in which keys and values arrive; the sample ids are the same on every rank
+    gathered_positions: [cp * S_local] int64, of the tokens of all of them, rank after rank, which
+        is the order in which keys and values arrive; the sample ids are the same on every rank
     """
 
     qkv_format: str = "sbhd"
@@ -91,7 +92,7 @@ class PackedLayout(PackedSeqParams):
 
     @cached_property
     def visible(self) -> Tensor:
-        """[S_local, cp * S_local] bool: the gathered tokens (columns) that a local one (row) attends to."""
+        """[S_local, cp * S_local] bool: the gathered tokens that each local one attends to."""
         cp_size = len(self.gathered_positions) // len(self.positions)
         same_sample = self.sample_ids[:, None] == self.sample_ids.repeat(cp_size)[None, :]
         return same_sample & (self.gathered_positions[None, :] <= self.positions[:, None])
@@ -127,7 +128,7 @@ class LayoutRotaryEmbedding(RotaryEmbedding):
     """RoPE whose angles follow the positions of a `PackedLayout` when there is one."""
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """Positions [S_local] of the `PackedLayout` in the arguments; otherwise the parent's length.
+        """Positions [S_local] of a `PackedLayout` among the arguments, else the parent's length.
 
         `GPTModel` passes whatever this returns to `forward`, so the positions need no side channel.
         """
@@ -137,7 +138,7 @@ class LayoutRotaryEmbedding(RotaryEmbedding):
         return super().get_rotary_seq_len(*args, **kwargs)
 
     def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Angles [S_local, 1, 1, rotary_dim] of the given positions, or of positions 0..max_seq_len-1."""
+        """Angles [S_local, 1, 1, rotary_dim] of the given positions, or of 0..max_seq_len-1."""
         if not isinstance(max_seq_len, Tensor):
             return super().forward(max_seq_len, *args, **kwargs)
         scaled = max_seq_len.to(self.inv_freq.dtype)
@@ -181,10 +182,10 @@ class LocalCoreAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """`query` [S, B, heads/tp, d], `key` and `value` [S, B, groups/tp, d] -> [S, B, heads/tp * d].
+        """Query [S, B, heads/tp, d], key and value [S, B, groups/tp, d] -> [S, B, heads/tp * d].
 
-        `attention_mask` follows Megatron: broadcastable to [B, 1, S, S_keys], True where attention is
-        forbidden. Without a mask and without a layout, each row is one causal sequence.
+        `attention_mask` follows Megatron: broadcastable to [B, 1, S, S_keys], True where attention
+        is forbidden. Without a mask and without a layout, each row is one causal sequence.
         """
         if attention_bias is not None:
             raise ConfigError("attention bias is not supported by the local attention; remove it")
@@ -195,7 +196,7 @@ class LocalCoreAttention(MegatronModule):
         # [S, B, n, d] -> [B, n, S, d]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
-        # Dropout of different TP ranks covers different heads and must differ, hence the forked state.
+        # TP ranks have different heads, so their dropout must differ: hence the forked state.
         with get_cuda_rng_tracker().fork() if dropout > 0.0 else nullcontext():
             context = F.scaled_dot_product_attention(
                 q,

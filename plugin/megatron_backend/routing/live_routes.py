@@ -1,7 +1,7 @@
 """The experts that the trainer's routers would choose by themselves, gathered from all ranks.
 
-Compared with the engine's routes on the driver they say whether engine and trainer route alike, and if
-not, why. The first samples of a batch are enough to judge, so only those are kept.
+Compared with the engine's routes on the driver they say whether engine and trainer route alike, and
+if not, why. The first samples of a batch are enough to judge, so only those are kept.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class LiveRoutes:
     ) -> None:
         """Watch the first samples, up to `MAX_TOKENS` together and at least one.
 
-        places: per microbatch of this rank [rows], which token of the global batch a row is; negative
-            or past the end where it is padding
+        places: per microbatch of this rank [rows], which token of the global batch a row is;
+            negative or past the end where it is padding
         """
         ends = itertools.accumulate(total_lengths)
         count = max(1, sum(end <= MAX_TOKENS for end in ends))

@@ -1,19 +1,21 @@
 """Replay MoE routes inside a schedule: the engine's, or those of the trainer's own log-prob pass.
 
 For the length of one schedule every router of the *live* model gets a replacement for Megatron's
-`RouterReplay`, which is told which microbatch a forward pass belongs to. A router call outside a forward
-pass is an activation recomputation in backward; these come in the order of the forward passes, so a queue
-per router says which microbatch is being recomputed, also under 1F1B and interleaved schedules and with
-padding microbatches in between. Nothing is global and nothing outlives the schedule, also after an
-exception.
+`RouterReplay`, which is told which microbatch a forward pass belongs to. A router call outside a
+forward pass is an activation recomputation in backward; these come in the order of the forward
+passes, so a queue per router says which microbatch is being recomputed, also under 1F1B and
+interleaved schedules and with padding microbatches in between. Nothing is global and nothing
+outlives the schedule, also after an exception.
 
-Expert indices are replayed; scores are gathered from the live logits, so the router keeps its gradient.
+Expert indices are replayed; scores are gathered from the live logits, so the router keeps its
+gradient.
 
-Routes arrive as [tokens, moe_layers, topk] per sample, in the smallest unsigned type that holds the expert
-count. A token may have *no route*: a row in which every entry, in all layers, is the largest value of that
-type (255 in uint8), where an engine cannot say which experts it used. Its routers choose live, in the
-forward pass and again in recomputation. It counts in `replay/live_tokens`, lowers `replay/coverage` and has
-no part in `replay/agreement`. A token without a route in some layers only is an error.
+Routes arrive as [tokens, moe_layers, topk] per sample, in the smallest unsigned type that holds the
+expert count. A token may have *no route*: a row in which every entry, in all layers, is the largest
+value of that type (255 in uint8), where an engine cannot say which experts it used. Its routers
+choose live, in the forward pass and again in recomputation. It counts in `replay/live_tokens`,
+lowers `replay/coverage` and has no part in `replay/agreement`. A token without a route in some
+layers only is an error.
 """
 
 from __future__ import annotations
@@ -157,8 +159,8 @@ def token_places(
 def router_order(values: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
     """[B, S_local] values -> [rows] in the order in which this rank's routers see the tokens.
 
-    Routers flatten sequence-major hidden states; under sequence parallelism each sees its slice of the
-    sequence.
+    Routers flatten sequence-major hidden states; under sequence parallelism each sees its slice of
+    the sequence.
     """
     ordered = values.t()
     if sequence_parallel:
@@ -172,7 +174,7 @@ def _no_route(routes: Tensor) -> Tensor:
 
 
 def check_routes(routes: Any, sample: int, total: int, model: RoutedModel) -> None:
-    """Shape, range and distinctness of one sample's routes, or a `ReplayError` that names the place."""
+    """Check shape, range and distinctness of a sample's routes; a `ReplayError` names the place."""
     if routes is None:
         raise ReplayError(
             f"sample {sample} has no routes but others have; every sample must carry them"
@@ -212,7 +214,7 @@ def check_routes(routes: Any, sample: int, total: int, model: RoutedModel) -> No
 
 @dataclass(frozen=True)
 class RecordedRoutes:
-    """What the routers of this rank chose, by microbatch and MoE layer; valid for one plan of one batch."""
+    """What this rank's routers chose, by microbatch and MoE layer; for one plan of one batch."""
 
     fingerprint: Any
     routes: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -280,7 +282,7 @@ class RouterReplaySession:
             self.active = None
 
     def check_consumed(self) -> None:
-        """Every router must have used the routes of every microbatch once, and recomputed all or none."""
+        """Raise unless every router used each microbatch once and recomputed all or none."""
         for index, layer in self._layers.items():
             wrong = [k for k, count in enumerate(layer.forward_calls) if count != 1]
             if wrong:
@@ -296,7 +298,7 @@ class RouterReplaySession:
 
     def metrics(self, groups: ParallelGroups, *, sequence_parallel: bool) -> dict[str, float]:
         """Coverage, and agreement with live routing per layer, over all ranks; a collective."""
-        # Every token counts once: stages repeat the tokens, and TP ranks unless they split the sequence.
+        # Count every token once: stages repeat them, and so do TP ranks without sequence parallel.
         counts = groups.pp_rank == 0 and (sequence_parallel or groups.tp_rank == 0)
         packed = torch.cat([self.agreement.reshape(-1), self._coverage * counts])
         dist.all_reduce(packed)
@@ -330,7 +332,7 @@ class _LayerReplay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores [rows, experts] -> (scores of the chosen experts, their indices), both [rows, topk]."""
+        """Scores [rows, experts] -> scores of the chosen experts, indices, both [rows, topk]."""
         assert default_compute_topk is not None
         session = self.session
         number, first_time = self._microbatch()
@@ -357,7 +359,7 @@ class _LayerReplay:
         return scores.gather(1, chosen), chosen
 
     def _microbatch(self) -> tuple[int, bool]:
-        """The microbatch of this call, and whether it is its forward pass (else a recomputation)."""
+        """The microbatch of this call, and whether it is a forward pass (else recomputation)."""
         if self.session.active is not None:
             self.forward_calls[self.session.active] += 1
             self._pending.append(self.session.active)
@@ -371,7 +373,7 @@ class _LayerReplay:
         return self._pending.popleft(), False
 
     def _target(self, number: int, rows: int, topk: int) -> tuple[Tensor | None, Tensor | None]:
-        """Routes [rows, topk] to replay, None to choose live; and which rows have one, None = all."""
+        """Routes [rows, topk] to replay, None = live; and which rows have one, None = all."""
         recorded, has_route = self.session.recorded, None
         if self.session.replayed is not None:
             experts, has_route = self.session.replayed[number]

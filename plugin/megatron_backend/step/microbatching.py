@@ -1,8 +1,8 @@
-"""Cut a global batch into microbatches: balanced over ranks, equal in number, within a token budget.
+"""Cut a global batch into microbatches: balanced, equally many per rank, within a token budget.
 
 Every data-parallel rank must run the same number of microbatches, or the others wait for ever in a
-collective. A rank with too few samples gets *padding microbatches*, which contribute nothing. Planning
-uses lengths only and is deterministic, so that every rank computes the same plan by itself.
+collective. A rank with too few samples gets *padding microbatches*, which contribute nothing.
+Planning uses lengths only and is deterministic: every rank computes the same plan by itself.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MicrobatchPlan:
 
 
 def sample_cost(length: int, hidden_size: int = 4096) -> float:
-    """Work of a sample in units of one token's linear layers; attention grows with length squared."""
+    """Work of a sample in units of one token's linear layers; attention is quadratic."""
     return length * (1.0 + length / (6.0 * hidden_size))
 
 
@@ -72,7 +72,7 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Spread samples of the given total lengths over DP ranks and microbatches.
 
-    `count_multiple`: the number of microbatches per rank must be a multiple of it (virtual pipelining).
+    count_multiple: of which the number of microbatches per rank is a multiple (virtual pipelining)
     """
     if not lengths:
         raise BatchError("the batch has no samples; a step needs at least one")
@@ -120,8 +120,8 @@ class _Samples:
     def spread(self, dp_size: int) -> list[list[int]]:
         """Samples to ranks, costliest first, each to the rank with the least work so far.
 
-        Without a token budget the ranks get equal numbers of samples, because a microbatch is a number of
-        samples.
+        Without a token budget the ranks get equal numbers of samples, because a microbatch is a
+        number of samples.
         """
         per_microbatch = self.limits.micro_batch_size
         microbatches = -(-len(self.lengths) // (per_microbatch * dp_size))
@@ -149,7 +149,7 @@ class _Samples:
         return count
 
     def packed(self, share: Sequence[int], count: int) -> list[list[int]] | None:
-        """Each sample to the least loaded of `count` bins that has room; None if one finds no room."""
+        """Put each sample into the least loaded of `count` bins with room; None if none has."""
         bins: list[list[int]] = [[] for _ in range(count)]
         tokens, heap = [0] * count, [(0.0, b) for b in range(count)]
         for i in share:
@@ -171,8 +171,8 @@ class _Samples:
     def largest_first(self, bins: list[list[int]], count: int) -> tuple[tuple[int, ...], ...]:
         """`count` microbatches in schedule order, empty ones last.
 
-        The peak of memory comes at once, and where experts are shared between ranks the microbatches that
-        meet in a collective are of similar size.
+        The peak of memory comes at once, and where experts are shared between ranks the
+        microbatches that meet in a collective are of similar size.
         """
         bins = bins + [[] for _ in range(count - len(bins))]
         ordered = sorted(bins, key=lambda b: -sum(self.costs[i] for i in b))

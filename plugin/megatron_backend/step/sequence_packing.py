@@ -35,8 +35,8 @@ class ModelInputs:
     packed_seq_params: how the row is divided into samples; None when padded
     sample_ids: [B, S_local] int64 on the CPU, the sample of every token, -1 where it is padding;
         positions in the sample are `position_ids`
-    rows: [R] int64, index into the flattened [B * S_local] output of the row that predicts each local
-        response token; targets: [R] int64, those tokens
+    rows: [R] int64, index into the flattened [B * S_local] output of the row that predicts each
+        local response token; targets: [R] int64, those tokens
     shards: which response tokens of which sample these are
     """
 
@@ -59,7 +59,7 @@ def model_inputs(
     at_least: int = 0,
     device: torch.device | str = "cpu",
 ) -> ModelInputs:
-    """Lay out the samples of `batch` for this rank, in rows of `at_least` tokens (of all CP ranks)."""
+    """Lay out the samples of `batch` for this rank; `at_least`: shortest row, of all CP ranks."""
     columns = batch.columns
     shards = SequenceShards.of(
         columns["total_lengths"],
@@ -116,7 +116,7 @@ def row_length(
     sequence_parallel: bool,
     at_least: int = 0,
 ) -> int:
-    """Tokens (of all CP ranks) in a row that holds the samples of `batch`, but at least `at_least`."""
+    """Tokens (of all CP ranks) in a row that holds the samples of `batch`."""
     lengths = [padded_length(len(ids), groups.cp_size) for ids in batch.columns["unconcat_tokens"]]
     needed = max(sum(lengths) if layout == "packed" else max(lengths), at_least)
     multiple = num_chunks(groups.cp_size) * (groups.tp_size if sequence_parallel else 1)
