@@ -7,15 +7,14 @@ all have a response of R tokens. The framework's own reduction is passed in: it 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
 from plugin.errors import BatchError, ConfigError
-from plugin.loss import LossInputs, LossOutputs, compute_loss, loss_inputs, reduce_loss
+from plugin.loss import LossInputs, compute_loss, loss_inputs, reduce_loss
 from plugin.ppo_utils import ParallelContext, masked_mean, use_parallel_context
 
 MatrixReducer = Callable[[Tensor], Tensor]
@@ -87,19 +86,13 @@ def padded_loss(
     # The matrices are whole, also where the framework splits sequences over context parallel ranks elsewhere.
     with use_parallel_context(ParallelContext()):
         inputs = batch.inputs(config)
-        outputs = compute_loss(config, config, inputs)
-        if weights is not None:
-            outputs = _weighted(outputs, inputs, weights)
+        flat_weights = None if weights is None else weights.reshape(-1)
+        outputs = compute_loss(config, inputs, policy_weights=flat_weights)
         shape = batch.cur_log_probs.shape
-        loss, _ = reduce_loss(config, inputs, outputs, lambda values: reduce(values.reshape(shape)))
+        loss, _ = reduce_loss(config, outputs, lambda values: reduce(values.reshape(shape)))
     metrics = {
         name: masked_mean(metric.values, metric.over) for name, metric in outputs.metrics.items()
     }
     for term in outputs.regularizers:
         metrics[term.name] = masked_mean(term.values.detach(), inputs.mask)
     return loss, metrics
-
-
-def _weighted(outputs: LossOutputs, inputs: LossInputs, weights: Tensor) -> LossOutputs:
-    values = torch.where(inputs.mask, weights.detach().reshape(-1).float(), 0.0)
-    return replace(outputs, policy=replace(outputs.policy, loss=outputs.policy.loss * values))

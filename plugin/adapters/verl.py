@@ -25,7 +25,7 @@ from torch import Tensor
 from plugin.adapters.padded_loss import PaddedBatch, padded_loss
 from plugin.config import LossConfig
 from plugin.errors import ConfigError
-from plugin.loss.correction_weights import correction_weights
+from plugin.loss.hook_chain import hook_chain
 from plugin.loss.interfaces import PolicyTerm
 from plugin.ppo_utils import ParallelContext, masked_mean, use_parallel_context
 
@@ -99,8 +99,8 @@ def rollout_correction(
             rollout_log_probs=rollout_log_prob,
         ).inputs(config)
         term = PolicyTerm(torch.where(inputs.mask, 1.0, 0.0), inputs.mask)
-        found = correction_weights(config, config, inputs, term)
-    assert found is not None
+        found = hook_chain(config).apply(config, term, inputs, with_weights=True)
+    assert found.ratio is not None and found.weight is not None
     shape = response_mask.shape
     mask = response_mask
     if config.loss_denominator == "kept":

@@ -72,7 +72,7 @@ def loss_gradient(name: str, cur: Tensor, rollout: Tensor, advantage: float) -> 
         "log_probs": rollout.split(1),
         "rollout_log_probs": rollout.split(1),
     }
-    outputs = compute_loss(config, config, loss_inputs(config, batch, cur))
+    outputs = compute_loss(config, loss_inputs(config, batch, cur))
     (gradient,) = torch.autograd.grad(outputs.policy.loss.sum(), cur)
     return -gradient
 

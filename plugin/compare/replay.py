@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
-from plugin.loss.hook_calling import apply_hooks
 from plugin.loss.interfaces import LossInputs
+from plugin.loss.objective import compute_loss
 from plugin.loss.policy_losses import POLICY_LOSSES
 from plugin.observe.dump_columns import DumpBlock
 from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, log_ratio, safe_exp
@@ -120,9 +120,7 @@ class TokenGradients:
 
 def token_gradients(method: Method, inputs: LossInputs) -> TokenGradients:
     """What `method` does with every token."""
-    term = POLICY_LOSSES[method.config.policy_loss](inputs, method.config)
-    if method.config.use_tis:
-        term = apply_hooks(method.config, method.config.hook_names(), term, inputs)
+    term = compute_loss(method.config, inputs, with_metrics=False).policy
     (gradient,) = torch.autograd.grad(term.loss.sum(), inputs.cur_log_probs)
     clipped = torch.zeros_like(inputs.mask)
     for name in _CLIP_METRICS:
@@ -253,7 +251,15 @@ def _without_sequence_bounds(config: LossConfig) -> LossConfig | None:
 
 def _replayable(config: LossConfig) -> LossConfig:
     return dataclasses.replace(
-        config, kl_tau=0.0, adv_tau=1.0, teacher_tau=0.0, validate_batch="never"
+        config,
+        use_kl_loss=False,
+        kl_loss_coef=0.0,
+        use_rollout_kl_loss=False,
+        rollout_kl_loss_coef=0.0,
+        kl_tau=0.0,
+        adv_tau=1.0,
+        teacher_tau=0.0,
+        validate_batch="never",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, expect, flag
 from plugin.config.policy_loss_traits import (
@@ -207,6 +207,11 @@ class NormalizationFlags(FlagGroup):
         "auto", "check values inside the loss; auto = where reading them does not stall a GPU"
     )
 
+    def validates_on(self, device: Any) -> bool:
+        """Whether values on this device are read back to be checked."""
+        on_cpu = device.type == "cpu"
+        return self.validate_batch == "always" or (self.validate_batch == "auto" and on_cpu)
+
 
 @dataclass(frozen=True)
 class LossConfig(
@@ -253,7 +258,11 @@ class LossConfig(
             f"--use-tis with --policy-loss {self.policy_loss}: that loss already compares the current "
             "policy with the rollout policy, so the mismatch would be counted twice; drop --use-tis",
         )
-        doubled = [name for name in self.hook_names() if _is_off_policy_is(name)]
+        doubled = [
+            name
+            for name in self.hook_names()
+            if name.replace(":", ".").rsplit(".", 1)[-1] == "off_policy_is_function"
+        ]
         if doubled and self.loss_traits.compares_with == "train":
             message = (
                 f"{doubled[0]} on --policy-loss {self.policy_loss} counts pi_theta/pi_old twice and is "
@@ -277,10 +286,6 @@ class LossConfig(
             f"--loss-denominator kept with a global token denominator and {', '.join(active)}: the two "
             "terms would need two denominators; use --no-calculate-per-token-loss or the original one",
         )
-
-
-def _is_off_policy_is(path: str) -> bool:
-    return path.replace(":", ".").rsplit(".", 1)[-1] == "off_policy_is_function"
 
 
 def _check_band(

@@ -16,7 +16,8 @@ from plugin.launch.model_source import (
     load_tokenizer,
     policy_source,
 )
-from plugin.loss.hook_loading import load_hook
+from plugin.loss.objective import check_loss
+from plugin.loss.separable_loss import takes_separable_head
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
 from plugin.rollout.conversation.multi_turn import OpeningPrompts
 from plugin.rollout.engines.choice import check_engine
@@ -41,13 +42,8 @@ class JobParts:
 
 def check_job(config: JobConfig) -> JobParts:
     """Loads and tries out what the configuration names; raises on the first thing that cannot work."""
-    if config.use_tis or config.get_mismatch_metrics:
-        for name in config.hook_names():
-            load_hook(name)
-    if config.separable_fast_path == "on":
-        from plugin.loss.separable_loss import program_or_refusal
-
-        program_or_refusal(config, config.tensor_model_parallel_size, insist=True)
+    check_loss(config)
+    takes_separable_head(config, config.tensor_model_parallel_size)
     if config.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("--use-wandb: the wandb package is not installed; pip install wandb")
     check_engine(config)

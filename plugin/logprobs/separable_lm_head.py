@@ -1,62 +1,67 @@
 """The LM head fused with a token-separable loss: three matrix products, and no logits that outlive a block of rows.
 
-A block of hidden states meets the weight, its logits are turned into their gradient while they are at hand (see
-`separable_logprobs`), and the gradient is multiplied back at once. The ordinary fused head cannot do that: it learns the
-gradient of a row only after the loss of all rows, and computes most logits a second time.
+A block of hidden states meets the weight; log-probs and entropies of its rows, the loss of these rows and its
+gradient follow at once; the block's logits become their own gradient, which is multiplied back into both
+factors. The ordinary fused head cannot do that: it learns the gradient of a row only after the loss of all
+rows, and computes most logits a second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from plugin.logprobs.fused_lm_head import (
-    add_product,
-    budget_bytes,
-    check_arguments,
-    rows_of,
-    spread_rows,
-)
-from plugin.logprobs.separable_logprobs import hand_out, run_rows
-from plugin.logprobs.vocab_parallel import locate_targets
-from plugin.loss.token_program import TokenProgram
+from plugin.errors import ConfigError
+from plugin.logprobs.fused_lm_head import add_product, budget_bytes, check_arguments, spread_rows
+from plugin.logprobs.kernels import row_kernels_for
+from plugin.logprobs.vocab_parallel import combine_shards, locate_targets
+
+#: (block of rows, their log-probs [n], their entropies [n]) -> their losses, to be summed; differentiable.
+RowLosses = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
+
+# The expected gradient arrives as a product of a few float32 factors.
+_ROUNDING = 1e-6
 
 
 def separable_lm_head(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     tokens: torch.Tensor,
-    program: TokenProgram,
-    fields: Mapping[str, torch.Tensor],
+    row_losses: RowLosses,
     *,
-    row_mask: torch.Tensor,
+    rows: torch.Tensor | None = None,
     temperature: float = 1.0,
     expected_gradient: float = 1.0,
     memory_budget_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`separable_log_probs(hidden @ weight.T, ...)` in bounded memory, with gradients for both factors.
+    """Log-probs `[n]`, entropies `[n]`, and a 0 that carries the gradient of the sum of all row losses.
 
     Args:
         hidden: `[T, H]`.
         weight: `[V, H]`, the whole output layer.
-        row_mask: bool `[T]` on the CPU: the rows to compute. It must hold every row whose `weights` are not 0.
-        memory_budget_bytes: room for a block of logits, which has at least one row.
+        tokens: `[n]` int64, the token whose log-prob each row gives.
+        row_losses: called for one block of the n rows after the other.
+        rows: `[n]` int64, the rows of `hidden` to compute, ascending; None = all of them. Others are not read.
+        temperature: divides the logits.
+        expected_gradient: what will arrive at the returned 0 in the backward pass. If it does, the backward
+            pass costs nothing; otherwise it multiplies the gradients once more.
+        memory_budget_bytes: room for a block of logits, which has at least one row; by default
+            `DEFAULT_BUDGET_BYTES` of the device.
 
-    The other arguments, and what is returned, are those of `separable_log_probs`.
+    Log-probs and entropies carry no gradient: add the returned 0 to the value of the loss.
     """
-    check_arguments(hidden, weight, tokens, row_mask, hidden.shape[0])
+    count = hidden.shape[0] if rows is None else rows.numel()
+    check_arguments(hidden, weight, tokens, None, count)
     budget = budget_bytes(memory_budget_bytes, hidden.device)
-    rows = rows_of(row_mask, hidden.device)
-    settings = _Settings(program, fields, 1.0 / temperature, expected_gradient, budget)
+    settings = _Settings(row_losses, 1.0 / temperature, expected_gradient, budget)
     return _SeparableLmHead.apply(hidden, weight, tokens, rows, settings)
 
 
 class _Settings(NamedTuple):
-    program: TokenProgram
-    fields: Mapping[str, torch.Tensor]
+    row_losses: RowLosses
     scale: float
     expected_gradient: float
     budget: int
@@ -72,86 +77,81 @@ class _SeparableLmHead(torch.autograd.Function):
         rows: torch.Tensor | None,
         settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        fields, total = settings.fields, hidden.shape[0]
-        if rows is not None:
-            hidden, tokens = hidden[rows], tokens[rows]
-            fields = {name: field[rows] for name, field in fields.items()}
-        targets, _ = locate_targets(tokens, weight.shape[0], group=None)
-        head = _Head(hidden, weight, ctx.needs_input_grad[:2])
-        log_probs, entropy = head.run(targets, fields, settings)
+        total = hidden.shape[0]
+        hidden = hidden if rows is None else hidden[rows]
+        count, columns = hidden.shape[0], weight.shape[0]
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if want_hidden else None
+        grad_weight: torch.Tensor | None = None
+        log_probs, entropies = (torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2))
+        most = max(1, settings.budget // (columns * hidden.element_size()))
+        height = -(-count // max(1, -(-count // most)))  # blocks of one height, give or take a row
+        buffer = hidden.new_empty(height, columns)
+        for start in range(0, count, max(1, height)):
+            block = slice(start, min(start + height, count))
+            logits = torch.mm(hidden[block], weight.t(), out=buffer[: block.stop - start])
+            log_probs[block], entropies[block] = _to_gradient(
+                logits, tokens[block], block, settings
+            )
+            if grad_hidden is not None:
+                torch.mm(logits, weight, out=grad_hidden[block])
+            if want_weight and grad_weight is not None:
+                add_product(grad_weight, logits.t(), hidden[block])
+            elif want_weight:
+                grad_weight = torch.mm(logits.t(), hidden[block])
+                # Many blocks add to the same weight, so those sums are float32 whatever the model's dtype.
+                grad_weight = grad_weight if height >= count else grad_weight.float()
+        if want_weight and grad_weight is None:
+            grad_weight = torch.zeros_like(weight)
         ctx.gradients = [
-            None if head.grad_hidden is None else spread_rows(head.grad_hidden, rows, total),
-            None if head.grad_weight is None else head.grad_weight.to(weight.dtype),
+            None if grad_hidden is None else spread_rows(grad_hidden, rows, total),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
         ]
         ctx.expected = settings.expected_gradient
-        results = [spread_rows(values, rows, total) for values in (log_probs, entropy)]
-        ctx.mark_non_differentiable(*results)
-        return results[0], results[1], log_probs.new_zeros(())
+        ctx.mark_non_differentiable(log_probs, entropies)
+        return log_probs, entropies, log_probs.new_zeros(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Any, __: Any, arriving: torch.Tensor) -> Any:
-        return *hand_out(ctx, arriving, "separable_lm_head"), None, None, None
-
-
-class _Head:
-    """Hidden states `[n, H]` and weight `[V, H]` with their gradients, as far as they are wanted."""
-
-    def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, wanted: tuple[bool, ...]
-    ) -> None:
-        self.hidden, self.weight = hidden, weight
-        self.grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-        self.wants_weight = wanted[1]
-        self.grad_weight: torch.Tensor | None = None
-
-    def run(
-        self, targets: torch.Tensor, fields: Mapping[str, torch.Tensor], settings: _Settings
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and entropies `[n]`; the gradients are complete afterwards."""
-        log_probs, entropy = (torch.zeros_like(targets, dtype=torch.float32) for _ in range(2))
-        weights = fields["weights"]
-        scaled = {**fields, "weights": weights * settings.expected_gradient}
-        for rows, logits in self._blocks(settings.budget):
-            log_probs[rows], entropy[rows] = run_rows(
-                logits,
-                targets[rows],
-                weights[rows] > 0,
-                settings.program,
-                {name: field[rows] for name, field in scaled.items()},
-                scale=settings.scale,
-                out=logits,
+        if ctx.gradients is None:
+            raise ConfigError(
+                "second backward pass through separable_lm_head: the first one delivered the gradients. Use "
+                "--separable-fast-path off to use the graph twice."
             )
-            self._multiply_back(rows, logits)
-        if self.wants_weight and self.grad_weight is None:
-            self.grad_weight = torch.zeros_like(self.weight)
-        return log_probs, entropy
+        gradients, ctx.gradients = ctx.gradients, None
+        for gradient in gradients:
+            if gradient is not None:
+                _rescale(gradient, arriving, ctx.expected)
+        return *gradients, None, None, None
 
-    def _blocks(self, budget: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Ranges of rows of one size, give or take one, with their logits; the next range overwrites them."""
-        rows, columns = self.hidden.shape[0], self.weight.shape[0]
-        most = max(1, budget // (columns * self.hidden.element_size()))
-        self.num_blocks = -(-rows // most)
-        if not rows:
-            return
-        height = -(-rows // self.num_blocks)
-        buffer = self.hidden.new_empty(height, columns)
-        for start in range(0, rows, height):
-            block = slice(start, min(start + height, rows))
-            logits = buffer[: block.stop - start]
-            yield block, torch.mm(self.hidden[block], self.weight.t(), out=logits)
 
-    def _multiply_back(self, rows: slice, gradient: torch.Tensor) -> None:
-        """The gradient of the logits of a block, times the weight and times the hidden states."""
-        hidden = self.hidden[rows]
-        if self.grad_hidden is not None:
-            torch.mm(gradient, self.weight, out=self.grad_hidden[rows])
-        if not self.wants_weight:
-            return
-        if self.grad_weight is not None:
-            add_product(self.grad_weight, gradient.t(), hidden)
-        elif self.num_blocks == 1:
-            self.grad_weight = torch.mm(gradient.t(), hidden)
-        else:
-            # Many blocks add to the same weight, so those sums are float32 whatever the dtype of the model.
-            self.grad_weight = torch.mm(gradient.t(), hidden).float()
+def _to_gradient(
+    logits: torch.Tensor, tokens: torch.Tensor, block: slice, settings: _Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn a block of logits `[n, V]` into the gradient of its losses; return log-probs, entropies `[n]`."""
+    kernels, scale = row_kernels_for(logits), settings.scale
+    targets, absent = locate_targets(tokens, logits.shape[1], group=None)
+    statistics = kernels.forward_blocks(logits, targets, scale=scale, with_entropy=True)
+    log_probs, normalizer = combine_shards(statistics, targets, absent, scale=scale, group=None)
+    assert normalizer.entropy is not None
+    with torch.enable_grad():
+        leaves = log_probs.requires_grad_(), normalizer.entropy.detach().requires_grad_()
+        losses = settings.row_losses(block, *leaves).sum() * settings.expected_gradient
+        gradients = torch.autograd.grad(losses, leaves, allow_unused=True)
+    kernels.backward_blocks(logits, targets, normalizer, *gradients, scale=scale, out=logits)
+    return log_probs.detach(), normalizer.entropy
+
+
+def _rescale(gradient: torch.Tensor, arriving: torch.Tensor, expected: float) -> None:
+    """Multiply by arriving / expected, unless that is 1."""
+    ratio = arriving.double() / expected
+    if gradient.device.type == "cuda":
+        # A kernel that looks itself: asking the device would stop the host until it is done.
+        from plugin.logprobs.kernels.triton_rows import scale_unless_one
+
+        scale_unless_one(gradient, ratio.float(), _ROUNDING)
+    elif float(ratio) == 0.0:
+        gradient.zero_()  # a loss that failed: 0, also where the gradient is not finite
+    elif abs(float(ratio) - 1.0) > _ROUNDING:
+        gradient.mul_(ratio.to(gradient.dtype))

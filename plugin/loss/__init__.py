@@ -1,7 +1,9 @@
 """From tokens to one scalar: policy losses, regularizers, loadable corrections, in pure torch."""
 
 from plugin.config.import_paths import load_function
+from plugin.config.policy_loss_traits import loss_traits
 from plugin.loss.hook_loading import load_hook
+from plugin.loss.inputs import loss_inputs
 from plugin.loss.interfaces import (
     CorrectionHook,
     LossInputs,
@@ -10,7 +12,8 @@ from plugin.loss.interfaces import (
     RegularizerTerm,
     TokenMetric,
 )
-from plugin.loss.policy_loss import compute_loss, loss_inputs, policy_loss_function, reduce_loss
+from plugin.loss.objective import compute_loss
+from plugin.loss.policy_loss import policy_loss_function, reduce_loss
 from plugin.loss.policy_losses import POLICY_LOSSES
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "load_function",
     "load_hook",
     "loss_inputs",
+    "loss_traits",
     "policy_loss_function",
     "reduce_loss",
 ]

@@ -4,7 +4,7 @@ Everything is flat over the local response tokens of a microbatch (T of them). T
 3 and 2 tokens, the second token of the first one masked:
 
     mask           [True, False, True, True, True]
-    cur_log_probs  [c00,  0.0,   c02,  c10,  c11]     masked positions are zero_masked to 0
+    cur_log_probs  [c00,  0.0,   c02,  c10,  c11]     masked positions are 0
     shards         local_lengths [3, 2], sample_index [0, 0, 0, 1, 1]
 """
 
@@ -43,12 +43,12 @@ class LossInputs:
     entropy: Tensor | None = None
 
     def require_rollout(self) -> Tensor:
-        """rollout_log_probs [T]; set-up has checked that they are there for whoever needs them."""
+        """Return rollout_log_probs [T]; set-up has checked that they are there for whoever needs them."""
         assert self.rollout_log_probs is not None
         return self.rollout_log_probs
 
     def per_sample(self, values: Tensor) -> list[Tensor]:
-        """A flat tensor [T] as one tensor per sample."""
+        """Split a flat tensor [T] into one tensor per sample."""
         return list(values.split(self.shards.local_lengths))
 
 
@@ -62,11 +62,17 @@ class TokenMetric:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """A policy loss per token [T], the tokens it keeps (bool [T]) and metrics over the original mask."""
+    """A policy loss per token [T], the tokens it keeps (bool [T]) and metrics over the original mask.
+
+    ratio, weight: [T] importance ratio before bounding and weight after, 0 where dropped; None where the loss
+        is not weighted, or where nobody asked
+    """
 
     loss: Tensor
     kept: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    ratio: Tensor | None = None
+    weight: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,20 @@ class RegularizerTerm:
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """Everything a caller needs to reduce: the per-token terms and the per-token metrics."""
+    """The objective per token.
+
+    policy: the policy loss after corrections; regularizers: the terms beside it
+    policy_loss: [T] policy.loss, scaled where each sample is divided by its kept tokens
+    total: [T] policy_loss + sum of coefficient * regularizer: what is summed, with a weight per token
+    denominator: bool [T] the tokens that one global token count counts
+    """
 
     policy: PolicyTerm
     regularizers: tuple[RegularizerTerm, ...]
-    metrics: dict[str, TokenMetric]
+    policy_loss: Tensor
+    total: Tensor
+    denominator: Tensor
+    metrics: dict[str, TokenMetric] = field(default_factory=dict)
 
 
 class CorrectionHook(Protocol):

@@ -9,12 +9,18 @@ their defaults, the reference.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
+from plugin.config.import_paths import load_function
+from plugin.errors import HookLoadError
+from plugin.loss.example_tokens import example_inputs
 from plugin.loss.interfaces import LossInputs, PolicyTerm
 from plugin.ppo_utils.importance_ratio import (
     EDGE_TOLERANCE,
@@ -143,7 +149,7 @@ def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     too_high = positive & (difference > config.dppo_mask_high + EDGE_TOLERANCE)
     too_low = ~positive & (difference < -config.dppo_mask_low - EDGE_TOLERANCE)
     term = _masked_surrogate(inputs, config, log_r, too_low, too_high)
-    return PolicyTerm(term.loss + config.kl_tau * log_r.square(), term.kept, term.metrics)
+    return replace(term, loss=term.loss + config.kl_tau * log_r.square())
 
 
 @token_separable
@@ -158,20 +164,7 @@ def ipo_kl(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     outside = _outside_ratio_band(log_r, config.ipo_ratio_low, config.ipo_ratio_high)
     term = _masked_surrogate(inputs, config, log_r, *outside)
     penalty = torch.where(term.kept, config.kl_tau * log_r.square(), 0.0)
-    return PolicyTerm(term.loss + penalty, term.kept, term.metrics)
-
-
-POLICY_LOSSES: dict[str, Callable[[LossInputs, LossConfig], PolicyTerm]] = {
-    "ppo": ppo,
-    "reinforce": reinforce,
-    "cispo": cispo,
-    "gspo": gspo,
-    "icepop": icepop,
-    "dppo_tv": dppo_tv,
-    "dppo": dppo,
-    "ipo_kl": ipo_kl,
-    "sapo": sapo,
-}
+    return replace(term, loss=term.loss + penalty)
 
 
 def _cur_over_train(inputs: LossInputs) -> Tensor:
@@ -222,19 +215,52 @@ def _masked_surrogate(
     ratio = safe_exp(torch.where(kept, log_r, 0.0))
     if cap is not None:
         ratio = ratio.clamp(max=cap)
-    loss = torch.where(kept, -_guided_advantages(inputs, config) * ratio, 0.0)
+    # adv_tau A + teacher_tau sg(teacher - cur)
+    advantages = config.adv_tau * inputs.advantages
+    if config.teacher_tau and inputs.teacher_log_probs is not None:
+        gap = inputs.teacher_log_probs - inputs.cur_log_probs.detach()
+        advantages = advantages + config.teacher_tau * gap
+    loss = torch.where(kept, -advantages * ratio, 0.0)
     metrics = {
         "is_masked": (inputs.mask & ~kept).float(),
         "is_masked_low": (inputs.mask & too_low).float(),
         "is_masked_high": (inputs.mask & too_high).float(),
     }
-    return PolicyTerm(loss, kept, metrics)
+    weight = torch.where(kept, ratio.detach(), 0.0)
+    return PolicyTerm(loss, kept, metrics, ratio=safe_exp(log_r.detach()), weight=weight)
 
 
-def _guided_advantages(inputs: LossInputs, config: LossConfig) -> Tensor:
-    """adv_tau A + teacher_tau sg(teacher - cur)."""
-    advantages = config.adv_tau * inputs.advantages
-    if config.teacher_tau and inputs.teacher_log_probs is not None:
-        gap = inputs.teacher_log_probs - inputs.cur_log_probs.detach()
-        advantages = advantages + config.teacher_tau * gap
-    return advantages
+PolicyLoss = Callable[[LossInputs, LossConfig], PolicyTerm]
+#: The built-in losses; what the configuration knows of them is in `plugin.config.policy_loss_traits`.
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    function.__name__: function
+    for function in (ppo, reinforce, cispo, gspo, icepop, dppo_tv, dppo, ipo_kl, sapo)
+}
+
+
+@lru_cache(maxsize=64)
+def resolve_policy_loss(name: str) -> PolicyLoss:
+    """Return a built-in loss, or the function at an import path after trying it on example tokens."""
+    if name in POLICY_LOSSES:
+        return POLICY_LOSSES[name]
+    function = load_function(name)
+    contract = (
+        f"--policy-loss {name} must be fn(inputs: LossInputs, config: LossConfig) -> PolicyTerm"
+    )
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise HookLoadError(
+            f"{contract}; it cannot be called with two arguments: {error}"
+        ) from None
+    inputs = example_inputs()
+    with torch.enable_grad():
+        term = function(inputs, LossConfig(policy_loss=name))
+    if not isinstance(term, PolicyTerm):
+        raise HookLoadError(f"{contract}; it returned a {type(term).__name__}")
+    for field, values in {"loss": term.loss, "kept": term.kept, **term.metrics}.items():
+        if not isinstance(values, Tensor) or values.shape != inputs.mask.shape:
+            raise HookLoadError(f"{contract}; its {field} is not one value per token, [T]")
+    if not term.loss.requires_grad:
+        raise HookLoadError(f"{contract}; its loss has no gradient, so nothing would be learned")
+    return function

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
@@ -53,9 +52,3 @@ def rollout_kl(inputs: LossInputs, config: LossConfig, kept: Tensor) -> Tensor:
 
 def _with_gradient_if(coefficient: float, values: Tensor) -> Tensor:
     return values if coefficient else values.detach()
-
-
-def token_entropy(entropy: Tensor, mask: Tensor, config: LossConfig) -> Tensor:
-    """Entropy [T], 0 where masked, attached to the graph only if the loss uses it."""
-    zero = entropy.new_zeros((), dtype=torch.float32)
-    return torch.where(mask, _with_gradient_if(config.entropy_coef, entropy).float(), zero)

@@ -1,4 +1,4 @@
-"""Finds values that no token may carry, and says where they are."""
+"""Find values that no token may carry, and say where they are."""
 
 from __future__ import annotations
 
@@ -17,57 +17,67 @@ MAX_ABS_VALUE = 1e4
 MAX_ABS_LOG_RATIO = 80.0
 
 
-def check_values(fields: Mapping[str, Tensor | None], mask: Tensor, shards: SequenceShards) -> None:
-    """Raise a `BatchError` for the first unmasked value that is not finite or is absurdly large.
+def check_tokens(fields: Mapping[str, Tensor | None], mask: Tensor, shards: SequenceShards) -> None:
+    """Raise a `BatchError` for the first unmasked value that is not finite, absurdly large or misaligned.
 
-    fields: name -> [T] raw values, masked positions may hold anything. Reads one flag from the device.
+    fields: `LossInputs` names -> [T] raw values, masked positions may hold anything. Reads flags from the device.
+    Under context parallelism every rank that holds a part of the same samples raises, or none: sequence-level
+    losses wait for each other.
     """
-    bad = {name: _bad(value, mask) for name, value in fields.items() if value is not None}
-    if not bad or not bool(torch.stack([flags.any() for flags in bad.values()]).any()):
-        return
-    for name, flags in bad.items():
-        if bool(flags.any()):
-            index = int(flags.nonzero()[0])
-            value = fields[name]
-            assert value is not None
-            raise BatchError(
-                f"{name} is {float(value.detach()[index])} at {_place(index, shards)}, where the loss mask is 1; it must "
-                f"be finite and within +-{MAX_ABS_VALUE:g}. Mask the token or repair the source of {name}"
-            )
-
-
-def check_log_ratio(
-    first: str, second: str, values: Tensor, mask: Tensor, shards: SequenceShards
-) -> None:
-    """Raise a `BatchError` if an unmasked log-ratio [T] is too large for any numeric mismatch."""
-    flags = mask & (values.detach().abs() > MAX_ABS_LOG_RATIO)
-    if bool(flags.any()):
-        index = int(flags.nonzero()[0])
-        raise BatchError(
-            f"{first} - {second} is {float(values[index]):.4g} at {_place(index, shards)}; a log-ratio beyond "
-            f"+-{MAX_ABS_LOG_RATIO:g} is no mismatch but a misaligned or foreign log-prob. Check that both "
-            "belong to the same token"
-        )
-
-
-def raise_on_all_shards(error: BatchError | None, shards: SequenceShards) -> None:
-    """Raise `error`; under context parallelism raise on every rank that holds a part of the same samples."""
+    # Named as the batch names it: the trainer's log-probs arrive as `log_probs`.
+    named = {"log_probs" if n == "train_log_probs" else n: v for n, v in fields.items()}
+    message = _bad_value(named, mask, shards)
+    for other in ("log_probs", "rollout_log_probs"):
+        message = message or _bad_log_ratio(named, other, mask, shards)
     context = shards.context
     if context.cp_group is not None and context.cp_size > 1:
-        failed = torch.tensor(float(error is not None), device=shards.device)
+        failed = torch.tensor(float(message is not None), device=shards.device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=context.cp_group)
-        if error is None and bool(failed):
-            raise BatchError(
-                "another context parallel rank found a value that no token may carry in its part of these samples; "
-                "its message names field, sample and position"
+        if message is None and bool(failed):
+            message = (
+                "another context parallel rank found a value that no token may carry in its part of these "
+                "samples; its message names field, sample and position"
             )
-    if error is not None:
-        raise error
+    if message is not None:
+        raise BatchError(message)
 
 
-def _bad(values: Tensor, mask: Tensor) -> Tensor:
+def _bad_value(
+    fields: Mapping[str, Tensor | None], mask: Tensor, shards: SequenceShards
+) -> str | None:
     # NaN fails every comparison, so "not within bounds" also catches it.
-    return mask & ~(values.detach().abs() <= MAX_ABS_VALUE)
+    bad = {
+        name: mask & ~(values.detach().abs() <= MAX_ABS_VALUE)
+        for name, values in fields.items()
+        if values is not None
+    }
+    if not bool(torch.stack([flags.any() for flags in bad.values()]).any()):
+        return None
+    name, flags = next((name, flags) for name, flags in bad.items() if bool(flags.any()))
+    index, values = int(flags.nonzero()[0]), fields[name]
+    assert values is not None
+    return (
+        f"{name} is {float(values.detach()[index])} at {_place(index, shards)}, where the loss mask is 1; it "
+        f"must be finite and within +-{MAX_ABS_VALUE:g}. Mask the token or repair the source of {name}"
+    )
+
+
+def _bad_log_ratio(
+    fields: Mapping[str, Tensor | None], other: str, mask: Tensor, shards: SequenceShards
+) -> str | None:
+    cur, values = fields["cur_log_probs"], fields[other]
+    if cur is None or values is None:
+        return None
+    difference = cur.detach() - values
+    flags = mask & (difference.abs() > MAX_ABS_LOG_RATIO)
+    if not bool(flags.any()):
+        return None
+    index = int(flags.nonzero()[0])
+    return (
+        f"cur_log_probs - {other} is {float(difference[index]):.4g} at {_place(index, shards)}; a log-ratio "
+        f"beyond +-{MAX_ABS_LOG_RATIO:g} is no mismatch but a misaligned or foreign log-prob. Check that both "
+        "belong to the same token"
+    )
 
 
 def _place(index: int, shards: SequenceShards) -> str:

@@ -15,7 +15,8 @@ from torch import Tensor
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.errors import BatchError, ReplayError
-from plugin.loss.hook_loading import load_hook
+from plugin.loss.objective import check_loss
+from plugin.loss.separable_loss import takes_separable_head
 from plugin.megatron_backend.checkpoint.save_load import (
     TrainerParts,
     load_checkpoint,
@@ -40,9 +41,7 @@ from plugin.megatron_backend.routing.router_replay import (
     token_places,
 )
 from plugin.megatron_backend.step.forward_step import (
-    PreparedMicrobatch,
     log_prob_forward_step,
-    prepare,
     training_forward_step,
 )
 from plugin.megatron_backend.step.loss_scaling import LossScale, total_weight
@@ -52,6 +51,7 @@ from plugin.megatron_backend.step.microbatching import (
     build_microbatches,
     plan_microbatches,
 )
+from plugin.megatron_backend.step.preparation import PreparedMicrobatch, prepare
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.schedule import (
     GuardedOptimizer,
@@ -61,7 +61,6 @@ from plugin.megatron_backend.step.schedule import (
     run_schedule,
     spread_from_last_stage,
 )
-from plugin.megatron_backend.step.separable_path import separable_program
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
@@ -117,10 +116,8 @@ class MegatronTrainer:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.version = 0
         self._warned_of_oversize = False
-        if config.use_tis or config.get_mismatch_metrics:
-            for name in config.hook_names():
-                load_hook(name)
-        separable_program(config, groups.tp_size, self.device)  # refuses what can never work
+        check_loss(config)
+        takes_separable_head(config, groups.tp_size)  # refuses what can never work
         self.chunks: list[Any] = list(build_model(hf_config, config, groups, seed=seed))
         self.optimizer: GuardedOptimizer | None = None
         if trainable:

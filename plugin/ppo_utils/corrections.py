@@ -1,50 +1,59 @@
-"""Correction hooks that weight the policy loss: one function per correction.
-
-Every hook keeps one contract, the one slime calls its TIS functions with:
+"""The built-in corrections: one function of tokens each, exported as hooks with slime's signature.
 
     fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, cur_log_probs=None, advantages=None,
        total_lengths=None, response_lengths=None, **kwargs) -> (pg_loss, loss_masks, metrics)
 
 `pg_loss` is flat [T] over local response tokens; log-probs and advantages are lists of 1-D tensors, one per
 sample; `loss_masks` are full-response masks; `metrics` maps a name to a flat [T] tensor, 0 where masked, that
-the caller reduces over the original masks. Weights carry no gradient. Hooks are pure.
+the caller reduces over the original masks. Weights carry no gradient. Whether a dropped token stays in the
+denominator is the caller's decision (`--loss-denominator`).
 
-The hooks that reject tokens or sequences are in `rejections.py`.
+Each docstring is the correction's entry in `megatron-tis corrections`: a sentence, the formula, the flags
+with their defaults, the reference.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plugin.ppo_utils.hook_inputs import HookTokens, hook_tokens, setting
+from plugin.config.rejection_rules import RejectionRule, parse_rejection_rules
+from plugin.ppo_utils.correction_interface import Corrected, CorrectionTokens, correction
 from plugin.ppo_utils.importance_ratio import (
+    EDGE_TOLERANCE,
     clipped_ratio,
     geometric_log_ratio,
     inside_band,
     log_bound,
+    probability_difference,
     safe_exp,
     sequence_log_ratio,
 )
+from plugin.ppo_utils.kl_estimators import KL_ESTIMATORS
+from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.ppo_utils.separability import token_separable
 
-HookResult = tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]
+__all__ = [
+    "dppo_tv_mask_function",
+    "geometric_mask_function",
+    "icepop_function",
+    "off_policy_is_function",
+    "opsm_function",
+    "rejection_function",
+    "sequence_tis_function",
+    "vanilla_tis_function",
+    "veto_function",
+]
 
 
 @token_separable
-def vanilla_tis_function(
-    args: Any,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    **kwargs: Any,
-) -> HookResult:
+@correction
+def vanilla_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Truncated importance sampling on the train/rollout mismatch.
 
     weight = clip(exp(train - rollout), tis_clip_low, tis_clip)
@@ -52,57 +61,29 @@ def vanilla_tis_function(
     Reference: Espeholt et al. 2018 (IMPALA); Yao et al. 2025, "Your efficient RL framework secretly brings
     you off-policy RL training".
     """
-    tokens = hook_tokens(pg_loss, loss_masks, train_log_probs, rollout_log_probs, **kwargs)
-    low, high = setting(args, "tis_clip_low"), setting(args, "tis_clip")
-    with torch.no_grad():
-        log_r = tokens.train_over_rollout()
-        weight = clipped_ratio(log_r, low, high)
-        clipped = ~inside_band(log_r, low, high)
-        metrics = _weight_metrics(tokens, log_r, clipped)
-    return tokens.weighted(pg_loss, weight), loss_masks, metrics
+    log_r = tokens.log_ratio("train", "rollout")
+    return _truncated(log_r, config.tis_clip_low, config.tis_clip)
 
 
 @token_separable
-def icepop_function(
-    args: Any,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    **kwargs: Any,
-) -> HookResult:
+@correction
+def icepop_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Double-sided ratio mask: tokens whose mismatch leaves the band are dropped, not clipped.
 
     weight = exp(train - rollout) inside [tis_clip_low, tis_clip], else 0
-    Flags: --tis-clip 2.0, --tis-clip-low 0. Dropped tokens are reported as `is_masked`; the loss masks stay,
-    so the dropped tokens stay in the denominator.
+    Flags: --tis-clip 2.0, --tis-clip-low 0.
     Reference: Ling team 2025, "Every step evolves" (IcePop).
     """
-    tokens = hook_tokens(pg_loss, loss_masks, train_log_probs, rollout_log_probs, **kwargs)
-    low, high = setting(args, "tis_clip_low"), setting(args, "tis_clip")
-    with torch.no_grad():
-        log_r = tokens.train_over_rollout()
-        keep = inside_band(log_r, low, high)
-        weight = torch.where(keep, safe_exp(log_r), 0.0)
-        metrics = _weight_metrics(tokens, log_r, ~keep)
-        metrics["is_masked"] = metrics["tis_clipfrac"]
-        metrics["is_masked_low"] = tokens.metric(~keep & (log_r < log_bound(low)))
-        metrics["is_masked_high"] = tokens.metric(~keep & (log_r > log_bound(high)))
-    return tokens.weighted(pg_loss, weight), loss_masks, metrics
+    low, high = config.tis_clip_low, config.tis_clip
+    log_r = tokens.log_ratio("train", "rollout")
+    _, _, metrics = _truncated(log_r, low, high)
+    keep = inside_band(log_r, low, high)
+    return safe_exp(log_r), keep, metrics | _outside(keep, log_r, low, high)
 
 
 @token_separable
-def off_policy_is_function(
-    args: Any,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor] | None = None,
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    cur_log_probs: Sequence[Tensor] | None = None,
-    **kwargs: Any,
-) -> HookResult:
+@correction
+def off_policy_is_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Importance sampling of the current policy against the rollout policy: mismatch and staleness at once.
 
     weight = sg(clip(exp(cur - rollout), 1 - eps_clip, 1 + eps_clip_high))
@@ -111,34 +92,16 @@ def off_policy_is_function(
     already carries pi_theta / pi_old it counts that ratio twice and needs --allow-biased-correction.
     Reference: Degris et al. 2012, off-policy actor-critic; MiniMax 2025 (CISPO).
     """
-    tokens = hook_tokens(
-        pg_loss,
-        loss_masks,
-        train_log_probs,
-        rollout_log_probs,
-        cur_log_probs=cur_log_probs,
-        **kwargs,
-    )
-    tokens.require_cur("off_policy_is_function")
-    _warn_if_base_carries_ratio(args)
-    low = max(0.0, 1.0 - setting(args, "eps_clip"))
-    high = 1.0 + (setting(args, "eps_clip_high") or setting(args, "eps_clip"))
-    with torch.no_grad():
-        log_r = tokens.cur_over_rollout()
-        weight = clipped_ratio(log_r, low, high)
-        metrics = _weight_metrics(tokens, log_r, ~inside_band(log_r, low, high))
-    return tokens.weighted(pg_loss, weight), loss_masks, metrics
+    log_r = tokens.log_ratio("cur", "rollout")
+    base = getattr(config, "pg_loss_type", None) or config.policy_loss
+    if base != "reinforce" and not config.allow_biased_correction:
+        _warn_of_doubled_ratio()
+    high = 1.0 + (config.eps_clip_high or config.eps_clip)
+    return _truncated(log_r, max(0.0, 1.0 - config.eps_clip), high)
 
 
-def sequence_tis_function(
-    args: Any,
-    *,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    **kwargs: Any,
-) -> HookResult:
+@correction
+def sequence_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Truncated importance sampling with one weight per sequence.
 
     weight = clip(exp(sum(train - rollout)), sequence_tis_clip_low, sequence_tis_clip), or exp(mean) at the
@@ -147,45 +110,139 @@ def sequence_tis_function(
     Reference: Precup et al. 2000 (per-decision and trajectory importance sampling); Zheng et al. 2025 (GSPO)
     for the geometric level.
     """
-    tokens = hook_tokens(pg_loss, loss_masks, train_log_probs, rollout_log_probs, **kwargs)
-    low, high = setting(args, "sequence_tis_clip_low"), setting(args, "sequence_tis_clip")
-    with torch.no_grad():
-        token_log_r = tokens.train_over_rollout()
-        if setting(args, "sequence_tis_level") == "geometric":
-            sequence_log_r = geometric_log_ratio(token_log_r, tokens.mask, tokens.shards)
-        else:
-            sequence_log_r = sequence_log_ratio(token_log_r, tokens.shards)
-        log_r = tokens.shards.per_token(sequence_log_r)
-        weight = clipped_ratio(log_r, low, high)
-        metrics = _weight_metrics(tokens, log_r, ~inside_band(log_r, low, high))
-    return tokens.weighted(pg_loss, weight), loss_masks, metrics
+    log_r = tokens.log_ratio("train", "rollout")
+    if config.sequence_tis_level == "geometric":
+        per_sequence = geometric_log_ratio(log_r, tokens.mask, tokens.shards)
+    else:
+        per_sequence = sequence_log_ratio(log_r, tokens.shards)
+    return _truncated(
+        tokens.shards.per_token(per_sequence),
+        config.sequence_tis_clip_low,
+        config.sequence_tis_clip,
+    )
 
 
-def _weight_metrics(tokens: HookTokens, log_r: Tensor, clipped: Tensor) -> dict[str, Tensor]:
+@correction
+def geometric_mask_function(tokens: CorrectionTokens, config: Any) -> Corrected:
+    """Reject sequences whose mean mismatch leaves a narrow band; length does not bias the decision.
+
+    keep = geometric_mask_low <= exp(mean(train - rollout)) <= geometric_mask_high
+    Flags: --geometric-mask-low 0.99, --geometric-mask-high 1.01.
+    Reference: Liu et al. 2025, "When speed kills stability" (geometric sequence masking).
+    """
+    low, high = config.geometric_mask_low, config.geometric_mask_high
+    mean = geometric_log_ratio(tokens.log_ratio("train", "rollout"), tokens.mask, tokens.shards)
+    log_r = tokens.shards.per_token(mean)
+    keep = inside_band(log_r, low, high)
+    return None, keep, {"geometric_ratio": safe_exp(log_r), **_outside(keep, log_r, low, high)}
+
+
+@correction
+def rejection_function(tokens: CorrectionTokens, config: Any) -> Corrected:
+    """Keep only what every rule keeps: a statistic of the mismatch inside its band.
+
+    keep = low <= statistic <= high for every rule level_statistic=low:high; statistic: ratio exp(train - rollout),
+    or k1, k2, k3 of rollout - train; level: token, or mean, sum, max over the sequence
+    Flags: --rejection-rules token_ratio=0.5:2.0. Level token drops tokens, the others whole sequences. Of ratios,
+    mean is the geometric mean and sum the product. Several rules: "token_ratio=0.2:5,mean_k3=:0.01,max_k2=:8".
+    Reference: Liu et al. 2025 (masked importance sampling); rollout correction in verl.
+    """
+    log_r = tokens.log_ratio("train", "rollout")
+    keep, metrics = torch.ones_like(tokens.mask), {}
+    for rule in parse_rejection_rules(config.rejection_rules):
+        kept_by_rule = _rule_keeps(rule, log_r, tokens)
+        metrics[f"rejected_by_{rule.name}"] = ~kept_by_rule
+        keep = keep & kept_by_rule
+    return None, keep, metrics
+
+
+@correction
+def veto_function(tokens: CorrectionTokens, config: Any) -> Corrected:
+    """Reject a sequence if the trainer finds any one of its tokens all but impossible.
+
+    keep = min over the sequence of exp(train - rollout) >= veto_threshold
+    Flags: --veto-threshold 1e-4.
+    Reference: rollout correction in verl (token veto).
+    """
+    smallest = -tokens.shards.sequence_max(-tokens.log_ratio("train", "rollout"), tokens.mask)
+    keep = smallest >= math.log(config.veto_threshold) - EDGE_TOLERANCE
+    return None, tokens.shards.per_token(keep), {}
+
+
+@correction
+def opsm_function(tokens: CorrectionTokens, config: Any) -> Corrected:
+    """Off-policy sequence masking: stop pushing down sequences the policy has already left.
+
+    drop = A < 0 and mean over the sequence of (train - cur) > opsm_delta
+    Flags: --opsm-delta 1e-4.
+    Reference: DeepSeek-AI 2025, DeepSeek-V3.2 (off-policy sequence masking).
+    """
+    drift = geometric_log_ratio(tokens.log_ratio("train", "cur"), tokens.mask, tokens.shards)
+    negative = zero_masked(tokens.get("advantages"), tokens.mask) < 0
+    dropped = negative & (tokens.shards.per_token(drift) > config.opsm_delta)
+    return None, ~dropped, {"opsm_clipfrac": dropped}
+
+
+@token_separable
+@correction
+def dppo_tv_mask_function(tokens: CorrectionTokens, config: Any) -> Corrected:
+    """Reject tokens whose probability (not ratio) moved too far from the rollout policy.
+
+    keep = -dppo_diff_low <= pi_cur - pi_rollout <= dppo_diff_high
+    Flags: --dppo-diff-low 0.2, --dppo-diff-high 0.2.
+    Reference: Qi et al. 2026, DPPO (binary total-variation mask), in its symmetric form.
+    """
+    cur, rollout = tokens.get("cur_log_probs"), tokens.get("rollout_log_probs")
+    difference = probability_difference(cur, rollout, tokens.mask)
+    too_low = difference < -config.dppo_diff_low - EDGE_TOLERANCE
+    too_high = difference > config.dppo_diff_high + EDGE_TOLERANCE
+    metrics = {
+        "prob_diff_abs": difference.abs(),
+        "is_masked_low": too_low,
+        "is_masked_high": too_high,
+    }
+    return None, ~(too_low | too_high), metrics
+
+
+def _truncated(log_r: Tensor, low: float, high: float) -> Corrected:
+    """Weight by exp(log_r) clipped to a band; report the ratio before clipping."""
     ratio = safe_exp(log_r)
+    metrics = {
+        "tis": ratio,
+        "tis_abs": (ratio - 1).abs(),
+        "tis_clipfrac": ~inside_band(log_r, low, high),
+    }
+    return clipped_ratio(log_r, low, high), None, metrics
+
+
+def _outside(keep: Tensor, log_r: Tensor, low: float, high: float) -> dict[str, Tensor]:
+    """On which side of its band a dropped token's ratio lies."""
     return {
-        "tis": tokens.metric(ratio),
-        "tis_abs": tokens.metric((ratio - 1).abs()),
-        "tis_clipfrac": tokens.metric(clipped),
+        "is_masked_low": ~keep & (log_r < log_bound(low)),
+        "is_masked_high": ~keep & (log_r > log_bound(high)),
     }
 
 
-_warned_about_ratio = False
+def _rule_keeps(rule: RejectionRule, log_r: Tensor, tokens: CorrectionTokens) -> Tensor:
+    """bool [T]: what one rule keeps. Ratios are compared in log space, where they cannot overflow."""
+    if rule.statistic == "ratio":
+        values, low, high = log_r, log_bound(rule.low), log_bound(rule.high)
+    else:
+        values, low, high = KL_ESTIMATORS[rule.statistic](-log_r), rule.low, rule.high
+    shards = tokens.shards
+    if rule.level == "max":
+        values = shards.per_token(shards.sequence_max(values, tokens.mask))
+    elif rule.level in ("sum", "mean"):
+        total, count = shards.sequence_sums(values, tokens.mask)
+        values = shards.per_token(total / count.clamp(min=1) if rule.level == "mean" else total)
+    return (values >= low - EDGE_TOLERANCE) & (values <= high + EDGE_TOLERANCE)
 
 
-def _warn_if_base_carries_ratio(args: Any) -> None:
-    """One warning per process when another framework's loss already carries pi_theta / pi_old."""
-    global _warned_about_ratio
-    base = getattr(args, "policy_loss", None) or getattr(args, "pg_loss_type", None)
-    if (
-        _warned_about_ratio
-        or base == "reinforce"
-        or getattr(args, "allow_biased_correction", False)
-    ):
-        return
-    _warned_about_ratio = True
+@functools.cache
+def _warn_of_doubled_ratio() -> None:
+    """Warn, once per process, that another framework's loss already carries pi_theta / pi_old."""
     warnings.warn(
-        f"off_policy_is_function on a {base or 'PPO-style'} loss counts pi_theta/pi_old twice; it is right "
-        "there only for the first update on each rollout. Use a REINFORCE base (-A * cur_log_probs).",
-        stacklevel=3,
+        "off_policy_is_function on a loss that carries a ratio counts pi_theta/pi_old twice; it is right there "
+        "only for the first update on each rollout. Use a REINFORCE base (-A * cur_log_probs).",
+        stacklevel=4,
     )

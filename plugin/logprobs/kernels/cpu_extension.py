@@ -16,18 +16,12 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from plugin.logprobs.kernels.row_statistics import (
-    KERNEL_INPUTS,
-    RowNormalizer,
-    ShardStatistics,
-)
-from plugin.loss.token_program import CODES, TokenProgram
+from plugin.logprobs.kernels.row_statistics import RowNormalizer, ShardStatistics
 
 name = "cpu_extension"
 
@@ -176,79 +170,6 @@ def backward_blocks(
     )
 
 
-def separable_rows(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    active: torch.Tensor,
-    program: TokenProgram,
-    fields: Mapping[str, torch.Tensor],
-    *,
-    scale: float,
-    with_entropy: bool,
-    out: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs, entropies `[T]` and gradient in one visit to every row; see `separable_rows.separable_rows`."""
-    library = _library()
-    if out.data_ptr() != logits.data_ptr():
-        library.megatron_tis_prefer_large_pages(out.data_ptr(), out.numel() * out.element_size())
-    code = _kernel_code(program)
-    table = torch.stack([fields[name].float() for name in code.fields or ("weights",)])
-    targets, active = targets.contiguous(), active.contiguous()
-    results = logits.new_empty((2, logits.shape[0]), dtype=torch.float32)
-    library.megatron_tis_separable(
-        logits.data_ptr(),
-        logits.element_size(),
-        logits.shape[0],
-        logits.shape[1],
-        logits.stride(0),
-        targets.data_ptr(),
-        active.data_ptr(),
-        scale,
-        int(with_entropy),
-        code.instructions.data_ptr(),
-        code.instructions.shape[0],
-        code.constants.data_ptr(),
-        code.constants.numel(),
-        table.data_ptr(),
-        len(code.fields),
-        *code.outputs,
-        results[0].data_ptr(),
-        results[1].data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        torch.get_num_threads(),
-    )
-    return results[0], results[1]
-
-
-class _KernelCode(NamedTuple):
-    """A program in the registers of the kernel: log-prob, entropy, fields, constants, results."""
-
-    fields: tuple[str, ...]
-    instructions: torch.Tensor  # int32 [n, 5]: operation, out, a, b, c
-    constants: torch.Tensor  # float32
-    outputs: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=64)
-def _kernel_code(program: TokenProgram) -> _KernelCode:
-    fields = tuple(name for name in program.inputs if name not in KERNEL_INPUTS)
-    names = (*KERNEL_INPUTS, *fields)
-    moved = len(names) - len(program.inputs)
-    register = [names.index(name) for name in program.inputs]
-    register += range(len(names), program.num_registers + moved)
-    rows = [
-        [CODES[step.operation], register[step.out], *(register[i] for i in step.operands)]
-        for step in program.instructions
-    ]
-    return _KernelCode(
-        fields,
-        torch.tensor(rows, dtype=torch.int32).reshape(-1, 5),
-        torch.tensor(program.constants, dtype=torch.float32),
-        tuple(register[i] for i in program.outputs),
-    )
-
-
 def _library() -> ctypes.CDLL:
     library = load_library()
     assert library is not None, "row_kernels_for offers these kernels only after they loaded"
@@ -286,11 +207,6 @@ def _with_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
     library.megatron_tis_forward.argtypes = [*shape, real, number, *[pointer] * 4, number]
     library.megatron_tis_backward.argtypes = [*shape, *[pointer] * 5, real, pointer, size, number]
     library.megatron_tis_prefer_large_pages.argtypes = [pointer, size]
-    library.megatron_tis_separable.argtypes = [
-        *(pointer, number, size, size, size, pointer, pointer, real, number),
-        *(pointer, size, pointer, size, pointer, size, ctypes.c_int32, ctypes.c_int32),
-        *(pointer, pointer, pointer, size, number),
-    ]
-    for function in ("forward", "backward", "separable", "prefer_large_pages"):
+    for function in ("forward", "backward", "prefer_large_pages"):
         getattr(library, f"megatron_tis_{function}").restype = None
     return library

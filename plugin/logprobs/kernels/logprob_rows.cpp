@@ -9,7 +9,6 @@
 #include <cstring>
 #include <limits>
 #include <sys/mman.h>
-#include <vector>
 
 namespace {
 
@@ -164,33 +163,22 @@ inline double sum_of_lanes(Floats values) {
   return total;
 }
 
-template <bool kEntropy, bool kKept>
+template <bool kEntropy>
 struct LaneSums {
   float shift, log2_scale;
   Floats sum{}, weighted{};
 
-  Floats add(Floats values) {
+  void add(Floats values) {
     const Floats exponent = clamp_exponent((values - shift) * log2_scale);
-    const Floats weight = power_of_two<kKept>(exponent);  // kept for a gradient, it must be 0 where p is
+    const Floats weight = power_of_two<false>(exponent);
     sum += weight;
     if constexpr (kEntropy) weighted += weight * exponent;
-    return weight;
   }
 };
 
-// The exponentials of one row, each relative to the largest logit when its chunk was read: room for every column
-// and, per chunk, that logit.
-struct KeptRow {
-  float* exponentials;
-  float* shifts;
-
-  static int64_t chunks(int64_t columns) { return (columns + kChunk - 1) / kChunk; }
-  static int64_t padded(int64_t columns) { return chunks(columns) * kChunk; }
-};
-
 // A chunk is read twice, the second time from the first-level cache: for its maximum, then for its sums.
-template <bool kEntropy, bool kKept, typename Logit, bool kMasked>
-RowSums row_sums(Row<Logit, kMasked> row, int64_t columns, double log2_scale, KeptRow kept) {
+template <bool kEntropy, typename Logit, bool kMasked>
+RowSums row_sums(Row<Logit, kMasked> row, int64_t columns, double log2_scale) {
   RowSums sums;
   for (int64_t begin = 0; begin < columns; begin += kChunk) {
     const int64_t end = columns - begin < kChunk ? columns : begin + kChunk;
@@ -203,17 +191,16 @@ RowSums row_sums(Row<Logit, kMasked> row, int64_t columns, double log2_scale, Ke
     }
     sums.raise_maximum(largest_lane(larger(largest.first, largest.second)), log2_scale);
     const float shift = sums.maximum == kNegativeInfinity ? 0.0f : sums.maximum;
-    LaneSums<kEntropy, kKept> even{shift, static_cast<float>(log2_scale)}, odd = even;
-    if constexpr (kKept) kept.shifts[begin / kChunk] = shift;
+    LaneSums<kEntropy> even{shift, static_cast<float>(log2_scale)}, odd = even;
     for (int64_t j = begin; j < full; j += kStep) {
       row.prefetch(j + kChunk);
       const Pair values = row.pair(j);
-      const Pair weights{even.add(values.first), odd.add(values.second)};
-      if constexpr (kKept) store_pair(kept.exponentials + j, weights);
+      even.add(values.first);
+      odd.add(values.second);
     }
     if (full < end) {
-      const Pair weights{even.add(rest.first), odd.add(rest.second)};
-      if constexpr (kKept) store_pair(kept.exponentials + full, weights);
+      even.add(rest.first);
+      odd.add(rest.second);
     }
     sums.sum_exp += sum_of_lanes(even.sum + odd.sum);
     if constexpr (kEntropy) sums.weighted_sum += sum_of_lanes(even.weighted + odd.weighted);
@@ -253,30 +240,6 @@ void row_gradient(Row<Logit, kMasked> row, int64_t columns, GradientLine line, L
   std::memcpy(static_cast<void*>(out + full), last, (columns - full) * sizeof(Logit));
 }
 
-// The same from kept exponentials: no exponential is computed twice, and without a slope no logit is read twice.
-template <bool kSloped, typename Logit, bool kMasked>
-void row_gradient_from(KeptRow kept, Row<Logit, kMasked> row, int64_t columns, GradientLine line, Logit* out) {
-  for (int64_t begin = 0; begin < columns; begin += kChunk) {
-    const int64_t end = columns - begin < kChunk ? columns : begin + kChunk;
-    const int64_t full = begin + (end - begin) / kStep * kStep;
-    const float factor = std::exp2((kept.shifts[begin / kChunk] - line.maximum) * line.log2_scale);
-    const float constant = line.constant * factor, slope = line.slope * factor;
-    const auto gradient = [&](Floats weight, Floats values) {
-      if constexpr (!kSloped) return weight * constant;
-      return weight * (clamp_exponent((values - line.maximum) * line.log2_scale) * slope + constant);
-    };
-    for (int64_t j = begin; j < full; j += kStep) {
-      const Pair weights = load_pair(kept.exponentials + j), values = kSloped ? row.pair(j) : Pair{};
-      store_pair(out + j, {gradient(weights.first, values.first), gradient(weights.second, values.second)});
-    }
-    if (full == end) continue;
-    const Pair weights = load_pair(kept.exponentials + full), values = row.tail(full, end - full);
-    Logit last[kStep];
-    store_pair(last, {gradient(weights.first, values.first), gradient(weights.second, values.second)});
-    std::memcpy(static_cast<void*>(out + full), last, (end - full) * sizeof(Logit));
-  }
-}
-
 struct Matrix {
   void* logits;
   int64_t rows, columns, row_stride;
@@ -296,8 +259,8 @@ void forward(Matrix m, float scale, bool with_entropy, float* maximum, float* su
   for (int64_t i = 0; i < m.rows; ++i) {
     const Logit* logits = static_cast<const Logit*>(m.logits) + i * m.row_stride;
     const Row<Logit, kMasked> row{logits, m.keep_row(i)};
-    const RowSums sums = with_entropy ? row_sums<true, false>(row, m.columns, log2_scale, KeptRow{})
-                                      : row_sums<false, false>(row, m.columns, log2_scale, KeptRow{});
+    const RowSums sums = with_entropy ? row_sums<true>(row, m.columns, log2_scale)
+                                      : row_sums<false>(row, m.columns, log2_scale);
     maximum[i] = sums.maximum;
     sum_exp[i] = static_cast<float>(sums.sum_exp);
     if (with_entropy) weighted_sum[i] = static_cast<float>(sums.weighted_sum * kLn2);
@@ -335,144 +298,9 @@ void backward(Matrix m, const float* maximum, const float* sum_exp, const float*
   }
 }
 
-// Instructions of a TokenProgram (plugin/loss/token_program.py); the order is that of its table OPERATIONS.
-enum Operation : int32_t {
-  kAdd, kSub, kMul, kDiv, kNeg, kAbs, kSign, kExp, kLog, kSqrt, kTanh, kSigmoid, kLog1p, kExpm1, kPow, kMaximum,
-  kMinimum, kEq, kNe, kLt, kLe, kGt, kGe, kAnd, kOr, kNot, kWhere
-};
-
-struct Instruction {
-  int32_t operation, out, a, b, c;
-};
-
-inline float evaluate(int32_t operation, float a, float b, float c) {
-  switch (operation) {
-    case kAdd: return a + b;
-    case kSub: return a - b;
-    case kMul: return a * b;
-    case kDiv: return a / b;
-    case kNeg: return -a;
-    case kAbs: return std::fabs(a);
-    case kSign: return static_cast<float>((a > 0.0f) - (a < 0.0f));
-    case kExp: return std::exp(a);
-    case kLog: return std::log(a);
-    case kSqrt: return std::sqrt(a);
-    case kTanh: return std::tanh(a);
-    case kSigmoid: return 1.0f / (1.0f + std::exp(-a));
-    case kLog1p: return std::log1p(a);
-    case kExpm1: return std::expm1(a);
-    case kPow: return std::pow(a, b);
-    case kMaximum: return a > b || a != a ? a : b;
-    case kMinimum: return a < b || a != a ? a : b;
-    case kEq: return a == b;
-    case kNe: return a != b;
-    case kLt: return a < b;
-    case kLe: return a <= b;
-    case kGt: return a > b;
-    case kGe: return a >= b;
-    case kAnd: return a != 0.0f && b != 0.0f;
-    case kOr: return a != 0.0f || b != 0.0f;
-    case kNot: return a == 0.0f;
-    case kWhere: return a != 0.0f ? b : c;
-  }
-  return std::numeric_limits<float>::quiet_NaN();
-}
-
-// The loss of one token: derivatives by its log-prob and its entropy. Registers hold log-prob, entropy and the
-// token's `fields`, then constants, then results.
-struct TokenLoss {
-  const Instruction* instructions;
-  int64_t count;
-  const float* constants;
-  int64_t num_constants;
-  const float* fields;  // [num_fields, rows]
-  int64_t num_fields;
-  int32_t grad_log_prob, grad_entropy;  // registers of the results
-
-  int64_t registers() const { return 2 + num_fields + num_constants + count; }
-
-  void run(int64_t row, int64_t rows, float log_prob, float entropy, float* registers) const {
-    registers[0] = log_prob;
-    registers[1] = entropy;
-    for (int64_t k = 0; k < num_fields; ++k) registers[2 + k] = fields[k * rows + row];
-    std::memcpy(registers + 2 + num_fields, constants, num_constants * sizeof(float));
-    for (int64_t k = 0; k < count; ++k) {
-      const Instruction& step = instructions[k];
-      registers[step.out] = evaluate(step.operation, registers[step.a], registers[step.b], registers[step.c]);
-    }
-  }
-};
-
-// Log-prob, loss and gradient of one row after the other, each while the row is in cache. A row that is not
-// `active` is not read: its results are 0. `out` may be the logits.
-template <typename Logit>
-void separable(Matrix m, const uint8_t* active, float scale, bool with_entropy, TokenLoss loss, float* log_probs,
-               float* entropies, Logit* out, int64_t out_stride, int threads) {
-  const double log2_scale = scale * kLog2E;
-#pragma omp parallel num_threads(threads)
-  {
-    std::vector<float> exponentials(KeptRow::padded(m.columns)), shifts(KeptRow::chunks(m.columns));
-    std::vector<float> registers(loss.registers());
-    const KeptRow kept{exponentials.data(), shifts.data()};
-#pragma omp for schedule(dynamic, m.rows_per_task())
-    for (int64_t i = 0; i < m.rows; ++i) {
-      const Logit* logits = static_cast<const Logit*>(m.logits) + i * m.row_stride;
-      Logit* out_row = out + i * out_stride;
-      const int64_t target = m.targets[i];
-      log_probs[i] = entropies[i] = 0.0f;
-      double on_target = 0.0, on_entropy = 0.0;
-      RowSums sums;
-      const Row<Logit, false> row{logits, nullptr};
-      if (active[i]) {
-        sums = with_entropy ? row_sums<true, true>(row, m.columns, log2_scale, kept)
-                            : row_sums<false, true>(row, m.columns, log2_scale, kept);
-        const double log_sum = std::log(sums.sum_exp);
-        const float at_target = target < 0 ? kNegativeInfinity : row.tail(target, 1).first[0];
-        log_probs[i] = static_cast<float>((static_cast<double>(at_target) - sums.maximum) * scale - log_sum);
-        if (with_entropy) entropies[i] = static_cast<float>(log_sum - sums.weighted_sum * kLn2 / sums.sum_exp);
-        loss.run(i, m.rows, log_probs[i], entropies[i], registers.data());
-        on_target = static_cast<double>(registers[loss.grad_log_prob]) * scale;
-        on_entropy = with_entropy ? static_cast<double>(registers[loss.grad_entropy]) * scale : 0.0;
-      }
-      if (on_target == 0.0 && on_entropy == 0.0) {
-        std::memset(static_cast<void*>(out_row), 0, m.columns * sizeof(Logit));
-        continue;
-      }
-      const GradientLine line =
-          GradientLine::of(sums.maximum, sums.sum_exp, entropies[i], on_target, on_entropy, scale);
-      Logit at_target[kStep] = {};
-      if (target >= 0) {
-        const Floats away = line.at(row.tail(target, 1).first);
-        store_pair(at_target, {away + static_cast<float>(on_target), away});
-      }
-      if (on_entropy == 0.0) row_gradient_from<false>(kept, row, m.columns, line, out_row);
-      else row_gradient_from<true>(kept, row, m.columns, line, out_row);
-      if (target >= 0) out_row[target] = at_target[0];
-    }
-  }
-}
-
 }  // namespace
 
 extern "C" {
-
-// Log-probs and entropies [rows] of the active rows and, in `out`, the gradient of their token-separable loss.
-void megatron_tis_separable(void* logits, int element_size, int64_t rows, int64_t columns, int64_t row_stride,
-                            const int64_t* targets, const uint8_t* active, float scale, int with_entropy,
-                            const int32_t* instructions, int64_t count, const float* constants,
-                            int64_t num_constants, const float* fields, int64_t num_fields,
-                            int32_t grad_log_prob, int32_t grad_entropy, float* log_probs, float* entropies,
-                            void* out, int64_t out_stride, int threads) {
-  const Matrix m{logits, rows, columns, row_stride, targets, nullptr, 0};
-  const TokenLoss loss{reinterpret_cast<const Instruction*>(instructions), count, constants, num_constants, fields,
-                       num_fields, grad_log_prob, grad_entropy};
-  if (element_size == 4)
-    separable(m, active, scale, with_entropy != 0, loss, log_probs, entropies, static_cast<float*>(out), out_stride,
-              threads);
-  else
-    separable(m, active, scale, with_entropy != 0, loss, log_probs, entropies, static_cast<bfloat16*>(out),
-              out_stride, threads);
-}
 
 // In both functions element_size 4 is float32 and 2 is bfloat16, strides are in elements, `keep` may be null.
 void megatron_tis_forward(void* logits, int element_size, int64_t rows, int64_t columns, int64_t row_stride,

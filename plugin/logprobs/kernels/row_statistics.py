@@ -14,9 +14,6 @@ import torch
 # `exp` of anything below is exactly 0 in float32, and `0 * LOWEST_EXPONENT` is 0 where `0 * -inf` is NaN.
 LOWEST_EXPONENT = -1.0e4
 
-# Inputs of a token-separable loss that a kernel computes itself; everything else is known before.
-KERNEL_INPUTS = ("cur_log_probs", "entropy")
-
 
 class ShardStatistics(NamedTuple):
     """Per-row sums over the columns of one vocabulary shard; every field is `[T]` float32.

@@ -1,7 +1,7 @@
 """Log-probs of the response tokens from a model's output: through logits, or fused with the LM head.
 
-Fused, the model's output layer is passed over and its weight meets the hidden states inside
-`fused_log_probs_and_entropy`, for the rows that carry loss alone; no [T, V] logits exist.
+Fused, the model's output layer is skipped and its weight meets the hidden states inside
+`fused_log_probs_and_entropy`, only for the rows that carry loss; no [T, V] logits exist.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
 from plugin.logprobs.fused_lm_head import fused_lm_head_pays, fused_log_probs_and_entropy
 from plugin.logprobs.vocab_parallel import log_probs_and_entropy
@@ -25,19 +26,20 @@ LOGITS_LIMIT_BYTES = 2 << 30
 
 
 def use_fused_head(
-    choice: str,
+    config: TrainerConfig,
     model: Any,
     inputs: ModelInputs,
-    loss_rows: int,
+    rows: Tensor,
     *,
     training: bool,
     separable: bool = False,
 ) -> bool:
-    """Whether this chunk's output layer is to be fused; `choice` is on, off or auto (where it pays).
+    """Return whether this chunk's output layer is to be fused: --fused-lm-head on, off or auto (where it pays).
 
-    separable: the loss will be evaluated row by row, together with its log-probs
+    rows: bool [B * S_local] on the CPU, the rows whose log-probs are needed
+    separable: the loss will be evaluated block by block inside the head
     """
-    model = unwrap(model)
+    model, choice = unwrap(model), config.fused_lm_head
     if choice == "off" or not model.post_process:
         return False
     obstacle = _obstacle(model, inputs)
@@ -48,8 +50,8 @@ def use_fused_head(
     layer = model.output_layer
     weight = layer.weight if layer.weight is not None else model.shared_embedding_or_output_weight()
     return obstacle is None and fused_lm_head_pays(
-        inputs.tokens.numel(),
-        loss_rows,
+        rows.numel(),
+        int(rows.sum()),
         weight.shape[0],
         element_size=weight.element_size(),
         logits_limit_bytes=LOGITS_LIMIT_BYTES,
@@ -68,7 +70,7 @@ def _obstacle(model: Any, inputs: ModelInputs) -> str | None:
 
 
 @contextmanager
-def passed_over_output_layer(model: Any) -> Iterator[list[Tensor]]:
+def skip_output_layer(model: Any) -> Iterator[list[Tensor]]:
     """Within the body the model returns hidden states; the list receives the weight of the output layer."""
     layer = unwrap(model).output_layer
     weights: list[Tensor] = []
@@ -85,47 +87,40 @@ def passed_over_output_layer(model: Any) -> Iterator[list[Tensor]]:
 
 
 def response_log_probs(
+    config: TrainerConfig,
     output: Tensor,
     head_weight: Tensor | None,
     inputs: ModelInputs,
     groups: ParallelGroups,
+    row_mask: Tensor,
     *,
-    temperature: float,
-    row_mask: Tensor | None = None,
-    sequence_parallel: bool = False,
-    inplace_grad: bool = False,
     with_entropy: bool = True,
-    entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob and entropy [R] of the local response tokens.
+    """Return log-prob and entropy [R] of the local response tokens.
 
     output: logits [B, S_local, V/tp], or with `head_weight` [V/tp, H] hidden states [B, S_local, H]
     row_mask: bool [B * S_local] on the CPU, the rows that matter; used by the fused head
     """
-    group = loss_context(groups).tp_group
     targets = torch.zeros(inputs.tokens.numel(), dtype=torch.int64, device=output.device)
     targets[inputs.rows] = inputs.targets
     flat = output.reshape(-1, output.shape[-1])
+    options: dict[str, Any] = {
+        "group": loss_context(groups).tp_group,
+        "temperature": config.rollout_temperature,
+        "with_entropy": with_entropy,
+        "entropy_grad": with_entropy and config.entropy_coef != 0,
+    }
     if head_weight is None:
         log_probs, entropy = log_probs_and_entropy(
-            flat,
-            targets,
-            group=group,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            entropy_grad=entropy_grad,
-            inplace_grad=inplace_grad,
+            flat, targets, inplace_grad=config.inplace_logits_grad, **options
         )
     else:
         log_probs, entropy = fused_log_probs_and_entropy(
             flat,
             head_weight,
             targets,
-            group=group,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            entropy_grad=entropy_grad,
             row_mask=row_mask,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=config.sequence_parallel,
+            **options,
         )
     return log_probs[inputs.rows], None if entropy is None else entropy[inputs.rows]

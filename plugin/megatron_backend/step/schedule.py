@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.step.forward_step import PreparedMicrobatch
+from plugin.megatron_backend.step.preparation import PreparedMicrobatch
 
 
 def run_schedule(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.errors import BatchError
-from plugin.loss.correction_weights import correction_weights
 from plugin.loss.interfaces import LossInputs, LossOutputs
 from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarize
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
@@ -22,29 +21,25 @@ def record_step(
     inputs: LossInputs,
     outputs: LossOutputs,
     weights: Tensor,
-    policy: Tensor,
-    total: Tensor,
-    denominator: Tensor,
     columns: Mapping[str, Any],
 ) -> None:
     """Add one microbatch to the step's table.
 
-    Losses are weighted means with the weights of the loss itself; every other metric is a mean over tokens.
-    weights, policy, total: [T]; denominator: [T] bool
+    Losses are weighted means with the weights [T] of the loss itself; every other metric is a mean over tokens.
     """
     own = StatisticsTable(table.device)
     with torch.no_grad():
         kept_only = config.loss_denominator == "kept" and config.per_token
-        loss_weight = weights * denominator if kept_only else weights
-        _add_weighted(own, "loss", total, weights, loss_weight)
-        _add_weighted(own, "pg_loss", policy, weights, loss_weight)
+        loss_weight = weights * outputs.denominator if kept_only else weights
+        _add_weighted(own, "loss", outputs.total, weights, loss_weight)
+        _add_weighted(own, "pg_loss", outputs.policy_loss, weights, loss_weight)
         for term in outputs.regularizers:
             _add_weighted(own, term.name, term.values, weights, weights)
         for name, metric in outputs.metrics.items():
             own.add_mean(name, metric.values, metric.over)
         own.add("num_tokens", inputs.mask.sum())
         if inputs.rollout_log_probs is not None:
-            _record_mismatch(own, config, inputs, outputs, columns)
+            _record_mismatch(own, inputs, outputs, columns)
     _check_same_cells(table, own)
     table.merge(own)
 
@@ -77,13 +72,8 @@ def _add_weighted(
 
 
 def _record_mismatch(
-    table: StatisticsTable,
-    config: TrainerConfig,
-    inputs: LossInputs,
-    outputs: LossOutputs,
-    columns: Mapping[str, Any],
+    table: StatisticsTable, inputs: LossInputs, outputs: LossOutputs, columns: Mapping[str, Any]
 ) -> None:
-    corrected = correction_weights(config, config, inputs, outputs.policy)
     record_mismatch(
         table,
         mask=inputs.mask,
@@ -94,8 +84,8 @@ def _record_mismatch(
         staleness=_staleness(inputs, columns),
         advantages=inputs.advantages,
         kept=outputs.policy.kept,
-        weights=None if corrected is None else corrected.weight,
-        correction_ratio=None if corrected is None else corrected.ratio,
+        weights=outputs.policy.weight,
+        correction_ratio=outputs.policy.ratio,
     )
 
 

@@ -64,8 +64,8 @@ def test_padding_changes_neither_loss_nor_gradient(name: str) -> None:
         "rollout_log_probs": ragged(policies["rollout"]),
     }
     inputs = loss_inputs(config, columns, torch.cat(ragged(policies["cur"])))
-    outputs = compute_loss(config, config, inputs)
-    expected, _ = reduce_loss(config, inputs, outputs, token_mean)
+    outputs = compute_loss(config, inputs)
+    expected, _ = reduce_loss(config, outputs, token_mean)
     loss, _ = padded_loss(config, batch_of(policies), token_mean)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradient(loss, policies["cur"]), gradient(expected, policies["cur"]))

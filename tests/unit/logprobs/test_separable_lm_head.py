@@ -1,4 +1,4 @@
-"""The LM head fused with a separable loss equals logits followed by separable_log_probs, in bounded memory."""
+"""The LM head fused with a separable loss equals logits followed by the loss, in bounded memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from torch import Tensor
 
 from plugin.errors import ConfigError
 from plugin.logprobs.separable_lm_head import separable_lm_head
-from plugin.logprobs.separable_logprobs import separable_log_probs
-from plugin.loss.token_program import TokenProgram
+from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 from tests.unit.logprobs.test_fused_lm_head import LargestTensor, problem
-from tests.unit.megatron_backend.step.test_separable_path import program_and_fields
 
 # One block of all 11 rows of 1500 columns, blocks of a single row, and three blocks of four rows or less.
 BUDGETS = {"one block": 1 << 24, "tiny": 1, "three": 4 * 1500 * 4}
 
 
+def losses(number: Tensor, log_probs: Tensor, entropy: Tensor) -> Tensor:
+    """A loss with a different gradient in every row: row i weighs i + 1."""
+    return (1.0 + number) * ((log_probs + 1 + number / 10).exp() - 0.3 * entropy)
+
+
 def head_of(hidden: Tensor, weight: Tensor, tokens: Tensor, **options: Any) -> Any:
-    program, fields = program_and_fields(len(tokens))
-    everything = torch.ones(len(tokens), dtype=torch.bool)
+    rows = options.get("rows")
+    numbers = torch.arange(len(hidden)) if rows is None else rows
+    tokens = tokens if rows is None else tokens[rows]
     return separable_lm_head(
-        hidden, weight, tokens, program, fields, **{"row_mask": everything, **options}
+        hidden, weight, tokens, lambda block, *values: losses(numbers[block], *values), **options
     )
 
 
@@ -33,42 +37,50 @@ def head_of(hidden: Tensor, weight: Tensor, tokens: Tensor, **options: Any) -> A
 def test_equals_the_materialized_path(dtype: torch.dtype, budget: int, masked: bool) -> None:
     hidden, weight, tokens = problem(dtype=dtype)
     row_mask = torch.arange(11) % 3 != 0 if masked else torch.ones(11, dtype=torch.bool)
-    program, fields = program_and_fields(11)
-    fields["weights"] = fields["weights"] * row_mask
-    options = {"temperature": 1.5, "expected_gradient": 0.25}
+    rows = row_mask.nonzero()[:, 0]
 
     plain = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    want = separable_log_probs(plain[0] @ plain[1].t(), tokens, program, fields, **options)
-    want[2].backward(torch.tensor(0.25))
+    log_probs, entropy = log_probs_and_entropy(
+        plain[0] @ plain[1].t(), tokens, temperature=1.5, entropy_grad=True
+    )
+    assert entropy is not None
+    (0.25 * losses(torch.arange(11), log_probs, entropy)[rows].sum()).backward()
 
     fused = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     if masked:
         with torch.no_grad():
             fused[0][~row_mask] = torch.nan  # rows without loss are never read
-    got = separable_lm_head(
-        *fused, tokens, program, fields, row_mask=row_mask, memory_budget_bytes=budget, **options
+    got = head_of(
+        *fused,
+        tokens,
+        rows=rows if masked else None,
+        memory_budget_bytes=budget,
+        temperature=1.5,
+        expected_gradient=0.25,
     )
     got[2].backward(torch.tensor(0.25))
     tolerance = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    for mine, theirs in zip(
-        (*got, fused[0].grad, fused[1].grad), (*want, plain[0].grad, plain[1].grad), strict=True
-    ):
+    want = (log_probs[rows], entropy[rows], torch.zeros(()), plain[0].grad, plain[1].grad)
+    for mine, theirs in zip((*got, fused[0].grad, fused[1].grad), want, strict=True):
         torch.testing.assert_close(mine, theirs, **tolerance)
 
 
+def test_strided_hidden_states_give_the_same_gradient() -> None:
+    hidden, weight, tokens = problem()
+    apart = hidden.repeat(1, 2)[:, : hidden.shape[1]].requires_grad_()
+    plain = hidden.clone().requires_grad_()
+    head_of(apart, weight, tokens)[2].backward()
+    head_of(plain, weight, tokens)[2].backward()
+    torch.testing.assert_close(apart.grad, plain.grad)
+
+
 def test_hand_computed_gradients_of_hidden_and_weight() -> None:
-    # The loss 2 log p_0 as a program: d/d log-prob = weights = 2, d/d entropy = 0. Hidden 1 and weights (0, log 3)
-    # give probabilities (1/4, 3/4) and d log p_0 / d logits = (3/4, -3/4).
+    # The loss 2 log p_0. Hidden 1 and weights (0, log 3) give probabilities (1/4, 3/4) and
+    # d log p_0 / d logits = (3/4, -3/4).
     hidden = torch.tensor([[1.0]], requires_grad=True)
     weight = torch.tensor([[0.0], [3.0]]).log().clamp(min=0).requires_grad_()
-    program = TokenProgram(("weights",), (0.0,), (), (0, 1))
     log_probs, _, anchor = separable_lm_head(
-        hidden,
-        weight,
-        torch.tensor([0]),
-        program,
-        {"weights": torch.tensor([2.0])},
-        row_mask=torch.tensor([True]),
+        hidden, weight, torch.tensor([0]), lambda block, log_probs, entropy: 2 * log_probs
     )
     anchor.backward()
     torch.testing.assert_close(log_probs, torch.tensor([0.25]).log())
@@ -103,8 +115,8 @@ def test_a_factor_that_nobody_announced_still_reaches_the_gradients(arriving: fl
 @pytest.mark.parametrize("rows", [0, 11])
 def test_no_row_with_loss_stays_attached_with_zero_gradient(rows: int) -> None:
     hidden, weight, tokens = problem(rows)
-    none = torch.zeros(rows, dtype=torch.bool)
-    head_of(hidden.requires_grad_(), weight.requires_grad_(), tokens, row_mask=none)[2].backward()
+    none = torch.zeros(0, dtype=torch.int64)
+    head_of(hidden.requires_grad_(), weight.requires_grad_(), tokens, rows=none)[2].backward()
     assert hidden.grad is not None and not hidden.grad.any()
     assert weight.grad is not None and not weight.grad.any()
 

@@ -64,7 +64,7 @@ def token_loss(
         **log_probs,
     }
     flat = torch.cat([*cur, torch.zeros(0)]).float().requires_grad_()
-    outputs = compute_loss(config, config, loss_inputs(config, batch, flat))
+    outputs = compute_loss(config, loss_inputs(config, batch, flat))
     outputs.policy.loss.sum().backward()
     assert flat.grad is not None
     return TokenResult(outputs, flat.grad)

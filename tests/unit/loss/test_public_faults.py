@@ -63,7 +63,7 @@ def test_fault_03_a_fully_masked_sample_does_not_dilute_a_ratio() -> None:
     cur = torch.cat(batch["log_probs"])
     batch["rollout_log_probs"] = batch["log_probs"]
     inputs = loss_inputs(config, batch, cur)
-    outputs = compute_loss(config, config, inputs)
+    outputs = compute_loss(config, inputs)
     table = StatisticsTable()
     for name, metric in outputs.metrics.items():
         table.add_mean(name, metric.values, metric.over)

@@ -36,7 +36,7 @@ def terms(config: LossConfig, entropy: torch.Tensor | None = None, **changes: An
         **changes,
     }
     cur = torch.tensor([-1.0, -2.0], requires_grad=True)
-    outputs = compute_loss(config, config, loss_inputs(config, batch, cur, entropy))
+    outputs = compute_loss(config, loss_inputs(config, batch, cur, entropy))
     by_name = {term.name: term for term in outputs.regularizers}
     return cur, by_name
 
@@ -172,8 +172,8 @@ def test_rejected_tokens_stay_in_the_denominator_unless_told_otherwise(
         "rollout_log_probs": [torch.zeros(2)],
     }
     inputs = loss_inputs(config, batch, logs(2.0, 6.0).requires_grad_())
-    outputs = compute_loss(config, config, inputs)
-    loss, _ = reduce_loss(config, inputs, outputs, lambda x: x.sum() / 2)
+    outputs = compute_loss(config, inputs)
+    loss, _ = reduce_loss(config, outputs, lambda x: x.sum() / 2)
     assert loss.item() == pytest.approx(expected)
 
 

@@ -27,7 +27,7 @@ HOOKS = sorted(name for name in ppo_utils.__all__ if name.endswith("_function"))
 @pytest.fixture(autouse=True)
 def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_namespace, "_warned", set())
-    monkeypatch.setattr(corrections, "_warned_about_ratio", False)
+    corrections._warn_of_doubled_ratio.cache_clear()
 
 
 def slime_namespace(**changes: Any) -> Namespace:

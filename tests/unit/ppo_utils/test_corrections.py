@@ -94,17 +94,15 @@ def test_off_policy_is_without_cur_says_what_to_do() -> None:
         call_hook(off_policy_is_function, train=[logs(1.0)])
 
 
-def test_off_policy_is_warns_once_on_a_base_that_carries_a_ratio(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(corrections, "_warned_about_ratio", False)
+def test_off_policy_is_warns_once_on_a_base_that_carries_a_ratio() -> None:
+    corrections._warn_of_doubled_ratio.cache_clear()
     arguments: dict[str, Any] = {"train": [logs(1.0)], "cur": [logs(1.0)]}
     with pytest.warns(UserWarning, match="counts pi_theta/pi_old twice"):
         call_hook(off_policy_is_function, **arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        call_hook(off_policy_is_function, **arguments)  # said once
-        monkeypatch.setattr(corrections, "_warned_about_ratio", False)
+        call_hook(off_policy_is_function, **arguments)  # warns once
+        corrections._warn_of_doubled_ratio.cache_clear()
         call_hook(off_policy_is_function, **arguments, flags=REINFORCE)
         call_hook(off_policy_is_function, **arguments, flags={"allow_biased_correction": True})
 

@@ -1,9 +1,10 @@
-"""The training closure's separable path: loss, gradient, log-probs and metrics are those of the two-phase path."""
+"""The loss inside the LM head: loss, gradient, log-probs and metrics are those of the two-phase path."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +14,14 @@ from torch import Tensor
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.config import ROLLOUT_LOSSES, TrainerConfig
 from plugin.errors import BatchError, ConfigError
-from plugin.logprobs import separable_logprobs
+from plugin.logprobs import separable_lm_head as head_module
 from plugin.logprobs.kernels import blocked_torch
 from plugin.loss.policy_losses import POLICY_LOSSES
-from plugin.loss.separable_loss import separable_obstacle
-from plugin.loss.token_program import TokenProgram
-from plugin.megatron_backend.step import separable_path
-from plugin.megatron_backend.step.forward_step import prepare, training_forward_step
+from plugin.loss.separable_loss import separable_obstacle, takes_separable_head
+from plugin.megatron_backend.step.forward_step import training_forward_step
 from plugin.megatron_backend.step.loss_scaling import LossScale, total_weight
+from plugin.megatron_backend.step.preparation import prepare
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
-from plugin.megatron_backend.step.separable_path import separable_program
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils import token_separable
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
@@ -38,7 +37,29 @@ CPU = torch.device("cpu")
 
 
 def trainer_config(**settings: Any) -> TrainerConfig:
-    return TrainerConfig(**{**BOUNDS, "fused_lm_head": "off", **settings})
+    return TrainerConfig(**{**BOUNDS, **settings})
+
+
+class IdentityHead(torch.nn.Module):
+    """A model whose LM head has the identity for a weight: its hidden states are its logits."""
+
+    class OutputLayer(torch.nn.Module):
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight)
+
+        def forward(self, hidden: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
+            return hidden @ self.weight.t(), None
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.post_process = True
+        self.config = SimpleNamespace(sequence_parallel=False)
+        self.hidden = hidden
+        self.output_layer = self.OutputLayer(torch.eye(hidden.shape[-1], dtype=hidden.dtype))
+
+    def forward(self, **_: Any) -> Tensor:
+        return self.output_layer(self.hidden.view_as(self.hidden))[0]
 
 
 class Outcome:
@@ -68,8 +89,8 @@ class Outcome:
         kept: list[Tensor | None] = []
         step = training_forward_step(config, groups, scale, table, errors, kept_log_probs=kept)
         leaf = logits.requires_grad_()
-        self.output, loss_of = step(iter([prepared]), lambda **_: leaf.view_as(leaf))
-        loss, self.num_tokens, _ = loss_of(self.output)
+        output, loss_of = step(iter([prepared]), IdentityHead(leaf))
+        loss, self.num_tokens, _ = loss_of(output)
         with errors.collecting():
             (self.gradient,) = torch.autograd.grad(
                 loss if config.per_token else loss / 3, leaf, torch.tensor(arriving)
@@ -193,50 +214,10 @@ def test_rows_without_loss_are_not_read() -> None:
 def test_without_a_compiler_blocks_of_torch_operations_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(separable_logprobs, "row_kernels_for", lambda logits: blocked_torch)
+    monkeypatch.setattr(head_module, "row_kernels_for", lambda logits: blocked_torch)
     # 2 rows of 7 float32 columns per block: several blocks, the last one partial
     monkeypatch.setitem(blocked_torch._BLOCK_BYTES, "cpu", 2 * 7 * 4)
     assert_same(trainer_config(entropy_coef=0.05, use_tis=True))
-
-
-def test_the_gradient_replaces_the_logits_in_the_forward_pass() -> None:
-    fast = Outcome(trainer_config(separable_fast_path="on"))
-    assert fast.gradient.data_ptr() == fast.output.data_ptr()
-
-
-def program_and_fields(rows: int) -> tuple[TokenProgram, dict[str, Tensor]]:
-    """A real loss and plausible values for its inputs."""
-    program = separable_program(trainer_config(), 1, CPU)
-    assert program is not None
-    numbers = torch.arange(rows)
-    return program, dict.fromkeys(program.inputs, -1.0 - numbers / 10) | {"weights": 1.0 + numbers}
-
-
-def anchor_of(logits: Tensor, **options: Any) -> Tensor:
-    rows = torch.arange(len(logits))
-    arguments = program_and_fields(len(logits))
-    return separable_logprobs.separable_log_probs(logits, rows, *arguments, **options)[2]
-
-
-@pytest.mark.parametrize("layout", ["transposed", "one row for all", "rows apart"])
-def test_strided_logits_give_the_same_gradient(layout: str) -> None:
-    base = torch.randn(5, generator=torch.Generator().manual_seed(0))
-    logits = {
-        "transposed": base[:, None].expand(5, 3).contiguous().t(),
-        "one row for all": base.expand(3, 5),
-        "rows apart": base.expand(3, 5).repeat(1, 2)[:, :5],
-    }[layout].requires_grad_()
-    expected = base.repeat(3, 1).requires_grad_()
-    (wanted,) = torch.autograd.grad(anchor_of(expected), expected)
-    (gradient,) = torch.autograd.grad(anchor_of(logits, inplace_grad=True), logits)
-    torch.testing.assert_close(gradient, wanted)
-
-
-def test_a_second_backward_pass_is_refused() -> None:
-    anchor = anchor_of(torch.randn(3, 5, requires_grad=True))
-    anchor.backward(retain_graph=True)
-    with pytest.raises(ConfigError, match="second backward pass"):
-        anchor.backward()
 
 
 @pytest.mark.parametrize(
@@ -258,27 +239,28 @@ def test_losses_over_sequences_take_two_phases_and_cannot_be_forced(
 ) -> None:
     config = trainer_config(**settings)
     assert separable_obstacle(config) is not None
-    assert separable_program(config, 1, CPU) is None
+    assert not takes_separable_head(config, 1)
     with pytest.raises(
         ConfigError, match=f"--separable-fast-path on: .*{reason}.*; use auto or off"
     ):
-        separable_program(_with(config, separable_fast_path="on"), 1, CPU)
+        takes_separable_head(_with(config, separable_fast_path="on"), 1)
 
 
 @pytest.mark.parametrize(
-    ("settings", "tp_size", "device"),
-    [
-        ({"separable_fast_path": "off"}, 1, "cpu"),
-        ({}, 2, "cpu"),
-        ({}, 1, "cuda"),
-        ({"inplace_logits_grad": False}, 1, "cpu"),
-    ],
+    ("settings", "tp_size"),
+    [({"separable_fast_path": "off"}, 1), ({}, 2), ({"fused_lm_head": "off"}, 1)],
 )
-def test_auto_takes_two_phases_where_one_visit_is_impossible_or_unproven(
-    settings: dict[str, Any], tp_size: int, device: str
+def test_auto_takes_two_phases_where_the_head_is_not_whole_or_not_fused(
+    settings: dict[str, Any], tp_size: int
 ) -> None:
-    assert separable_program(trainer_config(), 1, CPU) is not None
-    assert separable_program(trainer_config(**settings), tp_size, torch.device(device)) is None
+    assert takes_separable_head(trainer_config(), 1)
+    assert not takes_separable_head(trainer_config(**settings), tp_size)
+
+
+def test_insisting_on_it_without_the_fused_head_is_refused() -> None:
+    config = trainer_config(separable_fast_path="on", fused_lm_head="off")
+    with pytest.raises(ConfigError, match="--fused-lm-head is off; use auto or off"):
+        takes_separable_head(config, 1)
 
 
 # Hooks of a user, named by this file's path.
@@ -300,6 +282,9 @@ length_hook = token_separable(_hook(lambda rollout: torch.sigmoid(rollout) / len
 secretive_hook = token_separable(_hook(lambda rollout: rollout * sum(rollout.tolist())))
 strength = 1.0
 stateful_hook = token_separable(_hook(lambda rollout: torch.full_like(rollout, strength)))
+mixes_when_long = token_separable(
+    _hook(lambda rollout: rollout if len(rollout) < 6 else rollout * rollout.mean())
+)
 
 
 def named(name: str, **settings: Any) -> TrainerConfig:
@@ -308,8 +293,8 @@ def named(name: str, **settings: Any) -> TrainerConfig:
 
 
 def test_a_users_hook_takes_part_once_it_declares_itself() -> None:
-    assert separable_program(named("own_hook"), 1, CPU) is not None
-    assert separable_program(named("undeclared_hook"), 1, CPU) is None
+    assert takes_separable_head(named("own_hook"), 1)
+    assert not takes_separable_head(named("undeclared_hook"), 1)
     assert_same(named("own_hook", entropy_coef=0.05))
 
 
@@ -317,20 +302,25 @@ def test_a_users_hook_takes_part_once_it_declares_itself() -> None:
 def test_a_wrong_declaration_is_found_out_and_changes_nothing(name: str) -> None:
     config = named(name)
     assert separable_obstacle(config) is None  # it declares itself separable
-    assert separable_program(config, 1, CPU) is None  # it is not
+    assert not takes_separable_head(config, 1)  # it is not
     fast, slow = Outcome(config), Outcome(_with(config, separable_fast_path="off"))
     assert torch.equal(fast.gradient, slow.gradient)
     with pytest.raises(ConfigError, match="--separable-fast-path on"):
-        separable_program(_with(config, separable_fast_path="on"), 1, CPU)
+        takes_separable_head(_with(config, separable_fast_path="on"), 1)
 
 
-def test_a_hook_with_state_of_its_own_is_found_out_on_its_first_microbatch(
+def test_a_hook_with_state_of_its_own_is_asked_anew_in_every_microbatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(separable_path, "_verified", set())
     config = named("stateful_hook")
-    assert separable_program(config, 1, CPU) is not None
+    assert_same(config)
     monkeypatch.setattr(f"{__name__}.strength", 1.5)
+    assert_same(config)
+
+
+def test_mixing_that_the_example_tokens_do_not_show_is_found_out_in_the_microbatch() -> None:
+    config = named("mixes_when_long")
+    assert takes_separable_head(config, 1)
     outcome = Outcome(config)
     assert isinstance(outcome.error, BatchError)
     assert "declared @token_separable" in str(outcome.error)

@@ -11,7 +11,7 @@ import torch
 
 from plugin.config import LossConfig
 from plugin.errors import BatchError, HookLoadError
-from plugin.loss import hook_calling
+from plugin.loss import compute_loss, hook_chain, loss_inputs
 from tests.unit.loss.sample_batches import logs, random_batch, run, token_loss
 
 HookFile = Callable[[str], str]
@@ -20,7 +20,7 @@ HookFile = Callable[[str], str]
 @pytest.fixture
 def hook_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HookFile:
     """Writes the body of a hook to a file and gives its path; no hook counts as checked before."""
-    monkeypatch.setattr(hook_calling, "_probed", set())
+    monkeypatch.setattr(hook_chain, "_chains", {})
 
     def write(body: str) -> str:
         name = f"hook_{len(list(tmp_path.iterdir()))}.py"
@@ -89,11 +89,14 @@ def test_gradient_through_a_clamped_weight_is_found_at_its_bound(hook_file: Hook
         run_hook(path)
 
 
-def test_a_batch_without_tokens_does_not_count_as_the_check(hook_file: HookFile) -> None:
+def test_a_hook_is_checked_before_the_first_batch_even_if_that_has_no_tokens(
+    hook_file: HookFile,
+) -> None:
     path = hook_file(
         "return pg_loss * torch.cat([*cur_log_probs, torch.zeros(0)]).exp(), loss_masks, {}"
     )
-    run(corrected(path), *random_batch([]))
+    with pytest.raises(BatchError, match="lets gradient flow through its weight"):
+        run(corrected(path), *random_batch([]))
     with pytest.raises(BatchError, match="lets gradient flow through its weight"):
         run_hook(path)
 
@@ -105,9 +108,7 @@ def test_a_checked_hook_is_called_once_per_microbatch(hook_file: HookFile, tmp_p
     )
     for _ in range(3):
         run_hook(path)
-    assert log.read_text() == "x" * (
-        1 + 3
-    )  # one more on the first batch: where does its gradient flow?
+    assert log.read_text() == "x" * (1 + 3)  # the first on example tokens, before any batch
 
 
 def test_an_exception_inside_a_hook_is_the_users_own(hook_file: HookFile) -> None:
@@ -179,3 +180,35 @@ assert args.eps_clip == 0.2 and pg_loss.shape == (5,)
 return pg_loss, loss_masks, {}
 """
     run_hook(hook_file(body))
+
+
+def test_the_chain_reports_ratio_and_weight_of_every_token_from_one_call(
+    hook_file: HookFile, tmp_path: Path
+) -> None:
+    log = tmp_path / "calls.txt"
+    path = hook_file(
+        f"with open({str(log)!r}, 'a') as log: log.write('x')\n"
+        "w = torch.tensor([0.5, 3.0, 0.0, 1.0, 2.0])\n"
+        "masks = [m.clone() for m in loss_masks]\nmasks[1][2] = 0\n"
+        "return pg_loss * w, masks, {'tis': w + 1}"
+    )
+    config = corrected(path)
+    batch, _ = random_batch([[1, 1], [1, 0, 1]])
+    batch["advantages"] = [torch.zeros(2), torch.zeros(3)]  # a loss of 0 hides no weight
+    inputs = loss_inputs(config, batch, torch.zeros(5).sub(1).requires_grad_())
+    calls = len(log.read_text()) if log.exists() else 0
+    outputs = compute_loss(config, inputs, with_weights=True)
+    assert len(log.read_text()) == calls + 2  # once on example tokens, once here
+    assert outputs.policy.weight is not None and outputs.policy.ratio is not None
+    assert outputs.policy.weight.tolist() == [
+        0.5,
+        3.0,
+        0.0,
+        0.0,
+        0.0,
+    ]  # masked, and dropped by the hook
+    assert outputs.policy.ratio.tolist() == [1.5, 4.0, 1.0, 2.0, 3.0]
+    with torch.no_grad():
+        assert torch.equal(
+            compute_loss(config, inputs, with_weights=True).policy.weight, outputs.policy.weight
+        )

@@ -1,0 +1,169 @@
+"""A chain of correction hooks: loaded, checked and tried once at set-up, then run once per microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugin.config import LossConfig
+from plugin.errors import BatchError, HookLoadError
+from plugin.loss.example_tokens import example_inputs
+from plugin.loss.hook_loading import load_hook
+from plugin.loss.interfaces import LossInputs, PolicyTerm
+from plugin.sharding.parallel_context import SINGLE_PROCESS, use_parallel_context
+
+_chains: dict[tuple[str, ...], HookChain] = {}
+
+
+def hook_chain(config: LossConfig, args: Any = None) -> HookChain:
+    """Return the chain that `config` names; it is loaded and tried when it is first asked for.
+
+    args: the namespace that hooks receive; None = `config`
+    """
+    paths = tuple(config.hook_names())
+    if paths not in _chains:
+        _chains[paths] = HookChain(paths, config if args is None else args)
+    return _chains[paths]
+
+
+class HookChain:
+    """Corrections in order; each sees the loss and the masks of the one before."""
+
+    def __init__(self, paths: Sequence[str], args: Any) -> None:
+        self.hooks = [(path, load_hook(path)) for path in paths]
+        for path, hook in self.hooks:
+            _try_out(path, hook, args)
+
+    def apply(
+        self, args: Any, term: PolicyTerm, inputs: LossInputs, *, with_weights: bool = False
+    ) -> PolicyTerm:
+        """Run the hooks on a policy term.
+
+        with_weights: also find each token's ratio and weight. The weight is the derivative of the loss after
+            the hooks by the loss before: exact for hooks that multiply, also where the loss is 0.
+        """
+        before = term.loss
+        if with_weights and not before.requires_grad:
+            before = before.detach().requires_grad_()
+        with torch.set_grad_enabled(with_weights or torch.is_grad_enabled()):
+            corrected, loss_masks = replace(term, loss=before), inputs.loss_masks
+            for path, hook in self.hooks:
+                corrected, loss_masks = _apply(path, hook, args, corrected, inputs, loss_masks)
+            if not with_weights:
+                return corrected
+            (weight,) = torch.autograd.grad(corrected.loss.sum(), before, retain_graph=True)
+        if not torch.is_grad_enabled():
+            corrected = replace(corrected, loss=corrected.loss.detach())
+        # A pure rejection keeps a token as it is: its ratio is 1, its weight 1 or 0.
+        ratio = corrected.metrics.get("tis", torch.ones_like(weight))
+        return replace(corrected, ratio=ratio, weight=weight)
+
+
+def _apply(
+    path: str,
+    hook: Callable[..., Any],
+    args: Any,
+    term: PolicyTerm,
+    inputs: LossInputs,
+    loss_masks: Sequence[Tensor],
+) -> tuple[PolicyTerm, Sequence[Tensor]]:
+    result = hook(args, **_arguments(inputs, term.loss, loss_masks))
+    pg_loss, new_masks, metrics = _checked_result(path, result, term.loss, loss_masks)
+    kept = term.kept & inputs.shards.local_mask(new_masks)
+    if "is_masked" in metrics:  # a hook may drop by a weight of 0 and leave the masks as they were
+        kept = kept & (metrics["is_masked"] == 0)
+    merged = dict(term.metrics)
+    for key, value in metrics.items():
+        if key in merged and key != "pg_clipfrac":
+            key = f"{path.replace(':', '.').rsplit('.', 1)[-1]}/{key}"
+        merged[key] = value.detach()
+    loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
+    return PolicyTerm(loss, kept, merged), new_masks
+
+
+def _arguments(inputs: LossInputs, pg_loss: Tensor, loss_masks: Sequence[Tensor]) -> dict[str, Any]:
+    return {
+        "pg_loss": pg_loss,
+        "train_log_probs": inputs.per_sample(inputs.train_log_probs),
+        "rollout_log_probs": inputs.per_sample(inputs.require_rollout()),
+        "loss_masks": list(loss_masks),
+        "cur_log_probs": inputs.per_sample(inputs.cur_log_probs),
+        "advantages": inputs.per_sample(inputs.advantages),
+        "total_lengths": list(inputs.total_lengths),
+        "response_lengths": list(inputs.shards.response_lengths),
+    }
+
+
+def _try_out(path: str, hook: Callable[..., Any], args: Any) -> None:
+    """Call a hook on example tokens and see what it returns and where its gradient flows.
+
+    A correction weight that is not detached adds a gradient of its own to the policy gradient. What counts is
+    that the graph is connected, not the size of the gradient: a weight at its bound has none.
+    """
+    inputs = example_inputs()
+    pg_loss = torch.where(inputs.mask, 1.0, 0.0).requires_grad_()
+    with torch.enable_grad(), use_parallel_context(SINGLE_PROCESS):
+        result = hook(args, **_arguments(inputs, pg_loss, inputs.loss_masks))
+        new_loss, _, _ = _checked_result(path, result, pg_loss, inputs.loss_masks)
+        if not new_loss.requires_grad:
+            raise BatchError(
+                f"hook {path!r} returned a pg_loss without gradient, so nothing would be learned; "
+                "detach the weight, not the loss"
+            )
+        through_loss, through_weight = torch.autograd.grad(
+            new_loss.sum(), (pg_loss, inputs.cur_log_probs), allow_unused=True
+        )
+    if through_weight is not None:
+        raise BatchError(
+            f"hook {path!r} lets gradient flow through its weight; compute it under torch.no_grad() or "
+            "call .detach() on it"
+        )
+    if through_loss is None:
+        raise BatchError(
+            f"hook {path!r} returned a loss that does not depend on pg_loss, so nothing would be learned; "
+            "return pg_loss times a weight"
+        )
+
+
+def _checked_result(
+    path: str, result: Any, pg_loss: Tensor, loss_masks: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
+    contract = f"hook {path!r} must return (pg_loss, loss_masks, metrics)"
+    if not isinstance(result, (tuple, list)) or len(result) != 3:
+        raise HookLoadError(f"{contract}; it returned {_described(result)}")
+    new_loss, new_masks, metrics = result
+    if not isinstance(new_loss, Tensor) or new_loss.shape != pg_loss.shape:
+        raise BatchError(
+            f"{contract}; its pg_loss is {_described(new_loss)}, expected a tensor of shape "
+            f"{tuple(pg_loss.shape)}"
+        )
+    if not isinstance(new_masks, Sequence) or len(new_masks) != len(loss_masks):
+        raise BatchError(
+            f"{contract}; its loss_masks are {_described(new_masks)}, expected {len(loss_masks)} masks"
+        )
+    for i, (new, old) in enumerate(zip(new_masks, loss_masks, strict=True)):
+        if not isinstance(new, Tensor) or new.shape != old.shape:
+            raise BatchError(
+                f"{contract}; its mask of sample {i} is {_described(new)}, expected shape {tuple(old.shape)}"
+            )
+    if not isinstance(metrics, dict):
+        raise HookLoadError(f"{contract}; its metrics are {_described(metrics)}, expected a dict")
+    for key, value in metrics.items():
+        if not isinstance(value, Tensor) or value.shape != pg_loss.shape:
+            raise BatchError(
+                f"{contract}; its metric {key!r} is {_described(value)}, expected one value per token, "
+                f"shape {tuple(pg_loss.shape)}"
+            )
+    return new_loss, new_masks, metrics
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,154 @@
+"""From the columns of a batch to the flat, checked inputs of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugin.config import LossConfig
+from plugin.errors import BatchError, ConfigError
+from plugin.loss.interfaces import LossInputs
+from plugin.loss.value_checks import check_tokens
+from plugin.ppo_utils.masked_ops import zero_masked
+from plugin.sharding.parallel_context import SINGLE_PROCESS
+from plugin.sharding.sequence_shards import SequenceShards
+
+_OPTIONAL_LOG_PROBS = ("rollout_log_probs", "ref_log_probs", "teacher_log_probs")
+
+
+def loss_inputs(
+    config: LossConfig,
+    batch: Mapping[str, Any],
+    cur_log_probs: Tensor,
+    entropy: Tensor | None = None,
+    *,
+    shards: SequenceShards | None = None,
+) -> LossInputs:
+    """Flatten, check and mask the per-token fields of a batch around `cur_log_probs` [T].
+
+    shards: those of the batch, where the caller has them already
+    """
+    shards = shards or batch_shards(batch, cur_log_probs.device)
+    return KnownTokens.of(config, batch, shards).at_policy(config, cur_log_probs, entropy)
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """What is known of the local response tokens before the forward pass.
+
+    mask: [T] bool; fields: [T] float32 by the names of `LossInputs`, anything where masked, None where the batch
+        has none; `train_log_probs` is None where the update's own log-probs stand for them
+    """
+
+    mask: Tensor
+    shards: SequenceShards
+    loss_masks: Sequence[Tensor]
+    total_lengths: Sequence[int]
+    fields: Mapping[str, Tensor | None]
+
+    @classmethod
+    def of(
+        cls, config: LossConfig, batch: Mapping[str, Any], shards: SequenceShards
+    ) -> KnownTokens:
+        """Flatten the columns of a batch; lengths that do not fit each other are a `BatchError`."""
+        require_columns(batch, "loss_masks", "advantages")
+        config.require_rollout_log_probs(batch.get("rollout_log_probs") is not None)
+        if config.teacher_tau and batch.get("teacher_log_probs") is None:
+            raise ConfigError(
+                f"--teacher-tau is {config.teacher_tau} but the batch has no teacher_log_probs; give a teacher"
+            )
+        fields = {
+            name: _flat(name, batch.get(name), shards)
+            for name in ("advantages", *_OPTIONAL_LOG_PROBS)
+        }
+        fields["train_log_probs"] = (
+            fields["rollout_log_probs"]
+            if config.use_rollout_logprobs
+            else _flat("log_probs", batch.get("log_probs"), shards)
+        )
+        loss_masks = batch["loss_masks"]
+        lengths = [mask.numel() for mask in loss_masks]
+        if lengths != list(shards.response_lengths):
+            raise BatchError(
+                f"loss_masks have lengths {lengths} but the responses {list(shards.response_lengths)}; give one "
+                "mask per sample, as long as its whole response"
+            )
+        mask = shards.local_mask(loss_masks)
+        return cls(mask, shards, loss_masks, batch["total_lengths"], fields)
+
+    def at_policy(
+        self, config: LossConfig, cur: Tensor, entropy: Tensor | None, *, check: bool = True
+    ) -> LossInputs:
+        """Join log-prob and entropy [T] of the current policy; values that no token may carry are an error."""
+        mask = self.mask
+        if mask.numel() != cur.numel():
+            raise BatchError(
+                f"cur_log_probs has {cur.numel()} tokens but the samples have {mask.numel()} local ones"
+            )
+        raw = {**self.fields, "cur_log_probs": cur}
+        if raw["train_log_probs"] is None:
+            raw["train_log_probs"] = cur.detach()
+        if check and config.validates_on(cur.device):
+            check_tokens(raw, mask, self.shards)
+        if entropy is not None:
+            entropy = zero_masked(entropy if config.entropy_coef else entropy.detach(), mask)
+        clean = {
+            name: None if value is None else zero_masked(value, mask) for name, value in raw.items()
+        }
+        return LossInputs(
+            mask=mask,
+            shards=self.shards,
+            loss_masks=self.loss_masks,
+            total_lengths=self.total_lengths,
+            entropy=entropy,
+            **clean,  # type: ignore[arg-type]
+        )
+
+    def part(self, index: Tensor) -> KnownTokens:
+        """Return the tokens at `index` [n] as one sample of a single process.
+
+        A token-separable loss cannot tell the difference.
+        """
+        mask = self.mask[index]
+        length = [mask.numel()]
+        return replace(
+            self,
+            mask=mask,
+            shards=SequenceShards.of(length, length, mask.device, SINGLE_PROCESS),
+            loss_masks=[mask.long()],
+            total_lengths=length,
+            fields={k: None if v is None else v[index] for k, v in self.fields.items()},
+        )
+
+
+def require_columns(batch: Mapping[str, Any], *names: str) -> None:
+    """Raise a `BatchError` for columns that the batch lacks."""
+    missing = [name for name in names if batch.get(name) is None]
+    if missing:
+        raise BatchError(
+            f"the batch has no {', '.join(missing)}; policy_loss_function needs unconcat_tokens, "
+            "total_lengths, response_lengths, loss_masks and advantages"
+        )
+
+
+def batch_shards(batch: Mapping[str, Any], device: torch.device) -> SequenceShards:
+    """Return which response tokens of a batch this rank holds, in the current parallel context."""
+    require_columns(batch, "total_lengths", "response_lengths")
+    return SequenceShards.of(batch["total_lengths"], batch["response_lengths"], device)
+
+
+def _flat(name: str, values: Sequence[Tensor] | None, shards: SequenceShards) -> Tensor | None:
+    if values is None:
+        return None
+    lengths = [value.numel() for value in values]
+    if lengths != shards.local_lengths:
+        raise BatchError(
+            f"{name} has lengths {lengths} but the local responses {shards.local_lengths}; give one tensor "
+            "per sample with one value per response token"
+        )
+    flat = torch.cat([value.reshape(-1) for value in values]) if values else torch.zeros(0)
+    return flat.detach().to(device=shards.device, dtype=torch.float32)

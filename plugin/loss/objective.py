@@ -1,0 +1,97 @@
+"""The objective: policy loss with corrections, plus regularizers, over which denominator.
+
+Every caller (the training closures, the separable LM head, `policy_loss_function`, the adapters) gets its
+per-token loss here and only decides how to sum it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugin.config import LossConfig
+from plugin.loss.hook_chain import hook_chain
+from plugin.loss.interfaces import LossInputs, LossOutputs, TokenMetric
+from plugin.loss.normalization import kept_token_scale
+from plugin.loss.policy_losses import resolve_policy_loss
+from plugin.loss.regularizers import regularizer_terms
+from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
+from plugin.ppo_utils.kl_estimators import k3
+
+
+def check_loss(config: LossConfig) -> None:
+    """Load, check and try whatever the configuration names by import path, before anything starts."""
+    resolve_policy_loss(config.policy_loss)
+    if config.use_tis or config.get_mismatch_metrics:
+        hook_chain(config)
+
+
+def compute_loss(
+    config: LossConfig,
+    inputs: LossInputs,
+    *,
+    args: Any = None,
+    policy_weights: Tensor | None = None,
+    with_weights: bool = False,
+    with_metrics: bool = True,
+) -> LossOutputs:
+    """Compute the objective of every token.
+
+    args: the namespace that hooks receive; None = `config`
+    policy_weights: [T] correction weights that the caller has computed itself
+    with_weights: also report what the corrections did to each token, in `policy.ratio` and `policy.weight`
+    """
+    args = config if args is None else args
+    term = resolve_policy_loss(config.policy_loss)(inputs, config)
+    if config.use_tis:
+        chain = hook_chain(config, args)
+        term = chain.apply(args, term, inputs, with_weights=with_weights)
+    elif config.get_mismatch_metrics and with_metrics:
+        with torch.no_grad():
+            observed = hook_chain(config, args).apply(args, term, inputs)
+        term = replace(term, metrics=observed.metrics | term.metrics)
+    if policy_weights is not None:
+        weights = torch.where(inputs.mask, policy_weights.detach().float(), 0.0)
+        term = replace(term, loss=term.loss * weights)
+    policy, denominator = term.loss, inputs.mask
+    if config.loss_denominator == "kept":
+        if config.per_token:
+            denominator = term.kept
+        else:
+            policy = policy * kept_token_scale(term.kept, inputs.mask, inputs.shards)
+    regularizers = regularizer_terms(inputs, config, term.kept)
+    total = policy
+    for regularizer in regularizers:
+        if regularizer.coefficient:
+            total = total + regularizer.coefficient * regularizer.values
+    metrics: dict[str, TokenMetric] = {}
+    if with_metrics:
+        metrics = {name: TokenMetric(v.detach(), inputs.mask) for name, v in term.metrics.items()}
+        metrics |= _comparison_metrics(inputs, term.kept)
+    return LossOutputs(term, regularizers, policy, total, denominator, metrics)
+
+
+def _comparison_metrics(inputs: LossInputs, kept: Tensor) -> dict[str, TokenMetric]:
+    """How far the three policies are from each other."""
+    mask, cur = inputs.mask, inputs.cur_log_probs.detach()
+    cur_over_train = log_ratio(cur, inputs.train_log_probs, mask)
+    metrics = {
+        "ppo_kl": TokenMetric(-cur_over_train, mask),
+        "ois": TokenMetric(safe_exp(cur_over_train), mask),
+    }
+    if inputs.teacher_log_probs is not None:
+        metrics["teacher_kl"] = TokenMetric(log_ratio(cur, inputs.teacher_log_probs, mask), mask)
+    if inputs.rollout_log_probs is None:
+        return metrics
+    train_over_rollout = log_ratio(inputs.train_log_probs, inputs.rollout_log_probs, mask)
+    mismatch = k3(log_ratio(inputs.rollout_log_probs, cur, mask))
+    metrics |= {
+        "train_rollout_logprob_abs_diff": TokenMetric(train_over_rollout.abs(), mask),
+        "mismatch_kl": TokenMetric(mismatch, mask),
+        "masked_mismatch_kl": TokenMetric(mismatch, mask & ~kept),
+        "unmasked_mismatch_kl": TokenMetric(mismatch, kept),
+    }
+    return metrics

@@ -1,0 +1,98 @@
+"""Lays out the microbatches of a step for this rank, before any schedule starts.
+
+Errors can still be raised on all ranks together here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugin.batch_types import FIELDS, Microbatch
+from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.step.sequence_packing import (
+    ModelInputs,
+    SequenceLayout,
+    model_inputs,
+    row_length,
+)
+
+
+@dataclass(frozen=True)
+class PreparedMicrobatch:
+    """A microbatch ready for the model: its layout and the columns that its loss needs, local to this rank.
+
+    response_rows, loss_rows: bool [B * S_local] on the CPU, the rows that predict a response token, and those of
+        them whose loss mask is 1
+    loss_tokens: [n] int64, the local response tokens whose loss mask is 1
+    """
+
+    number: int
+    inputs: ModelInputs
+    columns: dict[str, Any]
+    is_padding: bool
+    response_rows: Tensor
+    loss_rows: Tensor
+    loss_tokens: Tensor
+
+
+def prepare(
+    microbatches: Sequence[Microbatch],
+    groups: ParallelGroups,
+    *,
+    layout: SequenceLayout = "packed",
+    transformer_engine: bool = False,
+    sequence_parallel: bool = False,
+    device: torch.device | str = "cpu",
+) -> list[PreparedMicrobatch]:
+    """Lay out every microbatch of a step for this rank."""
+    at_least = 0
+    if groups.vpp_size:
+        # The interleaved schedule announces the shapes of its messages to the next and to the previous stage at
+        # once. With two stages these are one peer, and the shapes of different microbatches come out swapped.
+        at_least = max(row_length(m.batch, groups, layout, sequence_parallel) for m in microbatches)
+    prepared = []
+    for number, microbatch in enumerate(microbatches):
+        inputs = model_inputs(
+            microbatch.batch,
+            groups,
+            layout=layout,
+            transformer_engine=transformer_engine,
+            sequence_parallel=sequence_parallel,
+            at_least=at_least,
+            device=device,
+        )
+        masks = [torch.as_tensor(mask).cpu() for mask in microbatch.batch.columns["loss_masks"]]
+        with_loss = inputs.shards.local(masks) != 0
+        rows = inputs.rows.cpu()
+        response_rows = torch.zeros(inputs.tokens.numel(), dtype=torch.bool)
+        loss_rows = response_rows.clone()
+        response_rows[rows], loss_rows[rows] = True, with_loss
+        prepared.append(
+            PreparedMicrobatch(
+                number,
+                inputs,
+                _local_columns(microbatch, inputs),
+                microbatch.is_padding,
+                response_rows,
+                loss_rows,
+                with_loss.nonzero()[:, 0].to(device, non_blocking=True),
+            )
+        )
+    return prepared
+
+
+def _local_columns(microbatch: Microbatch, inputs: ModelInputs) -> dict[str, Any]:
+    """Per-token columns cut to this CP rank's tokens; masks stay whole, as corrections expect them."""
+    columns = dict(microbatch.batch.columns)
+    for name, values in columns.items():
+        if FIELDS[name].shape == "response" and name != "loss_masks":
+            local = inputs.shards.local([torch.as_tensor(value) for value in values])
+            columns[name] = list(local.split(inputs.shards.local_lengths))
+    device = inputs.shards.device
+    columns["loss_masks"] = [torch.as_tensor(mask).to(device) for mask in columns["loss_masks"]]
+    return columns

@@ -1,0 +1,142 @@
+"""How a correction is written, and how slime's hook signature is made of it.
+
+A built-in correction is a function of tokens,
+
+    fn(tokens, config) -> (weight, keep, metrics)
+
+weight: [T] what the policy loss is multiplied by, None = 1; keep: bool [T] the tokens that stay, None = all;
+metrics: name -> [T]. It runs without gradient and need not look at the mask: what is masked is 0 in every
+log-ratio, and its weight and metrics are ignored. `@correction` turns it into a hook.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugin.config import LossConfig
+from plugin.errors import BatchError, ConfigError
+from plugin.ppo_utils.importance_ratio import log_ratio
+from plugin.ppo_utils.masked_ops import zero_masked
+from plugin.sharding.sequence_shards import SequenceShards
+
+Corrected = tuple[Tensor | None, Tensor | None, dict[str, Tensor]]
+HookResult = tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(LossConfig)}
+
+
+@dataclass(frozen=True)
+class CorrectionTokens:
+    """The local response tokens of a microbatch, flat.
+
+    mask: [T] bool, the loss mask; shards: which tokens of which sample these are
+    given: the [T] float32 inputs without gradient by name, None where the caller passed none
+    correction: name of the correction, for errors
+    """
+
+    mask: Tensor
+    shards: SequenceShards
+    given: Mapping[str, Tensor | None]
+    correction: str
+
+    def get(self, name: str) -> Tensor:
+        """Return the input `name` [T], or raise a `ConfigError` if the caller did not pass it."""
+        value = self.given[name]
+        if value is None:
+            missing = [key for key, values in self.given.items() if values is None]
+            raise ConfigError(
+                f"{self.correction} needs {name} and was called without {', '.join(missing)}; call it through "
+                "plugin.loss.policy_loss_function (--loss-type custom_loss --custom-loss-function-path "
+                "plugin.loss.policy_loss_function), which passes them"
+            )
+        return value
+
+    def log_ratio(self, numerator: str, denominator: str) -> Tensor:
+        """log(numerator / denominator) [T] of two policies, e.g. "train" and "rollout"; 0 where masked."""
+        names = (f"{numerator}_log_probs", f"{denominator}_log_probs")
+        return log_ratio(self.get(names[0]), self.get(names[1]), self.mask)
+
+
+class FlagsWithDefaults:
+    """Another framework's namespace in which a flag that is missing or None has its documented default."""
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._args, name, None)
+        return _DEFAULTS.get(name) if value is None else value
+
+
+def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callable[..., HookResult]:
+    """Give a function of tokens the signature that slime calls its TIS hooks with.
+
+    A correction that weights leaves the loss masks as they are; one that only drops zeroes them.
+    """
+
+    def hook(
+        args: Any,
+        *,
+        pg_loss: Tensor,
+        loss_masks: Sequence[Tensor],
+        train_log_probs: Sequence[Tensor] | None = None,
+        rollout_log_probs: Sequence[Tensor] | None = None,
+        cur_log_probs: Sequence[Tensor] | None = None,
+        advantages: Sequence[Tensor] | None = None,
+        total_lengths: Sequence[int] | None = None,
+        response_lengths: Sequence[int] | None = None,
+        **_: Any,
+    ) -> HookResult:
+        if response_lengths is None:
+            response_lengths = [mask.numel() for mask in loss_masks]
+        shards = SequenceShards.of(total_lengths, response_lengths, pg_loss.device)
+        mask = shards.local_mask(loss_masks)
+        if mask.numel() != pg_loss.numel():
+            raise BatchError(
+                f"pg_loss has {pg_loss.numel()} tokens but the loss masks select {mask.numel()} local "
+                "response tokens; both must cover the same responses"
+            )
+        given = {
+            "train_log_probs": train_log_probs,
+            "rollout_log_probs": rollout_log_probs,
+            "cur_log_probs": cur_log_probs,
+            "advantages": advantages,
+        }
+        flat = {name: _flat(name, values, shards) for name, values in given.items()}
+        tokens = CorrectionTokens(mask, shards, flat, function.__name__)
+        config = args if isinstance(args, LossConfig) else FlagsWithDefaults(args)
+        with torch.no_grad():
+            weight, keep, metrics = function(tokens, config)
+        kept = mask if keep is None else mask & keep
+        loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
+        if keep is not None:
+            metrics["is_masked"] = ~keep
+        if weight is not None:
+            loss = loss * weight.to(pg_loss.dtype)
+        elif keep is not None:
+            loss_masks = shards.masks_and(loss_masks, keep)
+        metrics = {name: zero_masked(values, mask) for name, values in metrics.items()}
+        return loss, loss_masks, metrics
+
+    functools.update_wrapper(hook, function)
+    del hook.__wrapped__  # type: ignore[attr-defined]  # the signature is the hook's
+    return hook
+
+
+def _flat(name: str, values: Sequence[Tensor] | None, shards: SequenceShards) -> Tensor | None:
+    if values is None:
+        return None
+    lengths = [value.numel() for value in values]
+    if lengths != shards.local_lengths:
+        raise BatchError(
+            f"{name} has lengths {lengths} but the samples have {shards.local_lengths} local response "
+            "tokens; give one tensor per sample, as long as its response"
+        )
+    flat = torch.cat([value.detach().reshape(-1) for value in values]) if values else torch.zeros(0)
+    return flat.to(device=shards.device, dtype=torch.float32)
