@@ -1,13 +1,13 @@
 """The data that travels: samples, batches and microbatches, and one table of their fields.
 
-`FIELDS` is the single list of what a sample carries. Checking, slicing, splitting and the construction of
-padding microbatches all walk it, so that a field added here is added everywhere.
+`FIELDS` is the single list of what a sample carries. Checking, slicing, splitting and the
+construction of padding microbatches all walk it, so that a field added here is added everywhere.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from typing import Any, Literal
@@ -19,15 +19,18 @@ from plugin.errors import BatchError
 
 Shape = Literal["tokens", "response", "routes", "scalar"]
 
+#: Rounding may put a log-probability a little above 0.
+MAX_LOG_PROB = 0.1
+
 
 @dataclass(frozen=True)
 class Field:
     """One column of a batch.
 
-    shape: tokens [prompt + response], response [response], routes [prompt + response, moe_layers, topk], or
-        scalar (one number per sample)
-    dtype: of the tensors; None = kept as it comes (routes use the smallest type that holds the expert count)
-    padding: the value a padding microbatch carries
+    shape: tokens [prompt + response], response [response], routes [prompt + response, moe_layers,
+        topk], or scalar (one number per sample)
+    dtype: of the tensors; None = kept as it comes (routes: the smallest that holds the experts)
+    padding: the value in a padding microbatch
     log_prob: whether the values are log-probabilities
     """
 
@@ -65,11 +68,11 @@ class RolloutSample:
     """One trajectory as a rollout engine returns it.
 
     tokens: [prompt + response] int64; loss_mask: [response], 1 where the policy chose the token
-    rollout_log_probs: [response] float32, at the sampling temperature; anything where loss_mask is 0
+    rollout_log_probs: [response] float32, at the sampling temperature; anything where it is masked
     routed_experts: [prompt + response, moe_layers, topk] unsigned, or None
 
-    Example: prompt [5, 6], response [7, 8, 9] whose middle token came from a tool: tokens [5, 6, 7, 8, 9],
-    response_length 3, loss_mask [1, 0, 1].
+    Example: prompt [5, 6], response [7, 8, 9] whose middle token came from a tool: tokens
+    [5, 6, 7, 8, 9], response_length 3, loss_mask [1, 0, 1].
     """
 
     tokens: Tensor
@@ -85,7 +88,7 @@ class RolloutSample:
 
 @dataclass
 class RolloutBatch:
-    """Samples as columns: `columns[name][i]` belongs to sample i. Only the fields in use are present."""
+    """Samples as columns: `columns[name][i]` belongs to sample i; only used fields are present."""
 
     columns: dict[str, list[Any]]
 
@@ -108,7 +111,8 @@ class RolloutBatch:
             absent = [i for i, value in enumerate(values) if value is None]
             if absent and len(absent) < len(values):
                 raise BatchError(
-                    f"sample {absent[0]} has no {name} but others have; either every sample carries it or none"
+                    f"sample {absent[0]} has no {name} but others have; either every sample carries it "
+                    "or none"
                 )
             if values and not absent:
                 columns[name] = values
@@ -147,8 +151,8 @@ class RolloutBatch:
             {name: self.columns[name] + other.columns[name] for name in self.columns}
         )
 
-    def check(self, *, max_log_prob: float = 0.1) -> None:
-        """Lengths and values of every field, or a `BatchError` with field, sample and position.
+    def check(self) -> None:
+        """Check lengths and values of every field; a `BatchError` names field, sample and position.
 
         Per-token values are checked where the loss mask is 1; what is masked may hold anything.
         """
@@ -165,110 +169,91 @@ class RolloutBatch:
         if unknown:
             raise BatchError(f"unknown field {unknown[0]!r}; fields are {', '.join(FIELDS)}")
         for i in range(len(self)):
-            self._check_sample(i, max_log_prob)
+            self._check_lengths(i)
+            self._check_values(i)
 
-    def _check_sample(self, i: int, max_log_prob: float) -> None:
+    def _check_lengths(self, i: int) -> None:
         total, response = self.columns["total_lengths"][i], self.columns["response_lengths"][i]
         if not 0 <= response < max(total, 1):
             raise BatchError(
-                f"sample {i} has total length {total} and response length {response}; a response follows at "
-                "least one prompt token"
+                f"sample {i} has total length {total} and response length {response}; a response follows "
+                "at least one prompt token"
             )
-        expected = {"tokens": total, "response": response, "routes": total}
-        for name, field in FIELDS.items():
-            if name not in self.columns or field.shape == "scalar":
-                continue
-            value = self.columns[name][i]
-            if len(value) != expected[field.shape]:
+        for name, values in self.columns.items():
+            shape = FIELDS[name].shape
+            expected = response if shape == "response" else total
+            if shape != "scalar" and len(values[i]) != expected:
                 raise BatchError(
-                    f"{name} of sample {i} has length {len(value)}, expected {expected[field.shape]} (total "
+                    f"{name} of sample {i} has length {len(values[i])}, expected {expected} (total "
                     f"{total}, response {response})"
                 )
-        _check_token_ids(i, torch.as_tensor(self.columns["unconcat_tokens"][i]))
+
+    def _check_values(self, i: int) -> None:
+        ids = torch.as_tensor(self.columns["unconcat_tokens"][i])
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise BatchError(
+                f"unconcat_tokens of sample {i} are {ids.dtype}; token ids are integers, convert them"
+            )
+        if bool((ids < 0).any()):
+            position = int((ids < 0).nonzero()[0])
+            raise BatchError(
+                f"unconcat_tokens of sample {i} is {int(ids[position])} at position {position}; a token id "
+                "is at least 0. Drop padding before building the batch"
+            )
         mask = torch.as_tensor(self.columns["loss_masks"][i]) != 0
-        for name, field in FIELDS.items():
-            if name not in self.columns or field.dtype != torch.float32:
+        for name, column in self.columns.items():
+            field = FIELDS[name]
+            if field.dtype != torch.float32:
                 continue
             if field.shape == "scalar":
-                _check_scalar(name, i, float(self.columns[name][i]))
-            else:
-                limit = max_log_prob if field.log_prob else None
-                _check_finite(name, i, torch.as_tensor(self.columns[name][i]), mask, limit)
-
-
-def _check_token_ids(sample: int, ids: Tensor) -> None:
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise BatchError(
-            f"unconcat_tokens of sample {sample} are {ids.dtype}; token ids are integers, convert them"
-        )
-    if bool((ids < 0).any()):
-        position = int((ids < 0).nonzero()[0])
-        raise BatchError(
-            f"unconcat_tokens of sample {sample} is {int(ids[position])} at position {position}; a token id is "
-            "at least 0. Drop padding before building the batch"
-        )
-
-
-def _check_scalar(name: str, sample: int, value: float) -> None:
-    if not math.isfinite(value):
-        raise BatchError(
-            f"{name} of sample {sample} is {value}; it must be finite. Repair its source or drop the sample"
-        )
-
-
-def _check_finite(
-    name: str, sample: int, values: Tensor, mask: Tensor, limit: float | None
-) -> None:
-    bad = mask & ~(values.abs() <= 1e4)
-    if limit is not None:
-        bad |= mask & ~(values <= limit)
-    if bool(bad.any()):
-        position = int(bad.nonzero()[0])
-        bound = "finite" if limit is None else f"a log-probability (finite, at most {limit})"
-        raise BatchError(
-            f"{name} of sample {sample} is {float(values[position])} at position {position}, where the loss mask "
-            f"is 1; it must be {bound}. Mask the token or repair the source of {name}"
-        )
+                if not math.isfinite(column[i]):
+                    raise BatchError(
+                        f"{name} of sample {i} is {float(column[i])}; it must be finite. Repair its source "
+                        "or drop the sample"
+                    )
+                continue
+            values = torch.as_tensor(column[i])
+            bad = mask & ~(values.abs() <= 1e4)
+            bound = "finite"
+            if field.log_prob:
+                bad |= mask & ~(values <= MAX_LOG_PROB)
+                bound = f"a log-probability (finite, at most {MAX_LOG_PROB})"
+            if bool(bad.any()):
+                position = int(bad.nonzero()[0])
+                raise BatchError(
+                    f"{name} of sample {i} is {float(values[position])} at position {position}, where the "
+                    f"loss mask is 1; it must be {bound}. Mask the token or repair the source of {name}"
+                )
 
 
 @dataclass
 class Microbatch:
     """What one call of a forward step works on: a batch and whether it is padding.
 
-    A padding microbatch has the fields, dtypes and collectives of a real one and contributes nothing. The flag
-    is explicit: a real sample whose mask is all zero is not padding.
+    A padding microbatch has the fields, dtypes and collectives of a real one and contributes
+    nothing. The flag is explicit: a real sample whose mask is all zero is not padding.
     """
 
     batch: RolloutBatch
     is_padding: bool = False
 
     @classmethod
-    def padding_like(cls, batch: RolloutBatch, *, tokens: int = 2) -> Microbatch:
-        """A padding microbatch with every field that `batch` has: one sample, one fully masked response token."""
-        template = {name: values[0] if values else None for name, values in batch.columns.items()}
-        return cls(
-            RolloutBatch(
-                {name: [_padding(FIELDS[name], template[name], tokens)] for name in template}
-            ),
-            True,
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.batch.columns)
+    def padding_like(cls, batch: RolloutBatch) -> Microbatch:
+        """One prompt token and one masked response token, with every field that `batch` has."""
+        columns = {name: [_padding(FIELDS[name], values)] for name, values in batch.columns.items()}
+        return cls(RolloutBatch(columns), True)
 
 
-def _padding(field: Field, example: Any, tokens: int) -> Any:
-    """The value of `field` in a padding microbatch of `tokens` tokens, the last of them the response."""
+def _padding(field: Field, examples: list[Any]) -> Any:
+    """The value of `field` for one prompt and one response token, in the type of `examples`."""
     if field.name == "total_lengths":
-        return tokens
+        return 2
     if field.name == "response_lengths":
         return 1
     if field.shape == "scalar":
         return int(field.padding) if field.dtype == torch.int64 else float(field.padding)
     if field.shape == "routes":
-        layers, topk = example.shape[1:]
+        layers, topk = examples[0].shape[1:]
         # Distinct experts: a duplicate would send a token twice to one expert.
-        routes = torch.arange(topk).expand(tokens, layers, topk).contiguous()
-        return routes.to(example.dtype)
-    length = tokens if field.shape == "tokens" else 1
-    return torch.full((length,), field.padding, dtype=field.dtype or example.dtype)
+        return torch.arange(topk).expand(2, layers, topk).contiguous().to(examples[0].dtype)
+    return torch.full((2 if field.shape == "tokens" else 1,), field.padding, dtype=field.dtype)

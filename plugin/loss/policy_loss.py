@@ -16,7 +16,6 @@ from plugin.loss.inputs import batch_shards, loss_inputs, require_columns
 from plugin.loss.interfaces import LossOutputs
 from plugin.loss.normalization import Reducer
 from plugin.loss.objective import compute_loss
-from plugin.sharding.response_rows import response_rows, response_tokens
 from plugin.sharding.sequence_shards import SequenceShards
 
 
@@ -59,7 +58,7 @@ def _response_log_probs(
             f"unconcat_tokens have lengths {lengths} but total_lengths are {list(batch['total_lengths'])}; "
             "give one tensor of prompt and response per sample"
         )
-    rows = response_rows(shards, batch["total_lengths"])
+    rows = shards.rows()
     last_row = int(rows.numpy().max(initial=-1))  # rows are on the host: no device is waited for
     if last_row >= rows_logits.shape[0]:
         raise BatchError(
@@ -68,7 +67,7 @@ def _response_log_probs(
         )
     rows = rows.to(logits.device)
     targets = torch.zeros(rows_logits.shape[0], dtype=torch.int64, device=logits.device)
-    targets[rows] = response_tokens(shards, batch["unconcat_tokens"])
+    targets[rows] = shards.response_tokens(batch["unconcat_tokens"])
     log_probs, entropy = log_probs_and_entropy(
         rows_logits,
         targets,

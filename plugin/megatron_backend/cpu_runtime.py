@@ -1,13 +1,13 @@
-"""Runs stock Megatron-Core on CPU ranks over gloo.
+"""Run stock Megatron-Core on CPU ranks over gloo.
 
-Megatron-Core assumes one CUDA device per rank. Nothing in it needs one for correctness, so on a machine
-without CUDA the few torch entry points that it touches are redirected to the CPU. Where CUDA is
-available `activate` returns at once and nothing below takes effect.
+Megatron-Core assumes one CUDA device per rank. Nothing in it needs one for correctness, so on a
+machine without CUDA the few torch entry points that it touches are redirected to the CPU. Where
+CUDA is available `activate` returns at once and nothing below takes effect.
 
-Each entry of `SHIMS` says what it stands in for, which upstream code makes it necessary, and what would
-allow its removal. The patches are process-wide attributes rather than a torch function mode: a mode
-is per thread (Ray runs actor methods on other threads) and it taxes every torch call. Each patch changes
-only calls that would raise on a machine without CUDA.
+Each entry of `SHIMS` says what it stands in for, which upstream code makes it necessary, and what
+would allow its removal. The patches are process-wide attributes rather than a torch function mode:
+a mode is per thread (Ray runs actor methods on other threads) and slows down every torch call. Each
+patch changes only calls that would raise on a machine without CUDA.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,25 +26,18 @@ _CPU = torch.device("cpu")
 
 # Creation functions that take a `device` keyword; Megatron-Core passes "cuda" to several of them.
 _FACTORIES = (
-    "arange",
-    "as_tensor",
-    "empty",
-    "empty_like",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "ones",
-    "ones_like",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-    "zeros_like",
+    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones"),
+    *(
+        "ones_like",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "tensor",
+        "tril_indices",
+        "triu_indices",
+    ),
+    *("zeros", "zeros_like"),
 )
 
 
@@ -59,55 +52,27 @@ class Shim:
     install: Callable[[], None]
 
 
-class InertEvent:
-    """A CUDA event on a device that runs everything in order: always already reached."""
+class _Inert:
+    """A CUDA stream or event on a device that runs everything in order: nothing to wait for."""
+
+    device = _CPU
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def record(self, stream: object = None) -> None:
-        """Nothing to mark."""
+    def _nothing(self, *_: object, **__: object) -> None:
+        pass
 
-    def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    record = wait = wait_event = wait_stream = synchronize = _nothing
 
     def query(self) -> bool:
-        """True: all earlier work is done."""
         return True
 
     def elapsed_time(self, end_event: object) -> float:
-        """0: an inert event keeps no time."""
         return 0.0
 
-
-class InertStream:
-    """A CUDA stream on a device that has only one: every wait is already satisfied."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        self.device = _CPU
-
-    def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: object) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event: InertEvent | None = None) -> InertEvent:
-        """An event that counts as reached."""
-        return event or InertEvent()
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """True: all earlier work is done."""
-        return True
-
-
-_THE_STREAM = InertStream()
+    def record_event(self, event: _Inert | None = None) -> _Inert:
+        return event or _Inert()
 
 
 def _names_cuda(device: object) -> bool:
@@ -150,14 +115,10 @@ def _make_streams_inert() -> None:
     def nothing(*_: object, **__: object) -> None:
         return None
 
-    @contextlib.contextmanager
-    def on_stream(stream: object) -> Iterator[None]:
-        yield
-
-    cuda: Any = torch.cuda
-    cuda.Stream, cuda.Event = InertStream, InertEvent
-    cuda.stream = on_stream
-    cuda.current_stream = cuda.default_stream = lambda device=None: _THE_STREAM
+    cuda, stream = cast(Any, torch.cuda), _Inert()
+    cuda.Stream = cuda.Event = _Inert
+    cuda.stream = contextlib.nullcontext
+    cuda.current_stream = cuda.default_stream = lambda device=None: stream
     cuda.synchronize = cuda.empty_cache = cuda.set_stream = nothing
     cuda.nvtx.range_push = cuda.nvtx.range_pop = nothing
 
@@ -175,13 +136,6 @@ def _answer_tensor_type() -> None:
         return answer
 
     torch.Tensor.type = tensor_type  # type: ignore[method-assign,assignment]
-
-
-class _NoCpuRngWarning(logging.Filter):
-    """Drops Megatron's warning that the CPU generator moved inside a fork: here it is the one forked."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "CPU RNG state changed" not in record.getMessage()
 
 
 def _share_cpu_generator() -> None:
@@ -202,7 +156,10 @@ def _share_cpu_generator() -> None:
     cuda.manual_seed = cuda.random.manual_seed = manual_seed
     patched: Any = megatron_random
     patched._get_cuda_rng_state, patched._set_cuda_rng_state = get_state, set_state
-    logging.getLogger(megatron_random.__name__).addFilter(_NoCpuRngWarning())
+    # Megatron warns when the CPU generator moves inside a fork; here it is the one that is forked.
+    logging.getLogger(megatron_random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
 
 
 def _define_missing_gemm() -> None:
@@ -212,7 +169,7 @@ def _define_missing_gemm() -> None:
         moe_utils.te_general_gemm = None
 
 
-def _hand_split_sizes_to_host() -> None:
+def _convert_split_sizes() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     original = moe_utils.maybe_move_tensor_to_cpu
@@ -316,7 +273,7 @@ SHIMS: tuple[Shim, ...] = (
         stands_in_for="moe_utils.maybe_move_tensor_to_cpu on a tensor that is already there",
         cause="it turns split sizes into the numbers that all_to_all takes only if they were on a GPU",
         removed_when="the as_numpy conversion no longer depends on is_cuda",
-        install=_hand_split_sizes_to_host,
+        install=_convert_split_sizes,
     ),
     Shim(
         name="unequal_slices",
@@ -331,7 +288,7 @@ _installed = False
 
 
 def activate() -> bool:
-    """Installs every shim once per process. Returns whether this process runs on the CPU runtime."""
+    """Install every shim once per process; return whether this process runs on the CPU runtime."""
     global _installed
     if torch.cuda.is_available():
         return False
@@ -340,8 +297,3 @@ def activate() -> bool:
             shim.install()
         _installed = True
     return True
-
-
-def is_active() -> bool:
-    """Whether the shims are installed in this process."""
-    return _installed

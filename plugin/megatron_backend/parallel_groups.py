@@ -1,7 +1,7 @@
 """Ranks, sizes and process groups of one rank: the only reader of Megatron's global parallel state.
 
-Everything else takes a `ParallelGroups`, which makes it clear what a function communicates over and lets
-it be called with any group, in a test or in somebody else's trainer.
+Everything else takes a `ParallelGroups`, which makes it clear what a function communicates over and
+lets it be called with any group, in a test or in somebody else's trainer.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,6 @@ class ParallelGroups:
     dp_rank: int
     dp_size: int
     dp_group: dist.ProcessGroup
-    dp_cp_rank: int
     dp_cp_size: int
     dp_cp_group: dist.ProcessGroup
     """Data and context parallel ranks together: the ranks that hold the same non-expert weights."""
@@ -55,8 +55,6 @@ class ParallelGroups:
     etp_size: int
     etp_group: dist.ProcessGroup
     """Tensor parallelism inside an expert."""
-    model_parallel_group: dist.ProcessGroup
-    """Tensor and pipeline ranks together: the ranks that hold one copy of the non-expert weights."""
     collection: ProcessGroupCollection
     """The same groups in the form that Megatron-Core's modules take."""
 
@@ -98,20 +96,33 @@ def init_parallel(
     backend: str | None = None,
     timeout_seconds: float = 600.0,
 ) -> ParallelGroups:
-    """Joins the process group and builds Megatron's groups; collective over all `world_size` ranks.
+    """Join the process group and build Megatron's groups; collective over all `world_size` ranks.
 
-    `init_method` is a torch rendezvous address (`tcp://host:port`, `file:///path`). The backend is nccl
-    where CUDA is available and gloo elsewhere. Every collective gives up after `timeout_seconds`.
+    `init_method` is a torch rendezvous address (`tcp://host:port`, `file:///path`). The backend is
+    nccl where CUDA is available and gloo elsewhere. Every collective fails after `timeout_seconds`.
     """
-    _check_sizes(
-        world_size,
+    tp, pp, cp = (
         tensor_model_parallel_size,
         pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size,
         context_parallel_size,
-        expert_model_parallel_size,
-        expert_tensor_parallel_size or tensor_model_parallel_size,
     )
+    ep, etp = expert_model_parallel_size, expert_tensor_parallel_size or tp
+    # Before any rank waits for another.
+    for product, names, sizes in (
+        (tp * pp * cp, "tensor x pipeline x context parallel sizes", f"{tp} x {pp} x {cp}"),
+        (ep * etp * pp, "expert x expert-tensor x pipeline parallel sizes", f"{ep} x {etp} x {pp}"),
+    ):
+        if product < 1 or world_size % product:
+            raise ConfigError(
+                f"{names} are {sizes} = {product}, which must divide the {world_size} ranks; "
+                "change a size or the number of ranks"
+            )
+    if (virtual_pipeline_model_parallel_size or 1) > 1 and pp < 2:
+        raise ConfigError(
+            f"virtual pipeline size {virtual_pipeline_model_parallel_size} needs a pipeline size of at "
+            f"least 2, not {pp}; drop --virtual-pipeline-model-parallel-size or raise "
+            "--pipeline-model-parallel-size"
+        )
     on_cpu = cpu_runtime.activate()
     if dist.is_initialized():
         raise ParallelError(
@@ -139,24 +150,6 @@ def init_parallel(
     return read_parallel_groups()
 
 
-def _check_sizes(world: int, tp: int, pp: int, vpp: int | None, cp: int, ep: int, etp: int) -> None:
-    """Says which product does not divide the world, before any rank waits for another."""
-    for product, names, value in (
-        (tp * pp * cp, "tensor x pipeline x context parallel sizes", f"{tp} x {pp} x {cp}"),
-        (ep * etp * pp, "expert x expert-tensor x pipeline parallel sizes", f"{ep} x {etp} x {pp}"),
-    ):
-        if product < 1 or world % product:
-            raise ConfigError(
-                f"{names} are {value} = {product}, which must divide the {world} ranks; "
-                "change a size or the number of ranks"
-            )
-    if vpp is not None and vpp > 1 and pp < 2:
-        raise ConfigError(
-            f"virtual pipeline size {vpp} needs a pipeline size of at least 2, not {pp}; "
-            "drop --virtual-pipeline-model-parallel-size or raise --pipeline-model-parallel-size"
-        )
-
-
 def read_parallel_groups() -> ParallelGroups:
     """This rank's place, read from Megatron's global state (which must be initialized)."""
     if not parallel_state.model_parallel_is_initialized():
@@ -164,42 +157,37 @@ def read_parallel_groups() -> ParallelGroups:
             "Megatron's parallel state is not initialized; call init_parallel() on every rank first"
         )
     collection = ProcessGroupCollection.use_mpu_process_groups()
-    groups = {
-        "tp": collection.tp,
-        "pp": collection.pp,
-        "dp": collection.dp,
-        "dp_cp": collection.dp_cp,
-        "cp": collection.cp,
-        "ep": collection.ep,
-        "etp": collection.expt_tp,
-    }
-    places: dict[str, object] = {}
-    for name, group in groups.items():
-        places |= {
-            f"{name}_rank": group.rank(),
-            f"{name}_size": group.size(),
-            f"{name}_group": group,
-        }
-    vpp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    places: dict[str, Any] = {}
+    for name, group in (
+        ("tp", collection.tp),
+        ("pp", collection.pp),
+        ("dp", collection.dp),
+        ("cp", collection.cp),
+        ("ep", collection.ep),
+        ("etp", collection.expt_tp),
+    ):
+        places[f"{name}_rank"], places[f"{name}_size"] = group.rank(), group.size()
+        places[f"{name}_group"] = group
     return ParallelGroups(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        vpp_size=vpp_size,
-        model_parallel_group=collection.mp,
+        vpp_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        dp_cp_size=collection.dp_cp.size(),
+        dp_cp_group=collection.dp_cp,
         collection=collection,
-        **places,  # type: ignore[arg-type]
+        **places,
     )
 
 
 def destroy_parallel() -> None:
-    """Undoes `init_parallel`; safe to call when nothing was initialized."""
+    """Undo `init_parallel`; safe to call when nothing was initialized."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def loss_context(groups: ParallelGroups) -> ParallelContext:
-    """The groups that the loss and the corrections need; a group of one rank counts as not split."""
+    """The groups that the loss and the corrections need; one rank counts as not split."""
     return ParallelContext(
         tp_group=groups.tp_group if groups.tp_size > 1 else None,
         cp_group=groups.cp_group if groups.cp_size > 1 else None,

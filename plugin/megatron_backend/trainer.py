@@ -19,13 +19,10 @@ from plugin.loss.objective import check_loss
 from plugin.loss.separable_loss import takes_separable_head
 from plugin.megatron_backend.checkpoint.save_load import (
     TrainerParts,
-    TrainerState,
     load_checkpoint,
     save_checkpoint,
 )
 from plugin.megatron_backend.model.builder import (
-    ModelSettings,
-    OptimizerSettings,
     build_model,
     build_optimizer,
     uses_transformer_engine,
@@ -33,7 +30,7 @@ from plugin.megatron_backend.model.builder import (
 )
 from plugin.megatron_backend.model.hf_weights import export_hf_weights, load_hf_weights, unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.routing.live_routes import LiveRoutes, token_places
+from plugin.megatron_backend.routing.live_routes import LiveRoutes
 from plugin.megatron_backend.routing.router_replay import (
     MicrobatchRoutes,
     RecordedRoutes,
@@ -41,6 +38,7 @@ from plugin.megatron_backend.routing.router_replay import (
     RouterReplaySession,
     router_order,
     routes_of,
+    token_places,
 )
 from plugin.megatron_backend.step.forward_step import (
     log_prob_forward_step,
@@ -66,8 +64,6 @@ from plugin.megatron_backend.step.schedule import (
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -99,31 +95,6 @@ class _Step:
     routes: list[MicrobatchRoutes] | None = None
     fingerprint: Any = None
 
-    def real_rows(self, groups: ParallelGroups, sequence_parallel: bool) -> list[Tensor]:
-        """Per microbatch, which rows that routers see are real tokens."""
-        return [
-            (router_order(m.inputs.sample_ids, groups, sequence_parallel) >= 0).to(
-                m.inputs.tokens.device
-            )
-            & (not m.is_padding)
-            for m in self.microbatches
-        ]
-
-    def token_places(
-        self, total_lengths: list[int], groups: ParallelGroups, sequence_parallel: bool
-    ) -> list[Tensor]:
-        """Per microbatch, which token of the global batch each row is that routers see."""
-        starts = torch.tensor([0, *total_lengths]).cumsum(0)
-        return [
-            token_places(
-                starts,
-                [] if m.is_padding else samples,
-                router_order(m.inputs.sample_ids, groups, sequence_parallel),
-                router_order(m.inputs.position_ids.cpu(), groups, sequence_parallel),
-            )
-            for m, samples in zip(self.microbatches, self.plan.ranks[groups.dp_rank], strict=True)
-        ]
-
 
 class MegatronTrainer:
     """Model, optimizer and the two passes of one rank.
@@ -147,29 +118,18 @@ class MegatronTrainer:
         self._warned_of_oversize = False
         check_loss(config)
         takes_separable_head(config, groups.tp_size)  # refuses what can never work
-        models = build_model(hf_config, model_settings(config, groups, seed), groups)
-        self.chunks: list[Any] = list(models)
+        self.chunks: list[Any] = list(build_model(hf_config, config, groups, seed=seed))
         self.optimizer: GuardedOptimizer | None = None
         if trainable:
-            self._make_trainable()
+            self.chunks = list(wrap_with_ddp(self.chunks, config, groups))
+            optimizer = build_optimizer(self.chunks, config)
+            connect(self.chunks, optimizer)
+            self.optimizer = GuardedOptimizer(optimizer, config.skip_on_grad_norm)
         watches = config.detect_routing and trainable
         self.routed_model = (
             RoutedModel.of(self.chunks) if watches or config.replays_routes else None
         )
         self.recorded_routes: RecordedRoutes | None = None
-
-    def _make_trainable(self) -> None:
-        config = self.config
-        self.chunks = list(
-            wrap_with_ddp(
-                self.chunks,
-                use_distributed_optimizer=config.use_distributed_optimizer,
-                groups=self.groups,
-            )
-        )
-        optimizer = build_optimizer(self.chunks, optimizer_settings(config))
-        connect(self.chunks, optimizer)
-        self.optimizer = GuardedOptimizer(optimizer, config.skip_on_grad_norm)
 
     def load_hf_weights(self, source: str | Path | Mapping[str, Tensor]) -> None:
         """Take the weights of a Hugging Face directory or state dict."""
@@ -197,17 +157,23 @@ class MegatronTrainer:
         keep_last: int | None = None,
     ) -> Path:
         """Write `<directory>/step_<step>` with a JSON-able `user_state`; a collective."""
-        skipped = 0 if self.optimizer is None else self.optimizer.skipped_steps
-        state = TrainerState(step, self.version, skipped, user_state)
-        return save_checkpoint(directory, self._parts(), state, keep_last=keep_last)
+        return save_checkpoint(
+            directory,
+            self._parts(),
+            user_state,
+            step=step,
+            trainer_version=self.version,
+            skipped_steps=0 if self.optimizer is None else self.optimizer.skipped_steps,
+            keep_last=keep_last,
+        )
 
     def load_checkpoint(self, directory: str | Path) -> tuple[int, dict[str, Any]]:
         """Resume from `directory` or the latest checkpoint in it: (step, user_state); a collective."""
-        state = load_checkpoint(directory, self._parts())
-        self.version = state.trainer_version
+        metadata, user_state = load_checkpoint(directory, self._parts())
+        self.version = metadata.trainer_version
         if self.optimizer is not None:
-            self.optimizer.skipped_steps = state.skipped_steps
-        return state.step, state.user_state
+            self.optimizer.skipped_steps = metadata.skipped_steps
+        return metadata.step, user_state
 
     def _parts(self) -> TrainerParts:
         optimizer = None if self.optimizer is None else self.optimizer.optimizer
@@ -343,7 +309,16 @@ class MegatronTrainer:
     def _live_routes(self, step: _Step, batch: RolloutBatch) -> LiveRoutes:
         model, lengths = self.routed_model, batch.columns["total_lengths"]
         assert model is not None, "live routes need --detect-routing or a replay flag"
-        places = step.token_places(lengths, self.groups, self.config.sequence_parallel)
+        starts = torch.tensor([0, *lengths]).cumsum(0)
+        places = [
+            # A padding microbatch starts after the last token.
+            token_places(
+                m.inputs, starts[list(samples) or [-1]], self.groups, self.config.sequence_parallel
+            )
+            for m, samples in zip(
+                step.microbatches, step.plan.ranks[self.groups.dp_rank], strict=True
+            )
+        ]
         return LiveRoutes(model.num_layers, model.topk, lengths, places, self.device)
 
     def _replay_session(
@@ -351,12 +326,18 @@ class MegatronTrainer:
     ) -> RouterReplaySession | None:
         if self.routed_model is None or not (live or self.config.replays_routes):
             return None
+        sample_ids = [
+            router_order(m.inputs.sample_ids, self.groups, self.config.sequence_parallel)
+            for m in step.microbatches
+        ]
         return RouterReplaySession(
             self.routed_model,
-            len(step.microbatches),
+            [
+                (ids >= 0) & (not m.is_padding)
+                for ids, m in zip(sample_ids, step.microbatches, strict=True)
+            ],
             replayed=step.routes,
             recorded=self.recorded_routes if self.config.use_routing_replay else None,
-            real=step.real_rows(self.groups, self.config.sequence_parallel),
             live=live,
             device=self.device,
         )
@@ -423,36 +404,3 @@ class MegatronTrainer:
             micro_batch_size=self.config.micro_batch_size,
             max_sample_tokens=self.hf_config.max_position_embeddings,
         )
-
-
-def model_settings(
-    config: TrainerConfig, groups: ParallelGroups, seed: int = 1234
-) -> ModelSettings:
-    """The model builder's share of the configuration."""
-    return ModelSettings(
-        transformer_impl=config.transformer_impl,
-        dtype=_DTYPES[config.train_dtype],
-        sequence_parallel=config.sequence_parallel,
-        recompute_granularity=config.recompute_granularity,
-        recompute_method=config.recompute_method,
-        recompute_num_layers=config.recompute_num_layers,
-        moe_token_dispatcher_type=config.moe_token_dispatcher_type,
-        calculate_per_token_loss=config.per_token,
-        # The interleaved schedule gets rows of one length (see `forward_step.prepare`) and exchanges no shapes.
-        variable_seq_lengths=groups.vpp_size is None,
-        seed=seed,
-    )
-
-
-def optimizer_settings(config: TrainerConfig) -> OptimizerSettings:
-    """The optimizer's share of the configuration."""
-    return OptimizerSettings(
-        lr=config.lr,
-        min_lr=config.min_lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_eps=config.adam_eps,
-        clip_grad=config.clip_grad,
-        use_distributed_optimizer=config.use_distributed_optimizer,
-    )

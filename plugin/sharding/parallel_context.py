@@ -1,8 +1,8 @@
-"""Which process groups the tokens in front of us are split over.
+"""The process groups that tokens and vocabulary are split over.
 
-The loss and the corrections receive flat local tensors. Under tensor parallelism the vocabulary is split
-over `tp_group`; under context parallelism each sample's tokens are split over `cp_group`. With neither, all
-groups are None and everything runs in one process.
+The loss and the corrections receive flat local tensors. Under tensor parallelism the vocabulary is
+split over `tp_group`; under context parallelism each sample's tokens are split over `cp_group`.
+With neither, all groups are None and everything runs in one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _active: ContextVar[ParallelContext | None] = ContextVar("parallel_context", def
 
 @contextmanager
 def use_parallel_context(context: ParallelContext) -> Iterator[None]:
-    """Make `context` the one that `current_parallel_context` answers with."""
+    """Make `context` the one that `current_parallel_context` returns."""
     token = _active.set(context)
     try:
         yield
@@ -41,18 +41,15 @@ def use_parallel_context(context: ParallelContext) -> Iterator[None]:
 
 
 def current_parallel_context() -> ParallelContext:
-    """The active context; else Megatron's own, if Megatron runs in this process; else a single process."""
-    active = _active.get()
-    if active is not None:
-        return active
-    return _megatron_context() or SINGLE_PROCESS
+    """The active context; else that of a Megatron in this process; else a single process."""
+    return _active.get() or _megatron_context() or SINGLE_PROCESS
 
 
 def _megatron_context() -> ParallelContext | None:
     """The groups of a Megatron that another framework runs in this process; None if none does.
 
-    slime calls our loss without passing its groups. Megatron is looked up, never imported: torch alone stays
-    enough to import this package.
+    slime calls our loss without passing its groups. Megatron is looked up, never imported: torch
+    alone stays enough to import this package.
     """
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():

@@ -1,12 +1,7 @@
 """Which response tokens of which sample this rank holds, and sums over whole sequences.
 
-Token tensors are flat: the local response tokens of sample 0, then of sample 1, and so on. Without context
-parallelism "local" means all. With it, a sample of `total` tokens is cut into 2 * cp chunks and rank r holds
-chunks r and 2 * cp - 1 - r, which balances causal attention; the token at position p is predicted by the
-logits at position p - 1, so ownership follows p - 1.
-
-Example, cp = 2, total 8, response 5 (positions 3..7, predicted at 2..6): chunks of 2 are
-[0,1][2,3][4,5][6,7]; rank 0 holds chunks 0 and 3, thus predicts position 7; rank 1 predicts 3, 4, 5, 6.
+Token tensors are flat: the local response tokens of sample 0, then of sample 1, and so on. Without
+context parallelism "local" means all; with it, `zigzag` says which.
 """
 
 from __future__ import annotations
@@ -14,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -21,34 +17,20 @@ from torch import Tensor
 
 from plugin.errors import BatchError
 from plugin.sharding.parallel_context import ParallelContext, current_parallel_context
-
-Span = tuple[int, int]
-
-
-def response_spans(total: int, response: int, cp_rank: int = 0, cp_size: int = 1) -> list[Span]:
-    """Half-open ranges of response positions (0 = first response token) that this CP rank predicts."""
-    if cp_size == 1:
-        return [(0, response)]
-    chunk = -(-total // (2 * cp_size))
-    first_prediction = total - response - 1
-    spans = []
-    for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
-        start = max(index * chunk - first_prediction, 0)
-        end = min((index + 1) * chunk - first_prediction, response)
-        spans.append((start, max(start, end)))
-    return spans
+from plugin.sharding.zigzag import Span, padded_length, prediction_rows, response_spans
 
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """The local share of every sample of a microbatch.
+    """The local share of every sample of a microbatch; made once and passed on.
 
+    total_lengths, response_lengths: per sample, tokens of prompt and response, and of the response
     spans: per sample, the ranges of its response that are local, in order
-    response_lengths: per sample, the length of the whole response
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    total_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
+    spans: tuple[tuple[Span, ...], ...]
     device: torch.device
     context: ParallelContext
 
@@ -60,26 +42,25 @@ class SequenceShards:
         device: torch.device,
         context: ParallelContext | None = None,
     ) -> SequenceShards:
-        """Shards of samples with these lengths; `total_lengths` matters only under context parallelism."""
+        """Shards of samples with these lengths; only context parallelism needs `total_lengths`."""
         context = context or current_parallel_context()
-        responses = tuple(int(length) for length in response_lengths)
         if total_lengths is None and context.cp_size > 1:
             raise BatchError(
-                f"total_lengths are missing with {context.cp_size} context parallel ranks; which tokens a rank "
-                "holds depends on the length of prompt and response together, so pass them"
+                f"total_lengths are missing with {context.cp_size} context parallel ranks; which tokens "
+                "a rank holds depends on the length of prompt and response together, so pass them"
             )
-        totals = (
-            responses if total_lengths is None else tuple(int(length) for length in total_lengths)
-        )
+        responses = tuple(int(length) for length in response_lengths)
+        totals = tuple(int(n) for n in total_lengths) if total_lengths is not None else responses
         if len(totals) != len(responses):
             raise BatchError(
-                f"{len(totals)} total_lengths for {len(responses)} response_lengths; give one of each per sample"
+                f"{len(totals)} total_lengths for {len(responses)} response_lengths; give one of each "
+                "per sample"
             )
         spans = tuple(
             tuple(response_spans(total, response, context.cp_rank, context.cp_size))
             for total, response in zip(totals, responses, strict=True)
         )
-        return cls(spans, responses, device, context)
+        return cls(totals, responses, spans, device, context)
 
     @cached_property
     def local_lengths(self) -> list[int]:
@@ -96,6 +77,43 @@ class SequenceShards:
         lengths = torch.tensor(self.local_lengths, dtype=torch.int64, device=self.device)
         samples = torch.arange(self.num_samples, device=self.device)
         return torch.repeat_interleave(samples, lengths, output_size=sum(self.local_lengths))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] int64: the index of every local token in its response."""
+        spans = [torch.arange(*span) for sample in self.spans for span in sample]
+        return (torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)).to(self.device)
+
+    def rows(self, starts: Sequence[int] | None = None) -> Tensor:
+        """[T] int64 on the CPU: the row of the model's flat output that predicts each local token.
+
+        starts: the first row of every sample; by default samples are packed one after the other
+        """
+        rank, size = self.context.cp_rank, self.context.cp_size
+        if starts is None:
+            held = [padded_length(total, size) // size for total in self.total_lengths]
+            starts = [0, *accumulate(held)][:-1]
+        rows = [
+            start + prediction_rows(total, response, rank, size)
+            for start, total, response in zip(
+                starts, self.total_lengths, self.response_lengths, strict=True
+            )
+        ]
+        return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+
+    def response_tokens(self, tokens: Sequence[Tensor]) -> Tensor:
+        """[T] int64: the ids of the local tokens, from those of every whole sample."""
+        for i, (ids, length) in enumerate(zip(tokens, self.response_lengths, strict=True)):
+            if len(ids) < length:
+                raise BatchError(
+                    f"sample {i} has {len(ids)} tokens but a response of {length}; unconcat_tokens "
+                    "holds prompt and response"
+                )
+        responses = [
+            ids[len(ids) - length :]
+            for ids, length in zip(tokens, self.response_lengths, strict=True)
+        ]
+        return self.local(responses).to(device=self.device, dtype=torch.int64)
 
     def local(self, full: Sequence[Tensor]) -> Tensor:
         """[T]: the local part of one full-response tensor per sample."""
@@ -129,14 +147,14 @@ class SequenceShards:
         return masks
 
     def sequence_sums(self, *values: Tensor) -> list[Tensor]:
-        """Per-sample sums [N] of each `values` [T], over the whole sequence; one collective under CP.
+        """Sums [N] of each `values` [T] over whole sequences; one collective under CP.
 
         The sums carry no gradient. Mask the values first.
         """
         packed = torch.zeros(len(values), self.num_samples, dtype=torch.float64, device=self.device)
         for row, value in zip(packed, values, strict=True):
             row.index_add_(0, self.sample_index, value.detach().double())
-        if self.context.cp_group is not None and self.context.cp_size > 1:
+        if self.context.cp_group is not None:
             dist.all_reduce(packed, group=self.context.cp_group)
         return [row.float() for row in packed]
 
@@ -145,7 +163,7 @@ class SequenceShards:
         result = torch.full((self.num_samples,), -torch.inf, device=self.device)
         candidates = torch.where(mask, values.detach().float(), -torch.inf)
         result.scatter_reduce_(0, self.sample_index, candidates, reduce="amax")
-        if self.context.cp_group is not None and self.context.cp_size > 1:
+        if self.context.cp_group is not None:
             dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self.context.cp_group)
         return result
 

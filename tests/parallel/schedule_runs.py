@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +10,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from plugin.megatron_backend.model.builder import (
-    ModelSettings,
-    OptimizerSettings,
-    build_model,
-    build_optimizer,
-    wrap_with_ddp,
-)
+from plugin.config import TrainerConfig
+from plugin.megatron_backend.model.builder import build_model, build_optimizer, wrap_with_ddp
 from plugin.megatron_backend.model.hf_weights import load_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
@@ -26,11 +20,11 @@ def loaded_model(
     hf_config: Any,
     state: dict[str, Tensor],
     groups: ParallelGroups,
-    settings: ModelSettings | None = None,
+    settings: TrainerConfig | None = None,
+    **overrides: Any,
 ) -> list[Any]:
-    """Chunks with the given weights, not wrapped."""
-    settings = settings or ModelSettings()
-    chunks = build_model(hf_config, settings, groups)
+    """Chunks with the given weights, not wrapped; `overrides` go to Megatron's `TransformerConfig`."""
+    chunks = build_model(hf_config, settings or TrainerConfig(), groups, **overrides)
     load_hf_weights(chunks, state, groups)
     return chunks
 
@@ -76,15 +70,13 @@ def train_one_step(
     chunks: Sequence[Any],
     microbatches: Sequence[Tensor],
     groups: ParallelGroups,
-    settings: OptimizerSettings,
+    settings: TrainerConfig,
 ) -> tuple[list[Any], float]:
     """One step of mean next-token cross-entropy with stock DDP, schedule and optimizer.
 
     Returns the wrapped chunks and the gradient norm.
     """
-    wrapped = wrap_with_ddp(
-        chunks, use_distributed_optimizer=settings.use_distributed_optimizer, groups=groups
-    )
+    wrapped = wrap_with_ddp(chunks, settings, groups)
     optimizer = build_optimizer(wrapped, settings)
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
@@ -114,8 +106,3 @@ def train_one_step(
 def _mean_loss(token_losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     loss = token_losses[:, :-1].mean()
     return loss, {"loss": loss.detach()}
-
-
-def with_settings(settings: ModelSettings | None, **changes: Any) -> ModelSettings:
-    """`settings` (or the defaults) with some fields changed."""
-    return replace(settings or ModelSettings(), **changes)

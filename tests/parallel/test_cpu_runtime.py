@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from plugin.config import TrainerConfig
 from plugin.megatron_backend import cpu_runtime
-from plugin.megatron_backend.model.builder import ModelSettings, OptimizerSettings
 from plugin.megatron_backend.model.hf_weights import export_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel.rank_pool import RankPool
@@ -43,24 +43,24 @@ def step_on_rank(
     groups: ParallelGroups,
     config: Any,
     state: dict[str, Tensor],
-    settings: ModelSettings,
-    optimizer: OptimizerSettings,
+    settings: TrainerConfig,
+    **overrides: Any,
 ) -> tuple[float, dict[str, Tensor]]:
     """Gradient norm and whole weights after one step on 4 microbatches, shared out over DP ranks."""
     tokens = microbatches()
     per_rank = len(tokens) // groups.dp_size
     own = tokens[groups.dp_rank * per_rank : (groups.dp_rank + 1) * per_rank]
-    chunks = loaded_model(config, state, groups, settings)
-    wrapped, grad_norm = train_one_step(chunks, own, groups, optimizer)
+    chunks = loaded_model(config, state, groups, settings, **overrides)
+    wrapped, grad_norm = train_one_step(chunks, own, groups, settings)
     weights = {name: tensor.clone() for name, tensor in export_hf_weights(wrapped, groups)}
     return grad_norm, weights
 
 
 # Large epsilon: the update is then proportional to the gradient, not to its sign, and rounding of tiny
 # gradients cannot flip it.
-PLAIN = OptimizerSettings(lr=1e-2, adam_eps=1e-2)
-SHARDED = OptimizerSettings(lr=1e-2, adam_eps=1e-2, use_distributed_optimizer=True)
-SP = {"sequence_parallel": True}
+PLAIN: dict[str, Any] = {"lr": 1e-2, "adam_eps": 1e-2}
+SHARDED = {**PLAIN, "use_distributed_optimizer": True}
+SP = {"sequence_parallel": True, TP: 2}
 CONFIGS = {"dense": tiny_qwen3(), "moe": tiny_qwen3_moe()}
 
 DENSE_STEPS = [
@@ -90,7 +90,7 @@ def one_process(rank_pool: RankPool) -> Callable[[str], tuple[float, dict[str, T
     @cache
     def compute(family: str) -> tuple[float, dict[str, Tensor]]:
         config = CONFIGS[family]
-        arguments = (config, hf_state_dict(config), ModelSettings(), PLAIN)
+        arguments = (config, hf_state_dict(config), TrainerConfig(**PLAIN))
         return rank_pool.run_ranks(step_on_rank, 1, *arguments)[0]
 
     return compute
@@ -108,11 +108,11 @@ def test_a_step_has_the_gradient_norm_and_weights_of_one_process(
     ranks: int,
     sizes: dict[str, int],
     settings: dict[str, Any],
-    optimizer: OptimizerSettings,
+    optimizer: dict[str, Any],
 ) -> None:
     config = CONFIGS[family]
     state = hf_state_dict(config)
-    arguments = (config, state, ModelSettings(**settings), optimizer)
+    arguments = (config, state, TrainerConfig(**settings, **optimizer))
     norm, weights = one_process(family)
     for got_norm, got_weights in run_ranks(step_on_rank, ranks, *arguments, **sizes):
         assert got_norm == pytest.approx(norm, rel=1e-5)
@@ -122,9 +122,15 @@ def test_a_step_has_the_gradient_norm_and_weights_of_one_process(
 
 
 def dropout_step_on_rank(
-    groups: ParallelGroups, config: Any, state: dict[str, Tensor], settings: ModelSettings
+    groups: ParallelGroups,
+    config: Any,
+    state: dict[str, Tensor],
+    dropout: float,
+    recompute: dict[str, Any],
 ) -> float:
-    return step_on_rank(groups, config, state, settings, PLAIN)[0]
+    settings = TrainerConfig(**PLAIN, **recompute)
+    dropouts = {"attention_dropout": dropout, "hidden_dropout": dropout}
+    return step_on_rank(groups, config, state, settings, **dropouts)[0]
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(1, {}), (2, {TP: 2})], ids=["one rank", "TP2"])
@@ -135,10 +141,9 @@ def test_recomputation_draws_the_dropout_of_the_first_pass_again(
     state = hf_state_dict(config)
     norms = {}
     for name, changes in {"kept": {}, "recomputed": FULL_RECOMPUTE}.items():
-        settings = ModelSettings(attention_dropout=0.3, hidden_dropout=0.3, **changes)
-        norms[name] = run_ranks(dropout_step_on_rank, ranks, config, state, settings, **sizes)
+        norms[name] = run_ranks(dropout_step_on_rank, ranks, config, state, 0.3, changes, **sizes)
     assert norms["kept"] == pytest.approx(norms["recomputed"], rel=1e-6)
-    without = run_ranks(dropout_step_on_rank, ranks, config, state, ModelSettings(), **sizes)
+    without = run_ranks(dropout_step_on_rank, ranks, config, state, 0.0, {}, **sizes)
     assert norms["kept"] != pytest.approx(without, rel=1e-3), "dropout must have had an effect"
 
 
@@ -148,7 +153,7 @@ def random_numbers_on_rank(groups: ParallelGroups) -> tuple[list[float], list[fl
 
     from plugin.megatron_backend.model.builder import build_model
 
-    build_model(tiny_qwen3(), ModelSettings(seed=5), groups)
+    build_model(tiny_qwen3(), TrainerConfig(), groups, seed=5)
     torch.manual_seed(99)
     before = torch.rand(2).tolist()
     with get_cuda_rng_tracker().fork():
@@ -172,10 +177,10 @@ def bfloat16_step_on_rank(
 ) -> tuple[Tensor | None, float, bool]:
     from tests.parallel.schedule_runs import forward_log_probs
 
-    settings = ModelSettings(dtype=torch.bfloat16)
+    settings = TrainerConfig(train_dtype="bfloat16", **SHARDED)
     chunks = loaded_model(config, state, groups, settings)
     log_probs = forward_log_probs(chunks, microbatches(), groups)
-    wrapped, norm = train_one_step(chunks, microbatches(), groups, SHARDED)
+    wrapped, norm = train_one_step(chunks, microbatches(), groups, settings)
     all_bfloat16 = all(p.dtype is torch.bfloat16 for c in wrapped for p in c.parameters())
     return log_probs and log_probs[0], norm, all_bfloat16
 
@@ -183,7 +188,7 @@ def bfloat16_step_on_rank(
 def test_bfloat16_with_the_distributed_optimizer_stays_close_to_float32(run_ranks: Any) -> None:
     config = tiny_qwen3()
     state = hf_state_dict(config)
-    [(norm, _)] = run_ranks(step_on_rank, 1, config, state, ModelSettings(), PLAIN)
+    [(norm, _)] = run_ranks(step_on_rank, 1, config, state, TrainerConfig(**PLAIN))
     want = hf_log_probs(hf_model(config), microbatches()[0])
     for log_probs, got_norm, all_bfloat16 in run_ranks(
         bfloat16_step_on_rank, 2, config, state, **{TP: 2}
@@ -199,7 +204,7 @@ def patched_functions_on_rank(groups: ParallelGroups) -> dict[str, bool]:
     tensor_type = torch.Tensor.type
     active = cpu_runtime.activate()
     return {
-        "active": active and cpu_runtime.is_active(),
+        "active": active and cpu_runtime._installed,
         "not wrapped twice": all(getattr(torch, name) is fn for name, fn in before.items())
         and torch.Tensor.type is tensor_type,
         "cuda factory gives cpu": torch.empty(2, device="cuda").device.type == "cpu",

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plugin.config import TrainerConfig
 from plugin.errors import BatchError, ConfigError
-from plugin.megatron_backend.model.builder import ModelSettings
 from plugin.megatron_backend.model.local_layers import PackedLayout
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.sharding.zigzag import local_positions
 from tests.parallel.rank_pool import RankError
 from tests.parallel.schedule_runs import loaded_model
 from tests.parallel.tiny_models import (
@@ -51,7 +52,7 @@ def logits_and_grads_on_rank(
     config: Any,
     state: dict[str, Tensor],
     tokens: list[Tensor],
-    settings: ModelSettings,
+    settings: TrainerConfig,
 ) -> tuple[dict[tuple[int, int], Tensor], dict[str, Tensor]]:
     """Logits by (sample, position), and gradients of a sum over real tokens, summed over CP ranks."""
     (model,) = loaded_model(config, state, groups, settings)
@@ -99,7 +100,7 @@ def test_samples_packed_in_one_row_get_their_own_logits_and_gradients(
         config,
         hf_state_dict(config),
         tokens,
-        ModelSettings(),
+        TrainerConfig(),
         **sizes,
     )
     check_against_transformers(results, config, tokens)
@@ -132,7 +133,7 @@ def check_against_transformers(results: list[Any], config: Any, tokens: list[Ten
 
 def test_context_and_sequence_parallelism_together_match_transformers(run_ranks: Any) -> None:
     config, tokens = tiny_qwen3(), samples()
-    settings = ModelSettings(sequence_parallel=True)
+    settings = TrainerConfig(sequence_parallel=True, **{TP: 2})
     results = run_ranks(
         logits_on_rank, 4, config, hf_state_dict(config), tokens, settings, **{TP: 2, CP: 2}
     )
@@ -153,10 +154,8 @@ def unpacked_logits_on_rank(
     groups: ParallelGroups, config: Any, state: dict[str, Tensor], rows: Tensor
 ) -> Tensor:
     """[B, S_local, V] of whole rows [B, S], each cut zigzag, without a layout."""
-    from plugin.megatron_backend.model.local_layers import zigzag_positions
-
     (model,) = loaded_model(config, state, groups)
-    positions = zigzag_positions(rows.shape[1], groups.cp_size, groups.cp_rank)
+    positions = local_positions(rows.shape[1], groups.cp_rank, groups.cp_size)
     with torch.no_grad():
         return model(rows[:, positions], positions.expand(rows.shape[0], -1), None)
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from mbridge.models.llama import LLaMABridge
 from torch import Tensor
 
+from plugin.config import TrainerConfig
 from plugin.errors import ConfigError, WeightError
-from plugin.megatron_backend.model.builder import ModelSettings, OptimizerSettings, build_model
+from plugin.megatron_backend.model import families
+from plugin.megatron_backend.model.builder import build_model
 from plugin.megatron_backend.model.hf_weights import (
     export_hf_weights,
     load_hf_weights,
@@ -35,28 +38,30 @@ TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP, EP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
 ETP = "expert_tensor_parallel_size"
 
-# name -> (ranks, parallel sizes, model settings)
-LAYOUTS: dict[str, tuple[int, dict[str, int], ModelSettings]] = {
-    "one rank": (1, {}, ModelSettings()),
-    "TP2": (2, {TP: 2}, ModelSettings()),
-    "TP2+SP": (2, {TP: 2}, ModelSettings(sequence_parallel=True)),
-    "PP2": (2, {PP: 2}, ModelSettings()),
-    "PP2 x VPP2": (2, {PP: 2, VPP: 2}, ModelSettings()),
-    "TP2+SP x PP2": (4, {TP: 2, PP: 2}, ModelSettings(sequence_parallel=True)),
+WITH_SP = TrainerConfig(sequence_parallel=True, tensor_model_parallel_size=2)
+
+# name -> (ranks, parallel sizes, settings)
+LAYOUTS: dict[str, tuple[int, dict[str, int], TrainerConfig]] = {
+    "one rank": (1, {}, TrainerConfig()),
+    "TP2": (2, {TP: 2}, TrainerConfig()),
+    "TP2+SP": (2, {TP: 2}, WITH_SP),
+    "PP2": (2, {PP: 2}, TrainerConfig()),
+    "PP2 x VPP2": (2, {PP: 2, VPP: 2}, TrainerConfig()),
+    "TP2+SP x PP2": (4, {TP: 2, PP: 2}, WITH_SP),
 }
 MOE_LAYOUTS = LAYOUTS | {
-    "EP2": (2, {EP: 2}, ModelSettings()),
+    "EP2": (2, {EP: 2}, TrainerConfig()),
     "EP2, allgather dispatcher": (
         2,
         {EP: 2},
-        ModelSettings(moe_token_dispatcher_type="allgather", variable_seq_lengths=False),
+        TrainerConfig(moe_token_dispatcher_type="allgather"),
     ),
-    "EP2 x PP2": (4, {EP: 2, PP: 2}, ModelSettings()),
-    "EP2 x TP2+SP": (4, {EP: 2, TP: 2}, ModelSettings(sequence_parallel=True)),
+    "EP2 x PP2": (4, {EP: 2, PP: 2}, TrainerConfig()),
+    "EP2 x TP2+SP": (4, {EP: 2, TP: 2}, WITH_SP),
     "EP2 x TP2+SP, experts not cut": (
         4,
         {EP: 2, TP: 2, ETP: 1},
-        ModelSettings(sequence_parallel=True),
+        WITH_SP,
     ),
 }
 # A MoE model under TP needs SP.
@@ -81,9 +86,13 @@ def log_probs_on_rank(
     config: Any,
     state: dict[str, Tensor],
     tokens: list[Tensor],
-    settings: ModelSettings,
+    settings: TrainerConfig,
 ) -> list[Tensor] | None:
-    return forward_log_probs(loaded_model(config, state, groups, settings), tokens, groups)
+    # The allgather dispatcher takes rows of one length only.
+    one_length = settings.moe_token_dispatcher_type == "allgather"
+    overrides = {"variable_seq_lengths": False} if one_length else {}
+    chunks = loaded_model(config, state, groups, settings, **overrides)
+    return forward_log_probs(chunks, tokens, groups)
 
 
 def assert_log_probs_match(results: list[Any], expected: list[Tensor]) -> None:
@@ -128,7 +137,7 @@ def test_moe_with_dense_layers_matches_for_both_kinds_of_top_k_weights(
     config = tiny_qwen3_moe(mlp_only_layers=[0], norm_topk_prob=normalized)
     tokens = microbatches()
     results = run_ranks(
-        log_probs_on_rank, 2, config, hf_state_dict(config), tokens, ModelSettings(), **{EP: 2}
+        log_probs_on_rank, 2, config, hf_state_dict(config), tokens, TrainerConfig(), **{EP: 2}
     )
     model = hf_model(config)
     assert_log_probs_match(results, [hf_log_probs(model, rows) for rows in tokens])
@@ -153,10 +162,42 @@ def test_scaled_rope_matches_transformers(run_ranks: Any, rope: dict[str, Any]) 
     config = tiny_llama(rope_parameters=rope)
     tokens = microbatches(length=64)
     results = run_ranks(
-        log_probs_on_rank, 1, config, hf_state_dict(config), tokens, ModelSettings()
+        log_probs_on_rank, 1, config, hf_state_dict(config), tokens, TrainerConfig()
     )
     model = hf_model(config)
     assert_log_probs_match(results, [hf_log_probs(model, rows) for rows in tokens])
+
+
+def added_family_on_rank(
+    groups: ParallelGroups, config: Any, state: dict[str, Tensor], tokens: list[Tensor]
+) -> tuple[list[Tensor] | None, list[str]]:
+    entry = families.ModelFamily("MistralForCausalLM", LLaMABridge, families.decoder_arguments)
+    families.FAMILIES["mistral"] = entry
+    try:
+        chunks = loaded_model(config, state, groups)
+        names = [name for name, _ in export_hf_weights(chunks, groups)]
+        return forward_log_probs(chunks, tokens, groups), names
+    finally:
+        del families.FAMILIES["mistral"]
+
+
+def test_a_family_is_added_with_one_entry_of_the_table(run_ranks: Any) -> None:
+    from transformers import MistralConfig
+
+    shape = {name: value for name, value in tiny_llama().to_dict().items() if name in SHAPE}
+    config = MistralConfig(**shape, sliding_window=None)
+    state, tokens = hf_state_dict(config), microbatches()
+    results = run_ranks(added_family_on_rank, 2, config, state, tokens, **{TP: 2})
+    model = hf_model(config)
+    expected = [hf_log_probs(model, rows) for rows in tokens]
+    assert_log_probs_match([log_probs for log_probs, _ in results], expected)
+    assert all(sorted(names) == sorted(state) for _, names in results)
+
+
+SHAPE = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "initializer_range", "rms_norm_eps"),
+)
 
 
 def export_after_training_on_rank(
@@ -164,14 +205,14 @@ def export_after_training_on_rank(
     config: Any,
     state: dict[str, Tensor],
     tokens: list[Tensor],
-    settings: ModelSettings,
+    settings: TrainerConfig,
     use_distributed_optimizer: bool,
     directory: str,
 ) -> tuple[float, list[Tensor] | None, list[str]]:
     chunks = loaded_model(config, state, groups, settings)
     per_rank = len(tokens) // groups.dp_size
     own = tokens[groups.dp_rank * per_rank : (groups.dp_rank + 1) * per_rank]
-    optimizer = OptimizerSettings(lr=1e-2, use_distributed_optimizer=use_distributed_optimizer)
+    optimizer = TrainerConfig(lr=1e-2, use_distributed_optimizer=use_distributed_optimizer)
     wrapped, grad_norm = train_one_step(chunks, own, groups, optimizer)
     save_hf_checkpoint(directory, wrapped, groups, shard_bytes=20_000)
     names = [name for name, _ in export_hf_weights(wrapped, groups)]
@@ -261,7 +302,7 @@ def test_a_checkpoint_directory_loads_like_its_state_dict(run_ranks: Any, tmp_pa
 
 
 def save_with_tokenizer_on_rank(groups: ParallelGroups, tokenizer: str, target: str) -> None:
-    chunks = build_model(tiny_llama(), ModelSettings(), groups)
+    chunks = build_model(tiny_llama(), TrainerConfig(), groups)
     save_hf_checkpoint(target, chunks, groups, tokenizer_from=tokenizer)
 
 
@@ -291,7 +332,7 @@ def names_of_tied_then_untied_on_rank(groups: ParallelGroups) -> list[str]:
 
 
 def load_on_rank(groups: ParallelGroups, config: Any, source: Any) -> None:
-    load_hf_weights(build_model(config, ModelSettings(), groups), source, groups)
+    load_hf_weights(build_model(config, TrainerConfig(), groups), source, groups)
 
 
 def fail_to_load(run_ranks: Any, config: Any, source: Any) -> WeightError:
@@ -319,7 +360,7 @@ def test_weights_of_another_model_are_refused_with_names_and_shapes(
 
 
 def save_on_rank(groups: ParallelGroups, config: Any, directory: str) -> str:
-    chunks = build_model(config, ModelSettings(), groups)
+    chunks = build_model(config, TrainerConfig(), groups)
     try:
         save_hf_checkpoint(directory, chunks, groups)
     except WeightError as error:
@@ -337,7 +378,7 @@ def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_target_alone(
     assert (tmp_path / "occupied" / "keep.txt").read_text() == "mine"
 
 
-def build_on_rank(groups: ParallelGroups, config: Any, settings: ModelSettings) -> str:
+def build_on_rank(groups: ParallelGroups, config: Any, settings: TrainerConfig) -> str:
     try:
         build_model(config, settings, groups)
     except ConfigError as error:
@@ -346,16 +387,15 @@ def build_on_rank(groups: ParallelGroups, config: Any, settings: ModelSettings) 
 
 
 def test_layouts_that_do_not_fit_the_model_are_refused_by_name(run_ranks: Any) -> None:
-    def refusal(config: Any, settings: ModelSettings, **sizes: int) -> str:
+    def refusal(config: Any, settings: TrainerConfig, **sizes: int) -> str:
         return run_ranks(build_on_rank, 2, config, settings, **sizes)[0]
 
     three_layers = tiny_llama(num_hidden_layers=3)
-    assert "num_hidden_layers" in refusal(three_layers, ModelSettings(), **{PP: 2})
+    assert "num_hidden_layers" in refusal(three_layers, TrainerConfig(), **{PP: 2})
     one_kv_head = tiny_llama(num_key_value_heads=1)
-    assert "num_key_value_heads" in refusal(one_kv_head, ModelSettings(), **{TP: 2})
+    assert "num_key_value_heads" in refusal(one_kv_head, TrainerConfig(), **{TP: 2})
     three_experts = tiny_qwen3_moe(num_experts=3)
-    assert "num_experts" in refusal(three_experts, ModelSettings(), **{EP: 2})
-    assert "--sequence-parallel" in refusal(tiny_qwen3_moe(), ModelSettings(), **{TP: 2})
-    with_sp = ModelSettings(sequence_parallel=True)
-    assert "there is only one" in refusal(tiny_llama(), with_sp, **{PP: 2})
-    assert "no experts" in refusal(tiny_llama(), ModelSettings(), **{EP: 2})
+    assert "num_experts" in refusal(three_experts, TrainerConfig(), **{EP: 2})
+    assert "--sequence-parallel" in refusal(tiny_qwen3_moe(), TrainerConfig(), **{TP: 2})
+    assert "there is only one" in refusal(tiny_llama(), WITH_SP, **{PP: 2})
+    assert "no experts" in refusal(tiny_llama(), TrainerConfig(), **{EP: 2})

@@ -141,7 +141,7 @@ def test_a_padding_microbatch_has_every_field_of_the_table() -> None:
     batch = full_batch()
     assert set(batch.columns) == set(FIELDS)  # a field added later is covered here too
     padding = Microbatch.padding_like(batch)
-    assert padding.is_padding and set(padding) == set(FIELDS)
+    assert padding.is_padding and set(padding.batch.columns) == set(FIELDS)
     padding.batch.check()
     for name, field in FIELDS.items():
         (value,) = padding.batch.columns[name]

@@ -1,4 +1,4 @@
-"""Checkpoints as directories: names, atomic publication, integrity. No tensors and no process group here.
+"""Checkpoints as directories: names, atomic publication, integrity; no tensors, no process group.
 
     checkpoints/
       latest                      text: the name of the directory to resume from
@@ -9,8 +9,8 @@
         model/                    Megatron-Core's own distributed checkpoint: model and optimizer
       step_0000013.incomplete/    a save that is running, or was killed
 
-A directory gets its final name in one rename, after everything in it has reached the disk. Whatever is named
-`step_<number>` is therefore complete, and a killed save leaves only an `.incomplete` directory behind.
+A directory gets its final name in one rename, after everything in it has reached the disk. What is
+named `step_<number>` is therefore complete; a killed save leaves an `.incomplete` directory.
 """
 
 from __future__ import annotations
@@ -62,21 +62,15 @@ class CheckpointMetadata:
     files: dict[str, list[int]] = field(default_factory=dict)
 
 
-def step_directory(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lives once it is complete."""
-    return root / f"step_{step:07d}"
-
-
 def begin(root: Path, step: int, keep_last: int | None = None) -> Path:
-    """An empty directory to write the checkpoint of `step` into; also checks what `prune` will be asked for."""
+    """Make an empty directory for the checkpoint of `step`; also check `keep_last` for `prune`."""
     if keep_last is not None and keep_last < 1:
         raise CheckpointError(f"keep_last is {keep_last} but must be at least 1; None keeps all")
     if step < 0:
         raise CheckpointError(
             f"step is {step} but must be at least 0; pass the number of finished steps"
         )
-    directory = step_directory(root, step)
-    directory = directory.with_name(directory.name + INCOMPLETE)
+    directory = root / f"step_{step:07d}{INCOMPLETE}"
     if directory.exists():
         logger.warning("removing %s, left behind by a save that did not finish", directory)
         shutil.rmtree(directory)
@@ -85,9 +79,13 @@ def begin(root: Path, step: int, keep_last: int | None = None) -> Path:
 
 
 def publish(incomplete: Path) -> Path:
-    """Give a finished checkpoint its final name and make it the latest; both survive a power cut."""
+    """Give a finished checkpoint its final name and mark it as latest; survives a power cut."""
     final = incomplete.with_name(incomplete.name.removesuffix(INCOMPLETE))
-    _sync_tree(incomplete)
+    # The other files were synced when they were sealed.
+    _sync(incomplete / METADATA_FILE)
+    for path in [*incomplete.rglob("*"), incomplete, incomplete.parent]:
+        if path.is_dir():
+            _sync(path)
     replaced = final.with_name(final.name + ".replaced" + INCOMPLETE)
     if final.exists():
         # A run that was resumed from an earlier checkpoint comes by this step again.
@@ -101,20 +99,19 @@ def publish(incomplete: Path) -> Path:
 
 
 def _mark_latest(final: Path) -> None:
-    marker = final.with_name(LATEST_FILE)
     draft = final.with_name(LATEST_FILE + INCOMPLETE)
     draft.write_text(final.name + "\n")
     _sync(draft)
-    os.replace(draft, marker)
+    os.replace(draft, final.with_name(LATEST_FILE))
     _sync(final.parent)
 
 
 def prune(root: Path, keep_last: int | None) -> None:
-    """Remove all but the newest `keep_last` checkpoints, never the latest, and what killed saves left."""
+    """Remove all but the newest `keep_last` and the latest, and what killed saves left behind."""
     latest = _read_marker(root)
     surplus = [] if keep_last is None else complete_checkpoints(root)[:-keep_last]
     for directory in [path for path in surplus if path.name != latest] + incomplete_saves(root):
-        # Renamed first: a removal that is interrupted must not leave half a checkpoint under a good name.
+        # Renamed first: an interrupted removal must not leave half a checkpoint under a good name.
         doomed = directory
         if not directory.name.endswith(INCOMPLETE):
             doomed = directory.with_name(directory.name + ".removed" + INCOMPLETE)
@@ -126,12 +123,8 @@ def complete_checkpoints(root: Path) -> list[Path]:
     """Complete checkpoints under `root`, oldest step first."""
     if not root.is_dir():
         return []
-    named = [(match, path) for path in root.iterdir() if (match := _step_match(path))]
-    return [path for _, path in sorted(named, key=lambda pair: int(pair[0].group(1)))]
-
-
-def _step_match(path: Path) -> re.Match[str] | None:
-    return _STEP_NAME.fullmatch(path.name) if path.is_dir() else None
+    named = [path for path in root.iterdir() if path.is_dir() and _STEP_NAME.fullmatch(path.name)]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def incomplete_saves(root: Path) -> list[Path]:
@@ -161,34 +154,26 @@ def resolve(directory: Path) -> Path:
             f"{directory} holds no complete checkpoint{also}; give the `checkpoints` directory of a run "
             "or one step_<number> in it"
         )
-    chosen = _latest(directory, complete)
-    for leftover in leftovers:
-        logger.warning(
-            "%s is incomplete: its save did not finish. Resuming from %s instead; the next save removes it",
-            leftover,
-            chosen,
-        )
-    return chosen
-
-
-def _latest(root: Path, complete: list[Path]) -> Path:
-    marked = _read_marker(root)
+    newest, marker, marked = complete[-1], directory / LATEST_FILE, _read_marker(directory)
     chosen = next((path for path in complete if path.name == marked), None)
     if chosen is None:
+        message = "%s names %r, which is no complete checkpoint; taking the newest, %s"
+        logger.warning(message, marker, marked, newest.name)
+        chosen = newest
+    elif chosen != newest:
         logger.warning(
-            "%s names %r, which is no complete checkpoint; taking the newest, %s",
-            root / LATEST_FILE,
+            "%s names %s, but %s is newer and complete; resuming from the former, give the path of the "
+            "latter to resume from that",
+            marker,
             marked,
-            complete[-1].name,
+            newest,
         )
-        return complete[-1]
-    if chosen != complete[-1]:
+    for leftover in leftovers:
         logger.warning(
-            "%s names %s, but %s is newer and complete; resuming from the former, give the path of the latter "
-            "to resume from that",
-            root / LATEST_FILE,
-            marked,
-            complete[-1],
+            "%s is incomplete: its save did not finish. Resuming from %s instead; the next save removes "
+            "it",
+            leftover,
+            chosen,
         )
     return chosen
 
@@ -270,10 +255,8 @@ def read_metadata(directory: Path) -> CheckpointMetadata:
 
 def files_of(directory: Path) -> list[str]:
     """Paths of all files of a checkpoint but its metadata, relative to it and sorted."""
-    names = (
-        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
-    )
-    return sorted(name for name in names if name != METADATA_FILE)
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return sorted({path.relative_to(directory).as_posix() for path in files} - {METADATA_FILE})
 
 
 def seal_files(directory: Path, names: Iterable[str]) -> dict[str, list[int]]:
@@ -320,11 +303,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _sync_tree(directory: Path) -> None:
-    """Force directory entries, and `metadata.json`, to disk; the other files were sealed before."""
-    _sync(directory / METADATA_FILE)
-    for path in [*directory.rglob("*"), directory, directory.parent]:
-        if path.is_dir():
-            _sync(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,14 +34,11 @@ def rng_state() -> dict[str, Tensor]:
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state().cpu()
-    for tracked, value in get_cuda_rng_tracker().get_states().items():
-        state[_TRACKER + tracked] = _as_tensor(value)
+    for name, tracked in get_cuda_rng_tracker().get_states().items():
+        # The tracker for CUDA graphs holds generators instead of tensors.
+        is_generator = isinstance(tracked, torch.Generator)
+        state[_TRACKER + name] = (tracked.get_state() if is_generator else tracked).cpu()
     return state
-
-
-def _as_tensor(state: Any) -> Tensor:
-    """A tracked state; the tracker for CUDA graphs holds generators instead of tensors."""
-    return state.get_state().cpu() if isinstance(state, torch.Generator) else state.cpu()
 
 
 def set_rng_state(state: dict[str, Tensor]) -> None:
@@ -69,7 +65,7 @@ def set_rng_state(state: dict[str, Tensor]) -> None:
 
 
 def reseed(seed: int, groups: ParallelGroups) -> None:
-    """Start all generators anew from one number that all ranks share; Megatron adds each rank's place."""
+    """Seed all generators with one number that all ranks share; Megatron adds each rank's place."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -6,7 +6,7 @@ import io
 import logging
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -43,6 +43,7 @@ from plugin.megatron_backend.checkpoint.sharded_state import (
     set_optimizer_step,
     sharded_state,
 )
+from plugin.megatron_backend.model.families import model_shape
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 
@@ -51,55 +52,29 @@ logger = logging.getLogger(__name__)
 _TENSORS = "model"
 _INDEX_FILE = ".metadata"
 
-# What `.metadata` of a checkpoint without pickled objects is made of. Nothing here runs code when it is built.
+# What `.metadata` of a checkpoint without pickled objects is made of; nothing here runs code.
 _INDEX_CLASSES = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},
     "torch": {
-        "Size",
-        "float32",
-        "bfloat16",
-        "float16",
-        "strided",
-        "preserve_format",
-        "contiguous_format",
+        *("Size", "float32", "bfloat16", "float16"),
+        *("strided", "preserve_format", "contiguous_format"),
     },
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
 }
-
-_SHAPE_FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-    "num_experts",
-    "moe_intermediate_size",
-    "mlp_only_layers",
-    "decoder_sparse_step",
-)
 
 
 @dataclass(frozen=True)
 class TrainerParts:
     """What a checkpoint is made from and loaded into.
 
-    chunks: this rank's model chunks, wrapped in DDP or not; optimizer: None saves or loads the model alone
+    chunks: this rank's model chunks, wrapped in DDP or not
+    optimizer: None saves or loads the model alone
     """
 
     chunks: Sequence[Any]
@@ -108,34 +83,50 @@ class TrainerParts:
     groups: ParallelGroups
     device: torch.device
 
+    @property
+    def dtype(self) -> str:
+        """Of the weights."""
+        return str(next(self.chunks[0].parameters()).dtype).removeprefix("torch.")
 
-@dataclass(frozen=True)
-class TrainerState:
-    """Everything else a resumed run needs: counters, and the driver's own JSON object."""
-
-    step: int
-    trainer_version: int
-    skipped_steps: int
-    user_state: dict[str, Any]
+    @property
+    def layout(self) -> dict[str, int]:
+        """Parallel sizes."""
+        names = ("tp", "pp", "cp", "dp", "ep", "etp")
+        sizes = {name: getattr(self.groups, f"{name}_size") for name in names}
+        return {"world": self.groups.world_size, "vpp": self.groups.num_chunks, **sizes}
 
 
 def save_checkpoint(
-    root: str | Path, parts: TrainerParts, state: TrainerState, *, keep_last: int | None = None
+    root: str | Path,
+    parts: TrainerParts,
+    user_state: dict[str, Any],
+    *,
+    step: int,
+    trainer_version: int,
+    skipped_steps: int,
+    keep_last: int | None = None,
 ) -> Path:
     """Write `<root>/step_<step>` and make it the latest; a collective of all ranks.
 
-    `root` must be one file system that every rank sees. Until the last moment the directory is named
-    `.incomplete`, so a save that dies leaves the checkpoints before it as they were.
+    `root` must be one file system that every rank sees. Until the last moment the directory is
+    named `.incomplete`, so a save that dies leaves the checkpoints before it as they were.
     """
-    root, groups = Path(root), parts.groups
+    groups = parts.groups
     errors = _CheckpointErrors(
         parts.device, "check space and permissions; the checkpoints before it are untouched"
     )
-    incomplete = _on_first_rank(groups, errors, lambda: _begin(root, state, keep_last))
+    incomplete, final, tensors, files = Path(), Path(), {}, {}
+    with errors.collecting():
+        if groups.rank == 0:
+            incomplete = directories.begin(Path(root), step, keep_last)
+            directories.write_json(incomplete / directories.USER_STATE_FILE, user_state)
+            (incomplete / _TENSORS).mkdir()
+            (incomplete / "rng").mkdir()
+    incomplete = errors.agree_on_first_rank("starting a checkpoint", incomplete)
     doing = f"writing {incomplete}"
     with errors.collecting():
         save_file(rng_state(), _rng_file(incomplete, groups.rank))
-    # Before the next call, which is collective: a rank that failed here must not leave the others in it.
+    # The next call is collective: a rank that failed here must not leave the others in it.
     errors.agree(doing)
     with errors.collecting():
         tensors = _tensors_to_write(sharded_state(parts.chunks, parts.optimizer, groups))
@@ -143,18 +134,40 @@ def save_checkpoint(
     with errors.collecting():
         _write_tensors(tensors, incomplete / _TENSORS)
     errors.agree(doing)
-    _on_first_rank(groups, errors, lambda: _complete_for_megatron(incomplete / _TENSORS))
-    files: dict[str, list[int]] = {}
+    with errors.collecting():
+        if groups.rank == 0:
+            # Every version of `dist_checkpointing.load` accepts the directory with these two files:
+            # 0.16 needs common.pt, and 0.19 would otherwise look for a pickled object instead.
+            torch.save({}, incomplete / _TENSORS / COMMON_STATE_FNAME)
+            save_config(CheckpointingConfig("torch_dist", 1), str(incomplete / _TENSORS))
+    errors.agree(doing)
     with errors.collecting():
         mine = _written_by(groups.rank, directories.files_of(incomplete))
         files = directories.seal_files(incomplete, mine)
     errors.agree(doing)
-    metadata = _metadata(parts, state, _merged(files, groups))
-    return _on_first_rank(groups, errors, lambda: _publish(incomplete, metadata, keep_last))
+    gathered: list[dict[str, list[int]]] = [{} for _ in range(groups.world_size)]
+    dist.all_gather_object(gathered, files)
+    metadata = CheckpointMetadata(
+        step=step,
+        trainer_version=trainer_version,
+        skipped_steps=skipped_steps,
+        optimizer_step=None if parts.optimizer is None else optimizer_step(parts.optimizer),
+        dtype=parts.dtype,
+        model=model_shape(parts.hf_config),
+        layout=parts.layout,
+        software={name: version(name) for name in ("megatron-core", "torch")},
+        files={name: record for part in gathered for name, record in sorted(part.items())},
+    )
+    with errors.collecting():
+        if groups.rank == 0:
+            directories.write_metadata(incomplete, metadata)
+            final = directories.publish(incomplete)
+            directories.prune(final.parent, keep_last)
+    return errors.agree_on_first_rank(f"publishing {incomplete}", final)
 
 
 class _CheckpointErrors(ErrorCollector):
-    """Collects errors, and says what to do about those of files and of the libraries that write them."""
+    """Collects errors, and says what to do about those of files and of writing libraries."""
 
     def __init__(self, device: torch.device, fix: str) -> None:
         super().__init__(device)
@@ -170,34 +183,12 @@ class _CheckpointErrors(ErrorCollector):
             except (OSError, SafetensorError, CheckpointException, CheckpointingException) as error:
                 raise CheckpointError(f"{type(error).__name__}: {error}\n{self._fix}") from error
 
-
-def _begin(root: Path, state: TrainerState, keep_last: int | None) -> Path:
-    incomplete = directories.begin(root, state.step, keep_last)
-    directories.write_json(incomplete / directories.USER_STATE_FILE, state.user_state)
-    (incomplete / _TENSORS).mkdir()
-    (incomplete / "rng").mkdir()
-    return incomplete
-
-
-def _publish(incomplete: Path, metadata: CheckpointMetadata, keep_last: int | None) -> Path:
-    directories.write_metadata(incomplete, metadata)
-    final = directories.publish(incomplete)
-    directories.prune(final.parent, keep_last)
-    return final
-
-
-def _on_first_rank(
-    groups: ParallelGroups, errors: _CheckpointErrors, act: Callable[[], Path]
-) -> Path:
-    """What `act` returns on rank 0, on every rank."""
-    result: list[Path | None] = [None]
-    with errors.collecting():
-        if groups.rank == 0:
-            result = [act()]
-    errors.agree("rank 0's part of the checkpoint")
-    dist.broadcast_object_list(result, src=0)
-    assert result[0] is not None
-    return result[0]
+    def agree_on_first_rank(self, what: str, path: Path) -> Path:
+        """Raise on every rank if rank 0 failed; else rank 0's `path`, on every rank."""
+        self.agree(what)
+        paths = [path]
+        dist.broadcast_object_list(paths, src=0)
+        return paths[0]
 
 
 def _rng_file(directory: Path, rank: int) -> Path:
@@ -205,7 +196,7 @@ def _rng_file(directory: Path, rank: int) -> Path:
 
 
 def _tensors_to_write(state: ShardedStateDict) -> ShardedStateDict:
-    """The tensors of a state, after the check of all ranks that together they hold each one exactly once."""
+    """The tensors of a state; a collective, which checks that ranks hold each one exactly once."""
     tensors, rest = save_preprocess(state)
     if list(nested_values(rest)):
         raise CheckpointError(
@@ -216,16 +207,16 @@ def _tensors_to_write(state: ShardedStateDict) -> ShardedStateDict:
 
 
 def _write_tensors(tensors: ShardedStateDict, directory: Path) -> None:
-    """Write this rank's share as torch_dist; torch gathers failures, so all ranks raise or none does.
+    """Write this rank's share as torch_dist; torch gathers failures: all ranks raise or none does.
 
-    Stands in for `dist_checkpointing.save`. That starts processes even for a synchronous save; a daemonic process
-    may not, and forking one that runs gloo, NCCL or Ray threads is a gamble. And from megatron-core 0.19 on it puts
-    a pickled object among the tensors.
+    Used instead of `dist_checkpointing.save`, which starts processes even for a synchronous save: a
+    daemonic process may not, and forking one that runs gloo, NCCL or Ray threads is a gamble. From
+    megatron-core 0.19 on it also puts a pickled object among the tensors.
     """
     by_key, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(tensors, True)
     torch_checkpoint.save(
         torch_strategies.mcore_to_pyt_state_dict(by_key, False),
-        # With more threads torch loses the errors of all but one. Files are synced when they are sealed.
+        # With more threads torch loses the errors of all but one. Sealing syncs the files.
         storage_writer=torch_checkpoint.FileSystemWriter(
             directory, thread_count=1, sync_files=False
         ),
@@ -235,18 +226,8 @@ def _write_tensors(tensors: ShardedStateDict, directory: Path) -> None:
     )
 
 
-def _complete_for_megatron(directory: Path) -> Path:
-    """Add the two files that make it a checkpoint which every version of `dist_checkpointing.load` accepts.
-
-    Version 0.16 needs common.pt; 0.19 would otherwise look for a pickled object instead.
-    """
-    torch.save({}, directory / COMMON_STATE_FNAME)
-    save_config(CheckpointingConfig("torch_dist", 1), str(directory))
-    return directory
-
-
 def _written_by(rank: int, names: Sequence[str]) -> list[str]:
-    """The files that a rank wrote: those with its number in their names, and on rank 0 the common ones."""
+    """The files that a rank wrote: those with its number; on rank 0 also the common ones."""
     own = (f"{_TENSORS}/__{rank}_", f"rng/rank_{rank:05d}.")
     numbered = (f"{_TENSORS}/__", "rng/rank_")
     return [
@@ -256,63 +237,24 @@ def _written_by(rank: int, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _merged(files: dict[str, list[int]], groups: ParallelGroups) -> dict[str, list[int]]:
-    gathered: list[dict[str, list[int]]] = [{} for _ in range(groups.world_size)]
-    dist.all_gather_object(gathered, files)
-    return {name: record for part in gathered for name, record in sorted(part.items())}
+def load_checkpoint(
+    directory: str | Path, parts: TrainerParts
+) -> tuple[CheckpointMetadata, dict[str, Any]]:
+    """Load the latest checkpoint under `directory`, or itself; return its metadata and user state.
 
-
-def _metadata(
-    parts: TrainerParts, state: TrainerState, files: dict[str, list[int]]
-) -> CheckpointMetadata:
-    count = None if parts.optimizer is None else optimizer_step(parts.optimizer)
-    return CheckpointMetadata(
-        step=state.step,
-        trainer_version=state.trainer_version,
-        skipped_steps=state.skipped_steps,
-        optimizer_step=count,
-        dtype=_dtype(parts),
-        model=model_shape(parts.hf_config),
-        layout=_layout(parts.groups),
-        software={name: version(name) for name in ("megatron-core", "torch")},
-        files=files,
-    )
-
-
-def model_shape(hf_config: Any) -> dict[str, Any]:
-    """The numbers of a Hugging Face config that decide which checkpoints fit it."""
-    return {name: getattr(hf_config, name) for name in _SHAPE_FIELDS if hasattr(hf_config, name)}
-
-
-def _layout(groups: ParallelGroups) -> dict[str, int]:
-    return {
-        "world": groups.world_size,
-        "tp": groups.tp_size,
-        "pp": groups.pp_size,
-        "vpp": groups.num_chunks,
-        "cp": groups.cp_size,
-        "dp": groups.dp_size,
-        "ep": groups.ep_size,
-        "etp": groups.etp_size,
-    }
-
-
-def _dtype(parts: TrainerParts) -> str:
-    return str(next(parts.chunks[0].parameters()).dtype).removeprefix("torch.")
-
-
-def load_checkpoint(directory: str | Path, parts: TrainerParts) -> TrainerState:
-    """Load the latest checkpoint under `directory`, or the one that it is; a collective of all ranks.
-
-    Everything that can be checked is checked before the first weight changes. Generators are restored exactly on the
-    layout of the save; on another one they are seeded from it, the same way every time.
+    A collective of all ranks. Everything that can be checked is checked before the first weight
+    changes. Generators are restored exactly on the layout of the save; on another one they are
+    seeded from it, the same way every time.
     """
-    groups = parts.groups
+    groups, chosen = parts.groups, Path()
     errors = _CheckpointErrors(
         parts.device,
         "load it with the model it was saved from, or resume from another step_<number>",
     )
-    chosen = _on_first_rank(groups, errors, lambda: directories.resolve(Path(directory)))
+    with errors.collecting():
+        if groups.rank == 0:
+            chosen = directories.resolve(Path(directory))
+    chosen = errors.agree_on_first_rank(f"looking for a checkpoint in {directory}", chosen)
     with errors.collecting():
         metadata = directories.read_metadata(chosen)
         _check_fits(chosen, metadata, parts)
@@ -327,9 +269,9 @@ def load_checkpoint(directory: str | Path, parts: TrainerParts) -> TrainerState:
         load_sharded_state(found, parts.chunks, parts.optimizer)
         if parts.optimizer is not None and metadata.optimizer_step is not None:
             set_optimizer_step(parts.optimizer, metadata.optimizer_step)
-        _restore_rng(chosen, metadata, groups)
+        _restore_rng(chosen, metadata, parts)
     errors.agree(f"loading the checkpoint {chosen}")
-    return TrainerState(metadata.step, metadata.trainer_version, metadata.skipped_steps, user_state)
+    return metadata, user_state
 
 
 def _check_fits(directory: Path, metadata: CheckpointMetadata, parts: TrainerParts) -> None:
@@ -342,9 +284,9 @@ def _check_fits(directory: Path, metadata: CheckpointMetadata, parts: TrainerPar
         raise CheckpointError(
             f"{directory} was saved from another model: {pairs}; load it with the model it was saved from"
         )
-    if metadata.dtype != _dtype(parts):
+    if metadata.dtype != parts.dtype:
         raise CheckpointError(
-            f"{directory} holds {metadata.dtype} weights but the model has {_dtype(parts)}; "
+            f"{directory} holds {metadata.dtype} weights but the model has {parts.dtype}; "
             f"use --train-dtype {metadata.dtype}"
         )
     if parts.optimizer is not None and metadata.optimizer_step is None:
@@ -365,10 +307,10 @@ class _IndexReader(pickle.Unpickler):
 
 
 def check_index(directory: Path) -> None:
-    """Make sure that the two pickled files of a Megatron checkpoint can only become tensors and their names.
+    """Make sure that the two pickled files of a checkpoint hold only tensors and their names.
 
-    Megatron reads `.metadata` with plain pickle, and objects that it lists likewise; so neither an unknown class
-    nor any object may be in it.
+    Megatron reads `.metadata` with plain pickle, and objects that it lists likewise; so neither an
+    unknown class nor any object may be in it.
     """
     path = directory / _INDEX_FILE
     try:
@@ -376,8 +318,8 @@ def check_index(directory: Path) -> None:
         torch.load(directory / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            f"the index of {directory} cannot be read safely: {error}; it is corrupt or was not written by this "
-            "software, so do not load it; resume from another step_<number>"
+            f"the index of {directory} cannot be read safely: {error}; it is corrupt or was not written by "
+            "this software, so do not load it; resume from another step_<number>"
         ) from None
     if not isinstance(index, Metadata):
         raise CheckpointError(f"{path} holds a {type(index).__name__} instead of torch's index")
@@ -385,12 +327,14 @@ def check_index(directory: Path) -> None:
     objects = [name for name, entry in entries if isinstance(entry, BytesStorageMetadata)]
     if objects:
         raise CheckpointError(
-            f"{path} lists pickled objects ({objects[0]}), which this software never writes; do not load it"
+            f"{path} lists pickled objects ({objects[0]}), which this software never writes; do not load "
+            "it"
         )
 
 
-def _restore_rng(directory: Path, metadata: CheckpointMetadata, groups: ParallelGroups) -> None:
-    if metadata.layout == _layout(groups):
+def _restore_rng(directory: Path, metadata: CheckpointMetadata, parts: TrainerParts) -> None:
+    groups = parts.groups
+    if metadata.layout == parts.layout:
         set_rng_state(load_file(_rng_file(directory, groups.rank)))
         return
     first = load_file(_rng_file(directory, 0))["torch"]
@@ -402,5 +346,5 @@ def _restore_rng(directory: Path, metadata: CheckpointMetadata, groups: Parallel
             "taken from the checkpoint",
             directory,
             metadata.layout,
-            _layout(groups),
+            parts.layout,
         )

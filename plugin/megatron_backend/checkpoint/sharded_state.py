@@ -1,8 +1,8 @@
 """Model chunks and optimizer as Megatron-Core sharded state dicts that any layout can read.
 
-Only tensors are stored, each under a name that depends on the model alone: not on the layout, not on whether the
-distributed optimizer was used. Hyperparameters come from the configuration of the run that loads, and the one
-number that Adam counts, its step, travels in the checkpoint's own metadata.
+Only tensors are stored, each under a name that depends on the model alone: not on the layout, not
+on whether the distributed optimizer was used. Hyperparameters come from the configuration of the
+run that loads, and the one number that Adam counts, its step, is in the checkpoint's own metadata.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sharded_state(
     *,
     loading: bool = False,
 ) -> dict[str, Any]:
-    """The state dict to hand to `dist_checkpointing.save`, or to `load` as a description of what to read."""
+    """The state dict to save; with `loading`, the description of what to load."""
     content = {
         # One tensor per layer: layers of a MoE model differ, and any stage can pick its own.
         "non_homogeneous_layers": True,
@@ -45,15 +45,26 @@ def sharded_state(
         "dp_cp_group": groups.dp_cp_group,
     }
     state: dict[str, Any] = {
-        f"model{number}": _tensors_only(unwrap(chunk).sharded_state_dict(metadata=content))
+        # Without Transformer Engine's `_extra_state`: empty unless FP8 is used, and pickled.
+        f"model{number}": {
+            name: value
+            for name, value in unwrap(chunk).sharded_state_dict(metadata=content).items()
+            if not isinstance(value, ShardedObject)
+        }
         for number, chunk in enumerate(chunks)
     }
     if optimizer is not None:
+        parts = _parts(optimizer)
+        for part in parts:
+            # Allocate what Adam would otherwise allocate in its first step: zeros.
+            part.init_state_fn(part.optimizer, part.config)
+            if _counts_per_parameter(part.optimizer):
+                for moments in part.optimizer.state.values():
+                    moments.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
         models = dict(state)
-        allocate_optimizer_state(optimizer)
         state["optimizer"] = {
             number: _optimizer_part(part, models, content, loading)
-            for number, part in enumerate(_parts(optimizer))
+            for number, part in enumerate(parts)
         }
     return state
 
@@ -81,17 +92,12 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
     return [part for part in parts if getattr(part, "optimizer", None) is not None]
 
 
-def _tensors_only(state: dict[str, Any]) -> dict[str, Any]:
-    """Without Transformer Engine's `_extra_state`: it is empty unless FP8 is used, and it is pickled."""
-    return {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}
-
-
 def _optimizer_part(
     part: Any, models: dict[str, Any], content: dict[str, Any], loading: bool
 ) -> dict[str, Any]:
     state = part.sharded_state_dict(models, is_loading=loading, metadata=content)
     if not isinstance(part, DistributedOptimizer):
-        # The step is stored elsewhere; what is left besides tensors is this run's own configuration.
+        # The step is stored elsewhere; what is left besides tensors is this run's configuration.
         state.get("optimizer", state)["state"].pop("common_step", None)
         return _keep_rest_local(state)
     tensors: dict[int, dict[str, Any]] = state["param_state"]
@@ -147,30 +153,20 @@ def _without_step(inner: torch.optim.Optimizer) -> Iterator[None]:
                 inner.state[parameter]["step"] = step
 
 
-def allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Give Adam the state that it would otherwise allocate in its first step: zeros."""
-    for part in _parts(optimizer):
-        part.init_state_fn(part.optimizer, part.config)
-        if _counts_per_parameter(part.optimizer):
-            for state in part.optimizer.state.values():
-                state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
-
-
 def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
-    """torch's Adam counts steps per parameter, the fused ones of Apex and Transformer Engine per group."""
+    """torch's Adam counts steps per parameter, Apex's and Transformer Engine's per group."""
     return isinstance(inner, torch.optim.Adam)
 
 
 def optimizer_step(optimizer: MegatronOptimizer) -> int:
     """How many updates Adam has made (what it corrects its bias with)."""
-    return max((step for part in _parts(optimizer) for step in _steps(part.optimizer)), default=0)
-
-
-def _steps(inner: torch.optim.Optimizer) -> Iterator[int]:
-    if _counts_per_parameter(inner):
-        yield from (int(state["step"]) for state in inner.state.values() if "step" in state)
-    else:
-        yield from (int(group.get("step", 0)) for group in inner.param_groups)
+    counts = [0]
+    for part in _parts(optimizer):
+        inner = part.optimizer
+        per_parameter = _counts_per_parameter(inner)
+        holders = inner.state.values() if per_parameter else inner.param_groups
+        counts += [int(holder.get("step", 0)) for holder in holders]
+    return max(counts)
 
 
 def set_optimizer_step(optimizer: MegatronOptimizer, step: int) -> None:

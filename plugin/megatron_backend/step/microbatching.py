@@ -1,8 +1,8 @@
-"""Cuts a global batch into microbatches: balanced over ranks, equal in number, within a token budget.
+"""Cut a global batch into microbatches: balanced, equally many per rank, within a token budget.
 
-Every data-parallel rank must run the same number of microbatches, or the others wait for ever in a collective.
-Where the samples do not suffice, a rank gets *padding microbatches*, which contribute nothing. Planning
-uses lengths only and is deterministic, so that every rank computes the same plan by itself.
+Every data-parallel rank must run the same number of microbatches, or the others wait for ever in a
+collective. A rank with too few samples gets *padding microbatches*, which contribute nothing.
+Planning uses lengths only and is deterministic: every rank computes the same plan by itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BatchingLimits:
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """`ranks[r][k]` lists the samples of microbatch k on DP rank r; an empty list is a padding microbatch.
+    """`ranks[r][k]` lists the samples of microbatch k on DP rank r; an empty list is padding.
 
     oversize: the samples that are longer than the budget; each has a microbatch of its own
     """
@@ -58,7 +58,7 @@ class MicrobatchPlan:
 
 
 def sample_cost(length: int, hidden_size: int = 4096) -> float:
-    """Work of a sample in units of one token's linear layers: attention grows with the square of length."""
+    """Work of a sample in units of one token's linear layers; attention is quadratic."""
     return length * (1.0 + length / (6.0 * hidden_size))
 
 
@@ -72,24 +72,29 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Spread samples of the given total lengths over DP ranks and microbatches.
 
-    `count_multiple`: the number of microbatches per rank must be a multiple of it (virtual pipelining).
+    count_multiple: of which the number of microbatches per rank is a multiple (virtual pipelining)
     """
-    _check_lengths(lengths, limits)
+    if not lengths:
+        raise BatchError("the batch has no samples; a step needs at least one")
+    longest = limits.max_sample_tokens
+    for i, length in enumerate(lengths):
+        if longest is not None and length > longest:
+            raise BatchError(
+                f"sample {i} has {length} tokens, the model takes {longest}; shorten --max-response-length "
+                "or the prompt, or use a model with a longer context"
+            )
     samples = _Samples(lengths, [sample_cost(length, hidden_size) for length in lengths], limits)
     shares = samples.spread(dp_size)
-    count = _round_up(max(samples.fewest_bins(share) for share in shares), count_multiple)
+    fewest = max(samples.fewest_bins(share) for share in shares)
+    count = -(-fewest // count_multiple) * count_multiple
     ranks = []
     for share in shares:
-        bins = samples.packed(share, count)
-        while (
-            bins is None
-        ):  # more bins than the fewest can, rarely, be harder to fill longest first
+        # More bins than the fewest can, rarely, be harder to fill longest first.
+        while (bins := samples.packed(share, count)) is None:
             count += count_multiple
-            bins = samples.packed(share, count)
         ranks.append(bins)
-    return MicrobatchPlan(
-        tuple(samples.largest_first(bins, count) for bins in ranks), samples.oversize
-    )
+    oversize = tuple(i for i in range(len(lengths)) if samples.is_oversize(i))
+    return MicrobatchPlan(tuple(samples.largest_first(bins, count) for bins in ranks), oversize)
 
 
 def build_microbatches(batch: RolloutBatch, plan: MicrobatchPlan, dp_rank: int) -> list[Microbatch]:
@@ -100,18 +105,6 @@ def build_microbatches(batch: RolloutBatch, plan: MicrobatchPlan, dp_rank: int) 
     ]
 
 
-def _check_lengths(lengths: Sequence[int], limits: BatchingLimits) -> None:
-    if not lengths:
-        raise BatchError("the batch has no samples; a step needs at least one")
-    limit = limits.max_sample_tokens
-    for i, length in enumerate(lengths):
-        if limit is not None and length > limit:
-            raise BatchError(
-                f"sample {i} has {length} tokens, the model takes {limit}; shorten --max-response-length or the "
-                "prompt, or use a model with a longer context"
-            )
-
-
 @dataclass(frozen=True)
 class _Samples:
     """Lengths and costs of all samples, and the limits of a microbatch."""
@@ -120,15 +113,15 @@ class _Samples:
     costs: Sequence[float]
     limits: BatchingLimits
 
-    @property
-    def oversize(self) -> tuple[int, ...]:
-        """Samples that are longer than the token budget; each gets a microbatch of its own."""
-        return tuple(i for i in range(len(self.lengths)) if self._is_oversize(i))
+    def is_oversize(self, i: int) -> bool:
+        """Whether a sample is longer than the token budget; it gets a microbatch of its own."""
+        return self.limits.max_tokens is not None and self.lengths[i] > self.limits.max_tokens
 
     def spread(self, dp_size: int) -> list[list[int]]:
         """Samples to ranks, costliest first, each to the rank with the least work so far.
 
-        Without a token budget the ranks get equal numbers of samples, because a microbatch is a number of samples.
+        Without a token budget the ranks get equal numbers of samples, because a microbatch is a
+        number of samples.
         """
         per_microbatch = self.limits.micro_batch_size
         microbatches = -(-len(self.lengths) // (per_microbatch * dp_size))
@@ -144,7 +137,7 @@ class _Samples:
 
     def fewest_bins(self, share: Sequence[int]) -> int:
         """How few microbatches hold a rank's samples (costliest first)."""
-        rest = [i for i in share if not self._is_oversize(i)]
+        rest = [i for i in share if not self.is_oversize(i)]
         budget = self.limits.max_tokens
         if budget is None:
             needed = -(-len(rest) // self.limits.micro_batch_size)
@@ -156,7 +149,7 @@ class _Samples:
         return count
 
     def packed(self, share: Sequence[int], count: int) -> list[list[int]] | None:
-        """Each sample to the least loaded of `count` bins that has room; None if one finds no room."""
+        """Put each sample into the least loaded of `count` bins with room; None if none has."""
         bins: list[list[int]] = [[] for _ in range(count)]
         tokens, heap = [0] * count, [(0.0, b) for b in range(count)]
         for i in share:
@@ -178,21 +171,14 @@ class _Samples:
     def largest_first(self, bins: list[list[int]], count: int) -> tuple[tuple[int, ...], ...]:
         """`count` microbatches in schedule order, empty ones last.
 
-        The peak of memory comes at once, and where experts are shared between ranks the microbatches that meet
-        in a collective are of similar size.
+        The peak of memory comes at once, and where experts are shared between ranks the
+        microbatches that meet in a collective are of similar size.
         """
         bins = bins + [[] for _ in range(count - len(bins))]
         ordered = sorted(bins, key=lambda b: -sum(self.costs[i] for i in b))
         return tuple(tuple(sorted(b)) for b in ordered)
 
-    def _is_oversize(self, i: int) -> bool:
-        return self.limits.max_tokens is not None and self.lengths[i] > self.limits.max_tokens
-
     def _fits(self, i: int, samples: int, tokens: int) -> bool:
         if self.limits.max_tokens is None:
             return samples < self.limits.micro_batch_size
         return tokens == 0 or tokens + self.lengths[i] <= self.limits.max_tokens
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -68,6 +68,13 @@ def test_sample_index_follows_local_lengths() -> None:
     assert shards([0, 0]).sample_index.tolist() == []
 
 
+def test_positions_count_from_the_first_token_of_each_response() -> None:
+    assert shards([2, 0, 3]).positions.tolist() == [0, 1, 0, 1, 2]
+    # the example of the module docstring: rank 0 holds the last of 5 tokens, rank 1 the others
+    assert shards([5], [8], cp_rank=0, cp_size=2).positions.tolist() == [4]
+    assert shards([5], [8], cp_rank=1, cp_size=2).positions.tolist() == [0, 1, 2, 3]
+
+
 def test_sequence_sums_add_each_sample_and_carry_no_gradient() -> None:
     values = torch.tensor([1.0, 2.0, 4.0, 8.0], requires_grad=True)
     first, second = shards([3, 0, 1]).sequence_sums(values, values > 1)

@@ -8,18 +8,14 @@ import pytest
 import torch
 
 from plugin.errors import BatchError, ConfigError
-from plugin.megatron_backend.model.local_layers import (
-    PackedLayout,
-    SequenceParallelRMSNorm,
-    zigzag_positions,
-)
+from plugin.megatron_backend.model.local_layers import PackedLayout, SequenceParallelRMSNorm
 
 
 def test_packed_samples_see_only_their_own_past() -> None:
     layout = PackedLayout.from_lengths([3, 2], row_length=6)
     assert layout.positions.tolist() == [0, 1, 2, 0, 1, 0]
     assert layout.sample_ids.tolist() == [0, 0, 0, 1, 1, -1]
-    assert layout.visible().int().tolist() == [
+    assert layout.visible.int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0],
@@ -45,21 +41,15 @@ def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sample()
 def test_visibility_across_context_parallel_ranks_is_causal_in_global_positions() -> None:
     layout = PackedLayout.from_lengths([4], cp_size=2, cp_rank=1)
     # rank 0 holds positions 0 and 3, rank 1 positions 1 and 2; columns are 0 3 | 1 2
-    assert layout.visible().int().tolist() == [
+    assert layout.visible.int().tolist() == [
         [1, 0, 1, 0],  # position 1 sees 0 and 1
         [1, 0, 1, 1],  # position 2 sees 0, 1 and 2
     ]
 
 
-def test_every_position_is_on_exactly_one_context_parallel_rank() -> None:
-    held = torch.cat([zigzag_positions(24, 3, rank) for rank in range(3)])
-    assert sorted(held.tolist()) == list(range(24))
-    assert zigzag_positions(5, 1, 0).tolist() == [0, 1, 2, 3, 4]
-
-
-def test_lengths_that_cannot_be_cut_or_do_not_fit_are_refused_with_the_numbers() -> None:
+def test_samples_that_do_not_fit_are_refused_with_the_numbers() -> None:
     with pytest.raises(BatchError, match=r"6 tokens .* 4 equal chunks"):
-        zigzag_positions(6, 2, 0)
+        PackedLayout.from_lengths([6], cp_size=2)
     with pytest.raises(BatchError, match=r"need 9 positions but the row has 8"):
         PackedLayout.from_lengths([4, 5], row_length=8)
 

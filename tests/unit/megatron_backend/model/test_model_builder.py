@@ -7,18 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.builder import (
-    check_supported,
-    head_dim,
-    moe_layer_pattern,
+    build_model,
     padded_vocab_size,
     real_vocab_rows,
-    rotary_arguments,
+    transformer_arguments,
     uses_transformer_engine,
 )
+from plugin.megatron_backend.model.families import FAMILIES, family_of, rotary_arguments
 from tests.parallel.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from tests.unit.megatron_backend.rank_places import place
+
+
+def megatron_arguments(hf_config: Any) -> dict[str, Any]:
+    return family_of(hf_config).transformer_arguments(hf_config)
 
 
 def test_a_vocabulary_is_padded_to_equal_shares_and_only_the_last_rows_are_padding() -> None:
@@ -33,15 +39,15 @@ def test_a_vocabulary_is_padded_to_equal_shares_and_only_the_last_rows_are_paddi
 def test_expert_layers_follow_the_sparse_step_and_the_list_of_dense_layers() -> None:
     every_second = tiny_qwen3_moe(decoder_sparse_step=2, mlp_only_layers=[3])
     # layers 0..3: (i + 1) % 2 == 0 picks 1 and 3; 3 is listed as dense
-    assert moe_layer_pattern(every_second) == [0, 1, 0, 0]
-    assert moe_layer_pattern(tiny_qwen3_moe()) == [1, 1, 1, 1]
+    assert megatron_arguments(every_second)["moe_layer_freq"] == [0, 1, 0, 0]
+    assert megatron_arguments(tiny_qwen3_moe())["moe_layer_freq"] == [1, 1, 1, 1]
 
 
 def test_head_width_is_the_explicit_one_or_the_quotient() -> None:
-    assert head_dim(tiny_qwen3(head_dim=16)) == 16
+    assert megatron_arguments(tiny_qwen3(head_dim=16))["kv_channels"] == 16
     config = tiny_llama()
     config.head_dim = None
-    assert head_dim(config) == 32 // 4
+    assert megatron_arguments(config)["kv_channels"] == 32 // 4
 
 
 def test_rope_theta_is_found_where_transformers_5_and_4_put_it() -> None:
@@ -98,11 +104,31 @@ def test_models_that_megatron_would_compute_differently_are_refused(
     change: dict[str, Any], named: str
 ) -> None:
     config = tiny_llama()
-    check_supported(config)
+    family_of(config)
     for name, value in change.items():
         setattr(config, name, value)
     with pytest.raises(ConfigError, match=named):
-        check_supported(config)
+        family_of(config)
+
+
+def test_a_model_outside_the_table_is_refused_with_the_table() -> None:
+    config = tiny_llama()
+    config.model_type = "gpt2"
+    with pytest.raises(ConfigError, match=r"'gpt2' .* choose a model of " + ", ".join(FAMILIES)):
+        family_of(config)
+
+
+def test_the_router_fusion_flag_reaches_megatrons_config() -> None:
+    for fusion in (True, False):
+        settings = TrainerConfig(moe_router_fusion=fusion)
+        arguments = transformer_arguments(tiny_qwen3_moe(), settings, place())
+        assert TransformerConfig(**arguments).moe_router_fusion is fusion
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without CUDA")
+def test_router_fusion_without_its_kernel_is_refused_before_anything_is_built() -> None:
+    with pytest.raises(ConfigError, match=r"--moe-router-fusion is a CUDA kernel"):
+        build_model(tiny_qwen3_moe(), TrainerConfig(moe_router_fusion=True), place())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without CUDA")

@@ -9,7 +9,14 @@ import torch
 
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.errors import ReplayError
-from plugin.megatron_backend.routing.router_replay import RoutedModel, check_routes
+from plugin.megatron_backend.routing.router_replay import (
+    MicrobatchRoutes,
+    RoutedModel,
+    check_routes,
+    routes_of,
+)
+from plugin.megatron_backend.step.sequence_packing import model_inputs
+from tests.unit.megatron_backend.rank_places import place
 
 MODEL = RoutedModel(routers={}, num_layers=2, num_experts=4, topk=2)
 
@@ -107,3 +114,29 @@ def test_models_whose_routers_replay_cannot_reach_are_refused(changes, message) 
 def test_layers_are_numbered_among_the_moe_layers_only() -> None:
     model = RoutedModel.of([chunk_with(moe_layer_freq=[0, 1, 1, 0, 1], num_layers=5)])
     assert model.num_layers == 3
+
+
+def test_the_last_of_256_experts_is_a_route_and_a_full_row_of_255_is_none() -> None:
+    model = RoutedModel(routers={}, num_layers=2, num_experts=256, topk=2)
+    routes = good_routes()
+    routes[0] = torch.tensor([255, 3])
+    batch = RolloutBatch(
+        {
+            "unconcat_tokens": [torch.arange(3)],
+            "total_lengths": [3],
+            "response_lengths": [2],
+            "loss_masks": [torch.ones(2, dtype=torch.int64)],
+            "rollout_routed_experts": [routes],
+        }
+    )
+
+    def replayed() -> MicrobatchRoutes:
+        inputs = model_inputs(batch, place(), at_least=4)
+        return routes_of(Microbatch(batch), inputs, model, place(), sequence_parallel=False)
+
+    # One row of padding, which gets experts 0 and 1.
+    assert replayed().has_route is None
+    assert replayed().experts[:, 0].tolist() == [[255, 3], [0, 1], [0, 1], [0, 1]]
+    routes[0] = 255
+    has_route = replayed().has_route
+    assert has_route is not None and has_route.tolist() == [False, True, True, True]

@@ -13,19 +13,8 @@ import torch
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.local_layers import PackedLayout
-from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.sequence_packing import model_inputs, row_length
-
-
-def place(**sizes: int) -> ParallelGroups:
-    """A rank's place as numbers; laying out communicates with nobody."""
-    names = ("tp", "pp", "dp", "dp_cp", "cp", "ep", "etp")
-    values: dict[str, Any] = {"rank": 0, "world_size": 1, "vpp_size": None}
-    values |= {
-        f"{name}_{what}": 0 if what == "rank" else 1 for name in names for what in ("rank", "size")
-    }
-    values |= {f"{name}_group": None for name in (*names, "model_parallel")}
-    return ParallelGroups(**{**values, "collection": None, **sizes})
+from tests.unit.megatron_backend.rank_places import place
 
 
 def two_samples() -> RolloutBatch:
@@ -51,7 +40,7 @@ def test_packed_samples_follow_each_other_with_positions_of_their_own() -> None:
 def test_packed_samples_do_not_see_each_other() -> None:
     layout = model_inputs(two_samples(), place()).packed_seq_params
     assert isinstance(layout, PackedLayout)
-    visible = layout.visible()
+    visible = layout.visible
     assert not visible[5:, :5].any() and not visible[:5, 5:].any()
     assert torch.equal(visible[:5, :5], torch.ones(5, 5, dtype=torch.bool).tril())
 
