@@ -41,9 +41,14 @@ from plugin.sharding.sequence_shards import SequenceShards
 
 #: Settings that a replay leaves out: penalties, and checks that reading has already made.
 NEUTRAL = {
-    **{"kl_tau": 0.0, "adv_tau": 1.0, "teacher_tau": 0.0, "validate_batch": "never"},
-    **{"use_kl_loss": False, "kl_loss_coef": 0.0},
-    **{"use_rollout_kl_loss": False, "rollout_kl_loss_coef": 0.0},
+    "kl_tau": 0.0,
+    "adv_tau": 1.0,
+    "teacher_tau": 0.0,
+    "validate_batch": "never",
+    "use_kl_loss": False,
+    "kl_loss_coef": 0.0,
+    "use_rollout_kl_loss": False,
+    "rollout_kl_loss_coef": 0.0,
 }
 #: First response length of every bin in which sequence-level weights are judged separately.
 LENGTH_STARTS = (0, 64, 256, 1024, 4096, 16384)
