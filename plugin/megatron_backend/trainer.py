@@ -222,8 +222,14 @@ class MegatronTrainer:
         assert self.optimizer is not None, "a trainer built with trainable=False cannot train"
         errors = ErrorCollector(self.device)
         with errors.collecting():
-            self._check_trainable(batch)
-            self._check_recorded()
+            if "advantages" not in batch:
+                raise BatchError("the batch has no advantages; compute them from the rewards first")
+            self.config.require_rollout_log_probs("rollout_log_probs" in batch)
+            if self.config.use_routing_replay and self.recorded_routes is None:
+                raise ReplayError(
+                    "--use-routing-replay replays the routes of the log-prob pass and none has run; call "
+                    "compute_log_probs on this batch first"
+                )
         step = self._prepared(batch, errors, recorded=self.recorded_routes)
         table = StatisticsTable(self.device)
         scale = LossScale(
@@ -273,11 +279,6 @@ class MegatronTrainer:
         }
         return StepResult(metrics, updated, grad_norm, bad)
 
-    def _check_trainable(self, batch: RolloutBatch) -> None:
-        if "advantages" not in batch:
-            raise BatchError("the batch has no advantages; compute them from the rewards first")
-        self.config.require_rollout_log_probs("rollout_log_probs" in batch)
-
     def _check_batch(self, batch: RolloutBatch) -> None:
         """Find on every rank what only some ranks would stumble over inside the model, leaving the others waiting."""
         batch.check()
@@ -294,16 +295,8 @@ class MegatronTrainer:
             self._warned_of_oversize = True
             warnings.warn(
                 f"{len(plan.oversize)} samples are longer than --max-tokens-per-gpu "
-                f"{self.config.max_tokens_per_gpu} allows; each gets a microbatch of its own and may not fit into "
-                "memory. Said once",
+                f"{self.config.max_tokens_per_gpu} allows; each gets a microbatch of its own and may not fit into memory",
                 stacklevel=4,
-            )
-
-    def _check_recorded(self) -> None:
-        if self.config.use_routing_replay and self.recorded_routes is None:
-            raise ReplayError(
-                "--use-routing-replay replays the routes of the log-prob pass and none has run; call "
-                "compute_log_probs on this batch first"
             )
 
     def _live_routes(self, step: _Step, batch: RolloutBatch) -> LiveRoutes:
@@ -349,9 +342,15 @@ class MegatronTrainer:
         step: _Step | None = None
         with errors.collecting():
             self._check_batch(batch)
+            budget = self.config.max_tokens_per_gpu
+            limits = BatchingLimits(
+                max_tokens=None if budget is None else budget * self.groups.cp_size,
+                micro_batch_size=self.config.micro_batch_size,
+                max_sample_tokens=self.hf_config.max_position_embeddings,
+            )
             plan = plan_microbatches(
                 batch.columns["total_lengths"],
-                self._limits(),
+                limits,
                 dp_size=self.groups.dp_size,
                 # The interleaved schedule wants whole rounds over the stages.
                 count_multiple=self.groups.pp_size if self.groups.vpp_size else 1,
@@ -359,7 +358,16 @@ class MegatronTrainer:
             )
             self._warn_of_oversize(plan)
             microbatches = build_microbatches(batch, plan, self.groups.dp_rank)
-            prepared = self._laid_out(microbatches)
+            prepared = prepare(
+                microbatches,
+                self.groups,
+                layout=self.layout,
+                transformer_engine=uses_transformer_engine(self.config.transformer_impl),
+                sequence_parallel=self.config.sequence_parallel,
+                device=self.device,
+            )
+            for microbatch in prepared:
+                microbatch.columns["trainer_version"] = self.version
             fingerprint = (tuple(batch.columns["total_lengths"]), plan)
             step = _Step(plan, prepared, self._routes(microbatches, prepared), fingerprint)
             if recorded is not None:
@@ -367,19 +375,6 @@ class MegatronTrainer:
         errors.agree("preparing the batch")
         assert step is not None
         return step
-
-    def _laid_out(self, microbatches: list[Microbatch]) -> list[PreparedMicrobatch]:
-        prepared = prepare(
-            microbatches,
-            self.groups,
-            layout=self.layout,
-            transformer_engine=uses_transformer_engine(self.config.transformer_impl),
-            sequence_parallel=self.config.sequence_parallel,
-            device=self.device,
-        )
-        for microbatch in prepared:
-            microbatch.columns["trainer_version"] = self.version
-        return prepared
 
     def _routes(
         self, microbatches: list[Microbatch], prepared: list[PreparedMicrobatch]
@@ -396,11 +391,3 @@ class MegatronTrainer:
             )
             for microbatch, laid_out in zip(microbatches, prepared, strict=True)
         ]
-
-    def _limits(self) -> BatchingLimits:
-        budget = self.config.max_tokens_per_gpu
-        return BatchingLimits(
-            max_tokens=None if budget is None else budget * self.groups.cp_size,
-            micro_batch_size=self.config.micro_batch_size,
-            max_sample_tokens=self.hf_config.max_position_embeddings,
-        )

@@ -79,7 +79,7 @@ def _record_mismatch(
         mask=inputs.mask,
         train_log_probs=inputs.train_log_probs,
         rollout_log_probs=inputs.require_rollout(),
-        position=_positions(inputs),
+        position=inputs.shards.positions,
         cur_log_probs=inputs.cur_log_probs,
         staleness=_staleness(inputs, columns),
         advantages=inputs.advantages,
@@ -87,12 +87,6 @@ def _record_mismatch(
         weights=outputs.policy.weight,
         correction_ratio=outputs.policy.ratio,
     )
-
-
-def _positions(inputs: LossInputs) -> Tensor:
-    """[T] int64: index of every local token in its response."""
-    spans = [torch.arange(start, end) for sample in inputs.shards.spans for start, end in sample]
-    return (torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)).to(inputs.mask.device)
 
 
 def _staleness(inputs: LossInputs, columns: Mapping[str, Any]) -> Tensor | None:
