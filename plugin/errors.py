@@ -30,7 +30,7 @@ class ParallelError(MegatronTisError, RuntimeError):
 
 
 class ActorLost(ParallelError):
-    """A process of the job died or stopped answering; what it was doing can be done again elsewhere."""
+    """A process of the job died or stopped answering; its work can be done again elsewhere."""
 
 
 class SenderLost(ActorLost):

@@ -35,7 +35,7 @@ def register(name: str, config: LossConfig) -> PolicyLoss:
 
 
 def policy_loss(config: LossConfig) -> PolicyLoss:
-    """A function with the signature of SkyRL's policy losses: [B, R] tensors, summed over the mask."""
+    """Build a SkyRL policy loss: [B, R] tensors in, a sum over the loss mask out."""
     penalties = {
         "--kl-tau": config.kl_tau if config.policy_loss in ("dppo", "ipo_kl") else 0,
         "--teacher-tau": config.teacher_tau,

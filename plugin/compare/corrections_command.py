@@ -1,4 +1,4 @@
-"""`megatron-tis corrections`: what each policy loss and correction does, as a table or a picture."""
+"""`megatron-tis corrections`: what each loss and correction does, as table or picture."""
 
 from __future__ import annotations
 

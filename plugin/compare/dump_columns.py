@@ -38,7 +38,7 @@ BLOCK_TOKENS = 1 << 18
 
 
 class Ragged(NamedTuple):
-    """A column of lists: the values of all rows one after the other, and the length of every row."""
+    """A column of lists: the values of all rows in one array, and the length of every row."""
 
     values: NDArray[Any]
     lengths: NDArray[np.int64]

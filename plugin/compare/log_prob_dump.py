@@ -57,7 +57,7 @@ LISTS = {
 
 
 class LogProbDump:
-    """Writer of a dump directory. A lost disk ends the dump with one warning, never the training."""
+    """Write a dump directory. A lost disk ends the dump with a warning, never the training."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ def all_methods(*, every_pair: bool = False, **settings: Any) -> list[Method]:
 
 
 def replay_inputs(block: DumpBlock) -> LossInputs:
-    """The loss inputs of a block; `cur_log_probs` is a leaf that a gradient can be taken with respect to."""
+    """The loss inputs of a block; `cur_log_probs` is a leaf with gradient."""
     lengths = block.lengths.tolist()
     shards = SequenceShards.of(lengths, lengths, torch.device("cpu"), SINGLE_PROCESS)
     mask = torch.from_numpy(block.mask)
@@ -116,7 +116,6 @@ def replay_inputs(block: DumpBlock) -> LossInputs:
         train_log_probs=torch.from_numpy(block.train),
         advantages=torch.from_numpy(block.advantages),
         loss_masks=list(mask.split(lengths)),
-        total_lengths=lengths,
         rollout_log_probs=torch.from_numpy(block.rollout),
     )
 
@@ -180,7 +179,7 @@ class MethodStatistics:
         self._add_lengths(length, weight_sum, off, whole)
 
     def _add_lengths(self, length: Tensor, weight_sum: Tensor, off: Tensor, whole: Tensor) -> None:
-        """Per length bin: sequences, sum and sum of squares of their mean weight, tokens, sizes of g - g*, g*."""
+        """Per length bin: sequences, mean weights and squares, tokens, sizes of g - g*, g*."""
         edges = torch.tensor(LENGTH_STARTS[1:], dtype=torch.float32)
         rows = torch.bucketize(length, edges, right=True)
         mean = weight_sum / length.clamp(min=1)

@@ -280,11 +280,6 @@ class RolloutFlags(FlagGroup):
         )
 
     @property
-    def samples_per_rollout(self) -> int:
-        """Sequences in one rollout batch."""
-        return self.rollout_batch_size * self.n_samples_per_prompt
-
-    @property
     def staleness_limit(self) -> int:
         """The weight age that is still trained on."""
         if not self.async_rollouts:
@@ -467,7 +462,7 @@ class JobConfig(
 
     @classmethod
     def from_sources(cls, flags: Mapping[str, Any], yaml_file: str | Path | None = None) -> Self:
-        """As `FlagGroup.from_sources`; without a model directory the built-in job's defaults lie below."""
+        """As `FlagGroup.from_sources`; without a model directory, over the built-in job's defaults."""
         given = {**(read_yaml(Path(yaml_file)) if yaml_file else {}), **flags}
         own_model = given.get("hf_checkpoint") or given.get("hf-checkpoint")
         below = {} if own_model else EMBEDDED_DEFAULTS
@@ -498,15 +493,6 @@ class JobConfig(
     def world_size(self) -> int:
         """Trainer ranks in all."""
         return self.num_nodes * self.ranks_per_node
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Copies of the model."""
-        return self.world_size // (
-            self.tensor_model_parallel_size
-            * self.pipeline_model_parallel_size
-            * self.context_parallel_size
-        )
 
     def _check_world(self) -> None:
         smallest = self.smallest_world_size
@@ -560,7 +546,7 @@ class JobConfig(
         return engine_traits(self.rollout_engine)
 
     def _check_engine(self) -> None:
-        """Whether a built-in engine can do what is asked of it, and reads every flag that is given."""
+        """Check that a built-in engine can do what is asked, and reads every flag given."""
         engine, traits, http = (
             self.rollout_engine,
             self.engine_traits,

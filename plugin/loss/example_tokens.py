@@ -30,7 +30,6 @@ def example_inputs() -> LossInputs:
         train_log_probs=log_probs(),
         advantages=zero_masked(torch.tensor([1.0, -0.5, 0.75, 0.0, -1.25]), mask),
         loss_masks=loss_masks,
-        total_lengths=totals,
         rollout_log_probs=log_probs(),
         ref_log_probs=log_probs(),
         teacher_log_probs=log_probs(),

@@ -93,7 +93,7 @@ def _arguments(inputs: LossInputs, pg_loss: Tensor, loss_masks: Sequence[Tensor]
         "loss_masks": list(loss_masks),
         "cur_log_probs": inputs.per_sample(inputs.cur_log_probs),
         "advantages": inputs.per_sample(inputs.advantages),
-        "total_lengths": list(inputs.total_lengths),
+        "total_lengths": list(inputs.shards.total_lengths),
         "response_lengths": list(inputs.shards.response_lengths),
     }
 

@@ -47,7 +47,6 @@ class KnownTokens:
     mask: Tensor
     shards: SequenceShards
     loss_masks: Sequence[Tensor]
-    total_lengths: Sequence[int]
     fields: Mapping[str, Tensor | None]
 
     @classmethod
@@ -62,13 +61,13 @@ class KnownTokens:
                 f"--teacher-tau is {config.teacher_tau} but the batch has no teacher_log_probs; give a teacher"
             )
         fields = {
-            name: _flat(name, batch.get(name), shards)
+            name: shards.flat(name, batch.get(name))
             for name in ("advantages", *_OPTIONAL_LOG_PROBS)
         }
         fields["train_log_probs"] = (
             fields["rollout_log_probs"]
             if config.use_rollout_logprobs
-            else _flat("log_probs", batch.get("log_probs"), shards)
+            else shards.flat("log_probs", batch.get("log_probs"))
         )
         loss_masks = batch["loss_masks"]
         lengths = [mask.numel() for mask in loss_masks]
@@ -78,7 +77,7 @@ class KnownTokens:
                 "mask per sample, as long as its whole response"
             )
         mask = shards.local_mask(loss_masks)
-        return cls(mask, shards, loss_masks, batch["total_lengths"], fields)
+        return cls(mask, shards, loss_masks, fields)
 
     def at_policy(
         self, config: LossConfig, cur: Tensor, entropy: Tensor | None, *, check: bool = True
@@ -103,7 +102,6 @@ class KnownTokens:
             mask=mask,
             shards=self.shards,
             loss_masks=self.loss_masks,
-            total_lengths=self.total_lengths,
             entropy=entropy,
             **clean,  # type: ignore[arg-type]
         )
@@ -120,7 +118,6 @@ class KnownTokens:
             mask=mask,
             shards=SequenceShards.of(length, length, mask.device, SINGLE_PROCESS),
             loss_masks=[mask.long()],
-            total_lengths=length,
             fields={k: None if v is None else v[index] for k, v in self.fields.items()},
         )
 
@@ -139,16 +136,3 @@ def batch_shards(batch: Mapping[str, Any], device: torch.device) -> SequenceShar
     """Return which response tokens of a batch this rank holds, in the current parallel context."""
     require_columns(batch, "total_lengths", "response_lengths")
     return SequenceShards.of(batch["total_lengths"], batch["response_lengths"], device)
-
-
-def _flat(name: str, values: Sequence[Tensor] | None, shards: SequenceShards) -> Tensor | None:
-    if values is None:
-        return None
-    lengths = [value.numel() for value in values]
-    if lengths != shards.local_lengths:
-        raise BatchError(
-            f"{name} has lengths {lengths} but the local responses {shards.local_lengths}; give one tensor "
-            "per sample with one value per response token"
-        )
-    flat = torch.cat([value.reshape(-1) for value in values]) if values else torch.zeros(0)
-    return flat.detach().to(device=shards.device, dtype=torch.float32)

@@ -36,7 +36,6 @@ class LossInputs:
     train_log_probs: Tensor
     advantages: Tensor
     loss_masks: Sequence[Tensor]
-    total_lengths: Sequence[int]
     rollout_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     teacher_log_probs: Tensor | None = None

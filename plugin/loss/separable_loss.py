@@ -68,7 +68,7 @@ def mixing_obstacle(config: LossConfig) -> str | None:
         "teacher_log_probs",
     )
     fields = {name: getattr(inputs, name) for name in names}
-    known = KnownTokens(inputs.mask, inputs.shards, inputs.loss_masks, inputs.total_lengths, fields)
+    known = KnownTokens(inputs.mask, inputs.shards, inputs.loss_masks, fields)
     everything = torch.arange(inputs.mask.numel())
     assert inputs.entropy is not None
     with torch.no_grad():

@@ -168,7 +168,7 @@ class MegatronTrainer:
         )
 
     def load_checkpoint(self, directory: str | Path) -> tuple[int, dict[str, Any]]:
-        """Resume from `directory` or the latest checkpoint in it: (step, user_state); a collective."""
+        """Resume from `directory` or its latest checkpoint: (step, user_state); a collective."""
         metadata, user_state = load_checkpoint(directory, self._parts())
         self.version = metadata.trainer_version
         if self.optimizer is not None:
@@ -180,7 +180,7 @@ class MegatronTrainer:
         return TrainerParts(self.chunks, optimizer, self.hf_config, self.groups, self.device)
 
     def compute_log_probs(self, batch: RolloutBatch) -> list[Tensor]:
-        """Log-probs [response] of every sample of the global batch, on every rank, by a forward-only pass."""
+        """Return log-probs [response] of every sample, on every rank, by a forward-only pass."""
         errors = ErrorCollector(self.device)
         step = self._prepared(batch, errors)
         for chunk in self.chunks:
@@ -280,7 +280,7 @@ class MegatronTrainer:
         return StepResult(metrics, updated, grad_norm, bad)
 
     def _check_batch(self, batch: RolloutBatch) -> None:
-        """Find on every rank what only some ranks would stumble over inside the model, leaving the others waiting."""
+        """Find on every rank what would end only some of them inside the model."""
         batch.check()
         vocabulary = self.hf_config.vocab_size
         for i, ids in enumerate(batch.columns["unconcat_tokens"]):
@@ -338,7 +338,7 @@ class MegatronTrainer:
     def _prepared(
         self, batch: RolloutBatch, errors: ErrorCollector, recorded: RecordedRoutes | None = None
     ) -> _Step:
-        """Plan and lay out this rank's share; errors are raised here, on all ranks, before any schedule."""
+        """Plan and lay out this rank's share; errors are raised on all ranks, before a schedule."""
         step: _Step | None = None
         with errors.collecting():
             self._check_batch(batch)

@@ -60,7 +60,7 @@ def agreement(first: NDArray[Any], second: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _cause(rollout: NDArray[Any], train: NDArray[Any], mean: float) -> tuple[str, str]:
-    """Further evidence and the cause: swapped layers or shifted tokens if they match much better."""
+    """Find further evidence: swapped layers or shifted tokens that match much better."""
     layers = range(rollout.shape[1])
     cross = np.array(
         [[agreement(rollout[:, i : i + 1], train[:, j : j + 1])[0] for j in layers] for i in layers]

@@ -108,7 +108,7 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
             "cur_log_probs": cur_log_probs,
             "advantages": advantages,
         }
-        flat = {name: _flat(name, values, shards) for name, values in given.items()}
+        flat = {name: shards.flat(name, values) for name, values in given.items()}
         tokens = CorrectionTokens(mask, shards, flat, function.__name__)
         config = args if isinstance(args, LossConfig) else FlagsWithDefaults(args)
         with torch.no_grad():
@@ -127,16 +127,3 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
     functools.update_wrapper(hook, function)
     del hook.__wrapped__  # type: ignore[attr-defined]  # the signature is the hook's
     return hook
-
-
-def _flat(name: str, values: Sequence[Tensor] | None, shards: SequenceShards) -> Tensor | None:
-    if values is None:
-        return None
-    lengths = [value.numel() for value in values]
-    if lengths != shards.local_lengths:
-        raise BatchError(
-            f"{name} has lengths {lengths} but the samples have {shards.local_lengths} local response "
-            "tokens; give one tensor per sample, as long as its response"
-        )
-    flat = torch.cat([value.detach().reshape(-1) for value in values]) if values else torch.zeros(0)
-    return flat.to(device=shards.device, dtype=torch.float32)

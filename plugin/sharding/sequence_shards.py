@@ -115,6 +115,19 @@ class SequenceShards:
         ]
         return self.local(responses).to(device=self.device, dtype=torch.int64)
 
+    def flat(self, name: str, local: Sequence[Tensor] | None) -> Tensor | None:
+        """[T] float32 without gradient from one local tensor per sample; None stays None."""
+        if local is None:
+            return None
+        lengths = [values.numel() for values in local]
+        if lengths != self.local_lengths:
+            raise BatchError(
+                f"{name} has lengths {lengths} but the samples have {self.local_lengths} local response "
+                "tokens; give one tensor per sample, as long as its response"
+            )
+        values = torch.cat([v.detach().reshape(-1) for v in local]) if local else torch.zeros(0)
+        return values.to(device=self.device, dtype=torch.float32)
+
     def local(self, full: Sequence[Tensor]) -> Tensor:
         """[T]: the local part of one full-response tensor per sample."""
         lengths = [value.numel() for value in full]

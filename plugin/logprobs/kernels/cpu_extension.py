@@ -44,7 +44,7 @@ BUILD_SECONDS = 120
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the compiled kernels, built if not in the cache; None, with a warning, if impossible."""
+    """Return the compiled kernels, built if not cached; None, with a warning, if impossible."""
     try:
         path = cache_directory() / f"logprob_rows-{_build_key()}.so"
         return _with_signatures(_open_or_build(path))

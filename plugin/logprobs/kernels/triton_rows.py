@@ -138,7 +138,7 @@ def _scale_kernel(values, factor, columns, row_stride, tolerance, BLOCK: tl.cons
 
 
 def scale_unless_one(values: torch.Tensor, factor: torch.Tensor, tolerance: float) -> None:
-    """Multiply `[T, V]` in place by a scalar on the device, unless it is within `tolerance` of 1."""
+    """Multiply `[T, V]` in place by a scalar on the device, unless it is 1 +- `tolerance`."""
     if values.shape[0] > 0:
         columns = values.shape[1]
         _scale_kernel[(values.shape[0],)](
