@@ -111,8 +111,8 @@ class RolloutBatch:
             absent = [i for i, value in enumerate(values) if value is None]
             if absent and len(absent) < len(values):
                 raise BatchError(
-                    f"sample {absent[0]} has no {name} but others have; either every sample carries it "
-                    "or none"
+                    f"sample {absent[0]} has no {name} but others have; either every sample "
+                    "carries it or none"
                 )
             if values and not absent:
                 columns[name] = values
@@ -176,8 +176,8 @@ class RolloutBatch:
         total, response = self.columns["total_lengths"][i], self.columns["response_lengths"][i]
         if not 0 <= response < max(total, 1):
             raise BatchError(
-                f"sample {i} has total length {total} and response length {response}; a response follows "
-                "at least one prompt token"
+                f"sample {i} has total length {total} and response length {response}; a response "
+                "follows at least one prompt token"
             )
         for name, values in self.columns.items():
             shape = FIELDS[name].shape
@@ -192,13 +192,14 @@ class RolloutBatch:
         ids = torch.as_tensor(self.columns["unconcat_tokens"][i])
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise BatchError(
-                f"unconcat_tokens of sample {i} are {ids.dtype}; token ids are integers, convert them"
+                f"unconcat_tokens of sample {i} are {ids.dtype}; token ids are integers, convert "
+                "them"
             )
         if bool((ids < 0).any()):
             position = int((ids < 0).nonzero()[0])
             raise BatchError(
-                f"unconcat_tokens of sample {i} is {int(ids[position])} at position {position}; a token id "
-                "is at least 0. Drop padding before building the batch"
+                f"unconcat_tokens of sample {i} is {int(ids[position])} at position {position}; a "
+                "token id is at least 0. Drop padding before building the batch"
             )
         mask = torch.as_tensor(self.columns["loss_masks"][i]) != 0
         for name, column in self.columns.items():
@@ -208,8 +209,8 @@ class RolloutBatch:
             if field.shape == "scalar":
                 if not math.isfinite(column[i]):
                     raise BatchError(
-                        f"{name} of sample {i} is {float(column[i])}; it must be finite. Repair its source "
-                        "or drop the sample"
+                        f"{name} of sample {i} is {float(column[i])}; it must be finite. Repair "
+                        "its source or drop the sample"
                     )
                 continue
             values = torch.as_tensor(column[i])
@@ -221,8 +222,9 @@ class RolloutBatch:
             if bool(bad.any()):
                 position = int(bad.nonzero()[0])
                 raise BatchError(
-                    f"{name} of sample {i} is {float(values[position])} at position {position}, where the "
-                    f"loss mask is 1; it must be {bound}. Mask the token or repair the source of {name}"
+                    f"{name} of sample {i} is {float(values[position])} at position {position}, "
+                    f"where the loss mask is 1; it must be {bound}. Mask the token or repair the "
+                    f"source of {name}"
                 )
 
 

@@ -1,7 +1,7 @@
 """Every error this package raises on purpose.
 
-A message states the value that was found, the constraint it broke and what to do about it. The classes
-hold nothing but their message, so they survive pickling between Ray actors and the driver.
+A message states the value that was found, the constraint it broke and what to do about it. The
+classes hold nothing but their message, so they survive pickling between Ray actors and the driver.
 """
 
 

@@ -5,7 +5,8 @@
     import_path = "plugin.adapters.prime_rl.policy_loss"
     kwargs = { policy_loss = "icepop", icepop_ratio_high = 4.0 }
 
-prime-rl calls the function once per sample and divides the sum of all of them by a global token count.
+prime-rl calls the function once per sample and divides the sum of all of them by a global token
+count.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Before the training entry point starts its workers:
 
     adapter.register("tis_icepop", LossConfig(policy_loss="icepop"))
 
-and `trainer.algorithm.policy_loss_type=tis_icepop`. SkyRL scales the advantages beforehand so that a
-plain sum over tokens is the reduction that was asked for. That is right only for terms that are
+and `trainer.algorithm.policy_loss_type=tis_icepop`. SkyRL scales the advantages beforehand so that
+a plain sum over tokens is the reduction that was asked for. That is right only for terms that are
 proportional to the advantage, so a penalty beside them is refused here.
 """
 

@@ -33,7 +33,8 @@ def correction_weight(name: str, ratios: Tensor) -> Tensor:
     """[K]: the weight that the hook `name` gives a token of each ratio [K] to the rollout policy.
 
     Every token is a sample of its own. The trainer's and the current policy have the ratio, except
-    for `opsm_function`, which looks at how far the current policy has left the trainer's, at A = -1.
+    for `opsm_function`, which looks at how far the current policy has left the trainer's, at A =
+    -1.
     """
     rollout = torch.full_like(ratios, RARE).log()
     moved = rollout + ratios.log()

@@ -1,9 +1,10 @@
 """How a dataclass field becomes a command line flag, a YAML key and a validated value.
 
-A *flag group* is a frozen dataclass whose fields are made with `flag(...)`. A configuration is a frozen
-dataclass that inherits from several groups, so that every value is a plain attribute named like its flag
-(`config.tis_clip` is `--tis-clip`). Each group checks its own fields in `check`; the checks run when the
-configuration is built, which is after every source (command line, YAML, namespace) has been merged.
+A *flag group* is a frozen dataclass whose fields are made with `flag(...)`. A configuration is a
+frozen dataclass that inherits from several groups, so that every value is a plain attribute named
+like its flag (`config.tis_clip` is `--tis-clip`). Each group checks its own fields in `check`; the
+checks run when the configuration is built, which is after every source (command line, YAML,
+namespace) has been merged.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def flag(
 ) -> Any:
     """A field with its default, its help text and an optional lower bound.
 
-    names: the built-in members of an open set; the value is one of them or the import path of the user's own
+    names: the built-in members of an open set; the value is one of them or the import path of the
+        user's own
     """
     metadata = {"help": help, "at_least": at_least, "above": above, "names": tuple(names)}
     return dataclasses.field(default=default, metadata=metadata)
@@ -178,14 +180,15 @@ def _coerced(owner: type, item: dataclasses.Field, value: Any) -> Any:
     if get_origin(kind) is Literal:
         expect(
             value in get_args(kind),
-            f"{option_name(item.name)} is {value!r}; choose one of {', '.join(map(str, get_args(kind)))}",
+            f"{option_name(item.name)} is {value!r}; choose one of "
+            f"{', '.join(map(str, get_args(kind)))}",
         )
         return value
     names = item.metadata["names"]
     expect(
         not names or value in names or (isinstance(value, str) and is_import_path(value)),
-        f"{option_name(item.name)} is {value!r}; choose one of {', '.join(names)}, or give the import path of "
-        "your own: pkg.mod.fn, pkg.mod:fn or file.py:fn",
+        f"{option_name(item.name)} is {value!r}; choose one of {', '.join(names)}, or give the "
+        "import path of your own: pkg.mod.fn, pkg.mod:fn or file.py:fn",
     )
     value = _converted(kind, item.name, value)
     _check_bounds(item, value)

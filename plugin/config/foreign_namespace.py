@@ -16,8 +16,8 @@ _warned: set[str] = set()
 def loss_config_of(args: Any) -> LossConfig:
     """The `LossConfig` that `args` means.
 
-    A namespace without `policy_loss` belongs to another framework: its loss follows
-    `pg_loss_type` or `advantage_estimator`, switches that are off take their coefficient with them, and a
+    A namespace without `policy_loss` belongs to another framework: its loss follows `pg_loss_type`
+    or `advantage_estimator`, switches that are off take their coefficient with them, and a
     correction that is right only on-policy is a warning there, because that framework has already
     accepted it.
     """

@@ -1,7 +1,7 @@
 """Load functions by import path: how losses, corrections, engines, ... take the user's own.
 
-Three spellings: `package.module.function`, `package.module:function` and `path/to/file.py:function`.
-Loading runs the code of that module.
+Three spellings: `package.module.function`, `package.module:function` and
+`path/to/file.py:function`. Loading runs the code of that module.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def load_function(path: str) -> Callable[..., Any]:
             name for name, value in vars(module).items() if callable(value) and name[0] != "_"
         )
         raise HookLoadError(
-            f"{path!r}: {module_name} has no {function_name!r}; it has {', '.join(public[:20]) or 'no functions'}"
+            f"{path!r}: {module_name} has no {function_name!r}; it has "
+            f"{', '.join(public[:20]) or 'no functions'}"
         )
     if not callable(function):
         raise HookLoadError(f"{path!r} is a {type(function).__name__}; a function is needed")
@@ -54,8 +55,8 @@ def _split(path: str) -> tuple[str, str]:
     is_file = separator and module_name.endswith(".py")
     if not module_name or not function_name.isidentifier() or ("/" in module_name and not is_file):
         raise HookLoadError(
-            f"{path!r} names no function; write package.module.function, package.module:function or "
-            "path/to/file.py:function"
+            f"{path!r} names no function; write package.module.function, package.module:function "
+            "or path/to/file.py:function"
         )
     return module_name, function_name
 
@@ -67,8 +68,8 @@ def _import(path: str, module_name: str) -> ModuleType:
         own = error.name is not None and (module_name + ".").startswith(error.name + ".")
         if own:
             raise HookLoadError(
-                f"{path!r}: no module named {error.name!r}; is its folder on PYTHONPATH, in the driver's "
-                "environment and on every node?"
+                f"{path!r}: no module named {error.name!r}; is its folder on PYTHONPATH, in the "
+                "driver's environment and on every node?"
             ) from error
         raise _import_failed(path) from error
     except Exception as error:

@@ -94,18 +94,18 @@ class ModelFlags(FlagGroup):
     def check(self) -> None:
         expect(
             not (self.use_routing_replay and self.use_rollout_routing_replay),
-            "--use-routing-replay with --use-rollout-routing-replay: routes can come from one source only; "
-            "drop one of the two",
+            "--use-routing-replay with --use-rollout-routing-replay: routes can come from one "
+            "source only; drop one of the two",
         )
         expect(
             not (self.moe_router_fusion and self.replays_routes),
-            "--moe-router-fusion with routing replay: the fused router never looks at the replayed routes; "
-            "drop --moe-router-fusion",
+            "--moe-router-fusion with routing replay: the fused router never looks at the "
+            "replayed routes; drop --moe-router-fusion",
         )
         expect(
             not (self.moe_router_fusion and self.detect_routing),
-            "--moe-router-fusion with --detect-routing: the fused router does not tell what it chose; "
-            "drop one of the two",
+            "--moe-router-fusion with --detect-routing: the fused router does not tell what it "
+            "chose; drop one of the two",
         )
 
 
@@ -159,13 +159,14 @@ class ParallelFlags(FlagGroup):
         expect(
             self.virtual_pipeline_model_parallel_size is None
             or self.pipeline_model_parallel_size > 1,
-            f"--virtual-pipeline-model-parallel-size is {self.virtual_pipeline_model_parallel_size} with one "
-            "pipeline stage; raise --pipeline-model-parallel-size or drop it",
+            "--virtual-pipeline-model-parallel-size is "
+            f"{self.virtual_pipeline_model_parallel_size} with one pipeline stage; raise "
+            "--pipeline-model-parallel-size or drop it",
         )
         expect(
             not self.sequence_parallel or self.tensor_model_parallel_size > 1,
-            "--sequence-parallel splits the sequence over tensor parallel ranks, and there is only one; "
-            "drop it or raise --tensor-model-parallel-size",
+            "--sequence-parallel splits the sequence over tensor parallel ranks, and there is "
+            "only one; drop it or raise --tensor-model-parallel-size",
         )
 
     @property
@@ -200,8 +201,8 @@ class BatchingFlags(FlagGroup):
         given = self.recompute_method is not None and self.recompute_num_layers is not None
         expect(
             not full or given,
-            "--recompute-granularity full needs --recompute-method and --recompute-num-layers; for example "
-            "--recompute-method uniform --recompute-num-layers 1",
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers; "
+            "for example --recompute-method uniform --recompute-num-layers 1",
         )
         expect(
             full or (self.recompute_method is None and self.recompute_num_layers is None),
@@ -250,13 +251,14 @@ class RolloutFlags(FlagGroup):
 
     max_error_reschedule_attempts: int | None = flag(
         None,
-        "times a group with a failed or empty response is sampled again before it is dropped; none = for ever",
+        "times a group with a failed or empty response is sampled again before it is dropped; "
+        "none = for ever",
         at_least=0,
     )
     rollout_timeout: float | None = flag(
         None,
-        "seconds an engine may take for the requests it is sent at once before it is replaced; none = "
-        "--step-timeout",
+        "seconds an engine may take for the requests it is sent at once before it is replaced; "
+        "none = --step-timeout",
         above=0,
     )
 
@@ -275,8 +277,8 @@ class RolloutFlags(FlagGroup):
         )
         expect(
             self.max_weight_staleness is None or self.async_rollouts,
-            f"--max-weight-staleness is {self.max_weight_staleness} but rollouts are synchronous and "
-            "never stale; add --async-rollouts",
+            f"--max-weight-staleness is {self.max_weight_staleness} but rollouts are synchronous "
+            "and never stale; add --async-rollouts",
         )
 
     @property
@@ -294,7 +296,8 @@ class ConversationFlags(FlagGroup):
     max_turns: int = flag(16, "replies of the policy in one trajectory", at_least=1)
     max_context_length: int | None = flag(
         None,
-        "a turn starts only if its context and --max-response-length fit into so many tokens; none = no limit",
+        "a turn starts only if its context and --max-response-length fit into so many tokens; "
+        "none = no limit",
         at_least=2,
     )
     preserve_all_thinking: bool = flag(
@@ -305,8 +308,8 @@ class ConversationFlags(FlagGroup):
     )
     chat_template_kwargs: str | None = flag(
         None,
-        'JSON object passed to the chat template, e.g. {"enable_thinking": false}; for multi-turn tasks and '
-        "--apply-chat-template",
+        'JSON object passed to the chat template, e.g. {"enable_thinking": false}; for multi-turn '
+        "tasks and --apply-chat-template",
     )
     environment_timeout: float = flag(
         60.0, "seconds that one step of an environment may take; then its trajectory fails", above=0
@@ -328,7 +331,8 @@ class ConversationFlags(FlagGroup):
             arguments = None
         expect(
             isinstance(arguments, dict),
-            f"--chat-template-kwargs is {self.chat_template_kwargs!r}; it must be a JSON object such as "
+            f"--chat-template-kwargs is {self.chat_template_kwargs!r}; it must be a JSON object "
+            "such as "
             '{"enable_thinking": false}',
         )
         return dict(arguments)
@@ -361,8 +365,9 @@ class ServerFlags(FlagGroup):
             )
             if parts.scheme == "http" and not _is_loopback(str(parts.hostname)):
                 warnings.warn(
-                    f"--rollout-url {url}: prompts, responses and control of the weights travel unencrypted and "
-                    "without a password; keep the servers on a private network, or use https",
+                    f"--rollout-url {url}: prompts, responses and control of the weights travel "
+                    "unencrypted and without a password; keep the servers on a private network, "
+                    "or use https",
                     stacklevel=2,
                 )
         doubled = [url for url in self.rollout_urls if self.rollout_urls.count(url) > 1]
@@ -389,7 +394,8 @@ class LaunchFlags(FlagGroup):
     num_nodes: int = flag(1, "nodes that hold trainer ranks", at_least=1)
     num_gpus_per_node: int | None = flag(
         None,
-        "trainer ranks per node, one per GPU, or per CPU slot without GPUs; none = as few as fit the layout",
+        "trainer ranks per node, one per GPU, or per CPU slot without GPUs; none = as few as fit "
+        "the layout",
         at_least=1,
     )
     address: str | None = flag(
@@ -462,7 +468,7 @@ class JobConfig(
 
     @classmethod
     def from_sources(cls, flags: Mapping[str, Any], yaml_file: str | Path | None = None) -> Self:
-        """As `FlagGroup.from_sources`; without a model directory, over the built-in job's defaults."""
+        """As `FlagGroup.from_sources`, over the built-in job's defaults without a model."""
         given = {**(read_yaml(Path(yaml_file)) if yaml_file else {}), **flags}
         own_model = given.get("hf_checkpoint") or given.get("hf-checkpoint")
         below = {} if own_model else EMBEDDED_DEFAULTS
@@ -498,23 +504,23 @@ class JobConfig(
         smallest = self.smallest_world_size
         expect(
             self.world_size % smallest == 0,
-            f"--num-nodes {self.num_nodes} x --num-gpus-per-node {self.ranks_per_node} gives {self.world_size} "
-            f"ranks; the layout (tensor {self.tensor_model_parallel_size}, pipeline "
-            f"{self.pipeline_model_parallel_size}, context {self.context_parallel_size}, expert "
-            f"{self.expert_model_parallel_size}) needs a multiple of {smallest}",
+            f"--num-nodes {self.num_nodes} x --num-gpus-per-node {self.ranks_per_node} gives "
+            f"{self.world_size} ranks; the layout (tensor {self.tensor_model_parallel_size}, "
+            f"pipeline {self.pipeline_model_parallel_size}, context {self.context_parallel_size}, "
+            f"expert {self.expert_model_parallel_size}) needs a multiple of {smallest}",
         )
         expect(
             not (self.colocate and self.async_rollouts),
-            "--colocate with --async-rollouts: engines that share the trainer's devices cannot generate "
-            "while it trains; drop one of the two",
+            "--colocate with --async-rollouts: engines that share the trainer's devices cannot "
+            "generate while it trains; drop one of the two",
         )
 
     def _check_estimator(self) -> None:
         name = self.advantage_estimator
         expect(
             not estimator_traits(name).values,
-            f"--advantage-estimator {name} needs a value model, and the job trains none; choose grpo, "
-            "rloo or reinforce_plus_plus",
+            f"--advantage-estimator {name} needs a value model, and the job trains none; choose "
+            "grpo, rloo or reinforce_plus_plus",
         )
         expect(
             self.n_samples_per_prompt > 1 or not estimator_traits(name).group,
@@ -523,9 +529,9 @@ class JobConfig(
         )
         expect(
             self.lambd == 1 or name not in ESTIMATOR_TRAITS,
-            f"--lambd is {self.lambd}: only GAE has a lambda, and the job trains no value model for it, "
-            f"so --advantage-estimator {name} would ignore it; drop it, or give an estimator of your "
-            "own by import path",
+            f"--lambd is {self.lambd}: only GAE has a lambda, and the job trains no value model "
+            f"for it, so --advantage-estimator {name} would ignore it; drop it, or give an "
+            "estimator of your own by import path",
         )
 
     def _check_rollouts(self) -> None:
@@ -535,8 +541,9 @@ class JobConfig(
         )
         if self.rollout_top_p < 1 or self.rollout_top_k is not None:
             warnings.warn(
-                "--rollout-top-p or --rollout-top-k: the engine samples from a truncated distribution and the "
-                "trainer's log-probs are of the full one, so ratios are biased; prefer 1 and none",
+                "--rollout-top-p or --rollout-top-k: the engine samples from a truncated "
+                "distribution and the trainer's log-probs are of the full one, so ratios are "
+                "biased; prefer 1 and none",
                 stacklevel=2,
             )
 
@@ -566,16 +573,16 @@ class JobConfig(
             expect(not http or bool(given), f"--rollout-engine {engine} needs {name}; add it")
         expect(
             traits.quantizes or self.rollout_quantization == "none",
-            f"--rollout-quantization {self.rollout_quantization} is done by the transformers engine "
-            f"only; drop it, or use --rollout-engine transformers instead of {engine}",
+            f"--rollout-quantization {self.rollout_quantization} is done by the transformers "
+            f"engine only; drop it, or use --rollout-engine transformers instead of {engine}",
         )
         behind = engine_traits(self.rollout_server) if http else traits
         lowest = behind.lowest_temperature
         expect(
             self.rollout_temperature >= lowest,
-            f"--rollout-temperature is {self.rollout_temperature}; vLLM raises what is below {lowest} "
-            "without saying so, and its log-probs would be of another distribution; choose at least "
-            f"{lowest}",
+            f"--rollout-temperature is {self.rollout_temperature}; vLLM raises what is below "
+            f"{lowest} without saying so, and its log-probs would be of another distribution; "
+            f"choose at least {lowest}",
         )
         if http:
             self._check_servers()
@@ -583,8 +590,8 @@ class JobConfig(
     def _check_servers(self) -> None:
         expect(
             self.rollout_dtype == "float32",
-            f"--rollout-dtype {self.rollout_dtype} would be ignored: with --rollout-engine http the "
-            "servers choose their dtype; set it where they are started",
+            f"--rollout-dtype {self.rollout_dtype} would be ignored: with --rollout-engine http "
+            "the servers choose their dtype; set it where they are started",
         )
         expect(
             self.num_rollout_engines == 1,
@@ -595,8 +602,9 @@ class JobConfig(
             self.rollout_server != "sglang"
             or not self.return_rollout_log_probs
             or (self.rollout_top_p == 1 and self.rollout_top_k is None),
-            "--rollout-top-p or --rollout-top-k with --rollout-server sglang: SGLang reports log-probs "
-            "of the distribution before truncation, not of the one it samples from; drop them",
+            "--rollout-top-p or --rollout-top-k with --rollout-server sglang: SGLang reports "
+            "log-probs of the distribution before truncation, not of the one it samples from; "
+            "drop them",
         )
 
     def _check_other_policies(self) -> None:
@@ -610,5 +618,6 @@ class JobConfig(
         )
         expect(
             self.teacher_hf_checkpoint is None or self.teacher_tau > 0,
-            f"--teacher-hf-checkpoint {self.teacher_hf_checkpoint} would do nothing; set --teacher-tau",
+            f"--teacher-hf-checkpoint {self.teacher_hf_checkpoint} would do nothing; set "
+            "--teacher-tau",
         )

@@ -59,8 +59,9 @@ class PolicyLossFlags(FlagGroup):
             )
         expect(
             self.teacher_tau == 0 or self.loss_traits.compares_with == "rollout",
-            f"--teacher-tau is {self.teacher_tau} with --policy-loss {self.policy_loss}; the teacher "
-            f"term exists for {', '.join(ROLLOUT_LOSSES)}; choose one of them or set it to 0",
+            f"--teacher-tau is {self.teacher_tau} with --policy-loss {self.policy_loss}; the "
+            f"teacher term exists for {', '.join(ROLLOUT_LOSSES)}; choose one of them or set it to "
+            "0",
         )
 
     @property
@@ -83,7 +84,8 @@ class CorrectionFlags(FlagGroup):
     tis_clip_low: float = flag(0.0, "lower bound of the correction weight", at_least=0)
     custom_tis_function_path: str | None = flag(
         None,
-        "correction to use: pkg.mod.fn, pkg.mod:fn or file.py:fn, comma-separated; none = vanilla TIS",
+        "correction to use: pkg.mod.fn, pkg.mod:fn or file.py:fn, comma-separated; none = vanilla "
+        "TIS",
     )
     allow_biased_correction: bool = flag(
         False, "allow off_policy_is_function on a loss that already carries a ratio"
@@ -134,8 +136,8 @@ class CorrectionFlags(FlagGroup):
         )
         expect(
             not (self.use_tis and self.use_rollout_logprobs),
-            "--use-tis with --use-rollout-logprobs: the old policy is then the rollout policy and every "
-            "weight is 1; drop one of the two",
+            "--use-tis with --use-rollout-logprobs: the old policy is then the rollout policy and "
+            "every weight is 1; drop one of the two",
         )
 
     def hook_names(self) -> list[str]:
@@ -169,8 +171,8 @@ class RegularizerFlags(FlagGroup):
             if value and not getattr(self, switch):
                 option = switch.replace("_", "-")
                 raise ConfigError(
-                    f"--{coefficient.replace('_', '-')} is {value} but --{option} is off, so it would "
-                    f"do nothing; add --{option}"
+                    f"--{coefficient.replace('_', '-')} is {value} but --{option} is off, so it "
+                    f"would do nothing; add --{option}"
                 )
 
 
@@ -245,8 +247,8 @@ class LossConfig(
         needing = self.needs_rollout_log_probs()
         if needing and not available:
             raise ConfigError(
-                f"{', '.join(needing)} needs rollout_log_probs and the batch has none; make the engine "
-                "return the log-prob of every sampled token, or turn the feature off"
+                f"{', '.join(needing)} needs rollout_log_probs and the batch has none; make the "
+                "engine return the log-prob of every sampled token, or turn the feature off"
             )
 
     def _check_correction_fits_loss(self) -> None:
@@ -254,8 +256,9 @@ class LossConfig(
             return
         expect(
             self.loss_traits.compares_with != "rollout",
-            f"--use-tis with --policy-loss {self.policy_loss}: that loss already compares the current "
-            "policy with the rollout policy, so the mismatch would be counted twice; drop --use-tis",
+            f"--use-tis with --policy-loss {self.policy_loss}: that loss already compares the "
+            "current policy with the rollout policy, so the mismatch would be counted twice; drop "
+            "--use-tis",
         )
         doubled = [
             name
@@ -264,12 +267,13 @@ class LossConfig(
         ]
         if doubled and self.loss_traits.compares_with == "train":
             message = (
-                f"{doubled[0]} on --policy-loss {self.policy_loss} counts pi_theta/pi_old twice and is "
-                "right only for the first update on a rollout"
+                f"{doubled[0]} on --policy-loss {self.policy_loss} counts pi_theta/pi_old twice "
+                "and is right only for the first update on a rollout"
             )
             if not self.allow_biased_correction:
                 raise ConfigError(
-                    f"{message}; use --policy-loss reinforce, or insist with --allow-biased-correction"
+                    f"{message}; use --policy-loss reinforce, or insist with "
+                    "--allow-biased-correction"
                 )
             warnings.warn(message, stacklevel=2)
 
@@ -282,8 +286,9 @@ class LossConfig(
         active = [name for name, value in regularized.items() if value]
         expect(
             not (self.loss_denominator == "kept" and self.per_token and active),
-            f"--loss-denominator kept with a global token denominator and {', '.join(active)}: the two "
-            "terms would need two denominators; use --no-calculate-per-token-loss or the original one",
+            f"--loss-denominator kept with a global token denominator and {', '.join(active)}: the "
+            "two terms would need two denominators; use --no-calculate-per-token-loss or the "
+            "original one",
         )
 
 

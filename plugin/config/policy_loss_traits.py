@@ -16,8 +16,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class PolicyLossTraits:
     """How a policy loss relates to corrections and denominators.
 
-    compares_with: the policy whose ratio with the current one its gradient carries: exp(cur - train),
-        exp(cur - rollout), or None where it carries no ratio
+    compares_with: the policy whose ratio with the current one its gradient carries: exp(cur -
+        train), exp(cur - rollout), or None where it carries no ratio
     per_token: whether one global token count is its default denominator
     """
 

@@ -68,15 +68,15 @@ def check_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> None:
     """
     if "rollout_routed_experts" not in batch:
         raise BatchError(
-            "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; use an "
-            "engine that reports them, or --use-routing-replay"
+            "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; "
+            "use an engine that reports them, or --use-routing-replay"
         )
     layers, topk, experts = shape
     for i, routes in enumerate(batch.columns["rollout_routed_experts"]):
         if tuple(routes.shape[1:]) != (layers, topk):
             raise BatchError(
-                f"rollout_routed_experts of sample {i} has shape {list(routes.shape)}; the model has "
-                f"{layers} MoE layers and routes each token to {topk} experts"
+                f"rollout_routed_experts of sample {i} has shape {list(routes.shape)}; the model "
+                f"has {layers} MoE layers and routes each token to {topk} experts"
             )
         ordered = routes.long().sort(dim=-1).values
         missing = (ordered == torch.iinfo(routes.dtype).max).all(dim=-1)
@@ -89,8 +89,8 @@ def check_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> None:
             )
         if bool((missing.any(dim=1) & ~missing.all(dim=1)).any()):
             raise BatchError(
-                f"rollout_routed_experts of sample {i} has a token with routes in some MoE layers only; "
-                "give all or none"
+                f"rollout_routed_experts of sample {i} has a token with routes in some MoE layers "
+                "only; give all or none"
             )
 
 

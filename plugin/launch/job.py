@@ -310,16 +310,17 @@ class _Job:
         """Raise `error` without checkpoints, or after too many restarts without a new rollout."""
         if self._config.save_interval is None and not self._has_checkpoint():
             raise ParallelError(
-                f"{error}\nThe job keeps no checkpoints and ends; with --save-interval it would restart "
-                "from the last one"
+                f"{error}\nThe job keeps no checkpoints and ends; with --save-interval it would "
+                "restart from the last one"
             ) from error
         rollouts = self._at.rollouts
         if rollouts > self._furthest:
             self._restarts_in_a_row, self._furthest = 0, rollouts
         if self._restarts_in_a_row >= self._config.max_restarts:
             raise ParallelError(
-                f"the trainer was restarted {self._restarts_in_a_row} times without getting further "
-                f"than rollout {rollouts}, the limit of --max-restarts; the last error: {error}"
+                f"the trainer was restarted {self._restarts_in_a_row} times without getting "
+                f"further than rollout {rollouts}, the limit of --max-restarts; the last error: "
+                f"{error}"
             ) from error
         self._restarts_in_a_row += 1
         self._restarts += 1

@@ -71,8 +71,9 @@ def _too_small(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> str:
         engines = f" and {len(plan.engines)} x ({_shown(plan.engines[0])}) for engines"
     return (
         f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} ({has}); the job needs "
-        f"{len(plan.trainer_nodes)} x ({_shown(plan.trainer_nodes[0])}) on nodes of their own{engines}; "
-        "add nodes, or lower --num-nodes, --num-gpus-per-node, --cpus-per-rank or --num-rollout-engines"
+        f"{len(plan.trainer_nodes)} x ({_shown(plan.trainer_nodes[0])}) on nodes of their "
+        f"own{engines}; add nodes, or lower --num-nodes, --num-gpus-per-node, --cpus-per-rank or "
+        "--num-rollout-engines"
     )
 
 
@@ -97,8 +98,8 @@ class Reservation:
         if not self.trainer.wait(timeout_seconds=timeout):
             has = ", ".join(_shown(node["Resources"]) for node in ray.nodes() if node["Alive"])
             raise ClusterError(
-                f"the trainer lost a node and the cluster ({has}) had no room for it within {timeout:g} s; "
-                "add nodes and start again with --resume"
+                f"the trainer lost a node and the cluster ({has}) had no room for it within "
+                f"{timeout:g} s; add nodes and start again with --resume"
             )
         self.trainer_nodes = _bundles_by_address(self.trainer, ray.nodes())
 
@@ -126,8 +127,8 @@ def reserve(plan: ResourcePlan, timeout: float) -> Reservation:
         if group is not None and not group.wait(timeout_seconds=timeout):
             reservation.release()
             raise ClusterError(
-                f"the cluster is large enough but did not free the job's resources within {timeout:g} s; "
-                "wait for other jobs to end, or raise --start-timeout"
+                "the cluster is large enough but did not free the job's resources within "
+                f"{timeout:g} s; wait for other jobs to end, or raise --start-timeout"
             )
     reservation.trainer_nodes = _bundles_by_address(trainer, alive)
     return reservation

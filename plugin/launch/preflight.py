@@ -102,9 +102,9 @@ def _try_estimator(config: JobConfig) -> None:
     found = [a.shape if isinstance(a, Tensor) else type(a).__name__ for a in result]
     if found != [mask.shape for mask in masks] or not torch.cat(list(result)).isfinite().all():
         raise HookLoadError(
-            f"--advantage-estimator {path} returned {str(result)[:300]} on an example of {2 * count} "
-            f"samples with response lengths {[len(mask) for mask in masks]}; return a list with one "
-            "finite tensor [response] per sample"
+            f"--advantage-estimator {path} returned {str(result)[:300]} on an example of "
+            f"{2 * count} samples with response lengths {[len(mask) for mask in masks]}; return a "
+            "list with one finite tensor [response] per sample"
         )
 
 
@@ -117,7 +117,8 @@ def _require_arguments(option: str, path: str, names: Sequence[str]) -> None:
         return  # code without a signature, such as a built-in
     except TypeError as error:
         raise HookLoadError(
-            f"{option} {path} cannot be called as fn({', '.join(names)}): {error}; change its arguments"
+            f"{option} {path} cannot be called as fn({', '.join(names)}): {error}; change its "
+            "arguments"
         ) from error
 
 
@@ -142,8 +143,8 @@ def load_task(config: JobConfig, tokenizer: Any) -> Task | MultiTurnTask:
     renders = config.prompt_data is not None and config.apply_chat_template
     if config.chat_template_kwargs is not None and not renders:
         raise ConfigError(
-            f"--chat-template-kwargs {config.chat_template_kwargs} would do nothing, because no chat "
-            "template is rendered; add --prompt-data with --apply-chat-template, or drop it"
+            f"--chat-template-kwargs {config.chat_template_kwargs} would do nothing, because no "
+            "chat template is rendered; add --prompt-data with --apply-chat-template, or drop it"
         )
     if config.prompt_data is not None:
         path = config.reward_function_path
@@ -157,7 +158,8 @@ def load_task(config: JobConfig, tokenizer: Any) -> Task | MultiTurnTask:
         )
     if config.hf_checkpoint is not None:
         raise ConfigError(
-            f"--hf-checkpoint {config.hf_checkpoint} has nothing to train on; add --prompt-data or --task-path"
+            f"--hf-checkpoint {config.hf_checkpoint} has nothing to train on; add --prompt-data or "
+            "--task-path"
         )
     return CopyDigitsTask(tokenizer, seed=config.seed)
 
@@ -211,8 +213,8 @@ def _other_policy(option: str, directory: str | None, policy: ModelSource) -> Mo
     theirs, ours = source.hf_config["vocab_size"], policy.hf_config["vocab_size"]
     if theirs != ours:
         raise ConfigError(
-            f"{option} {directory} has a vocabulary of {theirs} tokens, the policy of {ours}; log-probs "
-            "of the same tokens can be compared only with one tokenizer"
+            f"{option} {directory} has a vocabulary of {theirs} tokens, the policy of {ours}; "
+            "log-probs of the same tokens can be compared only with one tokenizer"
         )
     return source
 
@@ -221,8 +223,8 @@ def _check_lengths(config: JobConfig, policy: ModelSource) -> None:
     longest = policy.hf_config.get("max_position_embeddings")
     if longest is not None and config.max_response_length >= longest:
         raise ConfigError(
-            f"--max-response-length is {config.max_response_length}, the model has {longest} positions for prompt "
-            "and response together; lower it"
+            f"--max-response-length is {config.max_response_length}, the model has {longest} "
+            "positions for prompt and response together; lower it"
         )
     context = config.max_context_length
     if longest is not None and context is not None and context > longest:
@@ -238,8 +240,9 @@ def _route_shape(config: JobConfig, source: ModelSource) -> tuple[int, int, int]
     if not experts:
         if config.looks_at_routes:
             raise ConfigError(
-                f"routing replay or --detect-routing with a {hf_config.model_type} model, which has no experts; drop the flag or use a "
-                "MoE model (--embedded-model qwen3_moe builds a tiny one)"
+                f"routing replay or --detect-routing with a {hf_config.model_type} model, which "
+                "has no experts; drop the flag or use a MoE model (--embedded-model qwen3_moe "
+                "builds a tiny one)"
             )
         return None
     return len(moe_layers(hf_config.to_dict())), hf_config.num_experts_per_tok, experts

@@ -47,7 +47,7 @@ def _start_private(cpu_slots: int) -> None:
 
     if ray.is_initialized():
         raise ClusterError(
-            "this process already talks to a Ray cluster; call ray.shutdown() first, or pass --address"
+            "this process already talks to a Ray cluster; call ray.shutdown() or pass --address"
         )
     for attempt in range(_START_ATTEMPTS):
         try:
@@ -64,14 +64,14 @@ def _start_private(cpu_slots: int) -> None:
             ray.shutdown()
             if "timed out" not in str(error) or attempt + 1 == _START_ATTEMPTS:
                 raise ClusterError(
-                    f"Ray did not start on this machine: {error}; is the machine overloaded, or /tmp full?"
+                    f"Ray did not start on this machine: {error}; is it overloaded, or /tmp full?"
                 ) from error
     addresses = [node["NodeManagerAddress"] for node in ray.nodes()]
     outside = [address for address in addresses if not address.startswith("127.")]
     if outside and os.environ.get(_LOOPBACK_SWITCH) != "1":
         warnings.warn(
-            f"Ray was imported before megatron-tis could restrict it and listens on {outside[0]}; set "
-            f"{_LOOPBACK_SWITCH}=0 before importing ray to keep it on loopback",
+            f"Ray was imported before megatron-tis could restrict it and listens on {outside[0]}; "
+            f"set {_LOOPBACK_SWITCH}=0 before importing ray to keep it on loopback",
             stacklevel=4,
         )
 
@@ -85,6 +85,6 @@ def _join(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ClusterError(
-            f"--address {address}: no Ray cluster answers there ({error}); start one with `ray start "
-            "--head`, or drop --address for a private one"
+            f"--address {address}: no Ray cluster answers there ({error}); start one with "
+            "`ray start --head`, or drop --address for a private one"
         ) from error

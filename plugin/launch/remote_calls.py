@@ -67,8 +67,8 @@ def wait_for_all(
             while_waiting()
         if waiting and time.monotonic() > deadline:
             raise ActorLost(
-                f"{', '.join(waiting.values())} did not answer within {timeout:g} s; look for a hang "
-                "there, or raise --step-timeout (--start-timeout while starting)"
+                f"{', '.join(waiting.values())} did not answer within {timeout:g} s; look for a "
+                "hang there, or raise --step-timeout (--start-timeout while starting)"
             )
     return [results[reference] for reference in references]
 

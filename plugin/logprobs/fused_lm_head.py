@@ -1,10 +1,11 @@
 """Log-probs and entropy from hidden states and the LM head's weight, without logits `[T, V]`.
 
-The product of hidden states and weight is computed tile by tile, a range of the vocabulary at a time for all
-rows: each tile is reduced to row statistics at once. The backward pass computes the tile again, turns it into
-its gradient in place and multiplies it back, so that each slice of the weight's gradient is written only once.
-Tiles that fit into the memory budget are kept and not computed twice; with a budget for all of them the cost
-is that of the ordinary output layer, with none it is four matrix products instead of three.
+The product of hidden states and weight is computed tile by tile, a range of the vocabulary at a
+time for all rows: each tile is reduced to row statistics at once. The backward pass computes the
+tile again, turns it into its gradient in place and multiplies it back, so that each slice of the
+weight's gradient is written only once. Tiles that fit into the memory budget are kept and not
+computed twice; with a budget for all of them the cost is that of the ordinary output layer, with
+none it is four matrix products instead of three.
 
 Only rows that carry loss take part.
 """
@@ -29,8 +30,8 @@ from plugin.logprobs.vocab_parallel import (
     merge_column_ranges,
 )
 
-# One tile: on the CPU it should stay in the last-level cache between the product and the pass over it; on an
-# accelerator it should be large enough to keep the device busy.
+# One tile: on the CPU it should stay in the last-level cache between the product and the pass over
+# it; on an accelerator it should be large enough to keep the device busy.
 TILE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 DEFAULT_BUDGET_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
 _LEAST_TILE_COLUMNS = 1024
@@ -53,21 +54,24 @@ def fused_log_probs_and_entropy(
     """`log_probs_and_entropy(hidden @ weight.T, tokens)` in bounded memory.
 
     Args:
-        hidden: `[T, H]`, the same on all ranks of `group`; with `sequence_parallel` this rank's `[T/tp, H]`
-            rows, which are gathered first.
+        hidden: `[T, H]`, the same on all ranks of `group`; with `sequence_parallel` this rank's
+            `[T/tp, H]` rows, which are gathered first.
         weight: `[V/tp, H]`, this rank's rows of the output layer, of the same dtype as `hidden`.
-        tokens: `[T]` int64 ids in the whole vocabulary; an id outside of it has log-probability -inf.
+        tokens: `[T]` int64 ids in the whole vocabulary; an id outside of it has log-probability
+            -inf.
         group: ranks over which the vocabulary is sharded; None if it is not.
         temperature: divides the logits.
         with_entropy: also return the entropy; it carries a gradient only with `entropy_grad`.
-        row_mask: bool `[T]`, the same on all ranks of `group`: the rows to compute. The others have results 0
-            and no gradient, whatever their hidden states hold. Keep it on the CPU: reading a mask on the device
-            waits for the device.
-        memory_budget_bytes: room for tiles of logits, at least one of which exists at a time; by default
-            `DEFAULT_BUDGET_BYTES` of the device.
-        sequence_parallel: see `hidden`; its gradient is then reduce-scattered instead of all-reduced.
-        reduce_hidden_grad: False leaves the gradient of `hidden` as this rank's partial sum, for a caller whose
-            graph already sums it over `group`, such as one behind Megatron's copy to the tensor parallel region.
+        row_mask: bool `[T]`, the same on all ranks of `group`: the rows to compute. The others have
+            results 0 and no gradient, whatever their hidden states hold. Keep it on the CPU:
+            reading a mask on the device waits for the device.
+        memory_budget_bytes: room for tiles of logits, at least one of which exists at a time; by
+            default `DEFAULT_BUDGET_BYTES` of the device.
+        sequence_parallel: see `hidden`; its gradient is then reduce-scattered instead of
+            all-reduced.
+        reduce_hidden_grad: False leaves the gradient of `hidden` as this rank's partial sum, for a
+            caller whose graph already sums it over `group`, such as one behind Megatron's copy to
+            the tensor parallel region.
 
     Returns:
         `log_probs` `[T]` float32 and `entropy` `[T]` float32, or None without `with_entropy`.
@@ -80,8 +84,9 @@ def fused_log_probs_and_entropy(
     check_settings(temperature, with_entropy, entropy_grad)
     if sequence_parallel and not reduce_hidden_grad:
         raise ConfigError(
-            "reduce_hidden_grad=False with sequence_parallel=True: the rows gathered here must be reduce-scattered "
-            "here. Gather them yourself and pass sequence_parallel=False, or leave reduce_hidden_grad=True."
+            "reduce_hidden_grad=False with sequence_parallel=True: the rows gathered here must be "
+            "reduce-scattered here. Gather them yourself and pass sequence_parallel=False, or "
+            "leave reduce_hidden_grad=True."
         )
     budget = budget_bytes(memory_budget_bytes, hidden.device)
     trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -120,9 +125,9 @@ def fused_lm_head_pays(
 ) -> bool:
     """Whether to compute log-probs from hidden states rather than from `[rows, columns]` logits.
 
-    In training the fused head may need four products over the rows with loss instead of three over all rows, and
-    three with a separable loss; in a pass without gradient it needs one either way. It also pays when the logits
-    would exceed a limit.
+    In training the fused head may need four products over the rows with loss instead of three over
+    all rows, and three with a separable loss; in a pass without gradient it needs one either way.
+    It also pays when the logits would exceed a limit.
     """
     if rows * columns * element_size > logits_limit_bytes or separable:
         return True
@@ -301,7 +306,8 @@ class _Tiles:
         """Gradients of hidden states `[n, H]`, over this rank's columns only, and weight."""
         kernels = row_kernels_for(self.buffer)
         hidden = _without_idle_rows(self.hidden, grad_log_probs, grad_entropy)
-        # Many tiles add to the same rows, so those sums are float32 whatever the dtype of the model.
+        # Many tiles add to the same rows, so those sums are float32 whatever the dtype of the
+        # model.
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if want_hidden else None
         grad_weight = torch.empty_like(self.weight) if want_weight else None
         if grad_weight is not None and not self.plan:
@@ -386,20 +392,22 @@ def check_arguments(
 ) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise BatchError(
-            f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, H] and [V/tp, H] with the "
-            "same H. Flatten batch and sequence dimensions of the hidden states first."
+            f"hidden {list(hidden.shape)} and weight {list(weight.shape)} must be [T, H] and "
+            "[V/tp, H] with the same H. Flatten batch and sequence dimensions of the hidden "
+            "states first."
         )
     if hidden.dtype != weight.dtype or hidden.dtype not in FLOAT_DTYPES:
         raise BatchError(
-            f"hidden is {hidden.dtype} and weight is {weight.dtype}; both must be float32, bfloat16 or float16, and "
-            "the same. Cast one of them."
+            f"hidden is {hidden.dtype} and weight is {weight.dtype}; both must be float32, "
+            "bfloat16 or float16, and the same. Cast one of them."
         )
     if tokens.shape != (rows,) or tokens.dtype != torch.int64:
         raise BatchError(
-            f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 [{rows}], one per row of the "
-            "hidden states (of all ranks together under sequence parallelism)."
+            f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 [{rows}], one per "
+            "row of the hidden states (of all ranks together under sequence parallelism)."
         )
     if row_mask is not None and (row_mask.shape != (rows,) or row_mask.dtype != torch.bool):
         raise BatchError(
-            f"row_mask is {row_mask.dtype} {list(row_mask.shape)}; it must be bool [{rows}], one per token."
+            f"row_mask is {row_mask.dtype} {list(row_mask.shape)}; it must be bool [{rows}], one "
+            "per token."
         )

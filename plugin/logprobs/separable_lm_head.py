@@ -1,9 +1,9 @@
 """The LM head fused with a token-separable loss: three products, one block of logits at a time.
 
-A block of hidden states meets the weight; log-probs and entropies of its rows, the loss of these rows and its
-gradient follow at once; the block's logits become their own gradient, which is multiplied back into both
-factors. The ordinary fused head cannot do that: it learns the gradient of a row only after the loss of all
-rows, and computes most logits a second time.
+A block of hidden states meets the weight; log-probs and entropies of its rows, the loss of these
+rows and its gradient follow at once; the block's logits become their own gradient, which is
+multiplied back into both factors. The ordinary fused head cannot do that: it learns the gradient of
+a row only after the loss of all rows, and computes most logits a second time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from plugin.logprobs.fused_lm_head import add_product, budget_bytes, check_argum
 from plugin.logprobs.kernels import row_kernels_for
 from plugin.logprobs.vocab_parallel import combine_shards, locate_targets
 
-#: (block of rows, their log-probs [n], their entropies [n]) -> their losses, to be summed; differentiable.
+#: (block of rows, their log-probs [n], their entropies [n]) -> their losses, to be summed;
+#: differentiable.
 RowLosses = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 
 # The expected gradient arrives as a product of a few float32 factors.
@@ -44,10 +45,11 @@ def separable_lm_head(
         weight: `[V, H]`, the whole output layer.
         tokens: `[n]` int64, the token whose log-prob each row gives.
         row_losses: called for one block of the n rows after the other.
-        rows: `[n]` int64, the rows of `hidden` to compute, ascending; None = all of them. Others are not read.
+        rows: `[n]` int64, the rows of `hidden` to compute, ascending; None = all of them. Others
+            are not read.
         temperature: divides the logits.
-        expected_gradient: what will arrive at the returned 0 in the backward pass. If it does, the backward
-            pass costs nothing; otherwise it multiplies the gradients once more.
+        expected_gradient: what will arrive at the returned 0 in the backward pass. If it does, the
+            backward pass costs nothing; otherwise it multiplies the gradients once more.
         memory_budget_bytes: room for a block of logits, which has at least one row; by default
             `DEFAULT_BUDGET_BYTES` of the device.
 
@@ -99,7 +101,8 @@ class _SeparableLmHead(torch.autograd.Function):
                 add_product(grad_weight, logits.t(), hidden[block])
             elif want_weight:
                 grad_weight = torch.mm(logits.t(), hidden[block])
-                # Many blocks add to the same weight, so those sums are float32 whatever the model's dtype.
+                # Many blocks add to the same weight, so those sums are float32 whatever the model's
+                # dtype.
                 grad_weight = grad_weight if height >= count else grad_weight.float()
         if want_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
@@ -116,8 +119,8 @@ class _SeparableLmHead(torch.autograd.Function):
     def backward(ctx: Any, _: Any, __: Any, arriving: torch.Tensor) -> Any:
         if ctx.gradients is None:
             raise ConfigError(
-                "second backward pass through separable_lm_head: the first one delivered the gradients. Use "
-                "--separable-fast-path off to use the graph twice."
+                "second backward pass through separable_lm_head: the first one delivered the "
+                "gradients. Use --separable-fast-path off to use the graph twice."
             )
         gradients, ctx.gradients = ctx.gradients, None
         for gradient in gradients:

@@ -1,8 +1,8 @@
 """Log-probability of the sampled tokens and entropy of the policy, from vocabulary-parallel logits.
 
-The logits are read once in the forward pass, and read and written once in the backward pass; between the two
-only a few numbers per row are kept. Sharded over `n` ranks this takes two collectives of `[T]` and
-`[2 or 3, T]` numbers forward, and none backward.
+The logits are read once in the forward pass, and read and written once in the backward pass;
+between the two only a few numbers per row are kept. Sharded over `n` ranks this takes two
+collectives of `[T]` and `[2 or 3, T]` numbers forward, and none backward.
 """
 
 from __future__ import annotations
@@ -39,23 +39,25 @@ def log_probs_and_entropy(
     """Log-prob of each row's token and entropy of each row of `softmax(logits / temperature)`.
 
     Args:
-        logits: `[T, V/tp]` float32, bfloat16 or float16; this rank's columns of the vocabulary. Never changed
-            by the forward pass.
-        tokens: `[T]` int64 ids in the whole vocabulary. Any other id (padding) has log-probability -inf; it is
-            never an index error.
-        group: ranks over which the vocabulary is sharded, in order of the columns; None if it is not.
+        logits: `[T, V/tp]` float32, bfloat16 or float16; this rank's columns of the vocabulary.
+            Never changed by the forward pass.
+        tokens: `[T]` int64 ids in the whole vocabulary. Any other id (padding) has log-probability
+            -inf; it is never an index error.
+        group: ranks over which the vocabulary is sharded, in order of the columns; None if it is
+            not.
         temperature: divides the logits.
         with_entropy: also return the entropy; it carries a gradient only with `entropy_grad`.
-        inplace_grad: the backward pass overwrites the logits with their gradient and so allocates nothing. Only
-            for a caller that owns the logits and does not need them any more; a second backward pass raises.
-        keep_mask: bool `[T, V/tp]`; the distribution is renormalized over the columns that are True (top-k,
-            top-p). A token that is not kept has log-probability -inf.
+        inplace_grad: the backward pass overwrites the logits with their gradient and so allocates
+            nothing. Only for a caller that owns the logits and does not need them any more; a
+            second backward pass raises.
+        keep_mask: bool `[T, V/tp]`; the distribution is renormalized over the columns that are True
+            (top-k, top-p). A token that is not kept has log-probability -inf.
 
     Returns:
         `log_probs` `[T]` float32 and `entropy` `[T]` float32, or None without `with_entropy`.
 
-    All arithmetic is float32. A row whose incoming gradient is exactly 0 gets a gradient of exactly 0, also
-    when its logits hold NaN or inf.
+    All arithmetic is float32. A row whose incoming gradient is exactly 0 gets a gradient of exactly
+    0, also when its logits hold NaN or inf.
     """
     _check_tensors(logits, tokens, keep_mask)
     check_settings(temperature, with_entropy, entropy_grad)
@@ -76,8 +78,9 @@ def locate_targets(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the tokens `[T]` are among this rank's columns.
 
-    Returns two `[T]` tensors: the column, or -1 where this rank holds none (int64); and whether the token is
-    known here to have probability 0, because it is outside the vocabulary or not kept (bool).
+    Returns two `[T]` tensors: the column, or -1 where this rank holds none (int64); and whether the
+    token is known here to have probability 0, because it is outside the vocabulary or not kept
+    (bool).
     """
     size = group_size(group)
     first = columns * dist.get_rank(group) if size > 1 else 0
@@ -188,8 +191,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, None, None, None]:
         if ctx.consumed:
             raise ConfigError(
-                "second backward pass through log_probs_and_entropy(inplace_grad=True): the first one replaced "
-                "the logits by their gradient. Call it with inplace_grad=False to use the graph twice."
+                "second backward pass through log_probs_and_entropy(inplace_grad=True): the first "
+                "one replaced the logits by their gradient. Call it with inplace_grad=False to "
+                "use the graph twice."
             )
         logits, targets, maximum, sum_exp, entropy, keep_mask = ctx.saved_tensors
         kernels: RowKernels = ctx.kernels
@@ -207,8 +211,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         )
         if settings.inplace_grad:
             ctx.consumed = True
-            # A kernel may write through a raw pointer, which autograd does not see; any other operation
-            # that saved these logits must fail its version check rather than read a gradient.
+            # A kernel may write through a raw pointer, which autograd does not see; any other
+            # operation that saved these logits must fail its version check rather than read a
+            # gradient.
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None
 
@@ -232,18 +237,20 @@ def _check_tensors(
 ) -> None:
     if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype not in FLOAT_DTYPES:
         raise BatchError(
-            f"logits are {logits.dtype} {list(logits.shape)}; they must be [T, V/tp] with V/tp > 0 and float32, "
-            "bfloat16 or float16. Flatten batch and sequence dimensions first."
+            f"logits are {logits.dtype} {list(logits.shape)}; they must be [T, V/tp] with V/tp > 0 "
+            "and float32, bfloat16 or float16. Flatten batch and sequence dimensions first."
         )
     if tokens.shape != logits.shape[:1] or tokens.dtype != torch.int64:
         raise BatchError(
-            f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 [{logits.shape[0]}], one per row "
-            "of the logits. Drop the first token and the last row of logits of every sample."
+            f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 "
+            f"[{logits.shape[0]}], one per row of the logits. Drop the first token and the last "
+            "row of logits of every sample."
         )
     if keep_mask is not None and (keep_mask.shape != logits.shape or keep_mask.dtype != torch.bool):
         raise BatchError(
-            f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}; it must be bool {list(logits.shape)}, like "
-            "the logits. Slice it to this rank's columns of the vocabulary."
+            f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}; it must be bool "
+            f"{list(logits.shape)}, like the logits. Slice it to this rank's columns of the "
+            "vocabulary."
         )
 
 
@@ -251,8 +258,8 @@ def check_settings(temperature: float, with_entropy: bool, entropy_grad: bool) -
     """Refuse a temperature that is not positive, or a gradient of an entropy nobody wants."""
     if not (math.isfinite(temperature) and temperature > 0):
         raise ConfigError(
-            f"temperature is {temperature}; it must be positive and finite. Log-probs of greedily sampled "
-            "tokens are those of temperature 1."
+            f"temperature is {temperature}; it must be positive and finite. Log-probs of greedily "
+            "sampled tokens are those of temperature 1."
         )
     if entropy_grad and not with_entropy:
         raise ConfigError(

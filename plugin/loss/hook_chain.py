@@ -43,8 +43,9 @@ class HookChain:
     ) -> PolicyTerm:
         """Run the hooks on a policy term.
 
-        with_weights: also find each token's ratio and weight. The weight is the derivative of the loss after
-            the hooks by the loss before: exact for hooks that multiply, also where the loss is 0.
+        with_weights: also find each token's ratio and weight. The weight is the derivative of the
+            loss after the hooks by the loss before: exact for hooks that multiply, also where the
+            loss is 0.
         """
         before = term.loss
         if with_weights and not before.requires_grad:
@@ -101,8 +102,9 @@ def _arguments(inputs: LossInputs, pg_loss: Tensor, loss_masks: Sequence[Tensor]
 def _try_out(path: str, hook: Callable[..., Any], args: Any) -> None:
     """Call a hook on example tokens and see what it returns and where its gradient flows.
 
-    A correction weight that is not detached adds a gradient of its own to the policy gradient. What counts is
-    that the graph is connected, not the size of the gradient: a weight at its bound has none.
+    A correction weight that is not detached adds a gradient of its own to the policy gradient. What
+    counts is that the graph is connected, not the size of the gradient: a weight at its bound has
+    none.
     """
     inputs = example_inputs()
     pg_loss = torch.where(inputs.mask, 1.0, 0.0).requires_grad_()
@@ -119,13 +121,13 @@ def _try_out(path: str, hook: Callable[..., Any], args: Any) -> None:
         )
     if through_weight is not None:
         raise BatchError(
-            f"hook {path!r} lets gradient flow through its weight; compute it under torch.no_grad() or "
-            "call .detach() on it"
+            f"hook {path!r} lets gradient flow through its weight; compute it under "
+            "torch.no_grad() or call .detach() on it"
         )
     if through_loss is None:
         raise BatchError(
-            f"hook {path!r} returned a loss that does not depend on pg_loss, so nothing would be learned; "
-            "return pg_loss times a weight"
+            f"hook {path!r} returned a loss that does not depend on pg_loss, so nothing would be "
+            "learned; return pg_loss times a weight"
         )
 
 
@@ -143,20 +145,22 @@ def _checked_result(
         )
     if not isinstance(new_masks, Sequence) or len(new_masks) != len(loss_masks):
         raise BatchError(
-            f"{contract}; its loss_masks are {_described(new_masks)}, expected {len(loss_masks)} masks"
+            f"{contract}; its loss_masks are {_described(new_masks)}, expected {len(loss_masks)} "
+            "masks"
         )
     for i, (new, old) in enumerate(zip(new_masks, loss_masks, strict=True)):
         if not isinstance(new, Tensor) or new.shape != old.shape:
             raise BatchError(
-                f"{contract}; its mask of sample {i} is {_described(new)}, expected shape {tuple(old.shape)}"
+                f"{contract}; its mask of sample {i} is {_described(new)}, expected shape "
+                f"{tuple(old.shape)}"
             )
     if not isinstance(metrics, dict):
         raise HookLoadError(f"{contract}; its metrics are {_described(metrics)}, expected a dict")
     for key, value in metrics.items():
         if not isinstance(value, Tensor) or value.shape != pg_loss.shape:
             raise BatchError(
-                f"{contract}; its metric {key!r} is {_described(value)}, expected one value per token, "
-                f"shape {tuple(pg_loss.shape)}"
+                f"{contract}; its metric {key!r} is {_described(value)}, expected one value per "
+                f"token, shape {tuple(pg_loss.shape)}"
             )
     return new_loss, new_masks, metrics
 

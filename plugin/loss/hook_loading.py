@@ -31,10 +31,12 @@ def load_hook(path: str) -> Callable[..., Any]:
     missing = [name for name in REQUIRED_ARGUMENTS if name not in accepted and not takes_any]
     if missing:
         raise HookLoadError(
-            f"hook {path!r} does not accept {', '.join(missing)}; name these arguments or add **kwargs"
+            f"hook {path!r} does not accept {', '.join(missing)}; name these arguments or add "
+            "**kwargs"
         )
     extras = [name for name in EXTRA_ARGUMENTS if takes_any or name in accepted]
-    # slime passes `args` by name; a hook whose namespace comes first under another name gets it by position.
+    # slime passes `args` by name; a hook whose namespace comes first under another name gets it by
+    # position.
     by_keyword = "args" in accepted
 
     def call(args: Any, **values: Any) -> Any:
@@ -62,14 +64,16 @@ def _keyword_arguments(path: str, function: Callable[..., Any]) -> tuple[set[str
     ]
     if unknown:
         raise HookLoadError(
-            f"hook {path!r} requires {', '.join(unknown)}, which no caller passes; give it a default"
+            f"hook {path!r} requires {', '.join(unknown)}, which no caller passes; give it a "
+            "default"
         )
     accepted = {p.name for p in parameters if p.kind not in (*optional_kinds, p.POSITIONAL_ONLY)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if first in (*REQUIRED_ARGUMENTS, *EXTRA_ARGUMENTS, "args") and "args" not in accepted:
         if not takes_any:
             raise HookLoadError(
-                f"hook {path!r} does not accept args; give it a first argument for the flags, or **kwargs"
+                f"hook {path!r} does not accept args; give it a first argument for the flags, or "
+                "**kwargs"
             )
         accepted |= {"args"}
     return accepted, takes_any

@@ -40,8 +40,9 @@ def loss_inputs(
 class KnownTokens:
     """What is known of the local response tokens before the forward pass.
 
-    mask: [T] bool; fields: [T] float32 by the names of `LossInputs`, anything where masked, None where the batch
-        has none; `train_log_probs` is None where the update's own log-probs stand for them
+    mask: [T] bool; fields: [T] float32 by the names of `LossInputs`, anything where masked, None
+        where the batch has none; `train_log_probs` is None where the update's own log-probs stand
+        for them
     """
 
     mask: Tensor
@@ -58,7 +59,8 @@ class KnownTokens:
         config.require_rollout_log_probs(batch.get("rollout_log_probs") is not None)
         if config.teacher_tau and batch.get("teacher_log_probs") is None:
             raise ConfigError(
-                f"--teacher-tau is {config.teacher_tau} but the batch has no teacher_log_probs; give a teacher"
+                f"--teacher-tau is {config.teacher_tau} but the batch has no teacher_log_probs; "
+                "give a teacher"
             )
         fields = {
             name: shards.flat(name, batch.get(name))
@@ -73,8 +75,9 @@ class KnownTokens:
         lengths = [mask.numel() for mask in loss_masks]
         if lengths != list(shards.response_lengths):
             raise BatchError(
-                f"loss_masks have lengths {lengths} but the responses {list(shards.response_lengths)}; give one "
-                "mask per sample, as long as its whole response"
+                f"loss_masks have lengths {lengths} but the responses "
+                f"{list(shards.response_lengths)}; give one mask per sample, as long as its whole "
+                "response"
             )
         mask = shards.local_mask(loss_masks)
         return cls(mask, shards, loss_masks, fields)
@@ -86,7 +89,8 @@ class KnownTokens:
         mask = self.mask
         if mask.numel() != cur.numel():
             raise BatchError(
-                f"cur_log_probs has {cur.numel()} tokens but the samples have {mask.numel()} local ones"
+                f"cur_log_probs has {cur.numel()} tokens but the samples have {mask.numel()} local "
+                "ones"
             )
         raw = {**self.fields, "cur_log_probs": cur}
         if raw["train_log_probs"] is None:

@@ -1,7 +1,7 @@
 """What goes into a loss and what comes out of it.
 
-Everything is flat over the local response tokens of a microbatch (T of them). Two samples with responses of
-3 and 2 tokens, the second token of the first one masked:
+Everything is flat over the local response tokens of a microbatch (T of them). Two samples with
+responses of 3 and 2 tokens, the second token of the first one masked:
 
     mask           [True, False, True, True, True]
     cur_log_probs  [c00,  0.0,   c02,  c10,  c11]     masked positions are 0
@@ -63,8 +63,8 @@ class TokenMetric:
 class PolicyTerm:
     """A policy loss per token [T], the tokens it keeps (bool [T]), metrics over the mask.
 
-    ratio, weight: [T] importance ratio before bounding and weight after, 0 where dropped; None where the loss
-        is not weighted, or where nobody asked
+    ratio, weight: [T] importance ratio before bounding and weight after, 0 where dropped; None
+        where the loss is not weighted, or where nobody asked
     """
 
     loss: Tensor
@@ -89,7 +89,8 @@ class LossOutputs:
 
     policy: the policy loss after corrections; regularizers: the terms beside it
     policy_loss: [T] policy.loss, scaled where each sample is divided by its kept tokens
-    total: [T] policy_loss + sum of coefficient * regularizer: what is summed, with a weight per token
+    total: [T] policy_loss + sum of coefficient * regularizer: what is summed, with a weight per
+        token
     denominator: bool [T] the tokens that one global token count counts
     """
 

@@ -4,9 +4,10 @@ Every loss here is a weighted mean over the tokens of the whole global batch,
 
     loss = sum_t w_t l_t / sum_t w_t,
 
-with w_t = 1 for one global token denominator, and w_t = 1 / (tokens of the sample) for a mean of sample means.
-The weights depend on the original masks alone, so that sum_t w_t is known before the step, is the number
-of tokens or of samples that carry loss, and does not depend on how the batch was cut.
+with w_t = 1 for one global token denominator, and w_t = 1 / (tokens of the sample) for a mean of
+sample means. The weights depend on the original masks alone, so that sum_t w_t is known before the
+step, is the number of tokens or of samples that carry loss, and does not depend on how the batch
+was cut.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The objective: policy loss with corrections, plus regularizers, over which denominator.
 
-Every caller (the training closures, the separable LM head, `policy_loss_function`, the adapters) gets its
-per-token loss here and only decides how to sum it.
+Every caller (the training closures, the separable LM head, `policy_loss_function`, the adapters)
+gets its per-token loss here and only decides how to sum it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def compute_loss(
 
     args: the namespace that hooks receive; None = `config`
     policy_weights: [T] correction weights that the caller has computed itself
-    with_weights: also report what the corrections did to each token, in `policy.ratio` and `policy.weight`
+    with_weights: also report what the corrections did to each token, in `policy.ratio` and
+        `policy.weight`
     """
     args = config if args is None else args
     term = resolve_policy_loss(config.policy_loss)(inputs, config)

@@ -38,8 +38,9 @@ def policy_loss_function(
     outputs = compute_loss(config, inputs, args=args)
     loss, metrics = reduce_loss(config, outputs, sum_of_sample_mean)
     if not (isinstance(loss, Tensor) and loss.requires_grad):
-        # Every rank must run backward through the model: a loss without a graph would make this rank skip the
-        # collectives that the others wait in. An empty slice adds 0 with a zero gradient, whatever the logits hold.
+        # Every rank must run backward through the model: a loss without a graph would make this
+        # rank skip the collectives that the others wait in. An empty slice adds 0 with a zero
+        # gradient, whatever the logits hold.
         loss = loss + logits.reshape(-1)[:0].sum().float()
     return loss, metrics
 
@@ -55,15 +56,16 @@ def _response_log_probs(
     lengths = [len(ids) for ids in batch["unconcat_tokens"]]
     if lengths != [int(length) for length in batch["total_lengths"]]:
         raise BatchError(
-            f"unconcat_tokens have lengths {lengths} but total_lengths are {list(batch['total_lengths'])}; "
-            "give one tensor of prompt and response per sample"
+            f"unconcat_tokens have lengths {lengths} but total_lengths are "
+            f"{list(batch['total_lengths'])}; give one tensor of prompt and response per sample"
         )
     rows = shards.rows()
     last_row = int(rows.numpy().max(initial=-1))  # rows are on the host: no device is waited for
     if last_row >= rows_logits.shape[0]:
         raise BatchError(
-            f"logits have {rows_logits.shape[0]} rows but the samples need row {last_row} (total lengths "
-            f"{list(batch['total_lengths'])}); pack the samples in the order of total_lengths"
+            f"logits have {rows_logits.shape[0]} rows but the samples need row {last_row} (total "
+            f"lengths {list(batch['total_lengths'])}); pack the samples in the order of "
+            "total_lengths"
         )
     rows = rows.to(logits.device)
     targets = torch.zeros(rows_logits.shape[0], dtype=torch.int64, device=logits.device)
@@ -85,8 +87,9 @@ def reduce_loss(
     """Reduce loss, terms and metrics with the caller's reducer, over the original masks."""
     if config.loss_denominator == "kept" and config.per_token:
         raise ConfigError(
-            "--loss-denominator kept with a global token denominator: only the backend's own step can "
-            "count the kept tokens of all microbatches; use --no-calculate-per-token-loss here"
+            "--loss-denominator kept with a global token denominator: only the backend's own step "
+            "can count the kept tokens of all microbatches; use --no-calculate-per-token-loss "
+            "here"
         )
     loss = reduce(outputs.total)
     values = {term.name: term.values for term in outputs.regularizers}

@@ -1,10 +1,11 @@
 """The policy losses: one small function each, from `LossInputs` to a `PolicyTerm`.
 
-Notation: cur, train, rollout are log-probs; r is a ratio; A the advantage; sg the stop-gradient. Inputs are 0
+Notation: cur, train, rollout are log-probs; r is a ratio; A the advantage; sg the stop-gradient.
+    Inputs are 0
 where masked, so every per-token loss is 0 there too.
 
-Each docstring is the entry of its loss in `megatron-tis corrections`: a sentence, the formula, the flags with
-their defaults, the reference.
+Each docstring is the entry of its loss in `megatron-tis corrections`: a sentence, the formula, the
+flags with their defaults, the reference.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from plugin.ppo_utils.separability import token_separable
 def ppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Clipped surrogate: no gain from moving a token's ratio beyond the clip.
 
-    loss = max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(cur - train); for A < 0 at most
-    -eps_clip_c A
+    loss = max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(cur - train); for A < 0
+    at most -eps_clip_c A
     Flags: --eps-clip 0.2, --eps-clip-high (= eps-clip), --eps-clip-c (none).
     Reference: Schulman et al. 2017 (PPO); Ye et al. 2020 (dual clip).
     """
@@ -51,7 +52,8 @@ def gspo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """PPO's clip on the ratio of the whole sequence; each token passes its own gradient.
 
     loss = max(-s A, -clip(s, 1 - eps_clip, 1 + eps_clip_high) A), s = exp(mean(cur - train))
-    Flags: --eps-clip 0.2, --eps-clip-high (= eps-clip), --eps-clip-c (none). The paper's bounds are 3e-4 and 4e-4.
+    Flags: --eps-clip 0.2, --eps-clip-high (= eps-clip), --eps-clip-c (none). The paper's bounds are
+        3e-4 and 4e-4.
     Reference: Zheng et al. 2025 (GSPO).
     """
     token_log_r = _cur_over_train(inputs)
@@ -94,7 +96,8 @@ def cispo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 def sapo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """A soft gate in place of the clip, steeper for A <= 0.
 
-    loss = -sigmoid(tau (r - 1)) 4 / tau A, r = exp(cur - train); tau = sapo_tau_pos for A > 0, else sapo_tau_neg
+    loss = -sigmoid(tau (r - 1)) 4 / tau A, r = exp(cur - train); tau = sapo_tau_pos for A > 0, else
+    sapo_tau_neg
     Flags: --sapo-tau-pos 1.0, --sapo-tau-neg 1.05.
     Reference: Gao et al. 2025 (SAPO).
     """
@@ -123,8 +126,10 @@ def icepop(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 def dppo_tv(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Importance ratio on tokens whose probability moved little; symmetric, whatever the sign of A.
 
-    loss = -keep A r, r = exp(cur - rollout), keep = -dppo_diff_low <= pi_cur - pi_rollout <= dppo_diff_high
-    Flags: --dppo-diff-low 0.2, --dppo-diff-high 0.2, --dppo-ratio-cap (none), --adv-tau 1.0, --teacher-tau 0.0.
+    loss = -keep A r, r = exp(cur - rollout), keep = -dppo_diff_low <= pi_cur - pi_rollout <=
+    dppo_diff_high
+    Flags: --dppo-diff-low 0.2, --dppo-diff-high 0.2, --dppo-ratio-cap (none), --adv-tau 1.0,
+        --teacher-tau 0.0.
     Reference: Qi et al. 2026 (DPPO, total variation), in the symmetric form of prime-rl.
     """
     log_r = _cur_over_rollout(inputs)
@@ -138,9 +143,10 @@ def dppo_tv(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Drops A > 0 that rose too far and A <= 0 that fell too far; penalizes every token's drift.
 
-    loss = -keep A r + kl_tau log(r)^2, r = exp(cur - rollout), keep = pi_cur - pi_rollout <= dppo_mask_high for
-    A > 0, >= -dppo_mask_low else
-    Flags: --dppo-mask-low 0.2, --dppo-mask-high 0.2, --kl-tau 0.001, --adv-tau 1.0, --teacher-tau 0.0.
+    loss = -keep A r + kl_tau log(r)^2, r = exp(cur - rollout), keep = pi_cur - pi_rollout <=
+    dppo_mask_high for A > 0, >= -dppo_mask_low else
+    Flags: --dppo-mask-low 0.2, --dppo-mask-high 0.2, --kl-tau 0.001, --adv-tau 1.0, --teacher-tau
+        0.0.
     Reference: Qi et al. 2026 (DPPO); squared log-ratio penalty as in prime-rl.
     """
     log_r = _cur_over_rollout(inputs)
@@ -156,8 +162,10 @@ def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 def ipo_kl(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """IcePop's band with a drift penalty that acts on kept tokens only.
 
-    loss = keep (-A r + kl_tau log(r)^2), r = exp(cur - rollout), keep = ipo_ratio_low <= r <= ipo_ratio_high
-    Flags: --ipo-ratio-low 0.2, --ipo-ratio-high 5.0, --kl-tau 0.001, --adv-tau 1.0, --teacher-tau 0.0.
+    loss = keep (-A r + kl_tau log(r)^2), r = exp(cur - rollout), keep = ipo_ratio_low <= r <=
+    ipo_ratio_high
+    Flags: --ipo-ratio-low 0.2, --ipo-ratio-high 5.0, --kl-tau 0.001, --adv-tau 1.0, --teacher-tau
+        0.0.
     Reference: Prime Intellect 2025, prime-rl (masked ratio with a squared log-ratio penalty).
     """
     log_r = _cur_over_rollout(inputs)
@@ -211,7 +219,8 @@ def _masked_surrogate(
 ) -> PolicyTerm:
     """-A r on the tokens inside the band; A is scaled and joined by the teacher."""
     kept = inputs.mask & ~(too_low | too_high)
-    # Selecting the log-ratio before exp keeps a dropped token's huge ratio out of value and gradient.
+    # Selecting the log-ratio before exp keeps a dropped token's huge ratio out of value and
+    # gradient.
     ratio = safe_exp(torch.where(kept, log_r, 0.0))
     if cap is not None:
         ratio = ratio.clamp(max=cap)
@@ -231,7 +240,8 @@ def _masked_surrogate(
 
 
 PolicyLoss = Callable[[LossInputs, LossConfig], PolicyTerm]
-#: The built-in losses; what the configuration knows of them is in `plugin.config.policy_loss_traits`.
+#: The built-in losses; what the configuration knows of them is in
+#: `plugin.config.policy_loss_traits`.
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     function.__name__: function
     for function in (ppo, reinforce, cispo, gspo, icepop, dppo_tv, dppo, ipo_kl, sapo)

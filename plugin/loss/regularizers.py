@@ -34,7 +34,8 @@ def reference_kl(inputs: LossInputs, config: LossConfig) -> Tensor:
     """
     if inputs.ref_log_probs is None:
         raise ConfigError(
-            "--use-kl-loss needs ref_log_probs and the batch has none; give a reference model or drop it"
+            "--use-kl-loss needs ref_log_probs and the batch has none; give a reference model or "
+            "drop it"
         )
     cur = _with_gradient_if(config.kl_loss_coef, inputs.cur_log_probs)
     values = kl_estimate(cur, inputs.ref_log_probs, inputs.mask, config.kl_loss_type)

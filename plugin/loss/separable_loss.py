@@ -1,7 +1,7 @@
 """Whether a loss is token-separable, and its value on a part of the tokens.
 
-The loss of a token-separable objective on a block of tokens needs nothing but these tokens, so its gradient is
-known while the block's logits are at hand (see `plugin.logprobs.separable_lm_head`).
+The loss of a token-separable objective on a block of tokens needs nothing but these tokens, so its
+gradient is known while the block's logits are at hand (see `plugin.logprobs.separable_lm_head`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ TOLERANCE = 1e-4
 def takes_separable_head(config: TrainerConfig, tp_size: int) -> bool:
     """Return whether the loss is evaluated inside the LM head; one rule for every device.
 
-    `--separable-fast-path on` where that cannot work is a `ConfigError`; auto takes it wherever it can.
+    `--separable-fast-path on` where that cannot work is a `ConfigError`; auto takes it wherever it
+    can.
     """
     if config.separable_fast_path == "off":
         return False
@@ -79,8 +80,8 @@ def mixing_obstacle(config: LossConfig) -> str | None:
     if differs(torch.cat(apart), together):
         hooks = f" with {', '.join(config.hook_names())}" if config.use_tis else ""
         return (
-            f"--policy-loss {config.policy_loss}{hooks}: what a token contributes depends on other tokens or "
-            "on the length of its sample"
+            f"--policy-loss {config.policy_loss}{hooks}: what a token contributes depends on other "
+            "tokens or on the length of its sample"
         )
     return None
 

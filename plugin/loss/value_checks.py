@@ -20,9 +20,10 @@ MAX_ABS_LOG_RATIO = 80.0
 def check_tokens(fields: Mapping[str, Tensor | None], mask: Tensor, shards: SequenceShards) -> None:
     """Raise a `BatchError` for the first unmasked value that is not finite, huge or misaligned.
 
-    fields: `LossInputs` names -> [T] raw values, masked positions may hold anything. Reads flags from the device.
-    Under context parallelism every rank that holds a part of the same samples raises, or none: sequence-level
-    losses wait for each other.
+    fields: `LossInputs` names -> [T] raw values, masked positions may hold anything. Reads flags
+        from the device.
+    Under context parallelism every rank that holds a part of the same samples raises, or none:
+    sequence-level losses wait for each other.
     """
     # Named as the batch names it: the trainer's log-probs arrive as `log_probs`.
     named = {"log_probs" if n == "train_log_probs" else n: v for n, v in fields.items()}
@@ -35,8 +36,8 @@ def check_tokens(fields: Mapping[str, Tensor | None], mask: Tensor, shards: Sequ
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=context.cp_group)
         if message is None and bool(failed):
             message = (
-                "another context parallel rank found a value that no token may carry in its part of these "
-                "samples; its message names field, sample and position"
+                "another context parallel rank found a value that no token may carry in its part "
+                "of these samples; its message names field, sample and position"
             )
     if message is not None:
         raise BatchError(message)
@@ -57,8 +58,9 @@ def _bad_value(
     index, values = int(flags.nonzero()[0]), fields[name]
     assert values is not None
     return (
-        f"{name} is {float(values.detach()[index])} at {_place(index, shards)}, where the loss mask is 1; it "
-        f"must be finite and within +-{MAX_ABS_VALUE:g}. Mask the token or repair the source of {name}"
+        f"{name} is {float(values.detach()[index])} at {_place(index, shards)}, where the loss "
+        f"mask is 1; it must be finite and within +-{MAX_ABS_VALUE:g}. Mask the token or repair "
+        f"the source of {name}"
     )
 
 
@@ -74,9 +76,9 @@ def _bad_log_ratio(
         return None
     index = int(flags.nonzero()[0])
     return (
-        f"cur_log_probs - {other} is {float(difference[index]):.4g} at {_place(index, shards)}; a log-ratio "
-        f"beyond +-{MAX_ABS_LOG_RATIO:g} is no mismatch but a misaligned or foreign log-prob. Check that both "
-        "belong to the same token"
+        f"cur_log_probs - {other} is {float(difference[index]):.4g} at {_place(index, shards)}; a "
+        f"log-ratio beyond +-{MAX_ABS_LOG_RATIO:g} is no mismatch but a misaligned or foreign "
+        "log-prob. Check that both belong to the same token"
     )
 
 

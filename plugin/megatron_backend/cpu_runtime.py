@@ -257,7 +257,7 @@ SHIMS: tuple[Shim, ...] = (
     Shim(
         name="rng",
         stands_in_for="the CUDA generator in the RNG tracker and in activation recomputation",
-        cause="megatron.core.tensor_parallel.random saves, forks and restores the CUDA generator only",
+        cause="megatron.core.tensor_parallel.random saves and restores the CUDA generator only",
         removed_when="the tracker works on torch.Generator objects of any device",
         install=_share_cpu_generator,
     ),
@@ -271,14 +271,14 @@ SHIMS: tuple[Shim, ...] = (
     Shim(
         name="moe_split_sizes",
         stands_in_for="moe_utils.maybe_move_tensor_to_cpu on a tensor that is already there",
-        cause="it turns split sizes into the numbers that all_to_all takes only if they were on a GPU",
+        cause="it turns split sizes into numbers, as all_to_all takes them, only from a GPU",
         removed_when="the as_numpy conversion no longer depends on is_cuda",
         install=_convert_split_sizes,
     ),
     Shim(
         name="unequal_slices",
         stands_in_for="all_gather and reduce_scatter of slices of different lengths",
-        cause="the all-to-all MoE dispatcher with expert tensor parallelism; NCCL takes them, gloo does not",
+        cause="the all-to-all MoE dispatcher with expert tensor parallelism; gloo takes none",
         removed_when="gloo accepts lists of tensors of different sizes",
         install=_exchange_unequal_slices,
     ),

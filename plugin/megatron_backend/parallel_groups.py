@@ -119,8 +119,8 @@ def init_parallel(
             )
     if (virtual_pipeline_model_parallel_size or 1) > 1 and pp < 2:
         raise ConfigError(
-            f"virtual pipeline size {virtual_pipeline_model_parallel_size} needs a pipeline size of at "
-            f"least 2, not {pp}; drop --virtual-pipeline-model-parallel-size or raise "
+            f"virtual pipeline size {virtual_pipeline_model_parallel_size} needs a pipeline size "
+            f"of at least 2, not {pp}; drop --virtual-pipeline-model-parallel-size or raise "
             "--pipeline-model-parallel-size"
         )
     on_cpu = cpu_runtime.activate()

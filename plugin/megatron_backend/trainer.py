@@ -73,9 +73,10 @@ class StepResult:
     metrics: exact means, extremes and counts over the global batch
     updated: False if the step was skipped because the gradient was not finite or too large
     bad_parameter: the first parameter with a non-finite gradient, if any
-    log_probs: [response] per sample of the global batch, of the weights the step started from, if asked for;
-        undefined where the loss mask is 0
-    live_routes: [tokens, moe_layers, topk] of the first samples, chosen by the routers themselves, if asked for
+    log_probs: [response] per sample of the global batch, of the weights the step started from, if
+        asked for; undefined where the loss mask is 0
+    live_routes: [tokens, moe_layers, topk] of the first samples, chosen by the routers themselves,
+        if asked for
     """
 
     metrics: dict[str, float]
@@ -99,7 +100,8 @@ class _Step:
 class MegatronTrainer:
     """Model, optimizer and the two passes of one rank.
 
-    Every rank is given the same global batch and takes its own share, so all ranks plan alike without talking.
+    Every rank is given the same global batch and takes its own share, so all ranks plan alike
+    without talking.
     """
 
     def __init__(
@@ -217,7 +219,8 @@ class MegatronTrainer:
         """One optimizer step on the global batch; either every rank raises or none does.
 
         with_log_probs: also return the step's own log-probs, gathered from all ranks
-        with_live_routes: also return which experts the routers choose by themselves; needs a flag that looks at routes
+        with_live_routes: also return which experts the routers choose by themselves; needs a flag
+            that looks at routes
         """
         assert self.optimizer is not None, "a trainer built with trainable=False cannot train"
         errors = ErrorCollector(self.device)
@@ -227,8 +230,8 @@ class MegatronTrainer:
             self.config.require_rollout_log_probs("rollout_log_probs" in batch)
             if self.config.use_routing_replay and self.recorded_routes is None:
                 raise ReplayError(
-                    "--use-routing-replay replays the routes of the log-prob pass and none has run; call "
-                    "compute_log_probs on this batch first"
+                    "--use-routing-replay replays the routes of the log-prob pass and none has "
+                    "run; call compute_log_probs on this batch first"
                 )
         step = self._prepared(batch, errors, recorded=self.recorded_routes)
         table = StatisticsTable(self.device)
@@ -286,8 +289,8 @@ class MegatronTrainer:
         for i, ids in enumerate(batch.columns["unconcat_tokens"]):
             if len(ids) and int(ids.max()) >= vocabulary:
                 raise BatchError(
-                    f"unconcat_tokens of sample {i} holds token {int(ids.max())}, the model has {vocabulary}; the "
-                    "tokenizer and the model do not belong together"
+                    f"unconcat_tokens of sample {i} holds token {int(ids.max())}, the model has "
+                    f"{vocabulary}; the tokenizer and the model do not belong together"
                 )
 
     def _warn_of_oversize(self, plan: MicrobatchPlan) -> None:
@@ -295,7 +298,8 @@ class MegatronTrainer:
             self._warned_of_oversize = True
             warnings.warn(
                 f"{len(plan.oversize)} samples are longer than --max-tokens-per-gpu "
-                f"{self.config.max_tokens_per_gpu} allows; each gets a microbatch of its own and may not fit into memory",
+                f"{self.config.max_tokens_per_gpu} allows; each gets a microbatch of its own and "
+                "may not fit into memory",
                 stacklevel=4,
             )
 

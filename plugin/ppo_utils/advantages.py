@@ -243,8 +243,8 @@ def _check_lengths(name: str, per_token: Sequence[Tensor], loss_masks: Sequence[
     lengths, expected = ([value.numel() for value in values] for values in (per_token, loss_masks))
     if lengths != expected:
         raise BatchError(
-            f"{name} have lengths {lengths} but the loss masks {expected}; give one tensor per sample, as long "
-            "as its response"
+            f"{name} have lengths {lengths} but the loss masks {expected}; give one tensor per "
+            "sample, as long as its response"
         )
 
 

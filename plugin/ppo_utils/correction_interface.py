@@ -4,8 +4,10 @@ A built-in correction is a function of tokens,
 
     fn(tokens, config) -> (weight, keep, metrics)
 
-weight: [T] what the policy loss is multiplied by, None = 1; keep: bool [T] the tokens that stay, None = all;
-metrics: name -> [T]. It runs without gradient and need not look at the mask: what is masked is 0 in every
+weight: [T] what the policy loss is multiplied by, None = 1; keep: bool [T] the tokens that stay,
+    None = all;
+metrics: name -> [T]. It runs without gradient and need not look at the mask: what is masked is 0 in
+    every
 log-ratio, and its weight and metrics are ignored. `@correction` turns it into a hook.
 """
 
@@ -51,9 +53,9 @@ class CorrectionTokens:
         if value is None:
             missing = [key for key, values in self.given.items() if values is None]
             raise ConfigError(
-                f"{self.correction} needs {name} and was called without {', '.join(missing)}; call it through "
-                "plugin.loss.policy_loss_function (--loss-type custom_loss --custom-loss-function-path "
-                "plugin.loss.policy_loss_function), which passes them"
+                f"{self.correction} needs {name} and was called without {', '.join(missing)}; call "
+                "it through plugin.loss.policy_loss_function (--loss-type custom_loss "
+                "--custom-loss-function-path plugin.loss.policy_loss_function), which passes them"
             )
         return value
 
@@ -99,8 +101,8 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
         mask = shards.local_mask(loss_masks)
         if mask.numel() != pg_loss.numel():
             raise BatchError(
-                f"pg_loss has {pg_loss.numel()} tokens but the loss masks select {mask.numel()} local "
-                "response tokens; both must cover the same responses"
+                f"pg_loss has {pg_loss.numel()} tokens but the loss masks select {mask.numel()} "
+                "local response tokens; both must cover the same responses"
             )
         given = {
             "train_log_probs": train_log_probs,

@@ -1,15 +1,16 @@
 """The built-in corrections: one function of tokens each, exported as hooks with slime's signature.
 
-    fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, cur_log_probs=None, advantages=None,
+    fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, cur_log_probs=None,
+    advantages=None,
        total_lengths=None, response_lengths=None, **kwargs) -> (pg_loss, loss_masks, metrics)
 
-`pg_loss` is flat [T] over local response tokens; log-probs and advantages are lists of 1-D tensors, one per
-sample; `loss_masks` are full-response masks; `metrics` maps a name to a flat [T] tensor, 0 where masked, that
-the caller reduces over the original masks. Weights carry no gradient. Whether a dropped token stays in the
-denominator is the caller's decision (`--loss-denominator`).
+`pg_loss` is flat [T] over local response tokens; log-probs and advantages are lists of 1-D tensors,
+one per sample; `loss_masks` are full-response masks; `metrics` maps a name to a flat [T] tensor, 0
+where masked, that the caller reduces over the original masks. Weights carry no gradient. Whether a
+dropped token stays in the denominator is the caller's decision (`--loss-denominator`).
 
-Each docstring is the correction's entry in `megatron-tis corrections`: a sentence, the formula, the flags
-with their defaults, the reference.
+Each docstring is the correction's entry in `megatron-tis corrections`: a sentence, the formula, the
+flags with their defaults, the reference.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def vanilla_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 
     weight = clip(exp(train - rollout), tis_clip_low, tis_clip)
     Flags: --tis-clip 2.0, --tis-clip-low 0.
-    Reference: Espeholt et al. 2018 (IMPALA); Yao et al. 2025, "Your efficient RL framework secretly brings
+    Reference: Espeholt et al. 2018 (IMPALA); Yao et al. 2025, "Your efficient RL framework secretly
+        brings
     you off-policy RL training".
     """
     log_r = tokens.log_ratio("train", "rollout")
@@ -88,8 +90,9 @@ def off_policy_is_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 
     weight = sg(clip(exp(cur - rollout), 1 - eps_clip, 1 + eps_clip_high))
     Flags: --eps-clip 0.2 (1.0 removes the lower bound), --eps-clip-high (= eps-clip).
-    Unbiased up to the clip on `--policy-loss reinforce`, where it is the CISPO surrogate. On a base that
-    already carries pi_theta / pi_old it counts that ratio twice and needs --allow-biased-correction.
+    Unbiased up to the clip on `--policy-loss reinforce`, where it is the CISPO surrogate. On a base
+    that already carries pi_theta / pi_old it counts that ratio twice and needs
+    --allow-biased-correction.
     Reference: Degris et al. 2012, off-policy actor-critic; MiniMax 2025 (CISPO).
     """
     log_r = tokens.log_ratio("cur", "rollout")
@@ -104,10 +107,12 @@ def off_policy_is_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def sequence_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Truncated importance sampling with one weight per sequence.
 
-    weight = clip(exp(sum(train - rollout)), sequence_tis_clip_low, sequence_tis_clip), or exp(mean) at the
-    geometric level; the exponent is bounded to +-20.
-    Flags: --sequence-tis-clip 2.0, --sequence-tis-clip-low 0, --sequence-tis-level sequence|geometric.
-    Reference: Precup et al. 2000 (per-decision and trajectory importance sampling); Zheng et al. 2025 (GSPO)
+    weight = clip(exp(sum(train - rollout)), sequence_tis_clip_low, sequence_tis_clip), or exp(mean)
+    at the geometric level; the exponent is bounded to +-20.
+    Flags: --sequence-tis-clip 2.0, --sequence-tis-clip-low 0, --sequence-tis-level
+        sequence|geometric.
+    Reference: Precup et al. 2000 (per-decision and trajectory importance sampling); Zheng et al.
+        2025 (GSPO)
     for the geometric level.
     """
     log_r = tokens.log_ratio("train", "rollout")
@@ -141,10 +146,13 @@ def geometric_mask_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def rejection_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Keep only what every rule keeps: a statistic of the mismatch inside its band.
 
-    keep = low <= statistic <= high for every rule level_statistic=low:high; statistic: ratio exp(train - rollout),
-    or k1, k2, k3 of rollout - train; level: token, or mean, sum, max over the sequence
-    Flags: --rejection-rules token_ratio=0.5:2.0. Level token drops tokens, the others whole sequences. Of ratios,
-    mean is the geometric mean and sum the product. Several rules: "token_ratio=0.2:5,mean_k3=:0.01,max_k2=:8".
+    keep = low <= statistic <= high for every rule level_statistic=low:high; statistic: ratio
+    exp(train - rollout), or k1, k2, k3 of rollout - train; level: token, or mean, sum, max over the
+    sequence
+    Flags: --rejection-rules token_ratio=0.5:2.0. Level token drops tokens, the others whole
+        sequences. Of ratios,
+    mean is the geometric mean and sum the product. Several rules:
+    "token_ratio=0.2:5,mean_k3=:0.01,max_k2=:8".
     Reference: Liu et al. 2025 (masked importance sampling); rollout correction in verl.
     """
     log_r = tokens.log_ratio("train", "rollout")
@@ -242,7 +250,8 @@ def _rule_keeps(rule: RejectionRule, log_r: Tensor, tokens: CorrectionTokens) ->
 def _warn_of_doubled_ratio() -> None:
     """Warn, once per process, that another framework's loss already carries pi_theta / pi_old."""
     warnings.warn(
-        "off_policy_is_function on a loss that carries a ratio counts pi_theta/pi_old twice; it is right there "
-        "only for the first update on each rollout. Use a REINFORCE base (-A * cur_log_probs).",
+        "off_policy_is_function on a loss that carries a ratio counts pi_theta/pi_old twice; it "
+        "is right there only for the first update on each rollout. Use a REINFORCE base (-A * "
+        "cur_log_probs).",
         stacklevel=4,
     )

@@ -10,7 +10,8 @@ from torch import Tensor
 from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.sharding.sequence_shards import SequenceShards
 
-#: exp(20) is about 4.9e8: far beyond any useful weight, far from overflow even when squared and summed.
+#: exp(20) is about 4.9e8: far beyond any useful weight, far from overflow even when squared and
+#: summed.
 MAX_LOG_RATIO = 20.0
 #: A difference of two float32 log-probs is exact to about this; band edges are inclusive up to it.
 EDGE_TOLERANCE = 1e-6

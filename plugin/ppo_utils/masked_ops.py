@@ -1,7 +1,8 @@
 """Sums, means and extremes that never compute with what is masked.
 
-A masked position may hold NaN, inf or garbage. Multiplying it by 0 would let NaN through (0 * inf), so every
-operation here selects first; `torch.where` also gives the masked position a gradient of exactly 0.
+A masked position may hold NaN, inf or garbage. Multiplying it by 0 would let NaN through (0 * inf),
+so every operation here selects first; `torch.where` also gives the masked position a gradient of
+exactly 0.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """How far the policies are apart: sufficient statistics of a microbatch, exact metrics of a step.
 
-`record_mismatch` adds a microbatch to a table of sums and maxima. It never waits for the device: no value is
-read back, tokens are sorted into fixed bins with `index_add`. `summarize` turns the reduced table into
-numbers; what it gives does not depend on how the batch was cut.
+`record_mismatch` adds a microbatch to a table of sums and maxima. It never waits for the device: no
+value is read back, tokens are sorted into fixed bins with `index_add`. `summarize` turns the
+reduced table into numbers; what it gives does not depend on how the batch was cut.
 
-The ratio is pi_train / pi_rollout unless the caller passes the one its correction works on. All KL estimates
-are of KL(rollout || train), because the tokens were sampled from the rollout policy: d = rollout - train.
+The ratio is pi_train / pi_rollout unless the caller passes the one its correction works on. All KL
+estimates are of KL(rollout || train), because the tokens were sampled from the rollout policy: d =
+rollout - train.
 
-Every metric exists for all tokens (`mismatch/k3`) and per slice (`mismatch/by_position/64-127/k3`). Slices
-without a token are left out.
+Every metric exists for all tokens (`mismatch/k3`) and per slice (`mismatch/by_position/64-127/k3`).
+Slices without a token are left out.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ _SUMS = (
 )
 _EXTREMES = ("log_ratio", "-log_ratio", "weight", "-weight")
 _CUR_SUMS = ("count", "ratio", "ratio_squared", "k1", "k2", "k3")
-#: A weight is called clipped where it is further than this from its ratio (float32 rounding stays inside).
+#: A weight is called clipped where it is further than this from its ratio (float32 rounding stays
+#: inside).
 _CLIP_TOLERANCE = 1e-5
 
 
@@ -86,9 +88,11 @@ def record_mismatch(
     """Add the tokens of one microbatch to `table`; nothing is read where `mask` is False.
 
     mask: [T] bool, the original loss mask; log-probs and advantages: [T]
-    position: [T] int64, 0 = first response token; staleness: [T] int64, weight versions behind, or None
+    position: [T] int64, 0 = first response token; staleness: [T] int64, weight versions behind, or
+        None
     kept: [T] bool, the tokens the correction keeps (None = all)
-    weights: [T], the correction's weight on each token (None = its ratio on kept tokens, 0 on dropped)
+    weights: [T], the correction's weight on each token (None = its ratio on kept tokens, 0 on
+        dropped)
     correction_ratio: [T], what the weight was before bounding (None = exp(train - rollout))
     """
     with torch.no_grad():

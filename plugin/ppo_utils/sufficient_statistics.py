@@ -1,8 +1,9 @@
 """Sums, counts and maxima that can be added over microbatches and ranks without losing exactness.
 
-A mean of means depends on how a batch was cut; a sum and a count do not. Every metric is therefore kept as
-cells of one of two kinds, sums and maxima (a minimum is the maximum of the negated value), in float64,
-and divided only at the very end. A step packs all its cells into one tensor for one collective.
+A mean of means depends on how a batch was cut; a sum and a count do not. Every metric is therefore
+kept as cells of one of two kinds, sums and maxima (a minimum is the maximum of the negated value),
+in float64, and divided only at the very end. A step packs all its cells into one tensor for one
+collective.
 """
 
 from __future__ import annotations

@@ -46,15 +46,16 @@ class SequenceShards:
         context = context or current_parallel_context()
         if total_lengths is None and context.cp_size > 1:
             raise BatchError(
-                f"total_lengths are missing with {context.cp_size} context parallel ranks; which tokens "
-                "a rank holds depends on the length of prompt and response together, so pass them"
+                f"total_lengths are missing with {context.cp_size} context parallel ranks; which "
+                "tokens a rank holds depends on the length of prompt and response together, so "
+                "pass them"
             )
         responses = tuple(int(length) for length in response_lengths)
         totals = tuple(int(n) for n in total_lengths) if total_lengths is not None else responses
         if len(totals) != len(responses):
             raise BatchError(
-                f"{len(totals)} total_lengths for {len(responses)} response_lengths; give one of each "
-                "per sample"
+                f"{len(totals)} total_lengths for {len(responses)} response_lengths; give one of "
+                "each per sample"
             )
         spans = tuple(
             tuple(response_spans(total, response, context.cp_rank, context.cp_size))
@@ -122,8 +123,8 @@ class SequenceShards:
         lengths = [values.numel() for values in local]
         if lengths != self.local_lengths:
             raise BatchError(
-                f"{name} has lengths {lengths} but the samples have {self.local_lengths} local response "
-                "tokens; give one tensor per sample, as long as its response"
+                f"{name} has lengths {lengths} but the samples have {self.local_lengths} local "
+                "response tokens; give one tensor per sample, as long as its response"
             )
         values = torch.cat([v.detach().reshape(-1) for v in local]) if local else torch.zeros(0)
         return values.to(device=self.device, dtype=torch.float32)
@@ -133,8 +134,9 @@ class SequenceShards:
         lengths = [value.numel() for value in full]
         if lengths != list(self.response_lengths):
             raise BatchError(
-                f"full-response tensors (loss masks, tokens) have lengths {lengths} but the responses "
-                f"{list(self.response_lengths)}; give one tensor per sample, as long as its whole response"
+                f"full-response tensors (loss masks, tokens) have lengths {lengths} but the "
+                f"responses {list(self.response_lengths)}; give one tensor per sample, as long as "
+                "its whole response"
             )
         parts = [
             value[start:end]

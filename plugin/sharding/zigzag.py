@@ -43,8 +43,8 @@ def local_positions(
     """[length / cp_size] int64: the positions of a sample of a padded length that a rank holds."""
     if length % num_chunks(cp_size):
         raise BatchError(
-            f"a sample of {length} tokens cannot be cut into {num_chunks(cp_size)} equal chunks for "
-            f"context parallel size {cp_size}; pad it to a multiple of {num_chunks(cp_size)}"
+            f"a sample of {length} tokens cannot be cut into {num_chunks(cp_size)} equal chunks "
+            f"for context parallel size {cp_size}; pad it to a multiple of {num_chunks(cp_size)}"
         )
     chunks = local_chunks(length, cp_rank, cp_size)
     return torch.cat([torch.arange(start, end, device=device) for start, end in chunks])
@@ -67,8 +67,8 @@ def prediction_rows(total: int, response: int, cp_rank: int = 0, cp_size: int = 
     first_prediction = total - response - 1
     if first_prediction < 0 and response > 0:
         raise BatchError(
-            f"a sample has total length {total} and response length {response}; a response needs at "
-            "least one token before it to be predicted from"
+            f"a sample has total length {total} and response length {response}; a response needs "
+            "at least one token before it to be predicted from"
         )
     rows, held = [], 0
     chunks = local_chunks(total, cp_rank, cp_size)

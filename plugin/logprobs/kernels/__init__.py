@@ -32,8 +32,8 @@ def _triton_rows() -> RowKernels | None:
         from plugin.logprobs.kernels import triton_rows
     except ImportError as error:
         warnings.warn(
-            f"log-probs run on plain torch operations, several times slower: Triton cannot be imported ({error}). "
-            "Install the version that belongs to this PyTorch.",
+            "log-probs run on plain torch operations, several times slower: Triton cannot be "
+            f"imported ({error}). Install the version that belongs to this PyTorch.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -15,8 +15,8 @@ from plugin.logprobs.kernels.row_statistics import (
 
 name = "blocked_torch"
 
-# Float32 temporaries of one block. On the CPU a few blocks fit into a last-level cache; on an accelerator
-# the launch of an operation costs more than a pass over memory, so blocks are larger.
+# Float32 temporaries of one block. On the CPU a few blocks fit into a last-level cache; on an
+# accelerator the launch of an operation costs more than a pass over memory, so blocks are larger.
 _BLOCK_BYTES = {"cpu": 4 << 20}
 _BLOCK_BYTES_ACCELERATOR = 256 << 20
 
@@ -44,7 +44,8 @@ def forward_blocks(
         block = slice(start, start + step)
         exponent = _kept(logits, keep_mask, block)
         torch.amax(exponent, dim=-1, out=maximum[block])
-        # A row that keeps no column has maximum -inf; subtracting 0 instead gives sums of 0, not NaN.
+        # A row that keeps no column has maximum -inf; subtracting 0 instead gives sums of 0, not
+        # NaN.
         shift = maximum[block].masked_fill(maximum[block] == -torch.inf, 0.0)
         exponent.sub_(shift[:, None]).mul_(scale).clamp_(min=LOWEST_EXPONENT)
         weight = exponent.exp()

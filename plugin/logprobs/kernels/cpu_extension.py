@@ -1,8 +1,8 @@
 """The two passes in C++ for float32 and bfloat16 logits in main memory.
 
-`logprob_rows.cpp` is built on first use with one compiler call of about a second, and kept under the user's
-cache directory for later processes. Where that is impossible `load_library` warns once and returns None, and
-`row_kernels_for` takes the plain torch operations instead.
+`logprob_rows.cpp` is built on first use with one compiler call of about a second, and kept under
+the user's cache directory for later processes. Where that is impossible `load_library` warns once
+and returns None, and `row_kernels_for` takes the plain torch operations instead.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def load_library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         details = getattr(error, "stderr", None) or error
         warnings.warn(
-            f"log-probs run on plain torch operations, several times slower: the C++ kernels could not be built "
-            f"or loaded ({details}). Install a C++17 compiler with OpenMP ({', '.join(COMPILERS)}) to speed them up.",
+            "log-probs run on plain torch operations, several times slower: the C++ kernels could "
+            f"not be built or loaded ({details}). Install a C++17 compiler with OpenMP "
+            f"({', '.join(COMPILERS)}) to speed them up.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,8 +1,8 @@
 """What one pass over a block of logits leaves behind, and what a second pass needs.
 
-With `z = (logits - maximum) * scale` over the columns of one vocabulary shard, a row is summarized by four
-numbers. Shards combine by rescaling to a common maximum, so that the logits are read only once before the
-collectives (see `vocab_parallel_logprobs.combine_shards`).
+With `z = (logits - maximum) * scale` over the columns of one vocabulary shard, a row is summarized
+by four numbers. Shards combine by rescaling to a common maximum, so that the logits are read only
+once before the collectives (see `vocab_parallel_logprobs.combine_shards`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-# `exp` of anything below is exactly 0 in float32, and `0 * LOWEST_EXPONENT` is 0 where `0 * -inf` is NaN.
+# `exp` of anything below is exactly 0 in float32, and `0 * LOWEST_EXPONENT` is 0 where `0 * -inf`
+# is NaN.
 LOWEST_EXPONENT = -1.0e4
 
 
 class ShardStatistics(NamedTuple):
     """Per-row sums over the columns of one vocabulary shard; every field is `[T]` float32.
 
-    Example: logits `[[0, log 3]]`, target column 0, scale 1: `maximum = log 3`, `sum_exp = 1/3 + 1`,
+    Example: logits `[[0, log 3]]`, target column 0, scale 1: `maximum = log 3`,
+        `sum_exp = 1/3 + 1`,
     `weighted_sum = 1/3 * log(1/3) + 0`, `target_logit = 0`.
     """
 
@@ -43,7 +45,8 @@ class RowKernels(Protocol):
     """One implementation of the two passes over row-contiguous logits `[T, V/tp]`.
 
     `targets` is `[T]` int64: a kept column of this shard, or -1 where the shard holds none.
-    `keep_mask` is a bool tensor shaped like the logits, or None; a column that is not kept has probability 0.
+    `keep_mask` is a bool tensor shaped like the logits, or None; a column that is not kept has
+    probability 0.
     """
 
     name: str
@@ -74,6 +77,7 @@ class RowKernels(Protocol):
     ) -> None:
         """Write the gradient of the logits into `out`, which may be the logits themselves.
 
-        A row whose incoming gradients are all exactly 0 becomes exactly 0, whatever its logits hold.
+        A row whose incoming gradients are all exactly 0 becomes exactly 0, whatever its logits
+        hold.
         """
         ...

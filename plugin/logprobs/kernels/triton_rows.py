@@ -1,7 +1,7 @@
 """The two passes as Triton kernels: one program per row, a loop over its columns.
 
-The number of rows is only the launch grid, so microbatches of any length share one compilation, which Triton
-caches across processes.
+The number of rows is only the launch grid, so microbatches of any length share one compilation,
+which Triton caches across processes.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ def resolve(directory: Path) -> Path:
     if not complete:
         also = f" (only {leftovers[0].name}, of a save that did not finish)" if leftovers else ""
         raise CheckpointError(
-            f"{directory} holds no complete checkpoint{also}; give the `checkpoints` directory of a run "
-            "or one step_<number> in it"
+            f"{directory} holds no complete checkpoint{also}; give the `checkpoints` directory of "
+            "a run or one step_<number> in it"
         )
     newest, marker, marked = complete[-1], directory / LATEST_FILE, _read_marker(directory)
     chosen = next((path for path in complete if path.name == marked), None)
@@ -162,16 +162,16 @@ def resolve(directory: Path) -> Path:
         chosen = newest
     elif chosen != newest:
         logger.warning(
-            "%s names %s, but %s is newer and complete; resuming from the former, give the path of the "
-            "latter to resume from that",
+            "%s names %s, but %s is newer and complete; resuming from the former, give the path "
+            "of the latter to resume from that",
             marker,
             marked,
             newest,
         )
     for leftover in leftovers:
         logger.warning(
-            "%s is incomplete: its save did not finish. Resuming from %s instead; the next save removes "
-            "it",
+            "%s is incomplete: its save did not finish. Resuming from %s instead; the next save "
+            "removes it",
             leftover,
             chosen,
         )
@@ -189,8 +189,8 @@ def write_json(path: Path, content: Any) -> None:
         text = json.dumps(content, allow_nan=False, indent=1)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path.name} cannot hold this value: {error}; use dicts with string keys, lists, strings, "
-            "finite numbers, booleans and None"
+            f"{path.name} cannot hold this value: {error}; use dicts with string keys, lists, "
+            "strings, finite numbers, booleans and None"
         ) from None
     if json.loads(text) != content:
         raise CheckpointError(
@@ -206,8 +206,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path.parent} has no {path.name}, so it is not a checkpoint of this software, or files "
-            "were removed; resume from another step_<number>"
+            f"{path.parent} has no {path.name}, so it is not a checkpoint of this software, or "
+            "files were removed; resume from another step_<number>"
         ) from None
     except ValueError as error:
         raise CheckpointError(
@@ -234,14 +234,15 @@ def read_metadata(directory: Path) -> CheckpointMetadata:
     found = content.pop("format", None)
     if found != FORMAT:
         raise CheckpointError(
-            f"{path} has format {found!r} instead of {FORMAT!r}: another program wrote {directory}; "
-            "convert it to a Hugging Face directory and start from that with --hf-checkpoint"
+            f"{path} has format {found!r} instead of {FORMAT!r}: another program wrote "
+            f"{directory}; convert it to a Hugging Face directory and start from that with "
+            "--hf-checkpoint"
         )
     version = content.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {version!r}; this release reads version {FORMAT_VERSION}; use the "
-            f"release that wrote it ({content.get('software', {})})"
+            f"{path} has format version {version!r}; this release reads version {FORMAT_VERSION}; "
+            f"use the release that wrote it ({content.get('software', {})})"
         )
     expected = {entry.name for entry in fields(CheckpointMetadata)}
     if set(content) != expected:
@@ -283,8 +284,8 @@ def check_files(directory: Path, recorded: Mapping[str, list[int]], names: Itera
         else:
             continue
         raise CheckpointError(
-            f"{path} {problem}, so the checkpoint cannot be used; copy it again or resume from another "
-            "step_<number>"
+            f"{path} {problem}, so the checkpoint cannot be used; copy it again or resume from "
+            "another step_<number>"
         )
 
 

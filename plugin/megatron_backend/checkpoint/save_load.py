@@ -282,7 +282,8 @@ def _check_fits(directory: Path, metadata: CheckpointMetadata, parts: TrainerPar
             f"{name} {theirs.get(name)} (here {ours.get(name)})" for name in differing
         )
         raise CheckpointError(
-            f"{directory} was saved from another model: {pairs}; load it with the model it was saved from"
+            f"{directory} was saved from another model: {pairs}; load it with the model it was "
+            "saved from"
         )
     if metadata.dtype != parts.dtype:
         raise CheckpointError(
@@ -291,8 +292,8 @@ def _check_fits(directory: Path, metadata: CheckpointMetadata, parts: TrainerPar
         )
     if parts.optimizer is not None and metadata.optimizer_step is None:
         raise CheckpointError(
-            f"{directory} was saved without an optimizer, and this trainer has one; resume from another "
-            "step_<number>"
+            f"{directory} was saved without an optimizer, and this trainer has one; resume from "
+            "another step_<number>"
         )
 
 
@@ -318,8 +319,8 @@ def check_index(directory: Path) -> None:
         torch.load(directory / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            f"the index of {directory} cannot be read safely: {error}; it is corrupt or was not written by "
-            "this software, so do not load it; resume from another step_<number>"
+            f"the index of {directory} cannot be read safely: {error}; it is corrupt or was not "
+            "written by this software, so do not load it; resume from another step_<number>"
         ) from None
     if not isinstance(index, Metadata):
         raise CheckpointError(f"{path} holds a {type(index).__name__} instead of torch's index")
@@ -327,8 +328,8 @@ def check_index(directory: Path) -> None:
     objects = [name for name, entry in entries if isinstance(entry, BytesStorageMetadata)]
     if objects:
         raise CheckpointError(
-            f"{path} lists pickled objects ({objects[0]}), which this software never writes; do not load "
-            "it"
+            f"{path} lists pickled objects ({objects[0]}), which this software never writes; do "
+            "not load it"
         )
 
 
@@ -342,8 +343,8 @@ def _restore_rng(directory: Path, metadata: CheckpointMetadata, parts: TrainerPa
     reseed(zlib.crc32(first.numpy().tobytes()) >> 1, groups)
     if groups.rank == 0:
         logger.warning(
-            "%s was saved on layout %s and is resumed on %s: random generators start anew from a seed "
-            "taken from the checkpoint",
+            "%s was saved on layout %s and is resumed on %s: random generators start anew from a "
+            "seed taken from the checkpoint",
             directory,
             metadata.layout,
             parts.layout,

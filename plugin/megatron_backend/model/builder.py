@@ -114,8 +114,8 @@ def uses_transformer_engine(choice: Literal["auto", "transformer_engine", "local
     )
     if choice == "transformer_engine" and not runnable:
         raise ConfigError(
-            "--transformer-impl transformer_engine needs CUDA and the transformer_engine package, and at "
-            "least one is missing here; use --transformer-impl auto or local"
+            "--transformer-impl transformer_engine needs CUDA and the transformer_engine package, "
+            "and at least one is missing here; use --transformer-impl auto or local"
         )
     return runnable
 
@@ -152,15 +152,15 @@ def _check_fits(family: str, arguments: Mapping[str, Any]) -> None:
         )
     if tp_size == 1 and arguments["sequence_parallel"]:
         raise ConfigError(
-            "--sequence-parallel splits the sequence over tensor parallel ranks, and there is only one; "
-            "drop it or raise --tensor-model-parallel-size"
+            "--sequence-parallel splits the sequence over tensor parallel ranks, and there is "
+            "only one; drop it or raise --tensor-model-parallel-size"
         )
     if arguments["moe_router_fusion"]:
         kernel = getattr(moe_utils, "fused_topk_with_score_function", None)
         if not experts or kernel is None or not torch.cuda.is_available():
             raise ConfigError(
-                "--moe-router-fusion is a CUDA kernel of Transformer Engine (2.6 or newer) for MoE models, "
-                "and CUDA, the kernel or the experts are missing here; drop it"
+                "--moe-router-fusion is a CUDA kernel of Transformer Engine (2.6 or newer) for "
+                "MoE models, and CUDA, the kernel or the experts are missing here; drop it"
             )
 
 

@@ -148,7 +148,8 @@ def rotary_arguments(hf_config: Any) -> dict[str, Any]:
     given = {name: parameters[name] for name in built_in}
     if given != built_in:
         raise ConfigError(
-            f"llama3 RoPE scaling with {given} is not supported: Megatron-Core fixes these to {built_in}"
+            f"llama3 RoPE scaling with {given} is not supported: Megatron-Core fixes these to "
+            f"{built_in}"
         )
     factor = parameters["factor"]
     return {"rotary_base": theta, "rope_scaling": True, "rope_scaling_factor": factor}

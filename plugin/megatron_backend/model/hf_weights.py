@@ -72,8 +72,8 @@ def load_hf_weights(
     layers = {int(match.group(1)) for match in map(_HF_LAYER.match, weights) if match}
     if layers != set(range(hf_config.num_hidden_layers)):
         raise WeightError(
-            f"{where} holds {len(layers)} layers but the model has {hf_config.num_hidden_layers}; load "
-            "weights that belong to the config"
+            f"{where} holds {len(layers)} layers but the model has {hf_config.num_hidden_layers}; "
+            "load weights that belong to the config"
         )
     for model in models:
         first_expert = groups.ep_rank * _experts_per_rank(model, groups)
@@ -82,8 +82,8 @@ def load_hf_weights(
             hf_names = bridge._weight_name_mapping_mcore_to_hf(canonical)
             if missing := [hf_name for hf_name in hf_names if hf_name not in weights]:
                 raise WeightError(
-                    f"{where} lacks {', '.join(missing)}, which {canonical} is made of; load weights "
-                    "that belong to the config"
+                    f"{where} lacks {', '.join(missing)}, which {canonical} is made of; load "
+                    "weights that belong to the config"
                 )
             tensors = {hf_name: weights[hf_name] for hf_name in hf_names}
             with torch.no_grad():

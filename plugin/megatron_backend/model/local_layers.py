@@ -217,8 +217,8 @@ class LocalCoreAttention(MegatronModule):
         if params is not None:
             if not isinstance(params, PackedLayout):
                 raise ConfigError(
-                    f"the local attention got packing as {type(params).__name__}; pass a PackedLayout, "
-                    "or use --transformer-impl transformer_engine"
+                    f"the local attention got packing as {type(params).__name__}; pass a "
+                    "PackedLayout, or use --transformer-impl transformer_engine"
                 )
             if attention_mask is not None:
                 raise BatchError("got a PackedLayout and an attention mask; pass only one of them")

@@ -63,8 +63,8 @@ class RoutedModel:
             ),
             (
                 config.moe_router_fusion,
-                "--moe-router-fusion chooses experts in a fused kernel that never asks for replayed "
-                "routes; turn it off",
+                "--moe-router-fusion chooses experts in a fused kernel that never asks for "
+                "replayed routes; turn it off",
             ),
             (
                 config.moe_router_load_balancing_type == "sinkhorn",
@@ -72,8 +72,8 @@ class RoutedModel:
             ),
             (
                 mtp_layers,
-                f"{mtp_layers} MTP layers number themselves like decoder layers, so routes cannot be told "
-                "apart; train without MTP",
+                f"{mtp_layers} MTP layers number themselves like decoder layers, so routes cannot "
+                "be told apart; train without MTP",
             ),
         ):
             if refused:
@@ -91,8 +91,8 @@ class RoutedModel:
             number = module.layer_number
             if number not in moe_layers:
                 raise ReplayError(
-                    f"router {name} says it is layer {number}, which is no MoE layer of the model; it would "
-                    "run without routes"
+                    f"router {name} says it is layer {number}, which is no MoE layer of the model; "
+                    "it would run without routes"
                 )
             index = moe_layers.index(number)
             if index in routers:
@@ -126,8 +126,8 @@ def routes_of(
     columns = microbatch.batch.columns
     if "rollout_routed_experts" not in columns:
         raise ReplayError(
-            "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; make the "
-            "engine return its routed experts"
+            "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; "
+            "make the engine return its routed experts"
         )
     samples, totals = columns["rollout_routed_experts"], columns["total_lengths"]
     for i, (routes, total) in enumerate(zip(samples, totals, strict=True)):
@@ -182,8 +182,8 @@ def check_routes(routes: Any, sample: int, total: int, model: RoutedModel) -> No
     expected = (total, model.num_layers, model.topk)
     if tuple(routes.shape) != expected:
         raise ReplayError(
-            f"routes of sample {sample} have shape {tuple(routes.shape)}, expected {expected}: [tokens, "
-            "moe layers, topk]; the engine and the trainer must run the same model"
+            f"routes of sample {sample} have shape {tuple(routes.shape)}, expected {expected}: "
+            "[tokens, moe layers, topk]; the engine and the trainer must run the same model"
         )
     wide, no_route = routes.long(), _no_route(routes)
     ordered = wide.sort(dim=2).values
@@ -207,8 +207,8 @@ def check_routes(routes: Any, sample: int, total: int, model: RoutedModel) -> No
     partly = no_route.any(dim=1) & ~no_route.all(dim=1)
     if bool(partly.any()):
         raise ReplayError(
-            f"token {int(partly.nonzero()[0])} of sample {sample} has routes in some layers only; give all "
-            "or none"
+            f"token {int(partly.nonzero()[0])} of sample {sample} has routes in some layers only; "
+            "give all or none"
         )
 
 
@@ -223,8 +223,8 @@ class RecordedRoutes:
         """Raise if the routes are not those of this plan of this batch."""
         if self.fingerprint != fingerprint:
             raise ReplayError(
-                "--use-routing-replay: the routes were recorded for another batch or another cut of it; run "
-                "the log-prob pass on exactly the batch that is trained on"
+                "--use-routing-replay: the routes were recorded for another batch or another cut "
+                "of it; run the log-prob pass on exactly the batch that is trained on"
             )
 
 
@@ -288,12 +288,13 @@ class RouterReplaySession:
             if wrong:
                 raise ReplayError(
                     f"the router of MoE layer {index} used the routes of microbatch {wrong[0]} "
-                    f"{layer.forward_calls[wrong[0]]} times instead of once; it does not take part in replay"
+                    f"{layer.forward_calls[wrong[0]]} times instead of once; it does not take part "
+                    "in replay"
                 )
             if layer.recomputed not in (0, len(layer.forward_calls)):
                 raise ReplayError(
-                    f"MoE layer {index} recomputed {layer.recomputed} of {len(layer.forward_calls)} "
-                    "microbatches; routes were left unconsumed"
+                    f"MoE layer {index} recomputed {layer.recomputed} of "
+                    f"{len(layer.forward_calls)} microbatches; routes were left unconsumed"
                 )
 
     def metrics(self, groups: ParallelGroups, *, sequence_parallel: bool) -> dict[str, float]:
@@ -366,8 +367,8 @@ class _LayerReplay:
             return self.session.active, True
         if not self._pending:
             raise ReplayError(
-                f"the router of MoE layer {self.index} ran outside a forward step and has nothing to "
-                "recompute"
+                f"the router of MoE layer {self.index} ran outside a forward step and has nothing "
+                "to recompute"
             )
         self.recomputed += 1
         return self._pending.popleft(), False
@@ -384,7 +385,7 @@ class _LayerReplay:
             return None, None
         if tuple(target.shape) != (rows, topk):
             raise ReplayError(
-                f"MoE layer {self.index}: routes have shape {tuple(target.shape)} for {rows} tokens and topk "
-                f"{topk}"
+                f"MoE layer {self.index}: routes have shape {tuple(target.shape)} for {rows} "
+                f"tokens and topk {topk}"
             )
         return target.long(), has_route

@@ -1,9 +1,9 @@
 """The two closures that Megatron's schedules call: the log-prob pass and the training pass.
 
-A schedule calls `forward_step(data_iterator, model)` for every microbatch and model chunk, and gets the chunk's
-output and, for the last stage, a function that turns that output into a loss. An error inside such a function
-is collected and the rank goes on with a loss of zero, so that it keeps taking part in the collectives of the
-others.
+A schedule calls `forward_step(data_iterator, model)` for every microbatch and model chunk, and gets
+the chunk's output and, for the last stage, a function that turns that output into a loss. An error
+inside such a function is collected and the rank goes on with a loss of zero, so that it keeps
+taking part in the collectives of the others.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def run_model(
 ) -> tuple[Tensor, Tensor | None]:
     """Call the model on a microbatch, inside its replay.
 
-    Returns logits [B, S_local, V/tp] and None; with `fused`, hidden states [B, S_local, H] and the LM head's
-    weight [V/tp, H].
+    Returns logits [B, S_local, V/tp] and None; with `fused`, hidden states [B, S_local, H] and the
+    LM head's weight [V/tp, H].
     """
     inputs = microbatch.inputs
     with (
@@ -94,7 +94,8 @@ def training_forward_step(
 ) -> ForwardStep:
     """Build the closure of the training pass: loss and metrics of a microbatch.
 
-    kept_log_probs: gets each microbatch's log-probs [R] on the last stage, None for a padding microbatch
+    kept_log_probs: gets each microbatch's log-probs [R] on the last stage, None for a padding
+        microbatch
     """
     separable = takes_separable_head(config, groups.tp_size)
     loss = TrainingLoss(config, groups, scale, table, errors)

@@ -1,14 +1,15 @@
 """Undo what Megatron's schedule and DDP multiply into the loss; only this file knows.
 
-Wanted: the gradient of one global mean, sum_t w_t l_t / sum_t w_t over every token of every rank. Megatron-Core
+Wanted: the gradient of one global mean, sum_t w_t l_t / sum_t w_t over every token of every rank.
+    Megatron-Core
 offers two conventions, chosen by `TransformerConfig.calculate_per_token_loss`:
 
-- per token: the schedule leaves the loss alone, DDP sums gradients over DP x CP ranks, and `finalize_model_grads`
-  divides by the sum of the token counts that the loss closures returned. So a closure returns its plain sum
-  and its local count.
-- per sample: the schedule divides by the returned count (1 here) and by the number of microbatches, and DDP
-  divides by the DP x CP size. So a closure multiplies both back in and divides by the global sum of weights, which
-  is known before the step.
+- per token: the schedule leaves the loss alone, DDP sums gradients over DP x CP ranks, and
+  `finalize_model_grads` divides by the sum of the token counts that the loss closures returned. So
+  a closure returns its plain sum and its local count.
+- per sample: the schedule divides by the returned count (1 here) and by the number of microbatches,
+  and DDP divides by the DP x CP size. So a closure multiplies both back in and divides by the
+  global sum of weights, which is known before the step.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class MicrobatchLoss(NamedTuple):
 class TrainingLoss:
     """Computes losses and records them in the step's table.
 
-    An error is collected and the loss becomes zero, but stays attached: the backward pass of a rank that fails
-    still takes part in every collective of the LM head and of the model.
+    An error is collected and the loss becomes zero, but stays attached: the backward pass of a rank
+    that fails still takes part in every collective of the LM head and of the model.
     """
 
     config: TrainerConfig
@@ -53,7 +53,8 @@ class TrainingLoss:
     ) -> MicrobatchLoss:
         """Log-probs of all tokens first, then the loss of all tokens.
 
-        output: logits [B, S_local, V/tp], or with `head_weight` [V/tp, H] hidden states [B, S_local, H]
+        output: logits [B, S_local, V/tp], or with `head_weight` [V/tp, H] hidden states [B,
+            S_local, H]
         """
         cur, entropy = response_log_probs(
             self.config, output, head_weight, microbatch.inputs, self.groups, microbatch.loss_rows
@@ -140,7 +141,7 @@ def _require_separable(apart: Tensor, together: Tensor) -> None:
     if differs(apart, together):
         off, largest = (apart - together).abs().max(), together.abs().max()
         raise BatchError(
-            f"the loss or a correction is declared @token_separable, but a token's loss differs by {float(off):.3g} "
-            f"(of at most {float(largest):.3g}) when tokens are evaluated apart; remove the declaration, or "
-            "--separable-fast-path off"
+            "the loss or a correction is declared @token_separable, but a token's loss differs by "
+            f"{float(off):.3g} (of at most {float(largest):.3g}) when tokens are evaluated apart; "
+            "remove the declaration, or --separable-fast-path off"
         )

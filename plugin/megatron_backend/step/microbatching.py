@@ -80,8 +80,8 @@ def plan_microbatches(
     for i, length in enumerate(lengths):
         if longest is not None and length > longest:
             raise BatchError(
-                f"sample {i} has {length} tokens, the model takes {longest}; shorten --max-response-length "
-                "or the prompt, or use a model with a longer context"
+                f"sample {i} has {length} tokens, the model takes {longest}; shorten "
+                "--max-response-length or the prompt, or use a model with a longer context"
             )
     samples = _Samples(lengths, [sample_cost(length, hidden_size) for length in lengths], limits)
     shares = samples.spread(dp_size)

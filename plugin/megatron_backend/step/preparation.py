@@ -26,8 +26,8 @@ from plugin.megatron_backend.step.sequence_packing import (
 class PreparedMicrobatch:
     """A microbatch ready for the model: its layout and its columns, local to this rank.
 
-    response_rows, loss_rows: bool [B * S_local] on the CPU, the rows that predict a response token, and those of
-        them whose loss mask is 1
+    response_rows, loss_rows: bool [B * S_local] on the CPU, the rows that predict a response token,
+        and those of them whose loss mask is 1
     loss_tokens: [n] int64, the local response tokens whose loss mask is 1
     """
 
@@ -52,8 +52,9 @@ def prepare(
     """Lay out every microbatch of a step for this rank."""
     at_least = 0
     if groups.vpp_size:
-        # The interleaved schedule announces the shapes of its messages to the next and to the previous stage at
-        # once. With two stages these are one peer, and the shapes of different microbatches come out swapped.
+        # The interleaved schedule announces the shapes of its messages to the next and to the
+        # previous stage at once. With two stages these are one peer, and the shapes of different
+        # microbatches come out swapped.
         at_least = max(row_length(m.batch, groups, layout, sequence_parallel) for m in microbatches)
     prepared = []
     for number, microbatch in enumerate(microbatches):

@@ -1,8 +1,8 @@
 """Every rank raises or none does.
 
-A rank that raises alone leaves the others waiting in their next collective until a watchdog ends them, without
-a traceback. Errors of our own code are therefore caught, the rank goes on with a loss of zero, and all ranks
-compare notes at the next safe point.
+A rank that raises alone leaves the others waiting in their next collective until a watchdog ends
+them, without a traceback. Errors of our own code are therefore caught, the rank goes on with a loss
+of zero, and all ranks compare notes at the next safe point.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ErrorCollector:
     def agree(self, what: str, digest: int | None = None) -> None:
         """Raise on every rank if any has an error, or if digests differ; one small collective.
 
-        A rank with an error of its own raises that one; the others raise a `ParallelError` with its traceback.
-        Ranks that have no digest pass None.
+        A rank with an error of its own raises that one; the others raise a `ParallelError` with its
+        traceback. Ranks that have no digest pass None.
         """
         error, trace = self.error, self._trace
         self.error, self._trace = None, ""
@@ -59,8 +59,8 @@ class ErrorCollector:
         present = {int(value) for value in digests.tolist() if value >= 0}
         if len(present) > 1:
             raise ParallelError(
-                f"{what}: ranks recorded different metrics; a hook must return the same metric names on every "
-                "rank and for every microbatch"
+                f"{what}: ranks recorded different metrics; a hook must return the same metric "
+                "names on every rank and for every microbatch"
             )
 
 

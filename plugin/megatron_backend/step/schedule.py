@@ -37,7 +37,8 @@ def run_schedule(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
         num_microbatches=len(microbatches),
-        # Stages exchange the real shapes (variable_seq_lengths); these two only have to be plausible.
+        # Stages exchange the real shapes (variable_seq_lengths); these two only have to be
+        # plausible.
         seq_length=row_length * groups.cp_size,
         micro_batch_size=rows,
         forward_only=forward_only,
@@ -55,8 +56,8 @@ def connect(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
 class GuardedOptimizer:
     """A Megatron optimizer that skips a step whose gradient norm is not finite or too large.
 
-    `optimizer.step()` stays Megatron's own; only its last act, applying the clipped gradients, asks first. The norm is
-    reduced over all ranks, so all of them decide alike.
+    `optimizer.step()` stays Megatron's own; only its last act, applying the clipped gradients, asks
+    first. The norm is reduced over all ranks, so all of them decide alike.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, max_norm: float | None = None) -> None:
@@ -122,7 +123,8 @@ def gather_responses(
 ) -> list[Tensor]:
     """Gather per-token results of all DP and CP ranks: one [response] tensor per sample.
 
-    results: on the last stage [R] per microbatch, None where padding; samples: global sample of each, per microbatch
+    results: on the last stage [R] per microbatch, None where padding; samples: global sample of
+        each, per microbatch
     Every position is written by exactly one rank, so a sum over ranks assembles them.
     """
     starts = [0]

@@ -88,7 +88,8 @@ def model_inputs(
         params = _thd_params(lengths, length, device) if transformer_engine else packed
     elif groups.cp_size > 1:
         raise ConfigError(
-            f"the padded layout with context parallel size {groups.cp_size} is not supported; use packed"
+            f"the padded layout with context parallel size {groups.cp_size} is not supported; use "
+            "packed"
         )
     else:
         tokens = torch.zeros(len(samples), length, dtype=torch.int64)

@@ -25,7 +25,8 @@ def record_step(
 ) -> None:
     """Add one microbatch to the step's table.
 
-    Losses are weighted means with the weights [T] of the loss itself; every other metric is a mean over tokens.
+    Losses are weighted means with the weights [T] of the loss itself; every other metric is a mean
+    over tokens.
     """
     own = StatisticsTable(table.device)
     with torch.no_grad():
@@ -52,8 +53,9 @@ def _check_same_cells(before: StatisticsTable, own: StatisticsTable) -> None:
         name.removesuffix(":sum").removesuffix(":count") for name in before.sums.keys() ^ own.sums
     }
     raise BatchError(
-        f"microbatches of one step recorded different metrics ({', '.join(sorted(names))}); a hook must return the "
-        "same metric names for every microbatch, also for one without an unmasked token"
+        f"microbatches of one step recorded different metrics ({', '.join(sorted(names))}); a hook "
+        "must return the same metric names for every microbatch, also for one without an unmasked "
+        "token"
     )
 
 

@@ -64,8 +64,8 @@ class Conversation:
         """Take what comes after the reply, and bring `context` to the next turn."""
         if not step.messages and step.history is None:
             raise BatchError(
-                "the environment neither ended the conversation nor added a message; return done=True, "
-                "messages or a history"
+                "the environment neither ended the conversation nor added a message; return "
+                "done=True, messages or a history"
             )
         reply = len(self.messages) - 1
         before = self.messages if step.history is None else step.history

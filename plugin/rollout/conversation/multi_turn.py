@@ -180,8 +180,8 @@ class _Player:
         episode.conversation = talk
         if not self._fits(talk):
             episode.result = failed(
-                f"the first context has {len(talk.context)} tokens, which leaves no room for a reply "
-                f"within --max-context-length {self._config.max_context_length}"
+                f"the first context has {len(talk.context)} tokens, which leaves no room for a "
+                f"reply within --max-context-length {self._config.max_context_length}"
             )
 
     def _answers(self, episodes: Sequence[_Episode]) -> list[Answer]:

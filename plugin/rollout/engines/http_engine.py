@@ -136,9 +136,9 @@ class HttpEngine:
             refusals = [refusal for refusal in await asyncio.gather(*updates) if refusal]
         if len(refusals) == len(self.pool.servers):
             raise WeightError(
-                f"no server took weight version {self._ledger.version}: {'; '.join(refusals)}; vLLM "
-                "needs VLLM_SERVER_DEV_MODE=1 in its environment, and --rollout-weights-dir must be the "
-                "same directory for job and servers"
+                f"no server took weight version {self._ledger.version}: {'; '.join(refusals)}; "
+                "vLLM needs VLLM_SERVER_DEV_MODE=1 in its environment, and --rollout-weights-dir "
+                "must be the same directory for job and servers"
             )
 
     async def _update(self, session: aiohttp.ClientSession, server: Server) -> str | None:

@@ -22,7 +22,8 @@ class RouteRecorder:
         routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
         if not routers:
             raise EngineError(
-                f"{type(model).__name__} has no MoE router to record; drop --use-rollout-routing-replay"
+                f"{type(model).__name__} has no MoE router to record; drop "
+                "--use-rollout-routing-replay"
             )
         self._dtype = smallest_unsigned(int(routers[0].num_experts))  # type: ignore[arg-type]
         self._last: list[Tensor | None] = [None] * len(routers)

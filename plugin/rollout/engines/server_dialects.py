@@ -229,8 +229,8 @@ def _sglang_log_probs(meta: Any, tokens: list[int]) -> list[Any]:
         raise MalformedAnswer("the answer has no log-probs")
     if [row[1] for row in rows] != tokens:
         raise MalformedAnswer(
-            f"the log-probs of {len(rows)} tokens belong to other tokens than the {len(tokens)} of the "
-            "response"
+            f"the log-probs of {len(rows)} tokens belong to other tokens than the {len(tokens)} of "
+            "the response"
         )
     return [row[0] for row in rows]
 

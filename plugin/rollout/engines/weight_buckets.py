@@ -73,8 +73,8 @@ class WeightLoader:
         if self._loading is None:
             if version <= self.version:
                 raise WeightError(
-                    f"weights of version {version} arrived at an engine that has {self.version}; versions "
-                    "must grow"
+                    f"weights of version {version} arrived at an engine that has {self.version}; "
+                    "versions must grow"
                 )
             self._loading, self._seen = version, set()
         if version != self._loading:
@@ -89,7 +89,8 @@ class WeightLoader:
         missing = sorted(self._expected - self._seen)
         if missing:
             raise WeightError(
-                f"version {version} ended without {len(missing)} tensors, the first of them {missing[0]}"
+                f"version {version} ended without {len(missing)} tensors, the first of them "
+                f"{missing[0]}"
             )
         self._loading, self.version = None, version
 

@@ -91,8 +91,8 @@ def _read_rows(file: Path, *, needs_answer: bool) -> list[dict[str, Any]]:
         missing = [key for key in wanted if not isinstance(row, dict) or key not in row]
         if missing:
             raise ConfigError(
-                f"--prompt-data {file}, line {number}: no {missing[0]!r}; every line is a JSON object "
-                f"with {' and '.join(wanted)}"
+                f"--prompt-data {file}, line {number}: no {missing[0]!r}; every line is a JSON "
+                f"object with {' and '.join(wanted)}"
             )
         rows.append(row)
     if not rows:

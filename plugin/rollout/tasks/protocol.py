@@ -62,9 +62,9 @@ def require_task(candidate: Any, path: str) -> Task | MultiTurnTask:
     wanted = ("stop_token_ids", "tools", "messages", "environment") if several_turns else one
     missing = [name for name in wanted if not hasattr(candidate, name)]
     raise ConfigError(
-        f"--task-path {path} made a {type(candidate).__name__} without {', '.join(missing)}; a task has "
-        "stop_token_ids, prompt(index) and reward(prompt, response), or for several turns stop_token_ids, tools, "
-        "messages(index) and environment(index, seed)"
+        f"--task-path {path} made a {type(candidate).__name__} without {', '.join(missing)}; a "
+        "task has stop_token_ids, prompt(index) and reward(prompt, response), or for several "
+        "turns stop_token_ids, tools, messages(index) and environment(index, seed)"
     )
 
 
@@ -73,8 +73,8 @@ def checked_prompt(task: Task, index: int, max_length: int) -> Prompt:
     prompt = task.prompt(index)
     if not 1 <= len(prompt.tokens) <= max_length:
         raise BatchError(
-            f"prompt {index} has {len(prompt.tokens)} tokens; it must have between 1 and {max_length}; "
-            "shorten it or raise --max-prompt-length"
+            f"prompt {index} has {len(prompt.tokens)} tokens; it must have between 1 and "
+            f"{max_length}; shorten it or raise --max-prompt-length"
         )
     return prompt
 
@@ -88,6 +88,7 @@ def checked_reward(task: Task, prompt: Prompt, response: Sequence[int]) -> float
         value = math.nan
     if not math.isfinite(value):
         raise BatchError(
-            f"the task's reward for response {list(response)[:20]} is {reward!r}; it must be a finite number"
+            f"the task's reward for response {list(response)[:20]} is {reward!r}; it must be a "
+            "finite number"
         )
     return value
