@@ -21,13 +21,11 @@ from benchmarks.batching_bench import measure_batching
 from benchmarks.lm_head_bench import measure_lm_head
 from benchmarks.logprob_bench import measure_cases, measure_growths, measure_targets
 from benchmarks.profile_bench import measure_profile
-from benchmarks.separable_bench import measure_separable
 from benchmarks.step_bench import measure_steps
 
 # name -> what it measures; each takes whether to use small shapes
 PARTS: dict[str, Callable[[bool], Any]] = {
     "targets": measure_targets,
-    "separable": measure_separable,
     "profile": measure_profile,
     "growth": measure_growths,
     "lm-head": measure_lm_head,

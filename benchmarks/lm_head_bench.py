@@ -116,21 +116,18 @@ def _fused(megabytes: int, row_mask: torch.Tensor | None) -> LmHead:
 
 
 def _with_loss(megabytes: int, rows: int, share: float) -> LmHead:
-    """The gradient of log-prob and entropy as a program: the same sum that the others differentiate."""
+    """The sum of log-prob and entropy as a loss: what the others differentiate."""
     from plugin.logprobs.separable_lm_head import separable_lm_head
-    from plugin.loss.token_program import TokenProgram
 
-    mask = _mask(rows, share)
-    program = TokenProgram(("weights",), (), (), (0, 0))
+    picked = _mask(rows, share).nonzero()[:, 0]
 
     def head(hidden: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor) -> Output:
         *_, anchor = separable_lm_head(
             hidden,
             weight,
-            tokens,
-            program,
-            {"weights": mask.float()},
-            row_mask=mask,
+            tokens[picked],
+            lambda block, log_probs, entropy: log_probs + entropy,
+            rows=picked,
             memory_budget_bytes=megabytes * MIB,
         )
         return anchor, None

@@ -53,29 +53,6 @@ def _targets_section(cases: list[dict[str, Any]]) -> list[str]:
     return [_targets(cases[0]), _case_table(cases[0])]
 
 
-def _separable_section(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "## Token-separable loss: one visit to the logits against two phases\n",
-        "From logits to their gradient through ppo with truncated importance sampling, gradient in place. *faster*: time of two phases "
-        "over time of one visit; *x copy*: time of one visit in units of one copy of the logits, which is its floor: one read and one write; "
-        "*no compiler*: the same on torch operations; *loss and hook alone*: the `[T]` work as a share of two phases; "
-        "*difference*: largest of the gradients, in units of the largest gradient.\n",
-        "| T x V | dtype | entropy gradient | rows with loss | faster | x copy | two phases x copy | no compiler: faster | loss and hook alone | difference |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        tokens, columns, dtype, coefficient, share = row["shape"]
-        seconds = row["seconds"]
-        one, two = seconds["one visit"], seconds["two phases"]
-        plain = seconds["two phases, no compiler"] / seconds["one visit, no compiler"]
-        lines.append(
-            f"| {tokens} x {columns} | {dtype} | {'yes' if coefficient else 'no'} | {share:.0%} | {two / one:.2f} "
-            f"| {one / seconds['copy']:.2f} | {two / seconds['copy']:.2f} | {plain:.2f} "
-            f"| {seconds['loss and hook alone'] / two:.0%} | {row['difference']:.0e} |"
-        )
-    return ["\n".join(lines)]
-
-
 def _profile_section(data: dict[str, Any]) -> list[str]:
     seconds = data["seconds"]
     copy = seconds["bound: copy the logits into a buffer that exists"]
@@ -223,7 +200,6 @@ def _head_table(heads: dict[str, Any]) -> str:
 
 SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "targets": _targets_section,
-    "separable": _separable_section,
     "profile": _profile_section,
     "growth": lambda rows: [_growth_table(rows)],
     "lm-head": lambda heads: [_head_table(heads)],

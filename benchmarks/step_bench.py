@@ -155,7 +155,7 @@ def _timers() -> Iterator[dict[str, float]]:
     """Adds up the time inside the functions that make up loss and hook."""
     from plugin.logprobs import fused_lm_head, separable_lm_head
     from plugin.logprobs import vocab_parallel as vocab_parallel_logprobs
-    from plugin.megatron_backend.step import forward_step, separable_path
+    from plugin.megatron_backend.step import microbatch_loss
 
     spent: dict[str, float] = {}
 
@@ -170,11 +170,10 @@ def _timers() -> Iterator[dict[str, float]]:
         return call
 
     places: list[tuple[str, Any, str]] = [
-        ("log-probs", forward_step, "response_log_probs"),
-        ("log-probs and gradient", separable_path, "separable_log_probs"),
-        ("log-probs and gradient", separable_lm_head, "run_rows"),
-        ("loss, hook, metrics", separable_path.SeparableMicrobatch, "__init__"),
-        ("loss, hook, metrics", forward_step, "_microbatch_loss"),
+        ("log-probs", microbatch_loss, "response_log_probs"),
+        ("log-probs and gradient", separable_lm_head, "_to_gradient"),
+        ("loss, hook, metrics", microbatch_loss, "compute_loss"),
+        ("loss, hook, metrics", microbatch_loss, "record_step"),
         ("gradient of the logits", vocab_parallel_logprobs._LogProbsAndEntropy, "backward"),
         ("gradient through the fused head", fused_lm_head._FusedLmHead, "backward"),
     ]

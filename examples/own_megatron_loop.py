@@ -30,13 +30,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.megatron_backend.parallel_groups import ParallelGroups, destroy_parallel, init_parallel
-from plugin.megatron_backend.step.forward_step import prepare, training_forward_step
+from plugin.megatron_backend.step.forward_step import training_forward_step
 from plugin.megatron_backend.step.loss_scaling import LossScale, total_weight
 from plugin.megatron_backend.step.microbatching import (
     BatchingLimits,
     build_microbatches,
     plan_microbatches,
 )
+from plugin.megatron_backend.step.preparation import prepare
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable

@@ -10,6 +10,8 @@ from plugin.config.loss_flags import LossConfig
 from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS
 from plugin.errors import ConfigError
 
+_warned: set[str] = set()
+
 
 def loss_config_of(args: Any) -> LossConfig:
     """The `LossConfig` that `args` means.
@@ -40,10 +42,6 @@ def loss_config_of(args: Any) -> LossConfig:
     if not found.get("use_tis") and not found.get("get_mismatch_metrics"):
         found.pop("custom_tis_function_path", None)
     found.setdefault("calculate_per_token_loss", False)
-    return _accept_with_warning(found)
-
-
-def _accept_with_warning(found: dict[str, Any]) -> LossConfig:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -53,14 +51,7 @@ def _accept_with_warning(found: dict[str, Any]) -> LossConfig:
                 raise
             reason = str(error)
         config = LossConfig(**{**found, "allow_biased_correction": True})
-    _warn_once(reason)
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(reason, stacklevel=2)
     return config
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=3)

@@ -58,7 +58,7 @@ class ModelFlags(FlagGroup):
     )
     separable_fast_path: Literal["auto", "on", "off"] = flag(
         "auto",
-        "evaluate a token-separable loss and its gradient row by row, in one visit to the logits; auto = where it pays",
+        "evaluate a token-separable loss inside the LM head, block by block; auto = where it can",
     )
     use_routing_replay: bool = flag(
         False, "MoE: the training pass repeats the routes of the trainer's own log-prob pass"

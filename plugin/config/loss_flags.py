@@ -258,7 +258,11 @@ class LossConfig(
             f"--use-tis with --policy-loss {self.policy_loss}: that loss already compares the current "
             "policy with the rollout policy, so the mismatch would be counted twice; drop --use-tis",
         )
-        doubled = [name for name in self.hook_names() if _is_off_policy_is(name)]
+        doubled = [
+            name
+            for name in self.hook_names()
+            if name.replace(":", ".").rsplit(".", 1)[-1] == "off_policy_is_function"
+        ]
         if doubled and self.loss_traits.compares_with == "train":
             message = (
                 f"{doubled[0]} on --policy-loss {self.policy_loss} counts pi_theta/pi_old twice and is "
@@ -282,10 +286,6 @@ class LossConfig(
             f"--loss-denominator kept with a global token denominator and {', '.join(active)}: the two "
             "terms would need two denominators; use --no-calculate-per-token-loss or the original one",
         )
-
-
-def _is_off_policy_is(path: str) -> bool:
-    return path.replace(":", ".").rsplit(".", 1)[-1] == "off_policy_is_function"
 
 
 def _check_band(

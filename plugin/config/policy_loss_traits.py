@@ -43,7 +43,7 @@ ROLLOUT_LOSSES = tuple(n for n, t in POLICY_LOSS_TRAITS.items() if t.compares_wi
 RATIO_LOSSES = tuple(n for n, t in POLICY_LOSS_TRAITS.items() if t.compares_with == "train")
 
 
-def policy_loss(
+def loss_traits(
     *, compares_with: Literal["train", "rollout"] | None, per_token: bool = False
 ) -> Callable[[Function], Function]:
     """Declare the traits of a policy loss that is given by import path; see `PolicyLossTraits`."""

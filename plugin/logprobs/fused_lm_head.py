@@ -95,7 +95,10 @@ def fused_log_probs_and_entropy(
         budget,
         keep_tiles=trained,
     )
-    return _FusedLmHead.apply(hidden, weight, tokens, rows_of(row_mask, hidden.device), settings)
+    rows = None
+    if row_mask is not None and not bool(row_mask.all()):
+        rows = row_mask.nonzero()[:, 0].to(hidden.device, non_blocking=True)
+    return _FusedLmHead.apply(hidden, weight, tokens, rows, settings)
 
 
 def budget_bytes(given: int | None, device: torch.device) -> int:
@@ -172,7 +175,9 @@ class _FusedLmHead(torch.autograd.Function):
         settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if settings.sequence_parallel:
-            hidden = _gather_rows(hidden, settings.group)
+            mine = hidden.contiguous()
+            hidden = mine.new_empty((mine.shape[0] * group_size(settings.group), mine.shape[1]))
+            dist.all_gather_into_tensor(hidden, mine, group=settings.group)
         used, used_tokens = (hidden, tokens) if rows is None else (hidden[rows], tokens[rows])
         targets, absent = locate_targets(used_tokens, weight.shape[0], group=settings.group)
         tiles = _Tiles(used, weight, settings.budget)
@@ -306,7 +311,11 @@ class _Tiles:
             kernels.backward_blocks(
                 logits,
                 _targets_of(tile, targets),
-                _rows_in(span, rows),
+                RowNormalizer(
+                    rows.maximum[span],
+                    rows.sum_exp[span],
+                    None if rows.entropy is None else rows.entropy[span],
+                ),
                 None if grad_log_probs is None else grad_log_probs[span],
                 None if grad_entropy is None else grad_entropy[span],
                 scale=scale,
@@ -326,11 +335,6 @@ def _targets_of(tile: Tile, targets: torch.Tensor) -> torch.Tensor:
     targets = targets[tile.row : tile.row_end]
     inside = (targets >= tile.column) & (targets < tile.column_end)
     return torch.where(inside, targets - tile.column, -1)
-
-
-def _rows_in(span: slice, rows: RowNormalizer) -> RowNormalizer:
-    entropy = None if rows.entropy is None else rows.entropy[span]
-    return RowNormalizer(rows.maximum[span], rows.sum_exp[span], entropy)
 
 
 def _without_idle_rows(hidden: torch.Tensor, *grads: torch.Tensor | None) -> torch.Tensor:
@@ -353,26 +357,12 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         total.add_(torch.mm(left, right))
 
 
-def rows_of(row_mask: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """Indices of the rows to compute; None stands for all of them."""
-    if row_mask is None:
-        return None
-    rows = row_mask.nonzero()[:, 0]
-    return None if rows.numel() == row_mask.numel() else rows.to(device, non_blocking=True)
-
-
 def spread_rows(values: torch.Tensor, rows: torch.Tensor | None, total: int) -> torch.Tensor:
     """`values` at `rows` of `total` rows, 0 elsewhere."""
     if rows is None:
         return values
     spread = values.new_zeros((total, *values.shape[1:]))
     return spread.index_copy_(0, rows, values)
-
-
-def _gather_rows(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    gathered = hidden.new_empty((hidden.shape[0] * group_size(group), hidden.shape[1]))
-    dist.all_gather_into_tensor(gathered, hidden.contiguous(), group=group)
-    return gathered
 
 
 def _sum_over_shards(grad_hidden: torch.Tensor, settings: _Settings) -> torch.Tensor:

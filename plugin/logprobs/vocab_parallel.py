@@ -57,16 +57,14 @@ def log_probs_and_entropy(
     All arithmetic is float32. A row whose incoming gradient is exactly 0 gets a gradient of exactly 0, also
     when its logits hold NaN or inf.
     """
-    _check_arguments(logits, tokens, temperature, with_entropy, entropy_grad, keep_mask)
-    logits = with_separate_rows(logits)
+    _check_tensors(logits, tokens, keep_mask)
+    check_settings(temperature, with_entropy, entropy_grad)
+    # Kernels write whole rows: strided rows, or rows that share memory, are copied.
+    overlapping = logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]
+    if logits.stride(-1) != 1 or overlapping:
+        logits = logits.contiguous()
     settings = _Settings(group, 1.0 / temperature, with_entropy, entropy_grad, inplace_grad)
     return _LogProbsAndEntropy.apply(logits, tokens, keep_mask, settings)
-
-
-def with_separate_rows(logits: torch.Tensor) -> torch.Tensor:
-    """The logits `[T, V/tp]`, copied if their rows are strided or share memory: kernels write whole rows."""
-    overlapping = logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]
-    return logits.contiguous() if logits.stride(-1) != 1 or overlapping else logits
 
 
 def locate_targets(
@@ -229,25 +227,9 @@ def _shift_sums(
     return sum_exp, (statistics.weighted_sum + shift * statistics.sum_exp) * factor
 
 
-def _check_arguments(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    temperature: float,
-    with_entropy: bool,
-    entropy_grad: bool,
-    keep_mask: torch.Tensor | None,
+def _check_tensors(
+    logits: torch.Tensor, tokens: torch.Tensor, keep_mask: torch.Tensor | None
 ) -> None:
-    check_logits(logits, tokens)
-    if keep_mask is not None and (keep_mask.shape != logits.shape or keep_mask.dtype != torch.bool):
-        raise BatchError(
-            f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}; it must be bool {list(logits.shape)}, like "
-            "the logits. Slice it to this rank's columns of the vocabulary."
-        )
-    check_settings(temperature, with_entropy, entropy_grad)
-
-
-def check_logits(logits: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Raise BatchError unless logits are `[T, V/tp]` of a known dtype and tokens `[T]` int64."""
     if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype not in FLOAT_DTYPES:
         raise BatchError(
             f"logits are {logits.dtype} {list(logits.shape)}; they must be [T, V/tp] with V/tp > 0 and float32, "
@@ -257,6 +239,11 @@ def check_logits(logits: torch.Tensor, tokens: torch.Tensor) -> None:
         raise BatchError(
             f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 [{logits.shape[0]}], one per row "
             "of the logits. Drop the first token and the last row of logits of every sample."
+        )
+    if keep_mask is not None and (keep_mask.shape != logits.shape or keep_mask.dtype != torch.bool):
+        raise BatchError(
+            f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}; it must be bool {list(logits.shape)}, like "
+            "the logits. Slice it to this rank's columns of the vocabulary."
         )
 
 

@@ -1,7 +1,7 @@
 """From tokens to one scalar: policy losses, regularizers, loadable corrections, in pure torch."""
 
 from plugin.config.import_paths import load_function
-from plugin.config.policy_loss_traits import policy_loss
+from plugin.config.policy_loss_traits import loss_traits
 from plugin.loss.hook_loading import load_hook
 from plugin.loss.inputs import loss_inputs
 from plugin.loss.interfaces import (
@@ -28,7 +28,7 @@ __all__ = [
     "load_function",
     "load_hook",
     "loss_inputs",
-    "policy_loss",
+    "loss_traits",
     "policy_loss_function",
     "reduce_loss",
 ]

@@ -11,9 +11,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def token_separable(function: Function) -> Function:
     """Declare that what `function` makes of a token depends on that token's inputs alone.
 
-    Not on other tokens, not on the length or the number of samples. The gradient of such a loss can be computed
-    while the token's logits are still in cache. The declaration is checked: a function that turns out to mix
-    tokens is evaluated the ordinary way.
+    Not on other tokens, not on the length or the number of samples. The loss of such tokens can be evaluated
+    inside the LM head, block by block. The declaration is checked: a function that turns out to mix tokens is
+    evaluated the ordinary way.
     """
     function.token_separable = True  # type: ignore[attr-defined]
     return function

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from plugin.errors import ConfigError
-from plugin.megatron_backend.step import separable_path
+from plugin.megatron_backend.step import microbatch_loss
 from tests.parallel.training_jobs import (
     Case,
     Layout,
@@ -21,7 +21,6 @@ from tests.parallel.training_jobs import (
 
 TWO_PHASES = Case(
     settings={
-        "fused_lm_head": "off",
         "separable_fast_path": "off",
         "entropy_coef": 0.01,
         "use_tis": True,
@@ -35,8 +34,7 @@ TWO_PHASES = Case(
 CUTS = {
     "one sample at a time": {"micro_batch_size": 1},
     "per token": {"max_tokens_per_gpu": 30, "calculate_per_token_loss": True},
-    "gradient beside the logits": {"max_tokens_per_gpu": 30, "inplace_logits_grad": False},
-    "without logits": {"max_tokens_per_gpu": 30, "fused_lm_head": "on"},
+    "insisting on the fused head": {"max_tokens_per_gpu": 30, "fused_lm_head": "on"},
 }
 
 
@@ -61,7 +59,7 @@ def test_the_separable_path_gives_the_same_updates_as_two_phases(
 def _heads_of_a_step(groups, start: Start, settings: dict[str, str]) -> int:  # type: ignore[no-untyped-def]
     trainer = new_trainer(groups, start, settings)
     with mock.patch.object(
-        separable_path, "separable_lm_head", wraps=separable_path.separable_lm_head
+        microbatch_loss, "separable_lm_head", wraps=microbatch_loss.separable_lm_head
     ) as head:
         trainer.train_step(uneven_batch())
     return head.call_count

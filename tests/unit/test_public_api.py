@@ -29,7 +29,7 @@ PUBLIC: dict[str, set[str]] = {
     "plugin.loss": {
         *("POLICY_LOSSES", "CorrectionHook", "LossInputs", "LossOutputs", "PolicyTerm"),
         *("RegularizerTerm", "TokenMetric", "compute_loss", "load_function", "load_hook"),
-        *("loss_inputs", "policy_loss_function", "reduce_loss"),
+        *("loss_inputs", "loss_traits", "policy_loss_function", "reduce_loss"),
     },
     "plugin.config": {
         *("EMBEDDED_DEFAULTS", "RATIO_LOSSES", "ROLLOUT_LOSSES", "AdvantageFlags"),

@@ -8,14 +8,13 @@ import warnings
 import torch
 
 from plugin.logprobs.kernels import blocked_torch, cpu_extension
-from plugin.logprobs.kernels.blocked_torch import block_rows
 from plugin.logprobs.kernels.row_statistics import (
     RowKernels,
     RowNormalizer,
     ShardStatistics,
 )
 
-__all__ = ["RowKernels", "RowNormalizer", "ShardStatistics", "block_rows", "row_kernels_for"]
+__all__ = ["RowKernels", "RowNormalizer", "ShardStatistics", "row_kernels_for"]
 
 
 def row_kernels_for(logits: torch.Tensor) -> RowKernels:

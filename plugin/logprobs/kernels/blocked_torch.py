@@ -72,9 +72,14 @@ def backward_blocks(
 
     With p the probability, d(log_prob)/dz = [target] - p and d(entropy)/dz = -p (log p + entropy).
     """
-    grad_target = _scaled(grad_log_probs, scale)
-    grad_spread = _scaled(grad_entropy, scale) if rows.entropy is not None else None
-    idle = _rows_without_gradient(logits, grad_target, grad_spread)
+    grad_target = None if grad_log_probs is None else grad_log_probs.float() * scale
+    grad_spread = None
+    if grad_entropy is not None and rows.entropy is not None:
+        grad_spread = grad_entropy.float() * scale
+    idle = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+    for given in (grad_target, grad_spread):
+        if given is not None:
+            idle &= given == 0
     step = block_rows(logits.shape[0], logits.shape[1], logits.device.type)
     for start in range(0, logits.shape[0], step):
         block = slice(start, start + step)
@@ -90,29 +95,12 @@ def backward_blocks(
         elif grad_target is not None:
             grad.mul_(grad_target[block, None])
         if grad_target is not None:
-            _add_at_targets(grad, targets[block], grad_target[block])
+            at_target = grad_target[block].masked_fill(targets[block] < 0, 0.0)
+            grad.scatter_add_(-1, targets[block].clamp(min=0)[:, None], at_target[:, None])
         out[block] = grad.masked_fill_(idle[block, None], 0.0)
 
 
-def _kept(
-    logits: torch.Tensor, keep_mask: torch.Tensor | None, block: slice
-) -> torch.Tensor:  # a float32 copy of the block that the caller may overwrite
+def _kept(logits: torch.Tensor, keep_mask: torch.Tensor | None, block: slice) -> torch.Tensor:
+    """Return a float32 copy of the block, -inf where not kept."""
     copy = logits[block].to(torch.float32, copy=True)
     return copy if keep_mask is None else copy.masked_fill_(~keep_mask[block], -torch.inf)
-
-
-def _scaled(grad: torch.Tensor | None, scale: float) -> torch.Tensor | None:
-    return None if grad is None else grad.float() * scale
-
-
-def _rows_without_gradient(logits: torch.Tensor, *grads: torch.Tensor | None) -> torch.Tensor:
-    idle = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
-    for grad in grads:
-        if grad is not None:
-            idle &= grad == 0
-    return idle
-
-
-def _add_at_targets(grad: torch.Tensor, targets: torch.Tensor, amount: torch.Tensor) -> None:
-    amount = amount.masked_fill(targets < 0, 0.0)
-    grad.scatter_add_(-1, targets.clamp(min=0)[:, None], amount[:, None])

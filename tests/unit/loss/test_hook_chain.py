@@ -11,7 +11,7 @@ import torch
 
 from plugin.config import LossConfig
 from plugin.errors import BatchError, HookLoadError
-from plugin.loss import hook_chain
+from plugin.loss import compute_loss, hook_chain, loss_inputs
 from tests.unit.loss.sample_batches import logs, random_batch, run, token_loss
 
 HookFile = Callable[[str], str]
@@ -180,3 +180,35 @@ assert args.eps_clip == 0.2 and pg_loss.shape == (5,)
 return pg_loss, loss_masks, {}
 """
     run_hook(hook_file(body))
+
+
+def test_the_chain_reports_ratio_and_weight_of_every_token_from_one_call(
+    hook_file: HookFile, tmp_path: Path
+) -> None:
+    log = tmp_path / "calls.txt"
+    path = hook_file(
+        f"with open({str(log)!r}, 'a') as log: log.write('x')\n"
+        "w = torch.tensor([0.5, 3.0, 0.0, 1.0, 2.0])\n"
+        "masks = [m.clone() for m in loss_masks]\nmasks[1][2] = 0\n"
+        "return pg_loss * w, masks, {'tis': w + 1}"
+    )
+    config = corrected(path)
+    batch, _ = random_batch([[1, 1], [1, 0, 1]])
+    batch["advantages"] = [torch.zeros(2), torch.zeros(3)]  # a loss of 0 hides no weight
+    inputs = loss_inputs(config, batch, torch.zeros(5).sub(1).requires_grad_())
+    calls = len(log.read_text()) if log.exists() else 0
+    outputs = compute_loss(config, inputs, with_weights=True)
+    assert len(log.read_text()) == calls + 2  # once on example tokens, once here
+    assert outputs.policy.weight is not None and outputs.policy.ratio is not None
+    assert outputs.policy.weight.tolist() == [
+        0.5,
+        3.0,
+        0.0,
+        0.0,
+        0.0,
+    ]  # masked, and dropped by the hook
+    assert outputs.policy.ratio.tolist() == [1.5, 4.0, 1.0, 2.0, 3.0]
+    with torch.no_grad():
+        assert torch.equal(
+            compute_loss(config, inputs, with_weights=True).policy.weight, outputs.policy.weight
+        )

@@ -161,25 +161,28 @@ def test_a_gradient_is_scaled_by_what_the_device_holds_and_left_alone_by_one(
 
 
 @interpreted
-def test_one_visit_on_these_kernels_gives_what_it_gives_on_torch_operations(
+def test_the_separable_head_on_these_kernels_gives_what_it_gives_on_torch_operations(
     triton_rows: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from plugin.config import TrainerConfig
-    from plugin.logprobs import separable_logprobs
-    from plugin.loss.separable_loss import gradient_program
+    from plugin.logprobs import separable_lm_head
 
-    program = gradient_program(TrainerConfig(use_tis=True, entropy_coef=0.1), True)
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 130, generator=generator)
+    hidden, weight = (
+        torch.randn(5, 7, generator=generator),
+        torch.randn(130, 7, generator=generator),
+    )
     tokens = torch.randint(130, (5,), generator=generator)
-    fields = {name: -5 - torch.rand(5, generator=generator) for name in program.inputs}
-    fields["weights"] = torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0])
+    scale = torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0])
     results = []
     for kernels in (blocked_torch, triton_rows):
         monkeypatch.setattr(
-            separable_logprobs, "row_kernels_for", lambda _, kernels=kernels: kernels
+            separable_lm_head, "row_kernels_for", lambda _, kernels=kernels: kernels
         )
-        leaf = logits.clone().requires_grad_()
-        *values, anchor = separable_logprobs.separable_log_probs(leaf, tokens, program, fields)
-        results.append([*values, *torch.autograd.grad(anchor, leaf)])
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        *values, anchor = separable_lm_head.separable_lm_head(
+            *leaves,
+            tokens,
+            lambda block, log_probs, entropy: scale[block] * (log_probs.exp() - 0.1 * entropy),
+        )
+        results.append([*values, *torch.autograd.grad(anchor, leaves)])
     torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=1e-6)
