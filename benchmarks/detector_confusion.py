@@ -18,20 +18,9 @@ import torch
 
 from benchmarks import mismatch_data as data
 from benchmarks.mismatch_data import Rollouts
-from plugin.observe.detectors import MismatchDetectors
+from plugin.observe.detectors import DETECTORS, MismatchDetectors
 from plugin.rollout.engines.int8_weights import quantize_linears
 
-DETECTORS = (
-    "zero_filled",
-    "one_token_shift",
-    "temperature",
-    "truncation",
-    "different_weights",
-    "staleness",
-    "frozen_weights",
-    "growing_mismatch",
-    "routing",
-)
 MARKERS = ("<!-- confusion table: begin -->", "<!-- confusion table: end -->")
 
 
@@ -224,7 +213,7 @@ def confusion(seeds: int, only: str = "") -> list[tuple[str, str | None, Counter
 
 def markdown(rows: list[tuple[str, str | None, Counter[str], int]], seeds: int) -> str:
     """The table; the detector that should speak is in bold."""
-    header = ["planted", "nothing", *(name.replace("_", " ") for name in DETECTORS)]
+    header = ["planted", "nothing", *(detector.name.replace("_", " ") for detector in DETECTORS)]
     lines = [
         f"{seeds} seeds per row; the cell that should hold {seeds} is bold.",
         "",
@@ -233,7 +222,7 @@ def markdown(rows: list[tuple[str, str | None, Counter[str], int]], seeds: int) 
     ]
     for name, expected, counts, silent in rows:
         cells = [_cell(silent, expected is None)]
-        cells += [_cell(counts[detector], detector == expected) for detector in DETECTORS]
+        cells += [_cell(counts[d.name], d.name == expected) for d in DETECTORS]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

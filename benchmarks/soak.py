@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from plugin.observe.run_files import read_prompts, read_run
+from plugin.observe.run_record import read_prompts, read_run
 
 ENGINES = 2
 JOB = [

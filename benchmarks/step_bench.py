@@ -58,7 +58,6 @@ def all_steps(quick: bool) -> list[Step]:
     small, tokens = (TINY, 128) if quick else (SMALL, 2048)
     cuts = [Step(small, tokens, tokens // part) for part in (16, 4, 1)]
     options: list[tuple[tuple[str, Any], ...]] = [
-        (("fused_lm_head", "off"),),
         (("fused_lm_head", "off"), ("separable_fast_path", "off")),
         (
             ("fused_lm_head", "off"),

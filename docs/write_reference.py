@@ -1,24 +1,47 @@
-"""Writes the pages under docs/reference and the table of exact biases from the code: `python -m docs.write_reference`."""
+"""Write what the docs repeat of the code: `python -m docs.write_reference`.
+
+The pages under docs/reference, the table of exact biases and the table of detectors.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import html
+import importlib
+import inspect
+import re
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from plugin.compare.correction_catalog import CatalogEntry, catalog
-from plugin.config import JobConfig
+from plugin.config import FlagGroup, JobConfig
 from plugin.config.flags import field_type, option_name
+from plugin.observe.detectors import DETECTORS
+from tests.unit.loss.test_bandit_expectation import (
+    CUR,
+    ROLLOUT,
+    TRAIN,
+    correction,
+    expected_gradient,
+    relative_error,
+)
+from tests.unit.test_public_api import NAMED, PUBLIC
 
 DOCS = Path(__file__).parent
-BEGIN, END = "<!-- exact biases: begin -->", "<!-- exact biases: end -->"
 
 FLAGS_INTRO = """# Flags
 
 Every flag of `megatron-tis train`, from the configuration itself. A flag is also a key of the YAML file that `--config`
 names, with `_` or `-`. Flags win over the file, the file over the defaults; everything is checked after merging. In another
 framework's namespace the loss reads the same names (with `_`) and takes the defaults for what is missing.
+"""
+
+API_INTRO = """# Python API
+
+The public names, from their docstrings. They keep their meaning within a minor version; everything else may move. Shapes:
+`T` tokens of a microbatch on this rank, `B` samples, `R` response tokens, `V` vocabulary.
 """
 
 CORRECTIONS_INTRO = """# Losses and corrections
@@ -103,17 +126,105 @@ def _as_code(flags: str) -> str:
     return flags if not flags.startswith("--") else f"`{flags}`"
 
 
+def api_page() -> str:
+    """Every public name of the package: the exports of three packages, and the named modules."""
+    parts = [API_INTRO]
+    for module_name, listed in {**PUBLIC, **NAMED}.items():
+        module = importlib.import_module(module_name)
+        names = getattr(module, "__all__", sorted(listed))
+        entries = {name: getattr(module, name) for name in names}
+        parts.append(f"## {module_name}\n\n{_prose(module)}\n")
+        lines = [line for name, value in entries.items() if (line := _api_line(name, value))]
+        if lines:
+            parts.append("\n".join(lines) + "\n")
+        parts += [_api_entry(n, v) for n, v in entries.items() if not _api_line(n, v)]
+    return "\n".join(parts)
+
+
+def _api_line(name: str, value: Any) -> str:
+    """Constants, errors, groups of flags and corrections in one line; "" for everything else."""
+    if name.endswith("_function") and name in {entry.name for entry in catalog()}:
+        return f"- [`{name}`](corrections.md#{name}): {_prose(value)}"
+    if isinstance(value, type) and issubclass(value, Exception):
+        return (
+            f"- `{name}({', '.join(base.__name__ for base in value.__bases__)})`: {_prose(value)}"
+        )
+    if isinstance(value, type) and issubclass(value, FlagGroup) and value is not FlagGroup:
+        group = f'[flags](flags.md) of the group "{value.title}"'
+        return f"- `{name}`: {group if 'title' in vars(value) else _prose(value)}"
+    if isinstance(value, Mapping | tuple):
+        return f"- `{name}`: {', '.join(f'`{item}`' for item in value)}"
+    return ""
+
+
+def _api_entry(name: str, value: Any) -> str:
+    """Heading, signature, docstring, and the public methods of a class."""
+    is_class = isinstance(value, type)
+    # A configuration takes every flag, a protocol says nothing.
+    plain = is_class and (issubclass(value, FlagGroup) or getattr(value, "_is_protocol", False))
+    shown = ("class " if is_class else "def ") + name + ("" if plain else _signature(value))
+    text = f"### {name}\n\n```python\n{shown}\n```\n\n{_prose(value)}\n"
+    details = (inspect.getdoc(value) or "").partition("\n\n")[2]
+    if details:
+        text += f"\n```text\n{details}\n```\n"
+    methods = [
+        f"- `{method}{_signature(function, width=1000)}`: {_prose(function)}"
+        for method, function in inspect.getmembers(value)
+        if is_class and method in vars(value) and (method[0] != "_" or method == "__call__")
+        if (inspect.isfunction(function) or inspect.ismethod(function)) and function.__doc__
+    ]
+    return text + ("\n" + "\n".join(methods) + "\n" if methods else "")
+
+
+def _prose(value: Any) -> str:
+    """The first paragraph of a docstring as one line of Markdown."""
+    paragraph = (inspect.getdoc(value) or "").partition("\n\n")[0]
+    parts = " ".join(paragraph.split()).split("`")
+    parts[::2] = [
+        re.sub(r"([*\[\]])", r"\\\1", html.escape(part, quote=False)) for part in parts[::2]
+    ]
+    return "`".join(parts)
+
+
+class _Annotation:
+    """An annotation that prints as it was written."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _signature(function: Any, *, width: int = 80) -> str:
+    """The parameters as they are written, one per line where they do not fit into `width`."""
+
+    def written(note: Any) -> Any:
+        return _Annotation(note) if isinstance(note, str) else note
+
+    found = inspect.signature(function)
+    shown = [
+        parameter.replace(annotation=written(parameter.annotation))
+        for parameter in found.parameters.values()
+        if parameter.name != "self"
+    ]
+    result = inspect.Signature.empty
+    if not isinstance(function, type):
+        result = written(found.return_annotation)
+    text = str(found.replace(parameters=shown, return_annotation=result))
+    if len(text) < width:
+        return text
+    lines: list[str] = []
+    for parameter in shown:
+        if parameter.kind is parameter.KEYWORD_ONLY and not any(x.startswith("*") for x in lines):
+            lines.append("*")
+        lines.append(str(parameter))
+    arrow = "" if result is inspect.Signature.empty else f" -> {result}"
+    return "(\n" + "".join(f"    {line},\n" for line in lines) + ")" + arrow
+
+
 def bias_table() -> str:
     """Relative error of the expected gradient on the softmax bandit of the tests, bounds removed."""
-    from tests.unit.loss.test_bandit_expectation import (
-        CUR,
-        ROLLOUT,
-        TRAIN,
-        correction,
-        expected_gradient,
-        relative_error,
-    )
-
     lines = [
         "| policy loss | correction | updates on this rollout | error of the gradient |",
         "|---|---|---|---|",
@@ -132,30 +243,33 @@ def bias_table() -> str:
     return "\n".join(lines)
 
 
-def with_bias_table(page: str) -> str:
-    """`page` with the table between its two markers."""
-    head, rest = page.split(BEGIN)
-    tail = rest.split(END)[1]
-    return f"{head}{BEGIN}\n{bias_table()}\n{END}{tail}"
+def detector_table() -> str:
+    """Every detector and what it looks for."""
+    lines = ["| detector | what it looks for |", "|---|---|"]
+    lines += [f"| {d.name.replace('_', ' ')} | {d.looks_for} |" for d in DETECTORS]
+    return "\n".join(lines)
+
+
+def with_table(page: Path, marker: str, table: str) -> str:
+    """The text of `page` with `table` between the two comments of `marker`."""
+    begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
+    head, rest = page.read_text().split(begin)
+    return f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}"
 
 
 def pages() -> dict[Path, str]:
     """Every generated page with the content it must have."""
-    decision = DOCS / "which_correction.md"
+    decision, mismatch = DOCS / "which_correction.md", DOCS / "mismatch.md"
     return {
         DOCS / "reference" / "flags.md": flags_page(),
         DOCS / "reference" / "corrections.md": corrections_page(),
-        decision: with_bias_table(decision.read_text()),
+        DOCS / "reference" / "api.md": api_page(),
+        decision: with_table(decision, "exact biases", bias_table()),
+        mismatch: with_table(mismatch, "detectors", detector_table()),
     }
 
 
-def main() -> None:
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
     for path, content in pages().items():
         path.write_text(content)
-
-
-if __name__ == "__main__":
-    import warnings
-
-    warnings.simplefilter("ignore")
-    main()

@@ -1,5 +1,6 @@
-"""The losses and corrections of this package inside other training frameworks: one thin module each.
+"""The losses and corrections of this package inside other training frameworks, a module for each.
 
-A module needs its framework only where it says so; none of them is imported by the rest of the package. slime
-and miles need no adapter: they load `plugin.ppo_utils.*` and `plugin.loss.policy_loss_function` by path.
+A module needs its framework only where it says so; none is imported by the rest of the package.
+slime and miles need no adapter: they load `plugin.ppo_utils.*` and
+`plugin.loss.policy_loss_function` by path.
 """

@@ -1,7 +1,8 @@
 """The loss over padded matrices [B, R], the form in which verl, SkyRL and TRL hold a batch.
 
-Padding is masked, and what is masked is never computed with, so a padded matrix is a batch of samples that
-all have a response of R tokens. The framework's own reduction is passed in: it decides about denominators.
+Padding is masked, and what is masked is never computed with, so a padded matrix is a batch of
+samples that all have a response of R tokens. The framework's own reduction is passed in: it decides
+about denominators.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class PaddedBatch:
 
     cur_log_probs: [B, R] with gradient; mask: [B, R], not 0 where a token counts
     advantages: [B, R], [B, 1] or [B]
-    train_log_probs (None = cur, detached), rollout_log_probs, ref_log_probs, teacher_log_probs, entropy: [B, R]
+    train_log_probs (None = cur, detached), rollout_log_probs, ref_log_probs, teacher_log_probs,
+    entropy: [B, R]
     """
 
     cur_log_probs: Tensor
@@ -39,11 +41,12 @@ class PaddedBatch:
     entropy: Tensor | None = None
 
     def inputs(self, config: LossConfig) -> LossInputs:
-        """Flat, checked and zero_masked: the tokens of row 0, then of row 1, and so on."""
+        """Flat, checked, 0 where masked: the tokens of row 0, then of row 1, and so on."""
         shape = self.cur_log_probs.shape
         if len(shape) != 2 or self.mask.shape != shape:
             raise BatchError(
-                f"log-probs have shape {tuple(shape)} and the mask {tuple(self.mask.shape)}; both must be [B, R]"
+                f"log-probs have shape {tuple(shape)} and the mask {tuple(self.mask.shape)}; both "
+                "must be [B, R]"
             )
         rows, width = shape
         advantages = self.advantages if self.advantages.dim() == 2 else self.advantages[:, None]
@@ -76,14 +79,14 @@ def padded_loss(
     """The scalar loss, and the mean over tokens of every metric.
 
     reduce: the framework's reduction of per-token values [B, R], which are 0 where masked
-    weights: [B, R] correction weights that the framework has already computed; they act on the policy loss
+    weights: [B, R] correction weights of the framework's own; they act on the policy loss
     """
     if weights is not None and config.use_tis:
         raise ConfigError(
-            "the framework passes correction weights of its own and --use-tis is on, so the mismatch would be "
-            "counted twice; turn one of the two off"
+            "the framework passes correction weights of its own and --use-tis is on, so the "
+            "mismatch would be counted twice; turn one of the two off"
         )
-    # The matrices are whole, also where the framework splits sequences over context parallel ranks elsewhere.
+    # The matrices are whole, also where the framework splits sequences over context parallel ranks.
     with use_parallel_context(ParallelContext()):
         inputs = batch.inputs(config)
         flat_weights = None if weights is None else weights.reshape(-1)

@@ -25,21 +25,22 @@ from plugin.errors import ConfigError
 def policy_loss(inputs: Any, **settings: Any) -> Any:
     """The loss of one sample: prime-rl's `LossInputs` in, its `LossOutputs` out.
 
-    inputs: trainer_logprobs (with gradient), inference_logprobs, advantages, loss_mask: [S]; ref_logprobs (or
-        teacher_logprobs in older versions) and loss_weights: [S] or None
+    inputs: trainer_logprobs (with gradient), inference_logprobs, advantages, loss_mask: [S];
+        ref_logprobs (or teacher_logprobs in older versions) and loss_weights: [S] or None
     settings: flags of the loss, by their field names
     """
     config = _config(tuple(sorted(settings.items())))
     mask = inputs.loss_mask
     weights = getattr(inputs, "loss_weights", None)
     other = getattr(inputs, "ref_logprobs", getattr(inputs, "teacher_logprobs", None))
+    other = None if other is None else other[None]
     batch = PaddedBatch(
-        _row(inputs.trainer_logprobs),
-        _row(mask),
-        _row(inputs.advantages),
-        rollout_log_probs=_row(inputs.inference_logprobs),
-        ref_log_probs=_row(other) if config.use_kl_loss and other is not None else None,
-        teacher_log_probs=_row(other) if config.teacher_tau and other is not None else None,
+        inputs.trainer_logprobs[None],
+        mask[None],
+        inputs.advantages[None],
+        rollout_log_probs=inputs.inference_logprobs[None],
+        ref_log_probs=other if config.use_kl_loss else None,
+        teacher_log_probs=other if config.teacher_tau else None,
     )
 
     def reduce(values: Tensor) -> Tensor:
@@ -48,7 +49,9 @@ def policy_loss(inputs: Any, **settings: Any) -> Any:
         return (values[0] * torch.where(mask, weights.float(), 0.0)).sum()
 
     loss, metrics = padded_loss(config, batch, reduce)
-    return _outputs_class(inputs)(loss=loss, metrics=metrics)
+    # prime-rl defines it beside the class of the inputs, so nothing has to be imported.
+    outputs_class = sys.modules[type(inputs).__module__].LossOutputs
+    return outputs_class(loss=loss, metrics=metrics)
 
 
 @lru_cache(maxsize=32)
@@ -56,16 +59,8 @@ def _config(settings: tuple[tuple[str, Any], ...]) -> LossConfig:
     config = LossConfig.from_sources(dict(settings))
     if config.loss_traits.compares_with == "train" and not config.use_rollout_logprobs:
         raise ConfigError(
-            f"policy_loss {config.policy_loss} compares with the trainer's old log-probs, and prime-rl has none: its "
-            "ratio would always be 1; add use_rollout_logprobs = true, or choose a loss that compares with rollout"
+            f"policy_loss {config.policy_loss} compares with the trainer's old log-probs, and "
+            "prime-rl has none: its ratio would always be 1; add use_rollout_logprobs = true, or "
+            "choose a loss that compares with rollout"
         )
     return config
-
-
-def _row(values: Tensor) -> Tensor:
-    return values[None]
-
-
-def _outputs_class(inputs: Any) -> Any:
-    """prime-rl's `LossOutputs`: it stands beside the class of the inputs, so nothing has to be imported."""
-    return sys.modules[type(inputs).__module__].LossOutputs

@@ -7,9 +7,9 @@ Before the training entry point starts its workers:
 
     adapter.register("tis_icepop", LossConfig(policy_loss="icepop"))
 
-and `trainer.algorithm.policy_loss_type=tis_icepop`. SkyRL scales the advantages beforehand so that a plain sum over
-tokens is the reduction that was asked for. Only terms that are proportional to the advantage are reduced rightly
-that way, so a penalty beside them is refused here.
+and `trainer.algorithm.policy_loss_type=tis_icepop`. SkyRL scales the advantages beforehand so that a
+plain sum over tokens is the reduction that was asked for. That is right only for terms that are
+proportional to the advantage, so a penalty beside them is refused here.
 """
 
 from __future__ import annotations
@@ -35,10 +35,23 @@ def register(name: str, config: LossConfig) -> PolicyLoss:
 
 
 def policy_loss(config: LossConfig) -> PolicyLoss:
-    """A function with the signature of SkyRL's policy losses: [B, R] tensors, a sum over the loss mask."""
-    _refuse_penalties(config)
-
-    loss_config = config  # `config` is also the name of an argument that the framework passes
+    """A function with the signature of SkyRL's policy losses: [B, R] tensors, summed over the mask."""
+    penalties = {
+        "--kl-tau": config.kl_tau if config.policy_loss in ("dppo", "ipo_kl") else 0,
+        "--teacher-tau": config.teacher_tau,
+        "--rollout-kl-loss-coef": config.rollout_kl_loss_coef,
+        "--kl-loss-coef": config.kl_loss_coef,
+        "--entropy-coef": config.entropy_coef,
+    }
+    active = [f"{name} is {value}" for name, value in penalties.items() if value]
+    if active:
+        raise ConfigError(
+            f"{', '.join(active)}: SkyRL puts the denominator into the advantages, so a term "
+            "without advantage would be a sum over tokens; set it to 0 and use SkyRL's own KL and "
+            "entropy terms"
+        )
+    # `config` is also the name of an argument that SkyRL passes.
+    loss_config = config
 
     def loss(
         log_probs: Tensor,
@@ -60,19 +73,3 @@ def policy_loss(config: LossConfig) -> PolicyLoss:
         return value, {name: metric.item() for name, metric in metrics.items()}
 
     return loss
-
-
-def _refuse_penalties(config: LossConfig) -> None:
-    penalties = {
-        "--kl-tau": config.kl_tau if config.policy_loss in ("dppo", "ipo_kl") else 0,
-        "--teacher-tau": config.teacher_tau,
-        "--rollout-kl-loss-coef": config.rollout_kl_loss_coef,
-        "--kl-loss-coef": config.kl_loss_coef,
-        "--entropy-coef": config.entropy_coef,
-    }
-    active = [f"{name} is {value}" for name, value in penalties.items() if value]
-    if active:
-        raise ConfigError(
-            f"{', '.join(active)}: SkyRL puts the denominator into the advantages, so a term without advantage would "
-            "be a sum over tokens; set it to 0 and use SkyRL's own KL and entropy terms"
-        )

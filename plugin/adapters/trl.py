@@ -3,7 +3,8 @@
     trainer = CorrectedGRPOTrainer(model=..., reward_funcs=..., args=GRPOConfig(use_vllm=True, ...),
                                    train_dataset=..., loss_config=LossConfig(policy_loss="icepop"))
 
-The engine's log-probs come from vLLM; without `use_vllm` TRL records none, and a correction then says so at once.
+The engine's log-probs come from vLLM; without `use_vllm` TRL records none, and a correction then
+raises an error at the first step.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from plugin.errors import ConfigError
 
 
 class CorrectedGRPOTrainer(GRPOTrainer):
-    """GRPOTrainer whose loss is `padded_loss` of a `LossConfig`; generation, rewards and logging stay TRL's."""
+    """GRPOTrainer whose loss is `padded_loss` of a `LossConfig`; everything else stays TRL's."""
 
     def __init__(self, *args: Any, loss_config: LossConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loss_config = loss_config
         if self.beta != 0 and not loss_config.use_kl_loss:
             raise ConfigError(
-                f"beta is {self.beta} but --use-kl-loss is off, so it would do nothing; use kl_loss_coef of the "
-                "LossConfig as the coefficient, and any beta other than 0 to have TRL compute the reference"
+                f"beta is {self.beta} but --use-kl-loss is off, so it would do nothing; use "
+                "kl_loss_coef of the LossConfig as the coefficient, and any beta other than 0 to "
+                "have TRL compute the reference"
             )
         if loss_config.use_kl_loss and self.beta == 0:
             raise ConfigError(
-                "--use-kl-loss needs reference log-probs, which TRL computes only for beta != 0; set beta"
+                "--use-kl-loss needs reference log-probs, which TRL computes only for beta != 0; "
+                "set beta"
             )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -79,7 +82,7 @@ class CorrectedGRPOTrainer(GRPOTrainer):
         )
 
     def _reducer(self, mask: Tensor, inputs: dict[str, Any]) -> Any:
-        """One global token denominator, or the mean of sample means, each as TRL scales it for accumulation."""
+        """One global token denominator, or the mean of sample means, scaled for accumulation."""
 
         def per_token(values: Tensor) -> Tensor:
             items = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes

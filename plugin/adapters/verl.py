@@ -7,9 +7,9 @@ In a module that verl loads in its workers (`actor_rollout_ref.model.external_li
 
     adapter.register("tis_icepop", LossConfig(policy_loss="icepop"), old_is_rollout=True)
 
-and `actor_rollout_ref.actor.policy_loss.loss_mode=tis_icepop`. verl hands a policy loss one set of old log-probs.
-They are the trainer's by default and the engine's in bypass mode (`algorithm.rollout_correction.bypass_mode=true`);
-say which with `old_is_rollout`.
+and `actor_rollout_ref.actor.policy_loss.loss_mode=tis_icepop`. verl passes one set of old log-probs
+to a policy loss. They are the trainer's by default and the engine's in bypass mode
+(`algorithm.rollout_correction.bypass_mode=true`); say which with `old_is_rollout`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def policy_loss(
     needing = config.needs_rollout_log_probs()
     if needing and not old_is_rollout:
         raise ConfigError(
-            f"{', '.join(needing)} needs the engine's log-probs, and verl passes them to a policy loss only in "
-            "bypass mode; set algorithm.rollout_correction.bypass_mode=true and pass old_is_rollout=True"
+            f"{', '.join(needing)} needs the engine's log-probs, and verl passes them to a policy "
+            "loss only in bypass mode; set algorithm.rollout_correction.bypass_mode=true and pass "
+            "old_is_rollout=True"
         )
-
-    loss_config = config  # `config` is also the name of an argument that the framework passes
+    # `config` is also the name of an argument that verl passes.
+    loss_config = config
 
     def loss(
         old_log_prob: Tensor,
@@ -86,8 +87,8 @@ def rollout_correction(
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Weights [B, R], response mask [B, R] and metrics of the correction hooks that `config` names.
 
-    With `--loss-denominator original` a rejected token keeps its place in the mask and gets the weight 0; with
-    `kept` it leaves the mask, as verl's own rejection does.
+    With `--loss-denominator original` a rejected token keeps its place in the mask and gets the
+    weight 0; with `kept` it leaves the mask, as verl's own rejection does.
     """
     config = config if config.use_tis else replace(config, use_tis=True)
     with use_parallel_context(ParallelContext()), torch.no_grad():
@@ -114,10 +115,11 @@ def rollout_correction(
 
 
 def install_rollout_correction(config: LossConfig) -> None:
-    """Make verl's trainers correct with `config` where they would call their own rollout correction.
+    """Replace the rollout correction of verl's trainers by the one of `config`.
 
-    verl has no registry for this step: its trainers look the function up by name in a module, so that is where
-    it is replaced. `algorithm.rollout_correction.rollout_is` must be set for verl to take the step at all.
+    verl has no registry for this step: its trainers look the function up by name in a module, so
+    that is where it is replaced. `algorithm.rollout_correction.rollout_is` must be set for verl to
+    take the step at all.
     """
     from verl import DataProto
     from verl.trainer.ppo import rollout_corr_helper
@@ -133,6 +135,6 @@ def install_rollout_correction(config: LossConfig) -> None:
 
     name = "compute_rollout_correction_and_add_to_batch"
     setattr(rollout_corr_helper, name, correct)
-    for user in ("verl.trainer.ppo.v1.trainer_base",):
-        if user in sys.modules:
-            setattr(sys.modules[user], name, correct)
+    user = sys.modules.get("verl.trainer.ppo.v1.trainer_base")
+    if user is not None:
+        setattr(user, name, correct)

@@ -1,1 +1,1 @@
-"""Offline comparison: log-prob dumps, what-if over corrections, sweeps, the catalog of corrections."""
+"""Offline: log-prob dumps, every loss and correction replayed on them, sweeps, the catalog."""

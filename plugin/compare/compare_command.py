@@ -1,14 +1,17 @@
-"""`megatron-tis compare DUMP...`: what every loss and correction would have done with these log-probs."""
+"""`megatron-tis compare DUMP...`: what every loss and correction would have done with a dump."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from plugin.config import LossConfig
+from plugin.errors import BatchError, ConfigError
+from plugin.observe.html_page import refuse_overwriting, write_page
 
 if TYPE_CHECKING:
     from plugin.compare.comparison import Comparison
@@ -17,7 +20,7 @@ _CHOSEN = ("policy_loss", "use_tis", "custom_tis_function_path")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the sub-command: its own, and every flag of the loss for the thresholds."""
+    """Add the sub-command's own arguments, and every flag of the loss for the thresholds."""
     parser.add_argument(
         "dumps",
         nargs="+",
@@ -42,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all-pairs", action="store_true", help="every correction on every loss that takes it"
     )
+    parser.add_argument(
+        "--custom-detector-path",
+        metavar="PATH",
+        help="import paths of your own mismatch detectors, comma-separated",
+    )
     parser.add_argument("--html", metavar="FILE", help="write the table and the curves as a page")
     parser.add_argument(
         "--json", metavar="FILE", help="write everything as JSON; - = standard output"
@@ -51,19 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print, write; 0 if anything could be read."""
-    from plugin.errors import MegatronTisError
-
+    """Compare, print, write; an error if nothing could be read."""
     try:
-        return _compare(args)
-    except MegatronTisError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _present(args, _compare(args))
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-    return 2
+        if error.filename is None:
+            raise
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+    return 0
 
 
-def _compare(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace) -> Comparison:
     import torch
     from tqdm import tqdm
 
@@ -71,14 +77,12 @@ def _compare(args: argparse.Namespace) -> int:
     from plugin.compare.dump_reading import open_dump
     from plugin.compare.replay import Method, all_methods
     from plugin.compare.sweeps import parse_sweeps
-    from plugin.observe.html_page import refuse_overwriting
 
     for output in (args.html, args.json):
         if output and output != "-":
             refuse_overwriting(Path(output), args.force)
-    given = {
-        name: value for name, value in vars(args).items() if name in LossConfig.__dataclass_fields__
-    }
+    known = {field.name for field in fields(LossConfig)}
+    given = {name: value for name, value in vars(args).items() if name in known}
     settings = {name: value for name, value in given.items() if name not in _CHOSEN}
     methods = all_methods(every_pair=args.all_pairs, **settings)
     if any(name in given for name in _CHOSEN):
@@ -90,33 +94,36 @@ def _compare(args: argparse.Namespace) -> int:
     with tqdm(
         total=dump.total_bytes(), unit="B", unit_scale=True, desc="reading", disable=None
     ) as bar:
-        comparison = compare(dump, methods, sweeps, target_ess=args.target_ess, progress=bar.update)
-    return _present(args, comparison)
+        return compare(
+            dump,
+            methods,
+            sweeps,
+            target_ess=args.target_ess,
+            custom_detector_path=args.custom_detector_path,
+            progress=bar.update,
+        )
 
 
-def _present(args: argparse.Namespace, comparison: Comparison) -> int:
+def _present(args: argparse.Namespace, comparison: Comparison) -> None:
     from plugin.compare.compare_page import comparison_html
     from plugin.compare.comparison import recommendation_text, text_table
-    from plugin.observe.html_page import write_page
 
     for problem in comparison.problems:
         print(f"warning: {problem}", file=sys.stderr)
     if not comparison.tokens:
-        print("error: no readable token in these dumps", file=sys.stderr)
-        return 2
-    result: dict[str, Any] = comparison.as_dict()
+        raise BatchError("no readable token in these dumps")
+    result = comparison.as_dict()
+    text = json.dumps(result, indent=1)
     if args.json == "-":
-        print(json.dumps(result, indent=1))
+        print(text)
     else:
-        print(
-            f"{comparison.tokens:,} tokens in {comparison.samples:,} samples\n\n{text_table(comparison)}"
-        )
+        print(f"{comparison.tokens:,} tokens in {comparison.samples:,} samples")
+        print(f"\n{text_table(comparison)}")
         for sweep in result["sweeps"]:
             print("\n" + recommendation_text(sweep["recommendation"], args.target_ess))
         for repeated in comparison.findings:
             print(f"\n{repeated.finding} (steps {repeated.first_step} to {repeated.last_step})")
     if args.json and args.json != "-":
-        write_page(Path(args.json), json.dumps(result, indent=1), force=args.force)
+        write_page(Path(args.json), text, force=args.force)
     if args.html:
         write_page(Path(args.html), comparison_html(result), force=args.force)
-    return 0

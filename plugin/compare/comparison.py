@@ -65,12 +65,13 @@ def compare(
     sweeps: Sequence[Sweep] = (),
     *,
     target_ess: float = 0.9,
+    custom_detector_path: str | None = None,
     progress: Callable[[int], Any] = lambda size: None,
 ) -> Comparison:
-    """Read the dump once; `progress` is told the input bytes of every block."""
+    """Read the dump once; `progress` is called with the input bytes of every block."""
     statistics = [MethodStatistics(method) for method in methods]
     everything = statistics + [entry for sweep in sweeps for entry in sweep.statistics]
-    detection = OfflineDetection()
+    detection = OfflineDetection(custom_detector_path)
     samples = tokens = 0
     for block, size in dump.blocks():
         replay_block(block, everything)
@@ -78,7 +79,13 @@ def compare(
         samples, tokens = samples + len(block.lengths), tokens + int(block.mask.sum())
         progress(size)
     return Comparison(
-        samples, tokens, statistics, list(sweeps), detection.findings, dump.problems, target_ess
+        samples,
+        tokens,
+        statistics,
+        list(sweeps),
+        list(detection.findings.values()),
+        dump.problems,
+        target_ess,
     )
 
 

@@ -1,8 +1,9 @@
-"""Every policy loss and correction with its formula, flags and reference, read from their docstrings.
+"""Every policy loss and correction with its formula, flags and reference, from its docstring.
 
-The docstring of the function is the only place where they are written down, so the catalog cannot say
-anything else than the code's own documentation. Its layout: a sentence; the formula; `Flags: ...` ending with
-a full stop, after which notes may follow; `Reference: ...`.
+The losses are those of `plugin.loss.POLICY_LOSSES`, the corrections the `*_function` exports of
+`plugin.ppo_utils`: one that is added there is also here, in `compare`, its sweeps and the docs. The
+layout of a docstring: a sentence; the formula; `Flags: ...` ending with a full stop, after which
+notes may follow; `Reference: ...`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from plugin import ppo_utils
+from plugin.loss import POLICY_LOSSES
 
 Kind = Literal["policy loss", "correction"]
 
@@ -29,31 +33,26 @@ class CatalogEntry:
     notes: str
     reference: str
 
+    @property
+    def short_name(self) -> str:
+        """`vanilla_tis_function` as `vanilla_tis`."""
+        return self.name.removesuffix("_function")
+
 
 def catalog() -> list[CatalogEntry]:
     """All policy losses, then all corrections."""
-    from plugin.loss import POLICY_LOSSES
-
-    losses = [
+    entries = [
         entry_of(function, name, "policy loss", f"--policy-loss {name}")
         for name, function in POLICY_LOSSES.items()
     ]
-    corrections = [
-        entry_of(
-            function,
-            name,
-            "correction",
-            f"--use-tis --custom-tis-function-path plugin.ppo_utils.{name}",
-        )
-        for name, function in correction_functions().items()
-    ]
-    return losses + corrections
+    for name, function in correction_functions().items():
+        flags = f"--use-tis --custom-tis-function-path plugin.ppo_utils.{name}"
+        entries.append(entry_of(function, name, "correction", flags))
+    return entries
 
 
 def correction_functions() -> dict[str, Callable[..., Any]]:
     """The hooks that `plugin.ppo_utils` exports, by name, the default one first."""
-    from plugin import ppo_utils
-
     names = [name for name in ppo_utils.__all__ if name.endswith("_function")]
     names.sort(key=lambda name: (name != "vanilla_tis_function", name))
     return {name: getattr(ppo_utils, name) for name in names}
@@ -70,7 +69,8 @@ def entry_of(function: Callable[..., Any], name: str, kind: Kind, selected_by: s
     )
     if match is None:
         raise ValueError(
-            f"the docstring of {name} has no sentence, formula, 'Flags:' and 'Reference:' in this order"
+            f"the docstring of {name} has no sentence, formula, 'Flags:' and 'Reference:' in this "
+            "order"
         )
     parts = {key: " ".join((value or "").split()) for key, value in match.groupdict().items()}
     return CatalogEntry(name, kind, selected_by, **parts)

@@ -1,15 +1,15 @@
 """Draws what each correction and policy loss does to one token, by running them.
 
-Three rows of small panels: the weight a correction gives a token of a certain ratio; the gradient a policy
-loss gives it, by ratio; and the same gradient by the difference of probabilities.
+Three rows of small panels: the weight a correction gives a token of a certain ratio; the gradient a
+policy loss gives it, by ratio; and the same gradient by the difference of probabilities.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,18 +29,11 @@ _RANGES = {"veto_function": (1e-6, 20.0), "geometric_mask_function": (0.95, 1.05
 _UP, _DOWN, _INK, _MUTED = "#1f6fb4", "#d9622b", "#23282d", "#8a929a"
 
 
-class Curve(NamedTuple):
-    """Points of one line; the token's weight or gradient against its ratio or probability difference."""
-
-    x: Tensor
-    y: Tensor
-
-
 def correction_weight(name: str, ratios: Tensor) -> Tensor:
     """[K]: the weight that the hook `name` gives a token of each ratio [K] to the rollout policy.
 
-    Every token is a sample of its own. The trainer's and the current policy have the ratio, except for
-    `opsm_function`, which looks at how far the current policy has left the trainer's, at A = -1.
+    Every token is a sample of its own. The trainer's and the current policy have the ratio, except
+    for `opsm_function`, which looks at how far the current policy has left the trainer's, at A = -1.
     """
     rollout = torch.full_like(ratios, RARE).log()
     moved = rollout + ratios.log()
@@ -77,31 +70,27 @@ def loss_gradient(name: str, cur: Tensor, rollout: Tensor, advantage: float) -> 
     return -gradient
 
 
-def weight_curve(name: str) -> Curve:
-    """The weight of a correction over the ratios where something happens."""
-    low, high = _RANGES.get(name, _DEFAULT_RANGE)
-    ratios = torch.logspace(math.log10(low), math.log10(high), _POINTS)
-    return Curve(ratios, correction_weight(name, ratios))
-
-
-def gradient_by_ratio(name: str, advantage: float) -> Curve:
-    """The gradient of a loss against pi_cur / pi_rollout, for a rare token."""
+def gradient_by_ratio(name: str, advantage: float) -> tuple[Tensor, Tensor]:
+    """pi_cur / pi_rollout of a rare token, and the gradient of a loss there."""
     ratios = torch.logspace(-1.3, 1.3, _POINTS)
     rollout = torch.full_like(ratios, RARE).log()
-    return Curve(ratios, loss_gradient(name, rollout + ratios.log(), rollout, advantage))
+    return ratios, loss_gradient(name, rollout + ratios.log(), rollout, advantage)
 
 
-def gradient_by_difference(name: str, advantage: float) -> Curve:
-    """The gradient of a loss against pi_cur - pi_rollout, for a common token."""
+def gradient_by_difference(name: str, advantage: float) -> tuple[Tensor, Tensor]:
+    """pi_cur - pi_rollout of a common token, and the gradient of a loss there."""
     probabilities = torch.linspace(0.005, 0.995, _POINTS)
     rollout = torch.full_like(probabilities, COMMON).log()
     gradient = loss_gradient(name, probabilities.log(), rollout, advantage)
-    return Curve(probabilities - COMMON, gradient)
+    return probabilities - COMMON, gradient
 
 
 def plot_corrections(file: Path) -> None:
     """Write the picture to `file`; its ending decides about the format."""
-    _check_file(file)
+    if file.suffix not in (".png", ".pdf", ".svg"):
+        raise ConfigError(f"--plot {file}: its ending must be .png, .pdf or .svg")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--plot {file}: there is no folder {file.parent}; create it first")
     try:
         import matplotlib
     except ImportError as error:
@@ -111,21 +100,19 @@ def plot_corrections(file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    columns = max(len(correction_functions()), len(POLICY_LOSSES))
     with pyplot.rc_context(_STYLE):
-        figure = _drawn()
+        figure = pyplot.figure(figsize=(2.15 * columns, 9.4))
+        rows: Any = figure.subfigures(3, 1, hspace=0.0)
+        _weight_row(rows[0], columns)
+        _gradient_row(rows[1], columns, by_ratio=True)
+        _gradient_row(rows[2], columns, by_ratio=False)
         try:
             figure.savefig(file, dpi=150)
         except OSError as error:
             raise ConfigError(f"--plot {file}: cannot be written ({error.strerror})") from error
         finally:
             pyplot.close(figure)
-
-
-def _check_file(file: Path) -> None:
-    if file.suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"--plot {file}: its ending must be .png, .pdf or .svg")
-    if not file.parent.is_dir():
-        raise ConfigError(f"--plot {file}: there is no folder {file.parent}; create it first")
 
 
 _STYLE: Any = {
@@ -149,86 +136,65 @@ _STYLE: Any = {
 }
 
 
-def _drawn() -> Any:
-    from matplotlib import pyplot
-
-    hooks, losses = list(correction_functions()), list(POLICY_LOSSES)
-    columns = max(len(hooks), len(losses))
-    figure = pyplot.figure(figsize=(2.15 * columns, 9.4))
-    rows: Any = figure.subfigures(3, 1, hspace=0.0)
-    _weight_row(rows[0], hooks, columns)
-    _gradient_row(
-        rows[1],
-        losses,
-        columns,
-        "Policy losses: gradient −∂loss/∂log π_cur against the ratio π_cur / π_rollout",
-        f"a token of π_rollout = {RARE}, π_train = π_rollout, default flags",
-        by_ratio=True,
-    )
-    _gradient_row(
-        rows[2],
-        losses,
-        columns,
-        "Policy losses: the same gradient against the difference π_cur − π_rollout",
-        f"a token of π_rollout = {COMMON}, π_train = π_rollout, default flags",
-        by_ratio=False,
-    )
-    return figure
-
-
-def _panels(row: Any, names: Sequence[str], columns: int, title: str, subtitle: str) -> list[Any]:
-    """Empty panels with their names, under a heading."""
+def _panels(row: Any, names: Iterable[str], columns: int, title: str, subtitle: str) -> dict:
+    """Name -> its empty panel, under a heading."""
     row.text(0.012, 0.955, title, fontsize=11.5, weight="bold", va="top")
     row.text(0.012, 0.88, subtitle, fontsize=8.5, color=_MUTED, va="top")
     grid = row.subplots(1, columns)
     row.subplots_adjust(left=0.03, right=0.99, bottom=0.17, top=0.70, wspace=0.32)
-    for axes, name in zip(grid, names, strict=False):
+    panels = dict(zip(names, grid, strict=False))
+    for name, axes in panels.items():
         axes.set_title(name.removesuffix("_function"), fontsize=9, weight="bold", loc="left")
-    for axes in grid[len(names) :]:
+    for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    return list(grid[: len(names)])
+    return panels
 
 
-def _weight_row(row: Any, hooks: Sequence[str], columns: int) -> None:
+def _weight_row(row: Any, columns: int) -> None:
     title = "Corrections: weight on the policy loss against the ratio to π_rollout"
     subtitle = (
-        "one-token samples, default flags; dotted: the ratio itself; shaded: weight 0, rejected; opsm: A = −1, "
-        "π_train = π_rollout"
+        "one-token samples, default flags; dotted: the ratio itself; shaded: weight 0, rejected; "
+        "opsm: A = −1, π_train = π_rollout"
     )
-    for axes, name in zip(_panels(row, hooks, columns, title, subtitle), hooks, strict=True):
-        x, y = weight_curve(name)
+    for name, axes in _panels(row, correction_functions(), columns, title, subtitle).items():
+        low, high = _RANGES.get(name, _DEFAULT_RANGE)
+        x = torch.logspace(math.log10(low), math.log10(high), _POINTS)
+        y = correction_weight(name, x)
         axes.plot(x, x, color=_MUTED, linewidth=1, linestyle=":")
-        _shade_zero(axes, x, y)
-        _steps(axes, x, y, _UP)
-        axes.set_xscale("log")
+        shade = {"color": "#f6d9cc", "alpha": 0.6, "linewidth": 0}
+        axes.fill_between(x, 0, 1, where=(y == 0), transform=axes.get_xaxis_transform(), **shade)
+        _plot_steps(axes, x, y, _UP)
         axes.set_ylim(-0.12, 2.4)
-        axes.set_xlim(x[0].item(), x[-1].item())
-        _ratio_ticks(axes, x[0].item(), x[-1].item())
+        _ratio_axis(axes, low, high)
         axes.axhline(1, color="#c9ced3", linewidth=0.8, zorder=0)
 
 
-def _gradient_row(
-    row: Any, losses: Sequence[str], columns: int, title: str, subtitle: str, *, by_ratio: bool
-) -> None:
-    for axes, name in zip(_panels(row, losses, columns, title, subtitle), losses, strict=True):
+def _gradient_row(row: Any, columns: int, *, by_ratio: bool) -> None:
+    title = (
+        "Policy losses: gradient −∂loss/∂log π_cur against the ratio π_cur / π_rollout"
+        if by_ratio
+        else "Policy losses: the same gradient against the difference π_cur − π_rollout"
+    )
+    probability, curve = (RARE, gradient_by_ratio) if by_ratio else (COMMON, gradient_by_difference)
+    subtitle = f"a token of π_rollout = {probability}, π_train = π_rollout, default flags"
+    for name, axes in _panels(row, POLICY_LOSSES, columns, title, subtitle).items():
         # Dashed on top of solid: where both are 0, both are seen.
         for advantage, color, dashes in ((1.0, _UP, "solid"), (-1.0, _DOWN, (0, (3, 2)))):
-            curve = gradient_by_ratio if by_ratio else gradient_by_difference
             x, y = curve(name, advantage)
-            _steps(axes, x, y, color, dashes)
+            _plot_steps(axes, x, y, color, dashes)
         axes.axhline(0, color="#c9ced3", linewidth=0.8, zorder=0)
         axes.set_ylim(-3.2, 3.2)
         axes.set_xlim(x[0].item(), x[-1].item())
         if by_ratio:
-            axes.set_xscale("log")
-            _ratio_ticks(axes, x[0].item(), x[-1].item())
+            _ratio_axis(axes, x[0].item(), x[-1].item())
         else:
             axes.set_xticks([-0.4, -0.2, 0, 0.2, 0.4], ["−.4", "−.2", "0", ".2", ".4"])
-    row.text(0.93, 0.95, "━ A = +1", color=_UP, fontsize=9.5, weight="bold", va="top", ha="right")
-    row.text(0.99, 0.95, "╍ A = −1", color=_DOWN, fontsize=9.5, weight="bold", va="top", ha="right")
+    key = {"fontsize": 9.5, "weight": "bold", "va": "top", "ha": "right"}
+    row.text(0.93, 0.95, "━ A = +1", color=_UP, **key)
+    row.text(0.99, 0.95, "╍ A = −1", color=_DOWN, **key)
 
 
-def _steps(axes: Any, x: Tensor, y: Tensor, color: str, dashes: Any = "solid") -> None:
+def _plot_steps(axes: Any, x: Tensor, y: Tensor, color: str, dashes: Any = "solid") -> None:
     """A line that is broken where it jumps: a rejection has no values in between."""
     jump = (y[1:] - y[:-1]).abs() > 0.15
     values = y.clone().float()
@@ -236,16 +202,13 @@ def _steps(axes: Any, x: Tensor, y: Tensor, color: str, dashes: Any = "solid") -
     axes.plot(x, values, color=color, linestyle=dashes)
 
 
-def _shade_zero(axes: Any, x: Tensor, y: Tensor) -> None:
-    axes.fill_between(x, 0, 1, where=(y == 0), transform=axes.get_xaxis_transform(), color="#f6d9cc",
-                      alpha=0.6, linewidth=0)  # fmt: skip
-
-
-def _ratio_ticks(axes: Any, low: float, high: float) -> None:
-    ticks = {"0.95": 0.95, "1": 1.0, "1.05": 1.05}
+def _ratio_axis(axes: Any, low: float, high: float) -> None:
+    ticks: tuple[str, ...] = ("0.95", "1", "1.05")
     if high / low > 2:
-        ticks = {"0.1": 0.1, "0.5": 0.5, "1": 1.0, "2": 2.0, "5": 5.0, "20": 20.0}
+        ticks = ("0.1", "0.5", "1", "2", "5", "20")
     if high / low > 1e4:
-        ticks = {"1e-6": 1e-6, "1e-4": 1e-4, "0.01": 0.01, "1": 1.0}
-    axes.set_xticks(list(ticks.values()), list(ticks))
+        ticks = ("1e-6", "1e-4", "0.01", "1")
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    axes.set_xticks([float(tick) for tick in ticks], ticks)
     axes.minorticks_off()

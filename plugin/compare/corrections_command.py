@@ -1,4 +1,4 @@
-"""`megatron-tis corrections`: what each policy loss and correction does, as a table or as a picture."""
+"""`megatron-tis corrections`: what each policy loss and correction does, as a table or a picture."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ _NARROWEST_TABLE = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the sub-command."""
+    """Add the arguments of the sub-command."""
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="show these only, with summary and notes"
     )
@@ -41,38 +42,33 @@ def run(args: argparse.Namespace) -> int:
 
         plot_corrections(Path(args.plot))
         print(f"{args.plot}: weights and gradients of every correction and policy loss")
-        return 0
-    entries = catalog()
-    if args.names:
-        print("\n\n".join(details(entry) for entry in _named(entries, args.names)))
-        return 0
-    width = shutil.get_terminal_size((140, 24)).columns if sys.stdout.isatty() else 140
-    print(listing(entries, width))
+    elif args.names:
+        print("\n\n".join(details(entry) for entry in _named(catalog(), args.names)))
+    else:
+        width = shutil.get_terminal_size((140, 24)).columns if sys.stdout.isatty() else 140
+        print(listing(catalog(), width))
     return 0
 
 
 def listing(entries: Sequence[CatalogEntry], width: int) -> str:
     """All entries under two headings; a table if `width` allows, else one block per entry."""
+    headings = {
+        "policy loss": "Policy losses: --policy-loss NAME",
+        "correction": "Corrections: --use-tis --custom-tis-function-path plugin.ppo_utils.NAME, "
+        "comma-separated",
+    }
     parts = []
-    for kind, how in (
-        ("policy loss", "--policy-loss NAME"),
-        (
-            "correction",
-            "--use-tis --custom-tis-function-path plugin.ppo_utils.NAME, comma-separated",
-        ),
-    ):
+    for kind, heading in headings.items():
         rows = [entry for entry in entries if entry.kind == kind]
-        plural = "Policy losses" if kind == "policy loss" else "Corrections"
-        body = (
-            table(rows, width)
-            if width >= _NARROWEST_TABLE
-            else "\n\n".join(details(entry, width) for entry in rows)
-        )
-        parts.append(f"{plural}: {how}\n\n{body}")
+        if width >= _NARROWEST_TABLE:
+            body = table(rows, width)
+        else:
+            body = "\n\n".join(details(entry, width) for entry in rows)
+        parts.append(f"{heading}\n\n{body}")
     legend = (
-        "cur, train, rollout: log-probs of the token under the current policy, the trainer's at the start of "
-        "the step, and the engine's. A: advantage. sg: no gradient. Corrections multiply the policy loss "
-        "(weight) or reject tokens (keep)."
+        "cur, train, rollout: log-probs of the token under the current policy, the trainer's at "
+        "the start of the step, and the engine's. A: advantage. sg: no gradient. Corrections "
+        "multiply the policy loss (weight) or reject tokens (keep)."
     )
     return "\n\n".join([*parts, textwrap.fill(legend, width)])
 
@@ -81,69 +77,53 @@ def table(entries: Sequence[CatalogEntry], width: int) -> str:
     """Entries as rows with wrapped cells."""
     first = max(len(entry.name) for entry in entries)
     rest = width - first - 6
-    widths = (first, rest * 44 // 100, rest * 28 // 100, rest - rest * 44 // 100 - rest * 28 // 100)
-    rule = "  ".join("-" * w for w in widths)
-    rows = [_row(_COLUMNS, widths), rule]
+    formula, flags = rest * 44 // 100, rest * 28 // 100
+    widths = (first, formula, flags, rest - formula - flags)
+    rows = [_row(_COLUMNS, widths) + "\n" + "  ".join("-" * w for w in widths)]
     for entry in entries:
-        rows.append(_row((entry.name, entry.formula, entry.flags, entry.reference), widths))
-        rows.append("")
-    return "\n".join(rows[:-1])
+        rows.append(_row((entry.name, entry.formula, entry.flags, entry.reference), widths) + "\n")
+    return "\n".join(rows).rstrip("\n")
 
 
 def details(entry: CatalogEntry, width: int = 100) -> str:
     """One entry with everything that is known about it."""
-    lines = [entry.name, *_indented("", entry.summary, width)]
-    for label, text in (
-        ("formula", entry.formula),
-        ("flags", entry.flags),
-        ("notes", entry.notes),
-        ("use", entry.selected_by),
-        ("reference", entry.reference),
-    ):
-        if text:
-            lines += _indented(f"{label}: ", text, width)
+    texts = {
+        "": entry.summary,
+        "formula: ": entry.formula,
+        "flags: ": entry.flags,
+        "notes: ": entry.notes,
+        "use: ": entry.selected_by,
+        "reference: ": entry.reference,
+    }
+    lines = [entry.name]
+    for label, text in texts.items():
+        lines += textwrap.wrap(
+            text,
+            width,
+            initial_indent="  " + label,
+            subsequent_indent="  " + " " * len(label),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     return "\n".join(lines)
-
-
-def _indented(label: str, text: str, width: int) -> list[str]:
-    hanging = "  " + " " * len(label)
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent="  " + label,
-        subsequent_indent=hanging,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
     wrapped = [
-        textwrap.wrap(cell, width, break_on_hyphens=False) or [""]
+        textwrap.wrap(cell, width, break_on_hyphens=False)
         for cell, width in zip(cells, widths, strict=True)
     ]
-    height = max(len(lines) for lines in wrapped)
-    return "\n".join(
-        "  ".join(
-            (lines[i] if i < len(lines) else "").ljust(width)
-            for lines, width in zip(wrapped, widths, strict=True)
-        ).rstrip()
-        for i in range(height)
-    )
+    lines = zip_longest(*wrapped, fillvalue="")
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def _named(entries: Sequence[CatalogEntry], names: Sequence[str]) -> list[CatalogEntry]:
     """The entries called `names`, with or without `_function`."""
     found = []
     for name in names:
-        matching = [entry for entry in entries if name in (entry.name, short_name(entry.name))]
+        matching = [entry for entry in entries if name in (entry.name, entry.short_name)]
         if not matching:
             known = ", ".join(entry.name for entry in entries)
             raise ConfigError(f"there is no loss or correction {name!r}; there are {known}")
         found += matching
     return found
-
-
-def short_name(name: str) -> str:
-    """`vanilla_tis_function` as `vanilla_tis`."""
-    return name.removesuffix("_function")

@@ -1,12 +1,12 @@
 """Reads dumps, ours and those of others, in blocks of bounded size.
 
-Formats: a directory of our Parquet files or single ones; `.pt` (torch.load with weights_only), `.npz`
-(without pickle) and `.jsonl`. Columns are found by name:
+Formats: a directory of our Parquet files or single ones; `.pt` (torch.load with weights_only),
+`.npz` (without pickle) and `.jsonl`. Columns are found by name:
 
 | column | also accepted | per sample |
 |---|---|---|
-| rollout_log_probs | inference_logprobs, behavior_log_probs, sampling_logprobs | [response], required |
-| train_log_probs | log_probs, old_log_probs, trainer_logprobs | [response], required unless cur is there |
+| rollout_log_probs | inference_logprobs, behavior_log_probs, sampling_logprobs | [response] |
+| train_log_probs | log_probs, old_log_probs, trainer_logprobs | [response]; missing = cur |
 | cur_log_probs | current_log_probs, new_log_probs | [response]; missing = train |
 | loss_mask | loss_masks, response_mask, mask | [response]; missing = all ones |
 | advantages | advantage | [response] or one number; missing = ones |
@@ -14,9 +14,9 @@ Formats: a directory of our Parquet files or single ones; `.pt` (torch.load with
 | response_length | response_lengths | one number; needed by flat arrays |
 | step, trainer_version, weight_version | weight_versions, policy_version | one number |
 
-`.jsonl`: one object per sample. `.pt`: a list of dicts (samples), or a dict of columns; a column is a list of
-1-D tensors, a padded [N, S] tensor (loss_mask says what is padding) or a flat [T] tensor with response_length.
-`.npz`: a column is a padded [N, S] or a flat [T] array.
+`.jsonl`: one object per sample. `.pt`: a list of dicts (samples), or a dict of columns; a column is
+a list of 1-D tensors, a padded [N, S] tensor (loss_mask says what is padding) or a flat [T] tensor
+with response_length. `.npz`: a column is a padded [N, S] or a flat [T] array.
 
 What cannot be read is named in `problems` with file and row and left out; the rest is used.
 """
@@ -32,20 +32,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plugin.compare.log_prob_dump import dump_files
-from plugin.errors import BatchError, ConfigError
-from plugin.observe.dump_columns import (
-    ALIASES,
+from plugin.compare.dump_columns import (
     BLOCK_TOKENS,
+    KNOWN_NAMES,
     PER_RESPONSE,
+    Columns,
     DumpBlock,
+    Ragged,
     blocks_of,
-    canonical_name,
-    first_named,
-    known_names,
-    ragged,
+    known_columns,
     short,
 )
+from plugin.compare.log_prob_dump import dump_files
+from plugin.errors import BatchError, ConfigError
+
+#: columns, the number of their first row in the file or of each, the bytes of input they stand for
+Piece = tuple[Columns, int | NDArray[Any], int]
 
 
 @dataclass
@@ -59,14 +61,17 @@ class Dump:
         return sum(path.stat().st_size for path in self.files)
 
     def blocks(self) -> Iterator[tuple[DumpBlock, int]]:
-        """(block, bytes of input it stands for); the bytes of all blocks add up to about `total_bytes`."""
+        """(block, bytes of input it stands for); the bytes add up to about `total_bytes`."""
         for path in self.files:
             try:
-                yield from _READERS[path.suffix](path, self.problems)
+                for columns, rows, size in _READERS[path.suffix](path, self.problems):
+                    for block in blocks_of(columns, path, rows, self.problems):
+                        yield block, size
+                        size = 0
             except (BatchError, OSError, ValueError, EOFError, MemoryError, RuntimeError) as error:
                 self.problems.append(f"{path}: not readable ({short(error)}); skipped")
             except Exception as error:
-                # Decoders of corrupt files raise all sorts of things (struct, zipfile, pickle, zlib errors).
+                # Decoders of corrupt files raise errors of struct, zipfile, pickle, zlib, ...
                 self.problems.append(
                     f"{path}: corrupt ({type(error).__name__}: {short(error)}); skipped"
                 )
@@ -95,36 +100,33 @@ def open_dump(paths: Sequence[str | Path]) -> Dump:
     return Dump(found)
 
 
-def _read_parquet(path: Path, problems: list[str]) -> Iterator[tuple[DumpBlock, int]]:
+def _read_parquet(path: Path, problems: list[str]) -> Iterator[Piece]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
         groups = file.metadata.num_row_groups
         metadata = file.schema_arrow.metadata or {}
-        share = path.stat().st_size // max(groups, 1)
-        wanted = [name for name in known_names() if name in file.schema_arrow.names]
+        wanted = [name for name in file.schema_arrow.names if name in KNOWN_NAMES]
         first_row = 0
         for group in range(groups):
             rows = file.metadata.row_group(group).num_rows
             try:
                 table = file.read_row_group(group, columns=wanted, use_threads=False)
-                columns = {
-                    canonical_name(name): _arrow_column(table[name]) for name in table.column_names
-                }
+                columns = known_columns({name: _arrow_column(table[name]) for name in wanted})
                 if metadata.get(b"cur_log_probs") == b"train_log_probs":
                     columns["cur_log_probs"] = columns["train_log_probs"]
-                blocks = blocks_of(columns, path, first_row, problems)
-                yield from _with_sizes(blocks, share)
+                yield columns, first_row, path.stat().st_size // groups
             except (pa.ArrowException, OSError, ValueError) as error:
                 problems.append(
-                    f"{path}: rows {first_row} to {first_row + rows - 1} are not readable ({short(error)}); skipped"
+                    f"{path}: rows {first_row} to {first_row + rows - 1} are not readable "
+                    f"({short(error)}); skipped"
                 )
             first_row += rows
 
 
 def _arrow_column(column: Any) -> Any:
-    """A numpy array of scalars, or (flat values, lengths) of a list column, without copying the values."""
+    """[N] scalars, or a `Ragged` that shares the values of a list column."""
     import pyarrow as pa
 
     array = column.combine_chunks()
@@ -132,64 +134,59 @@ def _arrow_column(column: Any) -> Any:
         array = array.chunk(0) if array.num_chunks else pa.array([], column.type)
     if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
         lengths = np.diff(array.offsets.to_numpy(zero_copy_only=False)).astype(np.int64)
-        return array.flatten().to_numpy(zero_copy_only=False), lengths
+        return Ragged(array.flatten().to_numpy(zero_copy_only=False), lengths)
     return array.to_numpy(zero_copy_only=False)
 
 
-def _read_jsonl(path: Path, problems: list[str]) -> Iterator[tuple[DumpBlock, int]]:
-    samples: list[dict[str, Any]] = []
+def _read_jsonl(path: Path, problems: list[str]) -> Iterator[Piece]:
+    samples: dict[int, Any] = {}
     tokens, size = 0, 0
     with open(path, encoding="utf-8", errors="replace") as file:
         for row, line in enumerate(file):
             size += len(line)
             try:
                 sample = json.loads(line)
-                if not isinstance(sample, dict):
-                    raise ValueError("not an object")
             except ValueError:
-                if line.strip():
-                    problems.append(f"{path}: row {row} is not a complete JSON object; skipped")
-                continue
-            samples.append(sample | {"_row": row})
-            tokens += _sample_tokens(sample)
+                sample = None
+            if isinstance(sample, dict):
+                samples[row] = known_columns(sample)
+                values = samples[row].get("rollout_log_probs")
+                tokens += len(values) if isinstance(values, list) else 0
+            elif line.strip():
+                problems.append(f"{path}: row {row} is not a complete JSON object; skipped")
             if tokens >= BLOCK_TOKENS:
-                yield from _with_sizes(_sample_blocks(samples, path, problems), size)
-                samples, tokens, size = [], 0, 0
-    if samples:
-        yield from _with_sizes(_sample_blocks(samples, path, problems), size)
+                yield from _stack_samples(samples, size, path, problems)
+                samples, tokens, size = {}, 0, 0
+    yield from _stack_samples(samples, size, path, problems)
 
 
-def _sample_tokens(sample: Mapping[str, Any]) -> int:
-    values = first_named(sample, "rollout_log_probs")
-    return len(values) if isinstance(values, list) else 0
-
-
-def _read_torch(path: Path, problems: list[str]) -> Iterator[tuple[DumpBlock, int]]:
+def _read_torch(path: Path, problems: list[str]) -> Iterator[Piece]:
     import torch
 
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise BatchError(
-            f"torch.load(weights_only=True) refuses it: {short(error)}; save plain tensors, lists and numbers"
+            f"torch.load(weights_only=True) refuses it: {short(error)}; save plain tensors, lists "
+            "and numbers"
         ) from error
+    size = path.stat().st_size
     if isinstance(content, (list, tuple)):
-        samples = [
-            dict(item) | {"_row": row} if isinstance(item, Mapping) else {"_row": row}
+        samples = {
+            row: known_columns(item) if isinstance(item, Mapping) else {}
             for row, item in enumerate(content)
-        ]
-        blocks = _sample_blocks(samples, path, problems)
+        }
+        yield from _stack_samples(samples, size, path, problems)
     elif isinstance(content, Mapping):
-        blocks = _column_blocks(content, path, problems)
+        yield _array_columns(content), 0, size
     else:
         raise BatchError(f"it holds a {type(content).__name__}; expected samples or columns")
-    yield from _with_sizes(blocks, path.stat().st_size)
 
 
-def _read_npz(path: Path, problems: list[str]) -> Iterator[tuple[DumpBlock, int]]:
+def _read_npz(path: Path, problems: list[str]) -> Iterator[Piece]:
     with np.load(path, allow_pickle=False) as archive:
-        content = {name: archive[name] for name in archive.files if name in known_names()}
-    yield from _with_sizes(_column_blocks(content, path, problems), path.stat().st_size)
+        content = {name: archive[name] for name in archive.files if name in KNOWN_NAMES}
+    yield _array_columns(content), 0, path.stat().st_size
 
 
 _READERS = {
@@ -200,93 +197,70 @@ _READERS = {
 }
 
 
-def _column_blocks(
-    content: Mapping[str, Any], path: Path, problems: list[str]
-) -> Iterator[DumpBlock]:
-    """Blocks from columns in any of the three spellings: lists, padded [N, S], flat [T] with lengths."""
-    columns: dict[str, Any] = {}
-    lengths = first_named(content, "response_length")
-    for name in ALIASES:
-        values = first_named(content, name)
-        if values is None:
-            continue
-        if isinstance(values, (list, tuple)) and name in (*PER_RESPONSE, "tokens"):
-            columns[name] = ragged([np.asarray(value).reshape(-1) for value in values])
+def _array_columns(content: Mapping[str, Any]) -> Columns:
+    """Columns from any of the three spellings: lists, padded [N, S], flat [T] with lengths."""
+    found = known_columns(content)
+    lengths = found.get("response_length")
+    sizes = None if lengths is None else np.asarray(lengths, np.int64)
+    columns: Columns = {}
+    for name, values in found.items():
+        per_token = name in (*PER_RESPONSE, "tokens")
+        if isinstance(values, (list, tuple)) and per_token:
+            columns[name] = Ragged.of([np.asarray(value).reshape(-1) for value in values])
         elif np.ndim(values) == 2:
-            columns[name] = _from_padded(np.asarray(values), lengths)
-        elif name in (*PER_RESPONSE, "tokens") and lengths is not None:
-            if name != "tokens":
-                columns[name] = (np.asarray(values).reshape(-1), np.asarray(lengths, np.int64))
-        else:
+            padded = np.asarray(values)
+            width = padded.shape[1]
+            row_sizes = np.full(len(padded), width) if sizes is None else np.minimum(sizes, width)
+            columns[name] = Ragged(padded[np.arange(width) < row_sizes[:, None]], row_sizes)
+        elif not per_token or sizes is None:
             columns[name] = np.asarray(values).reshape(-1)
-    yield from blocks_of(columns, path, 0, problems)
+        elif name != "tokens":  # the lengths of prompts are unknown
+            columns[name] = Ragged(np.asarray(values).reshape(-1), sizes)
+    return columns
 
 
-def _from_padded(values: NDArray[Any], lengths: Any) -> Any:
-    """Rows of a padded [N, S] array up to their response length; without lengths, whole rows."""
-    if lengths is None:
-        return values.reshape(-1), np.full(len(values), values.shape[1], np.int64)
-    sizes = np.asarray(lengths, np.int64)
-    keep = np.arange(values.shape[1])[None] < sizes[:, None]
-    return values[keep], np.minimum(sizes, values.shape[1])
-
-
-def _sample_blocks(
-    samples: Sequence[Mapping[str, Any]], path: Path, problems: list[str]
-) -> Iterator[DumpBlock]:
-    """Blocks from one mapping per sample; a sample that does not convert is named and left out."""
-    good: list[dict[str, Any]] = []
-    for sample in samples:
+def _stack_samples(
+    samples: Mapping[int, Columns], size: int, path: Path, problems: list[str]
+) -> Iterator[Piece]:
+    """Columns from one mapping per row; a sample that does not convert is named and left out."""
+    good: dict[int, Columns] = {}
+    for row, sample in samples.items():
         try:
-            good.append(_converted_sample(sample))
+            good[row] = _sample_arrays(sample)
         except (BatchError, TypeError, ValueError) as error:
-            problems.append(f"{path}: row {sample['_row']}: {short(error)}; skipped")
-    if not good:
-        return
-    names = set.intersection(*(set(sample) for sample in good)) - {"_row"}
-    columns: dict[str, Any] = {}
-    for name in names:
-        if name in (*PER_RESPONSE, "tokens"):
-            columns[name] = ragged([sample[name] for sample in good])
-        else:
-            columns[name] = np.array([sample[name] for sample in good], np.int64)
-    rows = np.array([sample["_row"] for sample in good])
-    yield from blocks_of(columns, path, rows, problems)
+            problems.append(f"{path}: row {row}: {short(error)}; skipped")
+    if good:
+        columns: Columns = {}
+        for name in set.intersection(*map(set, good.values())):
+            values = [sample[name] for sample in good.values()]
+            is_list = isinstance(values[0], np.ndarray)
+            columns[name] = Ragged.of(values) if is_list else np.array(values, np.int64)
+        yield columns, np.array(list(good)), size
 
 
-def _converted_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
-    rollout = first_named(sample, "rollout_log_probs")
-    if rollout is None:
+def _sample_arrays(sample: Mapping[str, Any]) -> Columns:
+    """One sample's columns: arrays per token, integers per sample."""
+    if "rollout_log_probs" not in sample:
         raise BatchError("it has no rollout_log_probs")
-    count = len(rollout)
-    train = first_named(sample, "train_log_probs")
-    cur = first_named(sample, "cur_log_probs")
-    if train is None and cur is None:
+    count = len(sample["rollout_log_probs"])
+    train = sample.get("train_log_probs", sample.get("cur_log_probs"))
+    if train is None:
         raise BatchError("it has neither train_log_probs nor cur_log_probs")
-    mask, advantages = first_named(sample, "loss_mask"), first_named(sample, "advantages")
-    converted: dict[str, Any] = {
-        "_row": sample["_row"],
-        "rollout_log_probs": np.asarray(rollout, np.float32).reshape(-1),
-        "train_log_probs": np.asarray(cur if train is None else train, np.float32).reshape(-1),
-        "cur_log_probs": np.asarray(train if cur is None else cur, np.float32).reshape(-1),
-        "loss_mask": np.ones(count, np.bool_) if mask is None else np.asarray(mask).reshape(-1),
-        "advantages": np.ones(count, np.float32)
-        if advantages is None
-        else np.asarray(advantages, np.float32).reshape(-1),
+    values = {
+        "rollout_log_probs": sample["rollout_log_probs"],
+        "train_log_probs": train,
+        "cur_log_probs": sample.get("cur_log_probs", train),
+        "advantages": sample.get("advantages", 1.0),
     }
-    if converted["advantages"].size == 1 and count != 1:
-        converted["advantages"] = np.full(count, converted["advantages"][0], np.float32)
+    arrays: Columns = {
+        name: np.asarray(value, np.float32).reshape(-1) for name, value in values.items()
+    }
+    if arrays["advantages"].size == 1:
+        arrays["advantages"] = np.repeat(arrays["advantages"], count)
+    arrays["loss_mask"] = np.asarray(sample.get("loss_mask", np.ones(count))).reshape(-1)
+    if "tokens" in sample:
+        arrays["tokens"] = np.asarray(sample["tokens"], np.int64).reshape(-1)
     for name in ("step", "trainer_version", "weight_version"):
-        value = first_named(sample, name)
-        if value is not None:
-            converted[name] = int(value)
-    tokens = first_named(sample, "tokens")
-    if tokens is not None:
-        converted["tokens"] = np.asarray(tokens, np.int64).reshape(-1)
-    return converted
-
-
-def _with_sizes(blocks: Iterator[DumpBlock], size: int) -> Iterator[tuple[DumpBlock, int]]:
-    """Blocks with the input bytes they stand for: all of them on the first, so that nothing is counted twice."""
-    for number, block in enumerate(blocks):
-        yield block, size if number == 0 else 0
+        if name in sample:
+            arrays[name] = int(sample[name])
+    return arrays

@@ -1,17 +1,19 @@
-"""Writes the log-probs of every step to Parquet, one compact file per step, for `megatron-tis compare`.
+"""Writes the log-probs of every step to Parquet, one file per step, for `megatron-tis compare`.
 
-A row is a sample. List columns hold one value per response token (`tokens`: per token of prompt and response):
+A row is a sample. Lists hold one value per response token (`tokens`: also of the prompt):
 
-    step, sample, trainer_version, weight_version, group_index, total_length, response_length    integers
-    reward                                                                                      float32
-    tokens  list<int32>;  loss_mask  list<bool>
-    cur_log_probs, train_log_probs, rollout_log_probs, advantages                               list<float32>
-    rollout_routed_experts, train_routed_experts                                                list<uint16>, and
-    routed_layers, routed_topk to give them back their shape [total_length, layers, topk]
+    integers       step, sample, trainer_version, weight_version, group_index, total_length,
+                   response_length
+    float32        reward
+    list<int32>    tokens
+    list<bool>     loss_mask
+    list<float32>  cur_log_probs, train_log_probs, rollout_log_probs, advantages
+    list<uint16>   rollout_routed_experts, train_routed_experts; routed_layers and routed_topk give
+                   them back their shape [total_length, layers, topk]
 
-Columns that a job does not have are absent. Where cur equals train on every token (the first update on a
-rollout) cur is not stored twice; the file's metadata says so. A file is written under another name and renamed,
-so that one that exists is complete.
+Columns that a job does not have are absent. Where cur equals train on every token (the first update
+on a rollout) cur is not stored twice; the file's metadata says so. A file is written under another
+name and renamed, so that one that exists is complete.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from plugin.compare.dump_columns import ROUTES, Ragged
 from plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,11 +54,10 @@ LISTS = {
     "rollout_log_probs": "rollout_log_probs",
     "advantages": "advantages",
 }
-ROUTES = ("rollout_routed_experts", "train_routed_experts")
 
 
 class LogProbDump:
-    """Writer of a dump directory. Losing the disk ends the dump with one warning, never the training."""
+    """Writer of a dump directory. A lost disk ends the dump with one warning, never the training."""
 
     def __init__(
         self,
@@ -71,8 +73,8 @@ class LogProbDump:
         taken = [path for step, path in dump_files(self.directory) if step >= first_step]
         if taken and not force:
             raise ConfigError(
-                f"--dump-log-probs {self.directory} already holds {taken[0].name}; choose an empty directory or "
-                "add --force to replace its steps"
+                f"--dump-log-probs {self.directory} already holds {taken[0].name}; choose an empty "
+                "directory or add --force to replace its steps"
             )
 
     def write(
@@ -95,19 +97,17 @@ class LogProbDump:
             os.replace(partial, path)
             self._written.add(path)
         except OSError as error:
-            self._end(path, partial, error)
+            self.active = False
+            # The disk is what failed; the warning says so.
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            warnings.warn(
+                f"the log-prob dump ends: {path} cannot be written ({error.strerror or error}); "
+                "training goes on. What was dumped before is complete",
+                stacklevel=2,
+            )
             return None
         return path
-
-    def _end(self, path: Path, partial: Path, error: OSError) -> None:
-        self.active = False
-        with contextlib.suppress(OSError):  # the disk is what failed; the warning below says so
-            partial.unlink(missing_ok=True)
-        warnings.warn(
-            f"the log-prob dump ends: {path} cannot be written ({error.strerror or error}); training goes on. "
-            "What was dumped before is complete",
-            stacklevel=3,
-        )
 
 
 def dump_files(directory: Path) -> list[tuple[int, Path]]:
@@ -132,46 +132,35 @@ def _table(
         arrays["trainer_version"] = pa.array(np.full(count, trainer_version, np.int64))
     for source, name in SCALARS.items():
         if source in columns:
-            kind = pa.float32() if name == "reward" else pa.int64()
-            arrays[name] = pa.array([_scalar(value) for value in columns[source]], kind)
+            number, kind = (float, pa.float32()) if name == "reward" else (int, pa.int64())
+            arrays[name] = pa.array([number(value) for value in columns[source]], kind)
     lists = {LISTS[source]: columns[source] for source in LISTS if source in columns}
     metadata = {"megatron_tis_dump": str(FORMAT_VERSION)}
-    if "cur_log_probs" in lists and _same(lists["cur_log_probs"], lists.get("train_log_probs")):
-        del lists["cur_log_probs"]
-        metadata["cur_log_probs"] = "train_log_probs"
+    train = lists.get("train_log_probs")
+    if train is not None and "cur_log_probs" in lists:
+        pairs = zip(lists["cur_log_probs"], train, strict=True)
+        if all(np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in pairs):
+            del lists["cur_log_probs"]
+            metadata["cur_log_probs"] = "train_log_probs"
     for name, values in lists.items():
-        arrays[name] = _list_array(values, _list_type(name))
-    if routes:
-        for name in ROUTES:
-            if name in columns:
-                arrays |= _route_arrays(name, columns[name])
+        element = {"tokens": np.int32, "loss_mask": np.bool_}.get(name, np.float32)
+        arrays[name] = _list_array(values, element)
+    for name in ROUTES if routes else ():
+        if name in columns:
+            shapes = [np.shape(value) for value in columns[name]]
+            arrays[name] = _list_array(columns[name], np.uint16)
+            arrays["routed_layers"] = pa.array([shape[1] for shape in shapes], pa.int32())
+            arrays["routed_topk"] = pa.array([shape[2] for shape in shapes], pa.int32())
     return pa.table(arrays).replace_schema_metadata(metadata)
-
-
-def _list_type(name: str) -> type:
-    return {"tokens": np.int32, "loss_mask": np.bool_}.get(name, np.float32)
 
 
 def _list_array(values: Sequence[Any], kind: type) -> pa.Array:
     import pyarrow as pa
 
-    rows = [np.asarray(value).reshape(-1) for value in values]
-    offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    flat = np.concatenate(rows) if rows else np.zeros(0)
-    flat = flat != 0 if kind is np.bool_ else flat.astype(kind)
+    column = Ragged.of([np.asarray(value).reshape(-1) for value in values])
+    flat = column.values != 0 if kind is np.bool_ else column.values.astype(kind)
+    offsets = np.append(0, np.cumsum(column.lengths)).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
-
-
-def _route_arrays(name: str, values: Sequence[Any]) -> dict[str, pa.Array]:
-    import pyarrow as pa
-
-    routes = [np.asarray(value) for value in values]
-    return {
-        name: _list_array(routes, np.uint16),
-        "routed_layers": pa.array([route.shape[1] for route in routes], pa.int32()),
-        "routed_topk": pa.array([route.shape[2] for route in routes], pa.int32()),
-    }
 
 
 def _write_table(table: pa.Table, path: Path) -> None:
@@ -179,24 +168,12 @@ def _write_table(table: pa.Table, path: Path) -> None:
 
     floats = [name for name in table.column_names if name.endswith("log_probs")]
     tokens = max(int(sum(table["response_length"].to_pylist())), 1)
-    rows = max(1, table.num_rows * TOKENS_PER_ROW_GROUP // tokens)
     pq.write_table(
         table,
         path,
-        row_group_size=rows,
+        row_group_size=max(1, table.num_rows * TOKENS_PER_ROW_GROUP // tokens),
         compression="zstd",
         # Bytes of equal weight side by side: the exponents of log-probs then compress.
         column_encoding={f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in floats},
         use_dictionary=[name for name in table.column_names if name not in floats],
     )
-
-
-def _same(first: Sequence[Any], second: Sequence[Any] | None) -> bool:
-    return second is not None and all(
-        np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
-        for a, b in zip(first, second, strict=True)
-    )
-
-
-def _scalar(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value

@@ -1,14 +1,16 @@
 """Replays losses and corrections over dumped log-probs and measures what each would have done.
 
-The gradient of any of the losses is sum_t g_t * grad log pi_theta(token t). `g_t` is found by differentiating the
-loss itself, so a replay is what training would do, not a model of it. Against it stands the untruncated
-estimator g*_t = A_t exp(cur - rollout), the one without the bias of clipping, masking or forgetting a ratio; for
-a sequence-level weight it is the same method without its bounds.
+The gradient of any of the losses is sum_t g_t * grad log pi_theta(token t). `g_t` is found by
+differentiating the loss itself, so a replay is what training would do, not a model of it. It is
+compared with the untruncated estimator g*_t = A_t exp(cur - rollout), the one without the bias of
+clipping, masking or forgetting a ratio; for a sequence-level weight it is the same method without
+its bounds.
 
     weight       w_t = g_t / A_t on tokens with A_t != 0
-    bias         mean over tokens of g_t - g*_t, with a 95 % interval from the spread between sequences
-    bias bound   mean of |g_t - g*_t| over mean of |g*_t|: errors of opposite sign do not cancel, so no direction
-                 of the gradient is off by more than this (for scores of equal size)
+    bias         mean over tokens of g_t - g*_t, with a 95 % interval from the spread between
+                 sequences
+    bias bound   mean of |g_t - g*_t| over mean of |g*_t|: errors of opposite sign do not cancel, so
+                 no direction of the gradient is off by more than this (for scores of equal size)
     ESS          (sum w)^2 / sum w^2, as a share of the tokens
 
 Penalties inside a loss (--kl-tau) are left out: they do not estimate the policy gradient.
@@ -16,6 +18,7 @@ Penalties inside a loss (--kl-tau) are left out: they do not estimate the policy
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -25,40 +28,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugin.compare.correction_catalog import correction_functions
+from plugin.compare.dump_columns import DumpBlock
 from plugin.config import LossConfig
+from plugin.errors import ConfigError
 from plugin.loss.interfaces import LossInputs
 from plugin.loss.objective import compute_loss
 from plugin.loss.policy_losses import POLICY_LOSSES
-from plugin.observe.dump_columns import DumpBlock
 from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, log_ratio, safe_exp
 from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
 
-HOOKS = (
-    "vanilla_tis",
-    "icepop",
-    "off_policy_is",
-    "sequence_tis",
-    "geometric_mask",
-    "rejection",
-    "veto",
-    "opsm",
-    "dppo_tv_mask",
-)
+#: Settings that a replay leaves out: penalties, and checks that reading has already made.
+NEUTRAL = {
+    **{"kl_tau": 0.0, "adv_tau": 1.0, "teacher_tau": 0.0, "validate_batch": "never"},
+    **{"use_kl_loss": False, "kl_loss_coef": 0.0},
+    **{"use_rollout_kl_loss": False, "rollout_kl_loss_coef": 0.0},
+}
 #: First response length of every bin in which sequence-level weights are judged separately.
 LENGTH_STARTS = (0, 64, 256, 1024, 4096, 16384)
 _CLIP_METRICS = ("pg_clipfrac", "tis_clipfrac")
 _SUMS = (
     *("tokens", "active", "kept", "clipped", "weight", "weight_squared"),
     *("difference", "difference_squared", "difference_times_length", "length_squared"),
-    *(
-        "difference_size",
-        "untruncated_size",
-        "positive",
-        "positive_removed",
-        "negative",
-        "negative_removed",
-    ),
+    *("difference_size", "untruncated_size"),
+    *("positive", "positive_removed", "negative", "negative_removed"),
 )
 
 
@@ -71,25 +65,38 @@ class Method:
 
     @classmethod
     def of(cls, loss: str, hook: str | None = None, **settings: Any) -> Method:
-        """The loss `loss`, corrected by `hook_function` of plugin.ppo_utils; `settings` are flag values."""
+        """The loss `loss`, corrected by `<hook>_function` of plugin.ppo_utils.
+
+        settings: values of flags
+        """
         values = {**settings, "policy_loss": loss, "use_tis": hook is not None}
         values["custom_tis_function_path"] = hook and f"plugin.ppo_utils.{hook}_function"
-        return cls(loss if hook is None else f"{loss} + {hook}", _replayable(LossConfig(**values)))
+        return cls.of_config(loss if hook is None else f"{loss} + {hook}", LossConfig(**values))
 
     @classmethod
     def of_config(cls, name: str, config: LossConfig) -> Method:
         """A method from a complete configuration."""
-        return cls(name, _replayable(config))
+        return cls(name, dataclasses.replace(config, **NEUTRAL))  # type: ignore[arg-type]
+
+
+def method_pairs(*, every_pair: bool = False) -> list[tuple[str, str | None]]:
+    """Every loss alone, and every correction on the first loss that takes it, or on each."""
+
+    def accepted(loss: str, hook: str) -> bool:
+        with contextlib.suppress(ConfigError):
+            return bool(Method.of(loss, hook))
+        return False
+
+    pairs: list[tuple[str, str | None]] = [(loss, None) for loss in POLICY_LOSSES]
+    for hook in (name.removesuffix("_function") for name in correction_functions()):
+        losses = [loss for loss in POLICY_LOSSES if accepted(loss, hook)]
+        pairs += [(loss, hook) for loss in (losses if every_pair else losses[:1])]
+    return pairs
 
 
 def all_methods(*, every_pair: bool = False, **settings: Any) -> list[Method]:
-    """Every loss alone, and every correction on ppo (off_policy_is on reinforce) or on every base that takes it."""
-    methods = [Method.of(loss, **settings) for loss in POLICY_LOSSES]
-    bases = ("ppo", "reinforce", "cispo", "gspo", "sapo") if every_pair else ("ppo",)
-    for hook in HOOKS:
-        for base in ("reinforce",) if hook == "off_policy_is" else bases:
-            methods.append(Method.of(base, hook, **settings))
-    return methods
+    """The methods that a comparison shows."""
+    return [Method.of(loss, hook, **settings) for loss, hook in method_pairs(every_pair=every_pair)]
 
 
 def replay_inputs(block: DumpBlock) -> LossInputs:
@@ -246,20 +253,6 @@ def _without_sequence_bounds(config: LossConfig) -> LossConfig | None:
         return None
     return dataclasses.replace(
         config, sequence_tis_clip=math.exp(MAX_LOG_RATIO), sequence_tis_clip_low=0.0
-    )
-
-
-def _replayable(config: LossConfig) -> LossConfig:
-    return dataclasses.replace(
-        config,
-        use_kl_loss=False,
-        kl_loss_coef=0.0,
-        use_rollout_kl_loss=False,
-        rollout_kl_loss_coef=0.0,
-        kl_tau=0.0,
-        adv_tau=1.0,
-        teacher_tau=0.0,
-        validate_batch="never",
     )
 
 

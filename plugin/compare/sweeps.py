@@ -1,49 +1,37 @@
-"""Threshold sweeps: the same loss replayed at many values of one flag, and which value to take."""
+"""Threshold sweeps: a loss replayed at many values of one flag, and which value to take."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from plugin.compare.replay import Method, MethodStatistics
+from plugin.compare.correction_catalog import catalog
+from plugin.compare.replay import NEUTRAL, Method, MethodStatistics, method_pairs
+from plugin.config import LossConfig
+from plugin.config.flags import field_type
 from plugin.errors import ConfigError
 
-#: Which (loss, correction) a flag acts on.
-SWEPT_METHODS: dict[str, tuple[tuple[str, str | None], ...]] = {
-    "tis_clip": (("ppo", "vanilla_tis"), ("ppo", "icepop")),
-    "tis_clip_low": (("ppo", "vanilla_tis"), ("ppo", "icepop")),
-    "eps_clip": (("ppo", None), ("reinforce", "off_policy_is")),
-    "eps_clip_high": (("ppo", None), ("reinforce", "off_policy_is")),
-    "icepop_ratio_low": (("icepop", None),),
-    "icepop_ratio_high": (("icepop", None),),
-    "ipo_ratio_low": (("ipo_kl", None),),
-    "ipo_ratio_high": (("ipo_kl", None),),
-    "dppo_diff_low": (("dppo_tv", None),),
-    "dppo_diff_high": (("dppo_tv", None),),
-    "dppo_ratio_cap": (("dppo_tv", None),),
-    "dppo_mask_low": (("dppo", None),),
-    "dppo_mask_high": (("dppo", None),),
-    "sequence_tis_clip": (("ppo", "sequence_tis"),),
-    "sequence_tis_clip_low": (("ppo", "sequence_tis"),),
-    "geometric_mask_low": (("ppo", "geometric_mask"),),
-    "geometric_mask_high": (("ppo", "geometric_mask"),),
-    "veto_threshold": (("ppo", "veto"),),
-    "opsm_delta": (("ppo", "opsm"),),
-}
-#: Flags whose weight is one per sequence: the same threshold means something else at another length.
-SEQUENCE_FLAGS = (
-    "sequence_tis_clip",
-    "sequence_tis_clip_low",
-    "geometric_mask_low",
-    "geometric_mask_high",
-    "veto_threshold",
-)
+#: Flags whose weight is one per sequence: at another length the same threshold means another thing.
+_PER_SEQUENCE = ("sequence_", "geometric_", "veto_")
 DEFAULT_POINTS = 12
 
 
-@dataclass
+def swept_methods() -> dict[str, list[tuple[str, str | None]]]:
+    """Every threshold that a loss or correction documents -> the (loss, correction) it acts on."""
+    documented = {entry.name: re.findall(r"--([a-z-]+)", entry.flags) for entry in catalog()}
+    found: dict[str, list[tuple[str, str | None]]] = {}
+    for loss, hook in method_pairs():
+        for option in documented[loss if hook is None else f"{hook}_function"]:
+            flag = option.replace("-", "_")
+            if field_type(LossConfig, flag)[0] is float and flag not in NEUTRAL:
+                found.setdefault(flag, []).append((loss, hook))
+    return found
+
+
+@dataclasses.dataclass
 class Sweep:
     """One flag over its values, on one method."""
 
@@ -57,17 +45,17 @@ class Sweep:
         rows = []
         for value, entry in zip(self.values, self.statistics, strict=True):
             row: dict[str, Any] = {"value": value, **entry.summary()}
-            if self.flag in SEQUENCE_FLAGS:
+            if self.flag.startswith(_PER_SEQUENCE):
                 row["by_length"] = entry.by_length()
             rows.append(row)
         return rows
 
     def recommendation(self, target_ess: float) -> dict[str, Any]:
-        """The value with the smallest bias bound among those that reach the target; also per length bin."""
+        """The least biased value among those that reach the target; also per length bin."""
         points = self.points()
         chosen = _best([(p["value"], p["ess_share"], p["bias_bound"]) for p in points], target_ess)
         result: dict[str, Any] = {"flag": self.flag, "method": self.method, **chosen}
-        if self.flag in SEQUENCE_FLAGS and points:
+        if "by_length" in points[0]:
             bins: dict[str, list[tuple[float, float, float]]] = {}
             for point in points:
                 for row in point["by_length"]:
@@ -82,58 +70,54 @@ class Sweep:
 
 def parse_sweeps(texts: list[str], settings: Mapping[str, Any]) -> list[Sweep]:
     """`flag=low:high`, `flag=low:high:points` (spaced geometrically) or `flag=a,b,c`."""
-    return [sweep for text in texts for sweep in _sweeps_of(text, settings)]
-
-
-def _sweeps_of(text: str, settings: Mapping[str, Any]) -> list[Sweep]:
-    name, found, span = text.partition("=")
-    flag = name.strip().lstrip("-").replace("-", "_")
-    if not found or flag not in SWEPT_METHODS:
-        known = ", ".join(key.replace("_", "-") for key in SWEPT_METHODS)
-        raise ConfigError(
-            f"--sweep {text}: expected FLAG=LOW:HIGH with FLAG one of {known}; e.g. --sweep tis-clip=1.5:10"
-        )
-    values = _values(text, span)
+    known = swept_methods() if texts else {}
     sweeps = []
-    for loss, hook in SWEPT_METHODS[flag]:
-        methods = [Method.of(loss, hook, **{**settings, flag: value}) for value in values]
-        statistics = [MethodStatistics(method) for method in methods]
-        sweeps.append(Sweep(flag, methods[0].name, values, statistics))
+    for text in texts:
+        name, found, span = text.partition("=")
+        flag = name.strip().lstrip("-").replace("-", "_")
+        if not found or flag not in known:
+            raise ConfigError(
+                f"--sweep {text}: expected FLAG=LOW:HIGH with FLAG one of "
+                f"{', '.join(key.replace('_', '-') for key in known)}; e.g. --sweep tis-clip=1.5:10"
+            )
+        values = _values(text, span)
+        for loss, hook in known[flag]:
+            methods = [Method.of(loss, hook, **{**settings, flag: value}) for value in values]
+            statistics = [MethodStatistics(method) for method in methods]
+            sweeps.append(Sweep(flag, methods[0].name, values, statistics))
     return sweeps
 
 
 def _values(text: str, span: str) -> list[float]:
-    wanted = (
-        f"--sweep {text}: expected LOW:HIGH, LOW:HIGH:POINTS or a comma-separated list of numbers"
-    )
     try:
         if ":" not in span:
             values = [float(part) for part in span.split(",")]
         else:
-            low, high, *rest = span.split(":")
-            values = _spaced(float(low), float(high), int(rest[0]) if rest else DEFAULT_POINTS)
-    except (ValueError, IndexError):
-        raise ConfigError(wanted) from None
-    if not values or not all(math.isfinite(value) for value in values):
-        raise ConfigError(wanted)
+            low, high = map(float, span.split(":")[:2])
+            points = int(span.split(":")[2]) if span.count(":") > 1 else DEFAULT_POINTS
+            if not (high > low and points >= 2):
+                raise ValueError
+            if low <= 0:
+                values = [low + (high - low) / (points - 1) * i for i in range(points)]
+            else:
+                factor = (high / low) ** (1 / (points - 1))
+                values = [float(f"{low * factor**i:.4g}") for i in range(points)]
+        if not all(map(math.isfinite, values)):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"--sweep {text}: expected LOW:HIGH, LOW:HIGH:POINTS or a comma-separated list of "
+            "numbers"
+        ) from None
     return values
-
-
-def _spaced(low: float, high: float, points: int) -> list[float]:
-    if not (high > low and points >= 2):
-        raise ValueError
-    if low <= 0:
-        step = (high - low) / (points - 1)
-        return [low + step * i for i in range(points)]
-    factor = (high / low) ** (1 / (points - 1))
-    return [float(f"{low * factor**i:.4g}") for i in range(points)]
 
 
 def _best(candidates: list[tuple[float, float, float]], target: float) -> dict[str, Any]:
     """candidates: (value, ESS share, bias bound)."""
     reaching = [item for item in candidates if item[1] >= target]
-    if reaching:
-        value, ess, bias = min(reaching, key=lambda item: item[2])
-        return {"value": value, "ess_share": ess, "bias_bound": bias, "reached": True}
-    value, ess, bias = max(candidates, key=lambda item: item[1])
-    return {"value": value, "ess_share": ess, "bias_bound": bias, "reached": False}
+    value, ess, bias = (
+        min(reaching, key=lambda item: item[2])
+        if reaching
+        else max(candidates, key=lambda item: item[1])
+    )
+    return {"value": value, "ess_share": ess, "bias_bound": bias, "reached": bool(reaching)}

@@ -1,4 +1,4 @@
-"""Configuration: frozen dataclasses are the single source of flags, defaults, help and validation."""
+"""Configuration: frozen dataclasses with every flag, default, help text and check."""
 
 from plugin.config.flags import FlagGroup, flag
 from plugin.config.job_flags import (

@@ -71,7 +71,7 @@ class FlagGroup:
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add one argument per field, grouped; what the user leaves out is absent from the namespace."""
+        """Add one argument per field, grouped; what is not given is absent from the namespace."""
         for group in cls.groups():
             section = parser.add_argument_group(group.title)
             for name in vars(group).get("__annotations__", {}):

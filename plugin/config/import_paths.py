@@ -1,4 +1,4 @@
-"""Load functions named by import path: how every open set (losses, corrections, engines, ...) takes the user's own.
+"""Load functions by import path: how losses, corrections, engines, ... take the user's own.
 
 Three spellings: `package.module.function`, `package.module:function` and `path/to/file.py:function`.
 Loading runs the code of that module.

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
+from plugin.config.engine_traits import ENGINES, EngineTraits, engine_traits
+from plugin.config.estimator_traits import ESTIMATOR_TRAITS, estimator_traits
 from plugin.config.flags import FlagGroup, expect, flag, read_yaml
 from plugin.config.loss_flags import LossConfig
 
@@ -222,8 +224,8 @@ class RolloutFlags(FlagGroup):
         None, "fn(response, row) -> float for --prompt-data; none = exact match; runs that code"
     )
     apply_chat_template: bool = flag(False, "render --prompt-data through the chat template")
-    rollout_engine: Literal["transformers", "vllm", "http"] = flag(
-        "transformers", "what generates the tokens; http = servers at --rollout-url"
+    rollout_engine: str = flag(
+        "transformers", "what generates the tokens; http = servers at --rollout-url", names=ENGINES
     )
     num_rollout_engines: int = flag(1, "engine actors; prompts are shared out", at_least=1)
     rollout_batch_size: int = flag(32, "prompts per rollout", at_least=1)
@@ -307,7 +309,9 @@ class ConversationFlags(FlagGroup):
         False, "keep it until a new user message arrives"
     )
     chat_template_kwargs: str | None = flag(
-        None, 'JSON object handed to the chat template, e.g. {"enable_thinking": false}'
+        None,
+        'JSON object passed to the chat template, e.g. {"enable_thinking": false}; for multi-turn tasks and '
+        "--apply-chat-template",
     )
     environment_timeout: float = flag(
         60.0, "seconds that one step of an environment may take; then its trajectory fails", above=0
@@ -429,6 +433,9 @@ class OutputFlags(FlagGroup):
     detect_mismatch: bool = flag(
         True, "look for shifted, constant, tempered, truncated or stale log-probs at every step"
     )
+    custom_detector_path: str | None = flag(
+        None, "import paths of your own mismatch detectors, comma-separated"
+    )
     dump_log_probs: str | None = flag(
         None, "directory for the log-probs of every step, for `megatron-tis compare`"
     )
@@ -473,11 +480,7 @@ class JobConfig(
         self._check_rollouts()
         self._check_engine()
         self._check_other_policies()
-        expect(
-            self.advantage_estimator != "gae",
-            "--advantage-estimator gae needs a value model, and the job trains none; choose grpo, rloo or "
-            "reinforce_plus_plus",
-        )
+        self._check_estimator()
 
     @property
     def engine_patience(self) -> float:
@@ -520,16 +523,29 @@ class JobConfig(
             "while it trains; drop one of the two",
         )
 
+    def _check_estimator(self) -> None:
+        name = self.advantage_estimator
+        expect(
+            not estimator_traits(name).values,
+            f"--advantage-estimator {name} needs a value model, and the job trains none; choose grpo, "
+            "rloo or reinforce_plus_plus",
+        )
+        expect(
+            self.n_samples_per_prompt > 1 or not estimator_traits(name).group,
+            f"--n-samples-per-prompt is 1 with --advantage-estimator {name}: a group of one has no "
+            "baseline and every advantage is 0; sample at least 2, or use reinforce_plus_plus",
+        )
+        expect(
+            self.lambd == 1 or name not in ESTIMATOR_TRAITS,
+            f"--lambd is {self.lambd}: only GAE has a lambda, and the job trains no value model for it, "
+            f"so --advantage-estimator {name} would ignore it; drop it, or give an estimator of your "
+            "own by import path",
+        )
+
     def _check_rollouts(self) -> None:
         expect(
             self.prompt_data is None or self.hf_checkpoint is not None,
             f"--prompt-data {self.prompt_data} needs a model with a tokenizer; add --hf-checkpoint",
-        )
-        expect(
-            self.n_samples_per_prompt > 1
-            or self.advantage_estimator not in ("grpo", "rloo", "reinforce_plus_plus_baseline"),
-            f"--n-samples-per-prompt is 1 with --advantage-estimator {self.advantage_estimator}: a group of "
-            "one has no baseline and every advantage is 0; sample at least 2, or use reinforce_plus_plus",
         )
         if self.rollout_top_p < 1 or self.rollout_top_k is not None:
             warnings.warn(
@@ -538,9 +554,20 @@ class JobConfig(
                 stacklevel=2,
             )
 
+    @property
+    def engine_traits(self) -> EngineTraits:
+        """Where the engine comes from and which flags it reads."""
+        return engine_traits(self.rollout_engine)
+
     def _check_engine(self) -> None:
-        """Whether the chosen engine can do what is asked of it, and uses every flag that is given."""
-        http, engine = self.rollout_engine == "http", self.rollout_engine
+        """Whether a built-in engine can do what is asked of it, and reads every flag that is given."""
+        engine, traits, http = (
+            self.rollout_engine,
+            self.engine_traits,
+            self.engine_traits.asks_servers,
+        )
+        if engine not in ENGINES:
+            return  # the user's own gets the whole configuration and may read any flag
         for given, name in (
             (self.rollout_urls, "--rollout-url"),
             (self.rollout_weights_dir, "--rollout-weights-dir"),
@@ -550,36 +577,40 @@ class JobConfig(
                 f"{name} is given but --rollout-engine is {engine}, which asks no server; add "
                 "--rollout-engine http or drop it",
             )
-            expect(not http or bool(given), f"--rollout-engine http needs {name}; add it")
+            expect(not http or bool(given), f"--rollout-engine {engine} needs {name}; add it")
         expect(
-            engine == "transformers" or self.rollout_quantization == "none",
-            f"--rollout-quantization {self.rollout_quantization} is done by the transformers engine only; drop "
-            f"it, or use --rollout-engine transformers instead of {engine}",
+            traits.quantizes or self.rollout_quantization == "none",
+            f"--rollout-quantization {self.rollout_quantization} is done by the transformers engine "
+            f"only; drop it, or use --rollout-engine transformers instead of {engine}",
         )
-        vllm = engine == "vllm" or (http and self.rollout_server == "vllm")
+        behind = engine_traits(self.rollout_server) if http else traits
+        lowest = behind.lowest_temperature
         expect(
-            not vllm or self.rollout_temperature >= 0.01,
-            f"--rollout-temperature is {self.rollout_temperature}; vLLM raises what is below 0.01 without saying so, "
-            "and its log-probs would be of another distribution; choose at least 0.01",
+            self.rollout_temperature >= lowest,
+            f"--rollout-temperature is {self.rollout_temperature}; vLLM raises what is below {lowest} "
+            "without saying so, and its log-probs would be of another distribution; choose at least "
+            f"{lowest}",
         )
-        if not http:
-            return
+        if http:
+            self._check_servers()
+
+    def _check_servers(self) -> None:
         expect(
             self.rollout_dtype == "float32",
-            f"--rollout-dtype {self.rollout_dtype} would be ignored: with --rollout-engine http the servers choose "
-            "their dtype; set it where they are started",
+            f"--rollout-dtype {self.rollout_dtype} would be ignored: with --rollout-engine http the "
+            "servers choose their dtype; set it where they are started",
         )
         expect(
             self.num_rollout_engines == 1,
-            f"--num-rollout-engines is {self.num_rollout_engines} with --rollout-engine http: one client serves "
-            "every URL; drop it",
+            f"--num-rollout-engines is {self.num_rollout_engines} with --rollout-engine http: one "
+            "client serves every URL; drop it",
         )
         expect(
             self.rollout_server != "sglang"
             or not self.return_rollout_log_probs
             or (self.rollout_top_p == 1 and self.rollout_top_k is None),
-            "--rollout-top-p or --rollout-top-k with --rollout-server sglang: SGLang reports log-probs of the "
-            "distribution before truncation, not of the one it samples from; drop them",
+            "--rollout-top-p or --rollout-top-k with --rollout-server sglang: SGLang reports log-probs "
+            "of the distribution before truncation, not of the one it samples from; drop them",
         )
 
     def _check_other_policies(self) -> None:

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from plugin.config.estimator_traits import ESTIMATOR_TRAITS
 from plugin.config.flags import FlagGroup, expect, flag
 from plugin.config.policy_loss_traits import (
     POLICY_LOSS_TRAITS,
@@ -177,13 +178,11 @@ class RegularizerFlags(FlagGroup):
 class AdvantageFlags(FlagGroup):
     title: ClassVar[str] = "advantages"
 
-    advantage_estimator: Literal[
-        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
-    ] = flag("grpo", "how rewards become advantages")
+    advantage_estimator: str = flag("grpo", "how rewards become advantages", names=ESTIMATOR_TRAITS)
     grpo_std_normalization: bool = flag(True, "grpo: divide by the group's standard deviation")
     normalize_advantages: bool = flag(False, "whiten advantages over the whole batch")
     gamma: float = flag(1.0, "discount", at_least=0)
-    lambd: float = flag(1.0, "GAE lambda", at_least=0)
+    lambd: float = flag(1.0, "GAE lambda, for estimators with a value model", at_least=0)
 
     def check(self) -> None:
         for name in ("gamma", "lambd"):

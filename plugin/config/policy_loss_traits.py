@@ -57,7 +57,7 @@ def loss_traits(
 
 @lru_cache(maxsize=256)
 def traits_of(name: str) -> PolicyLossTraits:
-    """Return the traits of a built-in loss, or those that the function at an import path declares."""
+    """Return the traits of a built-in loss, or those declared at an import path."""
     if name in POLICY_LOSS_TRAITS:
         return POLICY_LOSS_TRAITS[name]
     return getattr(load_function(name), "traits", PolicyLossTraits())

@@ -1,23 +1,31 @@
-"""`megatron-tis doctor`: is this machine fit to train, and do the parallel layouts agree on it?"""
+"""`megatron-tis doctor`: can this machine train, and do the parallel layouts agree on it?"""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
+from dataclasses import asdict
+
+from plugin.doctor.environment_checks import environment_checks
+from plugin.doctor.layout_agreement import default_layouts, parse_layout, run_layouts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the sub-command."""
+    """Add the arguments of the sub-command."""
     parser.add_argument(
         "--layouts",
         metavar="LIST",
-        help="layouts to run, comma-separated (tp2,pp2,tp2sp,pp2vpp2,cp2,ep2,dp2); default: those this machine "
-        "holds; none = environment only",
+        help="parallel layouts, comma-separated (tp2,pp2,tp2sp,pp2vpp2,cp2,ep2,dp2), under which a "
+        "tiny model is trained for one step and compared with one process; default: the usual ones "
+        "that this machine has ranks for; none = no training",
     )
-    parser.add_argument("--config", metavar="FILE", help="a YAML configuration to validate")
     parser.add_argument(
-        "--custom-tis-function-path", metavar="PATH", help="a correction hook to load and check"
+        "--config", metavar="FILE", help="a YAML configuration of `train` to validate"
+    )
+    parser.add_argument(
+        "--custom-tis-function-path", metavar="PATH", help="correction hooks to load and check"
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="for all layouts together"
@@ -27,45 +35,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 only if nothing failed and every layout agrees with one process."""
-    from plugin.doctor.environment_checks import environment_checks
-    from plugin.doctor.layout_agreement import (
-        LayoutResult,
-        default_layouts,
-        machine_ranks,
-        parse_layout,
-        run_layouts,
-    )
-
-    wanted = None
-    if args.layouts and args.layouts != "none":
-        wanted = [parse_layout(name) for name in args.layouts.split(",")]
+    named = [] if args.layouts in (None, "none") else args.layouts.split(",")
+    specs = [parse_layout(name) for name in named]
+    # With --json there is nothing but the object on standard output.
+    say = (lambda text: None) if args.json else functools.partial(print, flush=True)
     checks = environment_checks(args.custom_tis_function_path, args.config)
-    broken = any(check.status == "fail" for check in checks)
-    if not args.json:
-        print("\n".join(map(str, checks)), flush=True)
-    results: list[LayoutResult] = []
-    if args.layouts != "none" and not broken:
-        specs = default_layouts(machine_ranks()) if wanted is None else wanted
-        if not args.json:
-            names = ", ".join(spec.name for spec in specs)
-            print(f"\nrunning a small model as {names}, and as one process ...", flush=True)
+    say("\n".join(map(str, checks)))
+    healthy = all(check.status != "fail" for check in checks)
+    results = []
+    if healthy and args.layouts is None:
+        specs = default_layouts()
+    if healthy and specs:
+        names = ", ".join(spec.name for spec in specs)
+        say(f"\nrunning a small model as {names}, and as one process ...")
         results = run_layouts(specs, timeout=args.timeout)
-    healthy = not broken and all(result.agrees for result in results)
-    _present(args, checks, results, healthy)
-    return 0 if healthy else 1
-
-
-def _present(args: argparse.Namespace, checks: list, results: list, healthy: bool) -> None:
+        healthy = all(result.agrees for result in results)
+    for result in results:
+        say(str(result))
+        if result.error and not args.json:
+            print(result.error, file=sys.stderr)
+    say("\nall is well" if healthy else "\nsomething is wrong: see the lines marked fail")
     if args.json:
         content = {
             "healthy": healthy,
-            "checks": [check.as_dict() for check in checks],
+            "checks": [asdict(check) for check in checks],
             "layouts": [result.as_dict() for result in results],
         }
         print(json.dumps(content, indent=1))
-        return
-    for result in results:
-        print(result)
-        if result.error:
-            print(result.error, file=sys.stderr)
-    print("\nall is well" if healthy else "\nsomething is wrong: see the lines marked fail")
+    return 0 if healthy else 1

@@ -1,4 +1,4 @@
-"""What `megatron-tis doctor` looks at before it runs anything: versions, devices, backends, hook, configuration."""
+"""What `megatron-tis doctor` checks before it trains: packages, devices, hook, configuration."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
+
+from plugin.config import JobConfig
+from plugin.errors import MegatronTisError
 
 Status = Literal["ok", "note", "fail"]
 
@@ -21,9 +25,6 @@ class Check:
     status: Status
     detail: str
     fix: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
 
     def __str__(self) -> str:
         line = f"{self.status:>4}  {self.name}: {self.detail}"
@@ -45,34 +46,32 @@ _PACKAGES: dict[str, tuple[str | None, bool, str]] = {
 
 def environment_checks(hook_path: str | None, config_file: str | None) -> list[Check]:
     """All checks; none of them raises."""
-    checks = [_python(), *_packages()]
+    python = f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores"
+    checks = [Check("python", "ok", python), *_packages()]
     if not importlib.util.find_spec("torch"):
         return checks
-    for look in (_devices, _transformer_engine, _process_groups, _routing_replay, _memory):
-        checks.append(_guarded(look))
-    checks.append(_guarded(lambda: _hook(hook_path)))
-    checks.append(_guarded(lambda: _configuration(config_file)))
+    looks: dict[str, Callable[[], Check]] = {
+        "devices": _devices,
+        "transformer engine": _transformer_engine,
+        "process groups": _process_groups,
+        "routing replay": _routing_replay,
+        "shared memory": _shared_memory,
+        "hook": lambda: _hook(hook_path),
+        "configuration": lambda: _configuration(config_file),
+    }
+    for name, look in looks.items():
+        try:
+            checks.append(look())
+        except Exception as error:
+            # A check that breaks is a failed check, not a broken doctor.
+            detail = f"{type(error).__name__}: {error}"
+            checks.append(Check(name, "fail", detail, "see the message"))
     return checks
-
-
-def _guarded(look: Callable[[], Check]) -> Check:
-    """A check that breaks is a failed check, not a broken doctor."""
-    try:
-        return look()
-    except Exception as error:
-        name = getattr(look, "__name__", "check").strip("_<>")
-        return Check(name, "fail", f"{type(error).__name__}: {error}", "see the message")
-
-
-def _python() -> Check:
-    found = platform.python_version()
-    return Check("python", "ok", f"{found} on {platform.machine()}, {os.cpu_count()} cores")
 
 
 def _packages() -> Iterator[Check]:
     for name, (lowest, needed, purpose) in _PACKAGES.items():
-        wanted = f"{name}>={lowest}" if lowest else name
-        fix = f"pip install '{wanted}'"
+        fix = f"pip install '{name}>={lowest}'" if lowest else f"pip install '{name}'"
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -87,13 +86,8 @@ def _packages() -> Iterator[Check]:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Leading numbers of a version: '2.13.0+cpu' -> (2, 13, 0)."""
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = "".join(character for character in part if character.isdigit())
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    leading = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, leading.group().split("."))) if leading else ()
 
 
 def _devices() -> Check:
@@ -108,21 +102,20 @@ def _devices() -> Check:
 def _transformer_engine() -> Check:
     import torch
 
-    present = importlib.util.find_spec("transformer_engine") is not None
-    if present:
+    name = "transformer engine"
+    if importlib.util.find_spec("transformer_engine") is not None:
         try:
-            version = importlib.metadata.version("transformer-engine")
+            return Check(name, "ok", importlib.metadata.version("transformer-engine"))
         except importlib.metadata.PackageNotFoundError:
-            version = "version unknown"
-        return Check("transformer engine", "ok", version)
-    if torch.cuda.is_available():
-        return Check(
-            "transformer engine",
-            "note",
-            "not installed; the local layers are used, without context parallel attention kernels",
-            "pip install 'transformer-engine[pytorch]'",
-        )
-    return Check("transformer engine", "ok", "not installed and not needed on CPU")
+            return Check(name, "ok", "version unknown")
+    if not torch.cuda.is_available():
+        return Check(name, "ok", "not installed and not needed on CPU")
+    return Check(
+        name,
+        "note",
+        "not installed; the local layers are used, without context parallel attention kernels",
+        "pip install 'transformer-engine[pytorch]'",
+    )
 
 
 def _process_groups() -> Check:
@@ -156,7 +149,7 @@ def _routing_replay() -> Check:
     )
 
 
-def _memory() -> Check:
+def _shared_memory() -> Check:
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     if shared is None:
         return Check("shared memory", "note", "no /dev/shm; Ray will use the disk")
@@ -172,7 +165,6 @@ def _memory() -> Check:
 
 
 def _hook(path: str | None) -> Check:
-    from plugin.errors import MegatronTisError
     from plugin.loss.hook_loading import load_hook
 
     names = (path or "plugin.ppo_utils.vanilla_tis_function").split(",")
@@ -181,23 +173,17 @@ def _hook(path: str | None) -> Check:
             load_hook(name.strip())
     except MegatronTisError as error:
         return Check("hook", "fail", str(error), "correct --custom-tis-function-path")
-    return Check(
-        "hook", "ok", f"{', '.join(names)} loads and takes the arguments it is called with"
-    )
+    loaded = f"{', '.join(names)} loads and takes the arguments it is called with"
+    return Check("hook", "ok", loaded)
 
 
 def _configuration(file: str | None) -> Check:
     if file is None:
         return Check("configuration", "ok", "none given; --config FILE checks one")
-    from plugin.config import JobConfig
-    from plugin.errors import MegatronTisError
-
     try:
-        config: Any = JobConfig.from_sources({}, file)
+        config = JobConfig.from_sources({}, file)
     except MegatronTisError as error:
         return Check("configuration", "fail", str(error), f"correct {file}")
-    return Check(
-        "configuration",
-        "ok",
-        f"{file} is valid: --policy-loss {config.policy_loss}, {config.smallest_world_size} ranks at least",
-    )
+    ranks = f"{config.smallest_world_size} ranks at least"
+    detail = f"{file} is valid: --policy-loss {config.policy_loss}, {ranks}"
+    return Check("configuration", "ok", detail)

@@ -1,7 +1,8 @@
-"""Trains a small model under several parallel layouts and compares each with one process.
+"""Trains a tiny model under several parallel layouts and compares each with one process.
 
-All ranks are started once; for every layout the first ranks join a fresh process group, load the same weights,
-compute log-probs and take one training step. What the layouts must agree on is loss, gradient norm and log-probs.
+All ranks are started once; for every layout the first ranks join a fresh process group, load the
+same weights, compute log-probs and take one training step. The layouts must agree on loss, gradient
+norm and log-probs.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import math
 import os
 import re
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from plugin.errors import ConfigError
 
-VOCABULARY, SAMPLES = 96, 6
+VOCABULARY = 96
 _PART = re.compile(r"(dp|tp|pp|vpp|cp|ep)(\d+)|(sp)")
 _SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -62,8 +65,8 @@ class LayoutResult:
     layout: str
     ranks: int
     agrees: bool = False
-    loss: float | None = None
-    grad_norm: float | None = None
+    loss: float = math.nan
+    grad_norm: float = math.nan
     log_probs: list[float] = field(default_factory=list)
     differences: dict[str, float] = field(default_factory=dict)
     error: str = ""
@@ -71,7 +74,7 @@ class LayoutResult:
     def as_dict(self) -> dict[str, Any]:
         values = asdict(self)
         del values["log_probs"]
-        return values
+        return values | ({"loss": None, "grad_norm": None} if self.error else {})
 
     def __str__(self) -> str:
         label = f"{self.layout} ({self.ranks} rank{'s' if self.ranks > 1 else ''})"
@@ -86,12 +89,13 @@ class LayoutResult:
 
 
 def parse_layout(text: str) -> LayoutSpec:
-    """`tp2`, `pp2vpp2`, `tp2sp`, `ep2`, `dp2tp2`; sp without tp, or vpp without pp, is a `ConfigError`."""
+    """`tp2`, `pp2vpp2`, `tp2sp`, `ep2`, `dp2tp2`; sp without tp or vpp without pp is an error."""
     name = text.strip().lower()
     parts = _PART.findall(name)
     if not parts or "".join("".join(part) for part in parts) != name:
         raise ConfigError(
-            f"--layouts {text!r}: expected parts like tp2, pp2, vpp2, cp2, ep2, dp2 and sp, e.g. tp2pp2 or tp2sp"
+            f"--layouts {text!r}: expected parts like tp2, pp2, vpp2, cp2, ep2, dp2 and sp, e.g. "
+            "tp2pp2 or tp2sp"
         )
     sizes = {kind: int(size) for kind, size, _ in parts if kind and kind != "dp"}
     dp = next((int(size) for kind, size, _ in parts if kind == "dp"), 1)
@@ -100,57 +104,57 @@ def parse_layout(text: str) -> LayoutSpec:
         raise ConfigError(f"--layouts {text!r}: sizes start at 1")
     if sequence_parallel and sizes.get("tp", 1) < 2:
         raise ConfigError(f"--layouts {text!r}: sp splits over tensor parallel ranks; write tp2sp")
+    if "vpp" in sizes and sizes.get("pp", 1) < 2:
+        raise ConfigError(f"--layouts {text!r}: vpp splits pipeline stages; write pp2vpp2")
     return LayoutSpec(name, sizes, dp, sequence_parallel)
 
 
-def default_layouts(max_ranks: int) -> list[LayoutSpec]:
-    """The default layouts that need at most `max_ranks` ranks."""
+def default_layouts(max_ranks: int | None = None) -> list[LayoutSpec]:
+    """The default layouts that need at most `max_ranks` ranks.
+
+    Without `max_ranks` as many as this machine has: one per GPU, or on CPU one per core, at least 2
+    and at most 4.
+    """
+    if max_ranks is None:
+        import torch
+
+        cores = min(max(os.cpu_count() or 1, 2), 4)
+        max_ranks = torch.cuda.device_count() if torch.cuda.is_available() else cores
     specs = [parse_layout(name) for name in DEFAULT_LAYOUTS]
     return [spec for spec in specs if spec.ranks <= max_ranks]
-
-
-def machine_ranks() -> int:
-    """How many ranks this machine holds: one per GPU, or on CPU one per core, at least 2 and at most 4."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.device_count()
-    return min(max(os.cpu_count() or 1, 2), 4)
 
 
 def run_layouts(specs: Sequence[LayoutSpec], *, timeout: float = 600.0) -> list[LayoutResult]:
     """Run one process per model family as the reference, then every layout, and judge them."""
     families = list(dict.fromkeys(spec.family for spec in specs))
-    references = [LayoutSpec(f"one process, {family}", {}) for family in families]
-    plan = [(spec, family) for spec, family in zip(references, families, strict=True)]
+    plan = [(LayoutSpec(f"one process, {family}", {}), family) for family in families]
     plan += [(spec, spec.family) for spec in specs]
     with tempfile.TemporaryDirectory(prefix="megatron-tis-doctor-") as directory:
         for family in families:
             _save_model(family, Path(directory) / family)
-        ranks = max(spec.ranks for spec, _ in plan)
-        _spawn(ranks, directory, [(asdict(spec), family) for spec, family in plan], timeout)
+        _spawn(max(spec.ranks for spec, _ in plan), directory, plan, timeout)
         results = [_collected(Path(directory), i, spec) for i, (spec, _) in enumerate(plan)]
-    by_family = dict(zip(families, results, strict=False))
-    for reference in by_family.values():
+    references = dict(zip(families, results, strict=False))
+    for reference in references.values():
         reference.agrees = not reference.error
-    for result, (_, family) in zip(results[len(families) :], plan[len(families) :], strict=True):
-        _judge(result, by_family[family])
+    for result, spec in zip(results[len(families) :], specs, strict=True):
+        _judge(result, references[spec.family])
     return results
 
 
-def _spawn(ranks: int, directory: str, plan: list[Any], timeout: float) -> None:
-    import time
+Plan = list[tuple[LayoutSpec, str]]
 
+
+def _spawn(ranks: int, directory: str, plan: Plan, timeout: float) -> None:
     import torch.multiprocessing as multiprocessing
 
     context = multiprocessing.spawn(
-        _rank_main, args=(ranks, directory, plan, timeout), nprocs=ranks, join=False
+        _rank_main, args=(directory, plan, timeout), nprocs=ranks, join=False
     )
     deadline = time.monotonic() + timeout
     try:
-        while not context.join(timeout=1.0):
-            if time.monotonic() > deadline:
-                return
+        while not context.join(timeout=1.0) and time.monotonic() <= deadline:
+            pass
     except Exception:
         # A rank that died has written no result; the layouts without one are reported as failed.
         return
@@ -160,15 +164,14 @@ def _spawn(ranks: int, directory: str, plan: list[Any], timeout: float) -> None:
                 process.kill()
 
 
-def _rank_main(rank: int, ranks: int, directory: str, plan: list[Any], timeout: float) -> None:
+def _rank_main(rank: int, directory: str, plan: Plan, timeout: float) -> None:
     import torch
 
     torch.set_num_threads(1)
-    # Megatron warns at import about every optional package; the doctor has already said what matters.
+    # Megatron warns at import about every optional package; the checks have named what matters.
     warnings.simplefilter("ignore")
     os.environ["LOCAL_RANK"] = str(rank)
-    for number, (description, family) in enumerate(plan):
-        spec = LayoutSpec(**description)
+    for number, (spec, family) in enumerate(plan):
         if rank >= spec.ranks:
             continue
         try:
@@ -176,8 +179,7 @@ def _rank_main(rank: int, ranks: int, directory: str, plan: list[Any], timeout: 
         except BaseException:
             result = {"error": traceback.format_exc()}
         if rank == 0 or "error" in result:
-            path = Path(directory) / f"{number}-{rank}.json"
-            path.write_text(json.dumps(result))
+            Path(directory, f"{number}-{rank}.json").write_text(json.dumps(result))
 
 
 def _run_layout(
@@ -226,9 +228,9 @@ def _batch() -> Any:
     from plugin.batch_types import RolloutBatch
 
     generator = torch.Generator().manual_seed(11)
-    responses = [5, 9, 3, 12, 7, 4][:SAMPLES]
+    responses = [5, 9, 3, 12, 7, 4]
     totals = [length + 2 + i for i, length in enumerate(responses)]
-    near_uniform = -math.log(VOCABULARY)
+    noise = partial(torch.randn, generator=generator)
     return RolloutBatch(
         {
             "unconcat_tokens": [
@@ -237,10 +239,9 @@ def _batch() -> Any:
             "total_lengths": totals,
             "response_lengths": responses,
             "loss_masks": [torch.ones(length, dtype=torch.int64) for length in responses],
-            "advantages": [torch.randn(length, generator=generator) for length in responses],
+            "advantages": [noise(length) for length in responses],
             "rollout_log_probs": [
-                near_uniform + 0.2 * torch.randn(length, generator=generator)
-                for length in responses
+                0.2 * noise(length) - math.log(VOCABULARY) for length in responses
             ],
         }
     )
@@ -251,7 +252,7 @@ def _save_model(family: str, directory: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-    shared: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -262,15 +263,10 @@ def _save_model(family: str, directory: Path) -> None:
         "max_position_embeddings": 128,
         "tie_word_embeddings": False,
     }
+    config: Any = Qwen3Config(**sizes)
     if family == "qwen3_moe":
-        experts: dict[str, Any] = {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-        }
-        config: Any = Qwen3MoeConfig(**shared, **experts, decoder_sparse_step=1)
-    else:
-        config = Qwen3Config(**shared)
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        config = Qwen3MoeConfig(**sizes, decoder_sparse_step=1)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -278,34 +274,27 @@ def _save_model(family: str, directory: Path) -> None:
 
 
 def _collected(directory: Path, number: int, spec: LayoutSpec) -> LayoutResult:
-    result = LayoutResult(spec.name, spec.ranks)
-    found = {path: json.loads(path.read_text()) for path in directory.glob(f"{number}-*.json")}
-    errors = [content["error"] for content in found.values() if "error" in content]
-    if errors or not found:
-        result.error = errors[0] if errors else "no rank finished; it hung or was killed"
-        return result
-    (content,) = found.values()
-    result.loss, result.grad_norm = content["loss"], content["grad_norm"]
-    result.log_probs = content["log_probs"]
-    return result
+    found = [json.loads(path.read_text()) for path in directory.glob(f"{number}-*.json")]
+    errors = [content for content in found if "error" in content]
+    if not found:
+        errors = [{"error": "no rank finished; it hung or was killed"}]
+    return LayoutResult(spec.name, spec.ranks, **(errors or found)[0])
 
 
 def _judge(result: LayoutResult, reference: LayoutResult, tolerance: float = 1e-4) -> None:
-    """Relative differences of loss and gradient norm, the largest of any log-prob; all within the tolerance."""
+    """Relative differences of loss and gradient norm, the largest of any log-prob."""
     if result.error or reference.error:
-        result.error = (
-            result.error or f"{reference.layout} failed, so there is nothing to compare with"
-        )
+        nothing = f"{reference.layout} failed, so there is nothing to compare with"
+        result.error = result.error or nothing
         return
-    assert result.loss is not None and reference.loss is not None
-    assert result.grad_norm is not None and reference.grad_norm is not None
+
+    def relative(value: float, wanted: float, smallest: float) -> float:
+        return abs(value - wanted) / max(abs(wanted), smallest)
+
+    pairs = zip(result.log_probs, reference.log_probs, strict=True)
     result.differences = {
-        "loss": abs(result.loss - reference.loss) / max(abs(reference.loss), 1e-3),
-        "gradient norm": abs(result.grad_norm - reference.grad_norm)
-        / max(abs(reference.grad_norm), 1e-6),
-        "log-probs": max(
-            (abs(a - b) for a, b in zip(result.log_probs, reference.log_probs, strict=True)),
-            default=math.inf,
-        ),
+        "loss": relative(result.loss, reference.loss, 1e-3),
+        "gradient norm": relative(result.grad_norm, reference.grad_norm, 1e-6),
+        "log-probs": max((abs(a - b) for a, b in pairs), default=math.inf),
     }
     result.agrees = all(value <= tolerance for value in result.differences.values())

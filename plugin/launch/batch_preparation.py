@@ -1,4 +1,4 @@
-"""From groups of responses to a batch that the trainer accepts: checked, with advantages, described."""
+"""From groups of responses to a checked batch with advantages, and its description."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
 from plugin.errors import BatchError
 from plugin.launch.rollout_queue import Group, samples_of
-from plugin.ppo_utils.advantages import (
-    grpo_advantages,
-    reinforce_plus_plus_advantages,
-    reinforce_plus_plus_baseline_advantages,
-    rloo_advantages,
-    spread_over_tokens,
-    whiten,
-)
+from plugin.ppo_utils.advantages import estimator_of, whiten
 
 
 def prepare_batch(config: JobConfig, groups: list[Group], route_shape: Any = None) -> RolloutBatch:
@@ -32,7 +25,7 @@ def prepare_batch(config: JobConfig, groups: list[Group], route_shape: Any = Non
     config.require_rollout_log_probs("rollout_log_probs" in batch)
     if config.use_rollout_routing_replay:
         check_routes(batch, route_shape)
-    counts = [len(t.segments) for group in groups for t in group.trajectories]
+    counts = [len(t.samples) for group in groups for t in group.trajectories]
     batch = batch.with_column("advantages", advantages_of(config, batch, counts))
     batch.check()
     return batch
@@ -43,8 +36,8 @@ def advantages_of(
 ) -> list[Tensor]:
     """One [response] tensor per sample, by the estimator of the configuration.
 
-    A trajectory counts once, however many samples it was split into: it is scored as the one sequence of steps
-    that it was, and its advantages are then shared out to its samples.
+    A trajectory counts once, however many samples it was split into: it is scored as the one
+    sequence of steps that it was, and its advantages are then split over its samples.
     """
     masks = batch.columns["loss_masks"]
     ends = list(itertools.accumulate(samples_per_trajectory))
@@ -52,12 +45,15 @@ def advantages_of(
         masks[end - count : end] for end, count in zip(ends, samples_per_trajectory, strict=True)
     ]
     last = [end - 1 for end in ends]
-    advantages = _trajectory_advantages(
-        config,
+    whole_masks = [torch.cat(part) for part in parts]
+    advantages = estimator_of(config.advantage_estimator)(
         torch.tensor([batch.columns["rewards"][i] for i in last], dtype=torch.float32),
         torch.tensor([batch.columns["group_index"][i] for i in last]),
-        [torch.cat(part) for part in parts],
+        whole_masks,
+        config,
     )
+    if config.normalize_advantages:
+        advantages = whiten(advantages, whole_masks)
     return [
         sample
         for whole, part in zip(advantages, parts, strict=True)
@@ -65,43 +61,36 @@ def advantages_of(
     ]
 
 
-def _trajectory_advantages(
-    config: JobConfig, rewards: Tensor, group_index: Tensor, masks: list[Tensor]
-) -> list[Tensor]:
-    if config.advantage_estimator == "reinforce_plus_plus":
-        return reinforce_plus_plus_advantages(rewards, masks, gamma=config.gamma)
-    if config.advantage_estimator == "reinforce_plus_plus_baseline":
-        return reinforce_plus_plus_baseline_advantages(rewards, group_index, masks)
-    if config.advantage_estimator == "rloo":
-        per_sample = rloo_advantages(rewards, group_index)
-    else:
-        per_sample = grpo_advantages(
-            rewards, group_index, std_normalization=config.grpo_std_normalization
-        )
-    advantages = spread_over_tokens(per_sample, masks)
-    return whiten(advantages, masks) if config.normalize_advantages else advantages
-
-
 def check_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> None:
-    """Every token has distinct experts in range in every MoE layer, or a `BatchError`."""
+    """Every token has distinct experts in range in every MoE layer, or no route at all.
+
+    "No route" is a row filled with the largest value of its type: the token chooses live.
+    """
     if "rollout_routed_experts" not in batch:
         raise BatchError(
-            "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; use an engine that "
-            "reports them, or --use-routing-replay"
+            "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; use an "
+            "engine that reports them, or --use-routing-replay"
         )
     layers, topk, experts = shape
     for i, routes in enumerate(batch.columns["rollout_routed_experts"]):
         if tuple(routes.shape[1:]) != (layers, topk):
             raise BatchError(
-                f"rollout_routed_experts of sample {i} has shape {list(routes.shape)}; the model has {layers} MoE "
-                f"layers and routes each token to {topk} experts"
+                f"rollout_routed_experts of sample {i} has shape {list(routes.shape)}; the model has "
+                f"{layers} MoE layers and routes each token to {topk} experts"
             )
         ordered = routes.long().sort(dim=-1).values
-        repeated = (ordered[..., 1:] == ordered[..., :-1]).any()
-        if bool(repeated) or int(ordered.max()) >= experts:
+        missing = (ordered == torch.iinfo(routes.dtype).max).all(dim=-1)
+        repeated = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
+        outside = (ordered[..., 0] < 0) | (ordered[..., -1] >= experts)
+        if bool(((repeated | outside) & ~missing).any()):
             raise BatchError(
-                f"rollout_routed_experts of sample {i} repeats an expert or names one above {experts - 1}; "
-                "repair the engine's routes"
+                f"rollout_routed_experts of sample {i} repeats an expert or names one above "
+                f"{experts - 1}; repair the engine's routes"
+            )
+        if bool((missing.any(dim=1) & ~missing.all(dim=1)).any()):
+            raise BatchError(
+                f"rollout_routed_experts of sample {i} has a token with routes in some MoE layers only; "
+                "give all or none"
             )
 
 
@@ -111,14 +100,13 @@ def describe_batch(batch: RolloutBatch, groups: Sequence[Group], version: int) -
     lengths = torch.tensor(batch.columns["response_lengths"], dtype=torch.float64)
     behind = version - torch.tensor(batch.columns["weight_versions"], dtype=torch.float64)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    truncated = sum(t.segments[-1].generation.finish_reason == "length" for t in trajectories)
     uniform = sum(max(group.rewards) == min(group.rewards) for group in groups)
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std(correction=0)),
         "uniform_group_share": uniform / len(groups),
         "response_length": float(lengths.mean()),
-        "truncated_share": truncated / len(trajectories),
+        "truncated_share": sum(t.truncated for t in trajectories) / len(trajectories),
         "turns": sum(t.turns for t in trajectories) / len(trajectories),
         "samples_per_trajectory": len(batch) / len(trajectories),
         "staleness": float(behind.mean()),

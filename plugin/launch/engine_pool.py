@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, ClusterError, EngineError, ParallelError, SenderLost
-from plugin.launch.array_transport import (
-    Arrays,
-    trajectories_from_arrays,
-    trajectories_to_arrays,
-)
+from plugin.launch.array_transport import Arrays, trajectories_from_arrays, trajectories_to_arrays
+from plugin.launch.console import Console
 from plugin.launch.placement import Reservation, ResourcePlan
-from plugin.launch.remote_calls import result_of, wait_for_all
-from plugin.launch.rollout_choice import choose_rollouts
+from plugin.launch.preflight import choose_rollouts
+from plugin.launch.remote_calls import ReportingActor, result_of, wait_for_all
 from plugin.rollout.conversation.trajectory import Trajectory
 from plugin.rollout.engines.choice import make_engine
-from plugin.rollout.engines.protocol import (
-    EngineHealth,
-    GenerationRequest,
-    SamplingParameters,
-)
+from plugin.rollout.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters
 
 _IDLE_SECONDS = 0.2
 _LOAD_POLL_SECONDS = 0.005
 
 
-class EngineActor:
+class EngineActor(ReportingActor):
     """The body of an engine's actor: any engine, with answers as flat arrays."""
 
     def __init__(self, config: JobConfig, hf_config: Mapping[str, Any], name: str) -> None:
-        import torch
-
-        if not torch.cuda.is_available():
-            torch.set_num_threads(config.threads_per_rank)
+        super().__init__(config)
         self._engine = make_engine(config, hf_config, name)
         self._rollouts = choose_rollouts(config)
+        self.health = self._engine.health
 
     def generate(
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
@@ -47,12 +38,8 @@ class EngineActor:
         return trajectories_to_arrays(self._rollouts(self._engine, requests, parameters))
 
     def load_weights(self, version: int, bucket: bytes, last: bool) -> None:
-        """As `RolloutEngine.load_weights`."""
+        """As `RolloutEngine.load_weights`; Ray passes only positional arguments on."""
         self._engine.load_weights(version, bucket, last=last)
-
-    def health(self) -> EngineHealth:
-        """As `RolloutEngine.health`."""
-        return self._engine.health()
 
 
 @dataclass
@@ -70,10 +57,10 @@ class _Running:
 
 
 class EnginePool:
-    """Starts the engines; sends requests and weights, which each engine serves in the order of sending.
+    """Starts the engines; sends requests and weights, which each engine serves in order.
 
-    An engine that dies, breaks or hangs is replaced by a new actor that gets the newest weights before any
-    request. Its unanswered tickets end in `ActorLost`: what was asked has to be asked again.
+    An engine that dies, breaks or hangs is replaced by a new actor that gets the newest weights
+    before any request. Its unanswered tickets end in `ActorLost`: send their requests again.
     """
 
     def __init__(
@@ -82,10 +69,10 @@ class EnginePool:
         hf_config: Mapping[str, Any],
         plan: ResourcePlan,
         reservation: Reservation,
-        say: Callable[[str], None] = print,
+        console: Console,
     ) -> None:
-        self._config, self._hf_config = config, hf_config
-        self._plan, self._reservation, self._say = plan, reservation, say
+        self._config, self._hf_config, self._console = config, hf_config, console
+        self._plan, self._reservation = plan, reservation
         self._weights: tuple[int, list[Any]] | None = None
         self._loads: dict[Any, tuple[int, Any]] = {}
         self._asked: dict[Any, tuple[int, Any]] = {}
@@ -94,11 +81,6 @@ class EnginePool:
 
     def __len__(self) -> int:
         return len(self._engines)
-
-    @property
-    def actors(self) -> list[Any]:
-        """The present actors, by number of engine."""
-        return [engine.actor for engine in self._engines]
 
     def _start(self, number: int, failures_in_a_row: int = 0) -> _Running:
         import ray
@@ -115,13 +97,13 @@ class EnginePool:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
         ).remote(self._config, self._hf_config, f"engine {number}")
         deadline = time.monotonic() + self._config.start_timeout
-        return _Running(actor, actor.health.remote(), deadline, failures_in_a_row)
+        return _Running(actor, actor.call.remote("health"), deadline, failures_in_a_row)
 
     def wait_until_ready(self) -> list[EngineHealth]:
-        """Every engine's sign of life."""
-        calls = [engine.actor.health.remote() for engine in self._engines]
+        """Every engine's health, once all have started."""
+        calls = [engine.actor.call.remote("health") for engine in self._engines]
         names = [f"engine {number}" for number in range(len(self))]
-        healths = wait_for_all(calls, names, timeout=self._config.start_timeout)
+        healths = wait_for_all(calls, names, self._console, timeout=self._config.start_timeout)
         for engine in self._engines:
             engine.birth = None
         return healths
@@ -135,15 +117,15 @@ class EnginePool:
     ) -> Any:
         """A ticket for the answer of engine number `engine`."""
         actor = self._engines[engine].actor
-        ticket = actor.generate.remote(list(requests), parameters)
+        ticket = actor.call.remote("generate", list(requests), parameters)
         self._asked[ticket] = (engine, actor)
         return ticket
 
     def finished(self, tickets: list[Any], *, wait_seconds: float) -> list[Any]:
-        """The tickets that have an answer, or have failed; waits for the first one at most so long."""
+        """The tickets that have an answer or have failed; waits so long for the first."""
         import ray
 
-        self.look_after()
+        self.poll()
         if not tickets:
             time.sleep(min(wait_seconds, _IDLE_SECONDS))
             return []
@@ -151,15 +133,15 @@ class EnginePool:
         return ray.wait(tickets, num_returns=wanted, timeout=wait_seconds)[0]
 
     def answer(self, ticket: Any) -> list[list[Trajectory]]:
-        """The answer of a finished ticket; `ActorLost` if its engine is gone, and then it has been replaced.
+        """The answer of a finished ticket; `ActorLost` if its engine is gone and has been replaced.
 
-        Our own errors (a wrong answer, a configuration that cannot work) are not a matter for another try.
+        Our own errors (a wrong answer, a configuration that cannot work) are not tried again.
         """
         if ticket not in self._asked:
             raise ActorLost("the engine was replaced before it answered")
         number, actor = self._asked.pop(ticket)
         try:
-            answer = trajectories_from_arrays(result_of(ticket, f"engine {number}"))
+            answer = trajectories_from_arrays(result_of(ticket, f"engine {number}", self._console))
         except ParallelError as error:
             self._replace_unless_done(number, actor, str(error))
             raise ActorLost(str(error)) from error
@@ -167,16 +149,16 @@ class EnginePool:
         return answer
 
     def replace(self, engine: int, reason: str) -> None:
-        """Ends an engine and starts another in its place; an `EngineError` if that keeps happening."""
+        """End an engine and start another for it; an `EngineError` if that keeps happening."""
         import ray
 
         old = self._engines[engine]
         if old.failures_in_a_row >= self._config.max_restarts:
             raise EngineError(
-                f"engine {engine} was restarted {old.failures_in_a_row} times without answering a request, the limit of "
-                f"--max-restarts; the last time it {reason}"
+                f"engine {engine} was restarted {old.failures_in_a_row} times without answering a "
+                f"request, the limit of --max-restarts; the last time it {reason}"
             )
-        self._say(f"engine {engine} is replaced: {reason.splitlines()[0]}")
+        self._console.say(f"engine {engine} is replaced: {reason.splitlines()[0]}")
         ray.kill(old.actor)
         self.restarts += 1
         self._loads = {ref: owner for ref, owner in self._loads.items() if owner[0] != engine}
@@ -191,7 +173,7 @@ class EnginePool:
             self.replace(number, reason)
 
     def send_weights(self, version: int, buckets: Sequence[Any]) -> None:
-        """Queues new weights behind what each engine is doing; `finish_loads` waits for them."""
+        """Queue new weights behind what each engine is doing; `finish_loads` waits for them."""
         self._weights = (version, list(buckets))
         for number in range(len(self)):
             self._load(number, version, buckets)
@@ -199,11 +181,12 @@ class EnginePool:
     def _load(self, number: int, version: int, buckets: Sequence[Any]) -> None:
         actor = self._engines[number].actor
         for place, bucket in enumerate(buckets):
-            call = actor.load_weights.remote(version, bucket, place == len(buckets) - 1)
+            last = place == len(buckets) - 1
+            call = actor.call.remote("load_weights", version, bucket, last)
             self._loads[call] = (number, actor)
 
-    def look_after(self) -> None:
-        """Notices engines that have started, died while loading weights, or cannot start; does not wait."""
+    def poll(self) -> None:
+        """Notice engines that have started, died while loading, or cannot start; never waits."""
         import ray
 
         watched = [*self._loads, *(e.birth for e in self._engines if e.birth is not None)]
@@ -211,42 +194,38 @@ class EnginePool:
             return
         done, _ = ray.wait(watched, num_returns=len(watched), timeout=0)
         for reference in done:
-            self._finish_load(reference)
+            if reference not in self._loads:
+                continue
+            number, actor = self._loads.pop(reference)
+            try:
+                result_of(reference, f"engine {number}", self._console)
+            except SenderLost:
+                # A trainer rank died while it sent its weights: no engine would get them.
+                raise
+            except ActorLost as error:
+                self._replace_unless_done(number, actor, str(error))
         for number, engine in enumerate(self._engines):
             if engine.birth in done:
-                self._finish_birth(number, engine)
+                birth, engine.birth = engine.birth, None
+                try:
+                    result_of(birth, f"engine {number}", self._console)
+                except ParallelError as error:
+                    self._replace_unless_done(number, engine.actor, str(error))
             elif engine.birth is not None and time.monotonic() > engine.deadline:
+                slots = ray.cluster_resources().get("CPU", 0)
                 raise ClusterError(
-                    f"engine {number} did not start within {self._config.start_timeout:g} s; the cluster has no room "
-                    f"for it any more ({ray.cluster_resources().get('CPU', 0):g} CPU slots in all), or it is "
+                    f"engine {number} did not start within {self._config.start_timeout:g} s; the "
+                    f"cluster has no room for it any more ({slots:g} CPU slots in all), or it is "
                     "overloaded; add nodes, or raise --start-timeout"
                 )
 
-    def _finish_load(self, reference: Any) -> None:
-        if reference not in self._loads:
-            return
-        number, actor = self._loads.pop(reference)
-        try:
-            result_of(reference, f"engine {number}")
-        except SenderLost:
-            raise  # a trainer rank died while it sent its weights: another engine would not get them either
-        except ActorLost as error:
-            self._replace_unless_done(number, actor, str(error))
-
-    def _finish_birth(self, number: int, engine: _Running) -> None:
-        birth, engine.birth = engine.birth, None
-        try:
-            result_of(birth, f"engine {number}")
-        except ParallelError as error:
-            self._replace_unless_done(number, engine.actor, str(error))
-
     def finish_loads(self) -> None:
-        """Waits until every engine has the weights sent last; one that hangs is replaced."""
+        """Wait until every engine has the weights sent last; one that hangs is replaced."""
         patience = self._config.engine_patience
         # An engine may still have requests to serve that were sent before the weights.
         deadline = time.monotonic() + 3 * patience
         while self._loads:
-            self.look_after()
+            self.poll()
             if time.monotonic() > deadline:
                 for number in {owner[0] for owner in self._loads.values()}:
                     self.replace(number, "did not load its weights in time")
@@ -254,7 +233,7 @@ class EnginePool:
             time.sleep(_LOAD_POLL_SECONDS)
 
     def forget(self) -> None:
-        """Drops every answer and load under way: the trainer goes back to an earlier state."""
+        """Drop every answer and load under way: the trainer goes back to an earlier state."""
         self._loads.clear()
         self._asked.clear()
         self._weights = None
@@ -268,7 +247,7 @@ class EnginePool:
                 )
 
     def close(self) -> None:
-        """Ends the actors."""
+        """End the actors."""
         import ray
 
         for engine in self._engines:

@@ -1,8 +1,9 @@
 """The driver of a job: rollouts, advantages, log-prob passes, updates, weight sync, until the end.
 
-Synchronous: engines generate, then the trainer trains, in turn. Asynchronous: the engines go on generating
-with the weights they have while the trainer works; the queue bounds how old those may be. A lost engine is
-replaced by the engine pool; a lost trainer rank sends the whole job back to its last checkpoint.
+Synchronous: engines generate, then the trainer trains, in turn. Asynchronous: the engines go on
+generating with the weights they have while the trainer works; the queue bounds how old those may
+be. A lost engine is replaced by the engine pool; a lost trainer rank sends the whole job back to
+its last checkpoint.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,18 @@ from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, ParallelError
 from plugin.launch.batch_preparation import describe_batch, prepare_batch
+from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
 from plugin.launch.job_paths import with_absolute_paths
-from plugin.launch.job_position import (
-    CheckpointPlan,
-    JobPosition,
-    RestartLimit,
-    changed_settings,
-    earlier_steps,
-)
 from plugin.launch.mismatch_watch import MismatchWatch
 from plugin.launch.placement import plan_resources, reserve
 from plugin.launch.preflight import JobParts, check_job
-from plugin.launch.progress import ProgressPrinter
 from plugin.launch.ray_cluster import cluster
+from plugin.launch.resuming import changed_settings, earlier_steps
 from plugin.launch.rollout_queue import RolloutQueue
-from plugin.launch.trainer_group import TrainedStep, TrainerGroup, places_as_text
+from plugin.launch.trainer_actor import TrainedStep
+from plugin.launch.trainer_group import TrainerGroup
+from plugin.megatron_backend.checkpoint.directory import complete_checkpoints
 from plugin.observe.run_files import RunFiles, new_run_dir, without_slices
 
 _STEPS_KEPT = 2000
@@ -46,7 +43,8 @@ _STEPS_KEPT = 2000
 class JobResult:
     """How a job ended.
 
-    history: the metrics of the first and the latest steps, without their slices by position, age and probability
+    history: the metrics of the first and the latest steps, without their slices by position, age
+        and probability
     """
 
     run_dir: Path
@@ -54,29 +52,29 @@ class JobResult:
     interrupted: bool = False
 
 
-def run_job(config: JobConfig) -> JobResult:
-    """Runs a whole job; Ctrl-C ends it early with its report written."""
+def run_job(config: JobConfig, console: Console | None = None) -> JobResult:
+    """Run a whole job; Ctrl-C ends it early with its report written."""
     started = time.monotonic()
+    console = console or Console()
     config = with_absolute_paths(config)
     parts = check_job(config)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
-    printer = ProgressPrinter(config.num_rollouts * config.num_updates_per_rollout)
     result = JobResult(run_dir, [])
     if config.resume:
         result.history = earlier_steps(run_dir)
         for change in changed_settings(run_dir, config):
-            printer.say(f"resumed with another setting: {change}")
+            console.say(f"resumed with another setting: {change}")
     files = RunFiles(run_dir, config.as_dict())
     try:
-        with _running(config, parts, printer.say) as workers:
-            printer.say(
-                f"trainer ranks: {places_as_text(workers.trainer)}; engines: {len(workers.engines)}; started in "
+        with _running(config, parts, console) as (trainer, engines):
+            console.say(
+                f"trainer ranks: {trainer.places_as_text()}; engines: {len(engines)}; started in "
                 f"{time.monotonic() - started:.0f} s; run directory: {run_dir}"
             )
-            _Job(config, parts, workers, files, printer, result.history).run()
+            _Job(config, parts, trainer, engines, files, console, result.history).run()
     except KeyboardInterrupt:
         result.interrupted = True
-        printer.say("interrupted")
+        console.say("interrupted")
     finally:
         if result.history:
             files.write_report()
@@ -84,16 +82,11 @@ def run_job(config: JobConfig) -> JobResult:
     return result
 
 
-@dataclass(frozen=True)
-class _Workers:
-    trainer: TrainerGroup
-    queue: RolloutQueue
-    engines: EnginePool
-
-
 @contextlib.contextmanager
-def _running(config: JobConfig, parts: JobParts, say: Callable[[str], None]) -> Iterator[_Workers]:
-    """The cluster, the ranks and the engines of a job, ready to work; ended whatever happens."""
+def _running(
+    config: JobConfig, parts: JobParts, console: Console
+) -> Iterator[tuple[TrainerGroup, EnginePool]]:
+    """The ranks and the engines of a job, ready to work; ended whatever happens."""
     slots = plan_resources(config, use_gpus=False).cpu_slots
     # The handler comes after Ray's own, which ends the process without a word.
     with cluster(config, slots), _sigterm_as_ctrl_c(), contextlib.ExitStack() as cleanup:
@@ -102,9 +95,9 @@ def _running(config: JobConfig, parts: JobParts, say: Callable[[str], None]) -> 
         plan = plan_resources(config, use_gpus=ray.cluster_resources().get("GPU", 0) > 0)
         reservation = reserve(plan, config.start_timeout)
         cleanup.callback(reservation.release)
-        trainer = TrainerGroup(config, plan, reservation)
+        trainer = TrainerGroup(config, plan, reservation, console)
         cleanup.callback(trainer.close)
-        engines = EnginePool(config, parts.policy.hf_config, plan, reservation, say)
+        engines = EnginePool(config, parts.policy.hf_config, plan, reservation, console)
         cleanup.callback(engines.close)
         trainer.join()
         trainer.build("policy", parts.policy)
@@ -113,8 +106,7 @@ def _running(config: JobConfig, parts: JobParts, say: Callable[[str], None]) -> 
         if parts.teacher is not None:
             trainer.build("teacher", parts.teacher)
         engines.wait_until_ready()
-        queue = RolloutQueue(parts.task, engines, parts.sampling, config, say)
-        yield _Workers(trainer, queue, engines)
+        yield trainer, engines
 
 
 @contextlib.contextmanager
@@ -134,6 +126,15 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@dataclass
+class _Position:
+    """Rollouts trained on, optimizer updates made, and the version of the trainer's weights."""
+
+    rollouts: int = 0
+    updates: int = 0
+    version: int = 0
+
+
 class _Job:
     """One run's loop and what it keeps between steps."""
 
@@ -141,22 +142,33 @@ class _Job:
         self,
         config: JobConfig,
         parts: JobParts,
-        workers: _Workers,
+        trainer: TrainerGroup,
+        engines: EnginePool,
         files: RunFiles,
-        printer: ProgressPrinter,
+        console: Console,
         history: list[dict[str, Any]],
     ) -> None:
-        self._config, self._parts = config, parts
-        self._trainer, self._queue, self._engines = workers.trainer, workers.queue, workers.engines
-        self._files, self._printer, self._history = files, printer, history
-        self._checkpoints = CheckpointPlan(config, files.run_dir)
-        self._restarts = RestartLimit(config.max_restarts)
-        self._at = JobPosition()
-        self._last_sent = -1
+        self._config, self._parts, self._trainer, self._engines = config, parts, trainer, engines
+        self._files, self._console, self._history = files, console, history
+        self._queue = RolloutQueue(parts.task, engines, parts.sampling, config, console.say)
         self._start_of_queue = self._queue.state()
-        self._wandb = _start_wandb(config)
-        self._dump = _start_dump(config)
-        self._watch = MismatchWatch(config, files, printer.say)
+        self._checkpoints = (files.run_dir / "checkpoints").resolve()
+        self._at = _Position()
+        self._last_sent = -1
+        self._restarts, self._restarts_in_a_row, self._furthest = 0, 0, -1
+        self._watch = MismatchWatch(config, files, console.say)
+        self._wandb: Any = None
+        self._dump: Any = None
+        if config.use_wandb:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=config.wandb_project, name=config.name, config=config.as_dict()
+            )
+        if config.dump_log_probs is not None:
+            from plugin.compare.log_prob_dump import LogProbDump
+
+            self._dump = LogProbDump(config.dump_log_probs, force=config.resume)
 
     def run(self) -> None:
         """All rollouts that are left, through losses of engines and of trainer ranks."""
@@ -175,38 +187,40 @@ class _Job:
         if self._config.save_hf:
             target = self._files.run_dir / "model"
             self._trainer.save_hf(str(target.resolve()), self._config.hf_checkpoint)
-            self._printer.say(f"model written to {target}")
+            self._console.say(f"model written to {target}")
 
     def _one_rollout(self) -> None:
-        began = time.monotonic()
+        config, began = self._config, time.monotonic()
         groups = self._queue.take(self._at.version)
         self._queue.pump()
         generated = time.monotonic()
-        batch = self._with_log_probs(prepare_batch(self._config, groups, self._parts.route_shape))
+        batch = self._with_log_probs(prepare_batch(config, groups, self._parts.route_shape))
         scored = time.monotonic()
         described = describe_batch(batch, groups, self._at.version)
         timings = {"seconds_waiting": generated - began, "seconds_log_probs": scored - generated}
-        for _ in range(self._config.num_updates_per_rollout):
+        for _ in range(config.num_updates_per_rollout):
             self._one_update(batch, described | timings, began)
-            began = time.monotonic()
-            timings = {}
+            began, timings = time.monotonic(), {}
         trained = [group.index for group in groups]
         self._files.log_prompts(self._at.rollouts, trained, self._queue.take_dropped())
-        self._at = self._at.after_rollout()
-        if self._checkpoints.due(self._at):
-            self._trainer.save_checkpoint(
-                self._checkpoints.root, self._at.updates, self._at.as_state(self._queue.state())
-            )
-        if self._at.rollouts < self._config.num_rollouts:
-            self._sync_weights(wait=not self._config.async_rollouts)
+        self._at.rollouts += 1
+        self._at.version += 1
+        last = self._at.rollouts == config.num_rollouts
+        if config.save_interval and (last or self._at.rollouts % config.save_interval == 0):
+            # Prompts and seeds follow from numbers, so there is no generator state to save.
+            state = {"position": asdict(self._at), "queue": self._queue.state()}
+            self._trainer.save_checkpoint(str(self._checkpoints), self._at.updates, state)
+        if not last:
+            self._sync_weights(wait=not config.async_rollouts)
 
     def _one_update(self, batch: RolloutBatch, described: dict[str, float], began: float) -> None:
         started = time.monotonic()
         rate = learning_rate(self._config, self._at.updates)
         trained = self._trainer.train(batch, self._at.version, rate)
-        self._at = self._at.after_update()
+        self._at.updates += 1
         now = time.monotonic()
         tokens = sum(int(length) for length in batch.columns["response_lengths"])
+        counts = self._queue.counts
         line = {
             "step": self._at.updates,
             "rollout": self._at.rollouts,
@@ -215,18 +229,7 @@ class _Job:
             "tokens_per_second": tokens / max(now - began, 1e-9),
             "seconds_training": now - started,
             "seconds": now - began,
-            **self._counts(),
-            **described,
-            **trained.metrics,
-        }
-        if trained.skipped is not None:
-            self._printer.say(f"step {self._at.updates} was skipped: {trained.skipped}")
-        self._record(line, batch, trained)
-
-    def _counts(self) -> dict[str, int]:
-        """Prompts issued = trained + dropped + under way, and what had to be repeated."""
-        counts = self._queue.counts
-        return {
+            # Prompts issued = trained + dropped + under way, and what had to be repeated.
             "prompts_issued": counts.issued,
             "prompts_trained": counts.taken,
             "prompts_under_way": self._queue.under_way,
@@ -235,8 +238,13 @@ class _Job:
             "groups_resampled": counts.resampled,
             "groups_resent": counts.resent,
             "engine_restarts": self._engines.restarts,
-            "trainer_restarts": self._restarts.total,
+            "trainer_restarts": self._restarts,
+            **described,
+            **trained.metrics,
         }
+        if trained.skipped is not None:
+            self._console.say(f"step {self._at.updates} was skipped: {trained.skipped}")
+        self._record(line, batch, trained)
 
     def _record(self, line: dict[str, Any], batch: RolloutBatch, trained: TrainedStep) -> None:
         # All of it is in the file; kept here it would fill the driver of a long run.
@@ -244,13 +252,14 @@ class _Job:
         if len(self._history) > _STEPS_KEPT:
             del self._history[1]
         self._files.log_step(line)
-        self._printer.step(line)
+        total = self._config.num_rollouts * self._config.num_updates_per_rollout
+        self._console.step(line, total)
         if self._wandb is not None:
             self._wandb.log(line, step=self._at.updates)
         columns = batch.columns
         if trained.log_probs is not None:
             columns = {"log_probs": trained.log_probs, **columns}
-            self._watch.look(self._at.updates, columns, self._at.version, trained.live_routes)
+            self._watch.check(self._at.updates, columns, self._at.version, trained.live_routes)
         if self._dump is not None:
             current = {} if trained.log_probs is None else {"cur_log_probs": trained.log_probs}
             self._dump.write(
@@ -258,10 +267,11 @@ class _Job:
             )
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
-        """Adds what the loss needs from forward-only passes.
+        """Add what the loss needs from forward-only passes.
 
-        The trainer's own log-probs are recomputed where they can differ from those of the update: on a second
-        update, or when its routes are replayed. On the first update they are the update's own.
+        The trainer's own log-probs are recomputed where they can differ from those of the update:
+        on a second update, or when its routes are replayed. On the first update they are the
+        update's own.
         """
         config = self._config
         if config.num_updates_per_rollout > 1 or config.use_routing_replay:
@@ -269,9 +279,8 @@ class _Job:
         if self._parts.reference is not None:
             batch = batch.with_column("ref_log_probs", self._trainer.log_probs("reference", batch))
         if self._parts.teacher is not None:
-            batch = batch.with_column(
-                "teacher_log_probs", self._trainer.log_probs("teacher", batch)
-            )
+            teacher = self._trainer.log_probs("teacher", batch)
+            batch = batch.with_column("teacher_log_probs", teacher)
         return batch
 
     def _sync_weights(self, *, wait: bool) -> None:
@@ -281,15 +290,14 @@ class _Job:
             self._engines.finish_loads()
 
     def _recover(self, error: ParallelError) -> None:
-        """Restarts the trainer from its last checkpoint if it lost a rank; raises `error` if that is no help."""
+        """Restart the trainer from its last checkpoint if it lost a rank; else raise `error`."""
         while True:
             dead = self._trainer.dead_ranks()
             if not dead and not isinstance(error, ActorLost):
                 raise error
-            self._checkpoints.require_for(error)
-            self._restarts.count(self._at.rollouts, error)
+            self._count_restart(error)
             who = ", ".join(dead) or str(error).splitlines()[0]
-            self._printer.say(f"the trainer is restarted, it lost {who}")
+            self._console.say(f"the trainer is restarted, it lost {who}")
             try:
                 self._engines.forget()
                 self._trainer.restart()
@@ -298,16 +306,38 @@ class _Job:
             except ParallelError as again:
                 error = again
 
+    def _count_restart(self, error: ParallelError) -> None:
+        """Raise `error` without checkpoints, or after too many restarts without a new rollout."""
+        if self._config.save_interval is None and not self._has_checkpoint():
+            raise ParallelError(
+                f"{error}\nThe job keeps no checkpoints and ends; with --save-interval it would restart "
+                "from the last one"
+            ) from error
+        rollouts = self._at.rollouts
+        if rollouts > self._furthest:
+            self._restarts_in_a_row, self._furthest = 0, rollouts
+        if self._restarts_in_a_row >= self._config.max_restarts:
+            raise ParallelError(
+                f"the trainer was restarted {self._restarts_in_a_row} times without getting further "
+                f"than rollout {rollouts}, the limit of --max-restarts; the last error: {error}"
+            ) from error
+        self._restarts_in_a_row += 1
+        self._restarts += 1
+
+    def _has_checkpoint(self) -> bool:
+        return self._checkpoints.is_dir() and bool(complete_checkpoints(self._checkpoints))
+
     def _go_back_to_checkpoint(self) -> None:
-        """Loads the newest checkpoint, or stands at the beginning if there is none yet."""
-        state = {"position": {}, "queue": self._start_of_queue}
-        if self._checkpoints.exist():
-            state = self._trainer.load_checkpoint(self._checkpoints.root)
+        """Load the newest checkpoint, or stand at the beginning if there is none yet."""
+        state: dict[str, Any] = {"position": {}, "queue": self._start_of_queue}
+        if self._has_checkpoint():
+            state = self._trainer.load_checkpoint(str(self._checkpoints))
+        self._at = _Position(**state["position"])
         # A version names one set of weights: what was sent after the checkpoint keeps its number.
-        self._at = JobPosition(**state["position"]).with_version_above(self._last_sent)
+        self._at.version = max(self._at.version, self._last_sent + 1)
         self._queue.restore(state["queue"])
         self._history[:] = [line for line in self._history if line["step"] <= self._at.updates]
-        self._printer.say(
+        self._console.say(
             f"goes on after rollout {self._at.rollouts} of {self._config.num_rollouts}"
         )
         self._sync_weights(wait=True)
@@ -323,19 +353,3 @@ def learning_rate(config: JobConfig, update: int) -> float:
     done = min(1.0, (update - config.lr_warmup_steps) / max(1, total - config.lr_warmup_steps))
     share = 1 - done if config.lr_decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.min_lr + (config.lr - config.min_lr) * share
-
-
-def _start_wandb(config: JobConfig) -> Any | None:
-    if not config.use_wandb:
-        return None
-    import wandb
-
-    return wandb.init(project=config.wandb_project, name=config.name, config=config.as_dict())
-
-
-def _start_dump(config: JobConfig) -> Any | None:
-    if config.dump_log_probs is None:
-        return None
-    from plugin.compare.log_prob_dump import LogProbDump
-
-    return LogProbDump(config.dump_log_probs, force=config.resume)

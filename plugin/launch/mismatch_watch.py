@@ -1,4 +1,4 @@
-"""The mismatch detectors at every step of a job: findings go to a file, news to the person who watches."""
+"""The mismatch detectors at every step of a job: findings go to a file, news to the console."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ class MismatchWatch:
 
     def __init__(self, config: JobConfig, files: RunFiles, say: Callable[[str], None]) -> None:
         # Weights as old as the user allows are no news.
-        self._detectors = MismatchDetectors(max_staleness=config.staleness_limit)
+        self._detectors = MismatchDetectors(
+            max_staleness=config.staleness_limit, custom_path=config.custom_detector_path
+        )
         self._on = config.detect_mismatch
         self._files, self._say = files, say
 
-    def look(
+    def check(
         self,
         step: int,
         columns: Mapping[str, Sequence[Any]],
         trainer_version: int,
         live_routes: Sequence[Any] | None = None,
     ) -> None:
-        """Checks one step; columns as in `RolloutBatch`, with the trainer's `log_probs`.
+        """Check one step; columns as in `RolloutBatch`, with the trainer's `log_probs`.
 
         live_routes: the trainer's own choices of experts for the first samples
         """

@@ -11,8 +11,6 @@ from plugin.errors import ConfigError
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET
 
-# vLLM's attention on CPU has no smaller heads than this.
-_SMALLEST_VLLM_HEAD_DIM = 32
 _HIDDEN, _HEAD_DIM, _LAYERS, _HEADS, _QUERY_GROUPS, _EXPERTS = 64, 16, 2, 4, 2, 4
 
 
@@ -99,9 +97,7 @@ def _tiny_config(config: JobConfig) -> dict[str, Any]:
         "num_hidden_layers": max(_LAYERS, chunks),
         "num_attention_heads": max(_HEADS, tensor),
         "num_key_value_heads": max(_QUERY_GROUPS, tensor),
-        "head_dim": _HEAD_DIM
-        if config.rollout_engine == "transformers"
-        else _SMALLEST_VLLM_HEAD_DIM,
+        "head_dim": max(_HEAD_DIM, config.engine_traits.smallest_head_dim),
         "max_position_embeddings": max(
             config.max_response_length + 128, config.max_context_length or 0
         ),

@@ -1,7 +1,7 @@
-"""Where the actors go: one bundle per trainer node, one bundle per engine, checked before anything starts.
+"""Where the actors go: one bundle per trainer node and per engine, checked before anything starts.
 
-Trainer ranks are packed: `num_nodes` nodes with `ranks_per_node` ranks each. Engines have bundles of their own,
-or with `--colocate` share the trainer's.
+Trainer ranks are packed: `num_nodes` nodes with `ranks_per_node` ranks each. Engines have bundles
+of their own, or with `--colocate` share the trainer's.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from plugin.config import JobConfig
 from plugin.errors import ClusterError
 
-#: Shares of a GPU when an engine lives beside a rank. Two ranks never fit on one GPU, an engine does.
+#: Shares of a GPU when an engine lives beside a rank. Two ranks never fit on one GPU.
 COLOCATED_RANK_GPU, COLOCATED_ENGINE_GPU = 0.6, 0.4
 
 
 @dataclass(frozen=True)
 class ResourcePlan:
-    """What a job reserves: resources of each trainer node and of each engine ({} when colocated)."""
+    """What a job reserves: for each trainer node and each engine ({} when colocated)."""
 
     trainer_nodes: list[dict[str, float]]
     engines: list[dict[str, float]]
@@ -51,40 +51,28 @@ def check_cluster(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> N
     nodes: total resources of every node
     """
     left = [dict(node) for node in nodes]
-    for bundle in plan.trainer_nodes:
-        # Spread: each trainer bundle needs a node that no other trainer bundle has.
-        fitting = [node for node in left if _fits(bundle, node) and "taken" not in node]
-        if not fitting:
-            raise ClusterError(_too_small(plan, nodes))
-        _take(bundle, fitting[0])
-        fitting[0]["taken"] = 1
-    for bundle in plan.engines:
-        fitting = [node for node in left if _fits(bundle, node)]
-        if not fitting:
-            raise ClusterError(_too_small(plan, nodes))
-        _take(bundle, fitting[0])
-
-
-def _fits(bundle: Mapping[str, float], node: Mapping[str, float]) -> bool:
-    return all(node.get(name, 0.0) >= amount for name, amount in bundle.items())
-
-
-def _take(bundle: Mapping[str, float], node: dict[str, float]) -> None:
-    for name, amount in bundle.items():
-        node[name] = node.get(name, 0.0) - amount
+    untaken = list(left)
+    # Spread: each trainer bundle needs a node that no other trainer bundle has.
+    for bundles, candidates in ((plan.trainer_nodes, untaken), (plan.engines, left)):
+        for bundle in bundles:
+            fitting = [n for n in candidates if all(n.get(k, 0.0) >= v for k, v in bundle.items())]
+            if not fitting:
+                raise ClusterError(_too_small(plan, nodes))
+            for name, amount in bundle.items():
+                fitting[0][name] = fitting[0].get(name, 0.0) - amount
+            if candidates is untaken:
+                untaken[:] = [node for node in untaken if node is not fitting[0]]
 
 
 def _too_small(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> str:
     has = ", ".join(_shown(node) for node in nodes) or "no node"
-    engines = (
-        f" and {len(plan.engines)} x ({_shown(plan.engines[0])}) for engines"
-        if plan.engines
-        else ""
-    )
+    engines = ""
+    if plan.engines:
+        engines = f" and {len(plan.engines)} x ({_shown(plan.engines[0])}) for engines"
     return (
         f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} ({has}); the job needs "
-        f"{len(plan.trainer_nodes)} x ({_shown(plan.trainer_nodes[0])}) on nodes of their own{engines}; add nodes, "
-        "or lower --num-nodes, --num-gpus-per-node, --cpus-per-rank or --num-rollout-engines"
+        f"{len(plan.trainer_nodes)} x ({_shown(plan.trainer_nodes[0])}) on nodes of their own{engines}; "
+        "add nodes, or lower --num-nodes, --num-gpus-per-node, --cpus-per-rank or --num-rollout-engines"
     )
 
 
@@ -103,19 +91,19 @@ class Reservation:
     trainer_nodes: list[int]
 
     def wait_for_nodes(self, timeout: float) -> None:
-        """Waits until the trainer's bundles have nodes again after one has left the cluster."""
+        """Wait until the trainer's bundles have nodes again after one has left the cluster."""
         import ray
 
         if not self.trainer.wait(timeout_seconds=timeout):
             has = ", ".join(_shown(node["Resources"]) for node in ray.nodes() if node["Alive"])
             raise ClusterError(
-                f"the trainer lost a node and the cluster ({has}) had no room for it within {timeout:g} s; add nodes "
-                "and start again with --resume"
+                f"the trainer lost a node and the cluster ({has}) had no room for it within {timeout:g} s; "
+                "add nodes and start again with --resume"
             )
         self.trainer_nodes = _bundles_by_address(self.trainer, ray.nodes())
 
     def release(self) -> None:
-        """Gives the resources back."""
+        """Give the resources back."""
         from ray.util import remove_placement_group
 
         for group in (self.trainer, self.engines):
@@ -124,7 +112,7 @@ class Reservation:
 
 
 def reserve(plan: ResourcePlan, timeout: float) -> Reservation:
-    """Reserves the plan's bundles on the connected cluster, or a `ClusterError` after `timeout` seconds."""
+    """Reserve the plan's bundles on the cluster, or a `ClusterError` after `timeout` seconds."""
     import ray
     from ray.util import placement_group
 
@@ -138,8 +126,8 @@ def reserve(plan: ResourcePlan, timeout: float) -> Reservation:
         if group is not None and not group.wait(timeout_seconds=timeout):
             reservation.release()
             raise ClusterError(
-                f"the cluster is large enough but did not free the job's resources within {timeout:g} s; wait for "
-                "other jobs to end, or raise --start-timeout"
+                f"the cluster is large enough but did not free the job's resources within {timeout:g} s; "
+                "wait for other jobs to end, or raise --start-timeout"
             )
     reservation.trainer_nodes = _bundles_by_address(trainer, alive)
     return reservation

@@ -1,15 +1,22 @@
-"""Everything that can be found wrong before an actor starts: hooks, task, models, log-probs, routes."""
+"""What can be found wrong before an actor starts: hooks, estimator, engine, task, models."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
+import traceback
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from plugin.config import JobConfig
 from plugin.config.import_paths import load_function
-from plugin.errors import ConfigError
+from plugin.errors import ConfigError, HookLoadError
 from plugin.launch.model_source import (
     ModelSource,
     directory_source,
@@ -18,11 +25,15 @@ from plugin.launch.model_source import (
 )
 from plugin.loss.objective import check_loss
 from plugin.loss.separable_loss import takes_separable_head
+from plugin.observe.detectors import load_detectors
+from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
-from plugin.rollout.conversation.multi_turn import OpeningPrompts
+from plugin.rollout.conversation.multi_turn import OpeningPrompts, run_multi_turn
+from plugin.rollout.conversation.single_turn import run_single_turn
+from plugin.rollout.conversation.trajectory import Trajectory
 from plugin.rollout.engines.choice import check_engine
 from plugin.rollout.engines.expert_routes import moe_layers
-from plugin.rollout.engines.protocol import SamplingParameters
+from plugin.rollout.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
 from plugin.rollout.tasks.copy_digits import CopyDigitsTask
 from plugin.rollout.tasks.jsonl import JsonlTask
 from plugin.rollout.tasks.protocol import Task, checked_prompt, checked_reward, require_task
@@ -41,27 +52,77 @@ class JobParts:
 
 
 def check_job(config: JobConfig) -> JobParts:
-    """Loads and tries out what the configuration names; raises on the first thing that cannot work."""
+    """Load and try what the configuration names; raise on the first thing that cannot work."""
     check_loss(config)
     takes_separable_head(config, config.tensor_model_parallel_size)
+    load_detectors(config.custom_detector_path)
     if config.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("--use-wandb: the wandb package is not installed; pip install wandb")
-    check_engine(config)
+    _check_engine(config)
+    _try_estimator(config)
     policy = policy_source(config)
     task = _tried_task(config)
     _check_lengths(config, policy)
+    reference = _other_policy("--ref-hf-checkpoint", config.ref_hf_checkpoint, policy)
     return JobParts(
         task=task,
         policy=policy,
-        reference=_reference(config, policy),
-        teacher=_teacher(config, policy),
+        reference=(reference or policy) if config.use_kl_loss else None,
+        teacher=_other_policy("--teacher-hf-checkpoint", config.teacher_hf_checkpoint, policy),
         sampling=sampling_parameters(config, task),
         route_shape=_route_shape(config, policy),
     )
 
 
+def _check_engine(config: JobConfig) -> None:
+    check_engine(config)
+    path = config.engine_traits.factory
+    _require_arguments("--rollout-engine", path, ("config", "hf_config", "name"))
+
+
+def _try_estimator(config: JobConfig) -> None:
+    """Call the user's own estimator on two groups of short responses and check what it returns."""
+    path = config.advantage_estimator
+    if path in ESTIMATORS:
+        return
+    _require_arguments(
+        "--advantage-estimator", path, ("rewards", "group_index", "loss_masks", "config")
+    )
+    count = config.n_samples_per_prompt
+    groups = torch.arange(2).repeat_interleave(count)
+    rewards = torch.arange(2 * count, dtype=torch.float32) % 3
+    masks = [torch.tensor([1, 0, 1][: 1 + i % 3]) for i in range(2 * count)]
+    try:
+        result = list(estimator_of(path)(rewards, groups, masks, config))
+    except Exception as error:
+        raise HookLoadError(
+            f"--advantage-estimator {path} failed on an example of {2 * count} samples:\n"
+            f"{traceback.format_exc()}"
+        ) from error
+    found = [a.shape if isinstance(a, Tensor) else type(a).__name__ for a in result]
+    if found != [mask.shape for mask in masks] or not torch.cat(list(result)).isfinite().all():
+        raise HookLoadError(
+            f"--advantage-estimator {path} returned {str(result)[:300]} on an example of {2 * count} "
+            f"samples with response lengths {[len(mask) for mask in masks]}; return a list with one "
+            "finite tensor [response] per sample"
+        )
+
+
+def _require_arguments(option: str, path: str, names: Sequence[str]) -> None:
+    """Load the function at `path` and check that it can be called as `fn(*names)`."""
+    function = load_function(path)
+    try:
+        inspect.signature(function).bind(*names)
+    except ValueError:
+        return  # code without a signature, such as a built-in
+    except TypeError as error:
+        raise HookLoadError(
+            f"{option} {path} cannot be called as fn({', '.join(names)}): {error}; change its arguments"
+        ) from error
+
+
 def _tried_task(config: JobConfig) -> Task:
-    """The task as the driver uses it, after one prompt and, where the task itself scores, one reward."""
+    """The task as the driver uses it, tried with one prompt and, where it scores, one reward."""
     tokenizer = load_tokenizer(config)
     task = load_task(config, tokenizer)
     if isinstance(task, MultiTurnTask):
@@ -78,6 +139,12 @@ def load_task(config: JobConfig, tokenizer: Any) -> Task | MultiTurnTask:
     if config.task_path is not None:
         factory = load_function(config.task_path)
         return require_task(factory(config, tokenizer), config.task_path)
+    renders = config.prompt_data is not None and config.apply_chat_template
+    if config.chat_template_kwargs is not None and not renders:
+        raise ConfigError(
+            f"--chat-template-kwargs {config.chat_template_kwargs} would do nothing, because no chat "
+            "template is rendered; add --prompt-data with --apply-chat-template, or drop it"
+        )
     if config.prompt_data is not None:
         path = config.reward_function_path
         return JsonlTask(
@@ -85,6 +152,7 @@ def load_task(config: JobConfig, tokenizer: Any) -> Task | MultiTurnTask:
             tokenizer,
             reward_function=None if path is None else load_function(path),
             apply_chat_template=config.apply_chat_template,
+            template_arguments=config.template_arguments(),
             seed=config.seed,
         )
     if config.hf_checkpoint is not None:
@@ -94,8 +162,27 @@ def load_task(config: JobConfig, tokenizer: Any) -> Task | MultiTurnTask:
     return CopyDigitsTask(tokenizer, seed=config.seed)
 
 
+Rollouts = Callable[
+    [RolloutEngine, Sequence[GenerationRequest], SamplingParameters], list[list[Trajectory]]
+]
+
+
+def choose_rollouts(config: JobConfig) -> Rollouts:
+    """How an engine's actor turns requests into trajectories: in one turn, or in several.
+
+    Only a task of the user's own can have several; its code is loaded in the process that plays it.
+    """
+    if config.task_path is None:
+        return run_single_turn
+    tokenizer = load_tokenizer(config)
+    task = load_task(config, tokenizer)
+    if not isinstance(task, MultiTurnTask):
+        return run_single_turn
+    return functools.partial(run_multi_turn, task=task, tokenizer=tokenizer, config=config)
+
+
 def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> SamplingParameters:
-    """How the engines sample; log-probs are turned on, with a warning, where a feature needs them."""
+    """How the engines sample; log-probs are turned on with a warning if a feature needs them."""
     log_probs = config.return_rollout_log_probs
     needing = config.needs_rollout_log_probs()
     if needing and not log_probs:
@@ -116,30 +203,16 @@ def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> Sampli
     )
 
 
-def _reference(config: JobConfig, policy: ModelSource) -> ModelSource | None:
-    if not config.use_kl_loss:
+def _other_policy(option: str, directory: str | None, policy: ModelSource) -> ModelSource | None:
+    """The model at `directory`, if one is given; it has to have the policy's vocabulary."""
+    if directory is None:
         return None
-    if config.ref_hf_checkpoint is None:
-        return policy
-    source = directory_source(config.ref_hf_checkpoint, "--ref-hf-checkpoint")
-    return _same_vocabulary(source, policy, f"--ref-hf-checkpoint {config.ref_hf_checkpoint}")
-
-
-def _teacher(config: JobConfig, policy: ModelSource) -> ModelSource | None:
-    if config.teacher_hf_checkpoint is None:
-        return None
-    source = directory_source(config.teacher_hf_checkpoint, "--teacher-hf-checkpoint")
-    return _same_vocabulary(
-        source, policy, f"--teacher-hf-checkpoint {config.teacher_hf_checkpoint}"
-    )
-
-
-def _same_vocabulary(source: ModelSource, policy: ModelSource, name: str) -> ModelSource:
+    source = directory_source(directory, option)
     theirs, ours = source.hf_config["vocab_size"], policy.hf_config["vocab_size"]
     if theirs != ours:
         raise ConfigError(
-            f"{name} has a vocabulary of {theirs} tokens, the policy of {ours}; log-probs of the same tokens can "
-            "be compared only with one tokenizer"
+            f"{option} {directory} has a vocabulary of {theirs} tokens, the policy of {ours}; log-probs "
+            "of the same tokens can be compared only with one tokenizer"
         )
     return source
 
@@ -159,7 +232,7 @@ def _check_lengths(config: JobConfig, policy: ModelSource) -> None:
 
 
 def _route_shape(config: JobConfig, source: ModelSource) -> tuple[int, int, int] | None:
-    """(MoE layers, experts per token, experts) of a MoE model; a flag about routes without one is an error."""
+    """(MoE layers, experts per token, experts); None if dense, which refuses flags about routes."""
     hf_config = source.as_config()
     experts = getattr(hf_config, "num_experts", 0)
     if not experts:

@@ -1,7 +1,7 @@
 """Starts a private Ray on this machine, or joins a running one.
 
-The private one listens on loopback only: Ray binds to loopback when it believes that the platform has no
-clusters, and the switch for that has to be in the environment before Ray is imported.
+The private one listens on loopback only: Ray binds to loopback when it believes that the platform
+has no clusters, and the switch for that has to be in the environment before Ray is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 from plugin.config import JobConfig
 from plugin.errors import ClusterError
@@ -25,7 +24,7 @@ _START_ATTEMPTS = 3
 def cluster(config: JobConfig, cpu_slots: int) -> Iterator[None]:
     """A connection to Ray for the time of a job.
 
-    cpu_slots: what the job reserves; the private cluster offers at least as many, however many cores
+    cpu_slots: what the job reserves; the private cluster offers at least as many, however few cores
         the machine has
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -52,35 +51,23 @@ def _start_private(cpu_slots: int) -> None:
         )
     for attempt in range(_START_ATTEMPTS):
         try:
-            _start_here(cpu_slots)
+            ray.init(
+                address="local",
+                num_cpus=max(cpu_slots, os.cpu_count() or 1),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
             break
         except Exception as error:
-            # Ray gives itself 30 seconds and raises a bare Exception; a busy machine needs a second try.
+            # Ray gives itself 30 seconds and raises a bare Exception; a busy machine needs more.
             ray.shutdown()
             if "timed out" not in str(error) or attempt + 1 == _START_ATTEMPTS:
                 raise ClusterError(
                     f"Ray did not start on this machine: {error}; is the machine overloaded, or /tmp full?"
                 ) from error
-    _require_loopback(ray.nodes())
-
-
-def _start_here(cpu_slots: int) -> None:
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=max(cpu_slots, os.cpu_count() or 1),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-
-
-def _require_loopback(nodes: list[dict[str, Any]]) -> None:
-    """Ray imported by somebody else before the switch was set listens on every interface: say so."""
-    outside = [
-        n["NodeManagerAddress"] for n in nodes if not n["NodeManagerAddress"].startswith("127.")
-    ]
+    addresses = [node["NodeManagerAddress"] for node in ray.nodes()]
+    outside = [address for address in addresses if not address.startswith("127.")]
     if outside and os.environ.get(_LOOPBACK_SWITCH) != "1":
         warnings.warn(
             f"Ray was imported before megatron-tis could restrict it and listens on {outside[0]}; set "
@@ -98,6 +85,6 @@ def _join(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ClusterError(
-            f"--address {address}: no Ray cluster answers there ({error}); start one with `ray start --head`, or "
-            "drop --address for a private one"
+            f"--address {address}: no Ray cluster answers there ({error}); start one with `ray start "
+            "--head`, or drop --address for a private one"
         ) from error

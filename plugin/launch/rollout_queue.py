@@ -1,9 +1,10 @@
 """Groups of responses on their way from the task through the engines to the trainer.
 
-A group is one prompt with all its responses. Groups are sent in chunks, at most two chunks wait at an engine,
-and how many groups may be under way is bounded so that none can be older than allowed when its turn comes.
-Those that are nevertheless (an engine that fell behind) are dropped and counted. What an engine that died or hung
-was working on is sent again as it was; a group with a failed response is sampled again with other seeds.
+A group is one prompt with all its responses. Groups are sent in chunks, at most two chunks wait at
+an engine, and how many groups may be under way is bounded so that none can be older than allowed
+when its turn comes. Those that are nevertheless (an engine that fell behind) are dropped and
+counted. What an engine that died or hung was working on is sent again as it was; a group with a
+failed response is sampled again with other seeds.
 """
 
 from __future__ import annotations
@@ -12,15 +13,13 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
-
-import torch
 
 from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
 from plugin.errors import ActorLost
-from plugin.rollout.conversation.trajectory import Segment, Trajectory
+from plugin.rollout.conversation.trajectory import Trajectory
 from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt, checked_reward
 
@@ -29,39 +28,23 @@ _POLL_SECONDS = 1.0
 
 
 class Engines(Protocol):
-    """What the queue needs of the engines, wherever they run; `EnginePool` has it."""
+    """What the queue needs of the engines, wherever they run; see `EnginePool`, which has it."""
 
     def __len__(self) -> int: ...
-
-    def available(self) -> list[int]:
-        """Numbers of the engines that take requests now; one that is starting again does not."""
-        ...
-
+    def available(self) -> list[int]: ...
     def send(
         self, engine: int, requests: list[GenerationRequest], parameters: SamplingParameters
-    ) -> Any:
-        """A ticket for the answer of engine number `engine`."""
-        ...
-
-    def finished(self, tickets: list[Any], *, wait_seconds: float) -> list[Any]:
-        """The tickets that have an answer, or have failed; waits for the first one at most so long."""
-        ...
-
-    def answer(self, ticket: Any) -> list[list[Trajectory]]:
-        """The answer of a finished ticket; `ActorLost` if the engine died, which has then been replaced."""
-        ...
-
-    def replace(self, engine: int, reason: str) -> None:
-        """Ends an engine and starts another in its place; an `EngineError` if that keeps happening."""
-        ...
+    ) -> Any: ...
+    def finished(self, tickets: list[Any], *, wait_seconds: float) -> list[Any]: ...
+    def answer(self, ticket: Any) -> list[list[Trajectory]]: ...
+    def replace(self, engine: int, reason: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class Group:
-    """A prompt, its number, and its scored responses."""
+    """The number of a prompt, and its scored responses."""
 
     index: int
-    prompt: Prompt
     trajectories: list[Trajectory]
     rewards: list[float]
 
@@ -84,7 +67,6 @@ class _Chunk:
     engine: int
     tries: list[_Try]
     prompts: list[Prompt]
-    requests: list[GenerationRequest]
     sent: float
 
 
@@ -92,7 +74,8 @@ class _Chunk:
 class QueueCounts:
     """Prompts issued, trained on and dropped; at any time issued = taken + dropped + under way.
 
-    resampled: groups sampled again because a response failed; resent: groups sent again because an engine died
+    resampled: groups sampled again because a response failed
+    resent: groups sent again because an engine died
     """
 
     issued: int = 0
@@ -105,9 +88,9 @@ class QueueCounts:
 
 @dataclass
 class RolloutQueue:
-    """Issues prompts, collects groups, hands out batches; single-threaded, driven by the job's loop.
+    """Issues prompts, collects groups, returns batches; single-threaded, driven by the job's loop.
 
-    say: where messages for a person go
+    say: prints a message for a person
     """
 
     task: Task
@@ -126,7 +109,7 @@ class RolloutQueue:
     def take(self, version: int) -> list[Group]:
         """The next batch of `rollout_batch_size` groups, oldest prompts first; waits for it.
 
-        version: of the trainer's weights; groups more than the staleness limit behind it are dropped
+        version: of the trainer's weights; drops groups more than the staleness limit behind
         """
         self._batch_is_out = False
         wanted = self.config.rollout_batch_size
@@ -142,14 +125,14 @@ class RolloutQueue:
         return ordered[:wanted]
 
     def pump(self) -> None:
-        """Collects what is finished and, in asynchronous mode, issues what may be; never waits."""
+        """Collect what is finished and, in asynchronous mode, issue what may be; never waits."""
         self._collect(wait=False)
         if self.config.async_rollouts:
             self._issue()
 
     @property
     def under_way(self) -> int:
-        """Groups issued and not yet handed out."""
+        """Groups issued and not yet taken."""
         in_flight = sum(len(chunk.tries) for chunk in self._in_flight.values())
         return len(self._ready) + len(self._waiting) + in_flight
 
@@ -159,7 +142,7 @@ class RolloutQueue:
         return dropped
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the counts, and the prompts that were issued and not handed out."""
+        """What a checkpoint keeps: the counts, and the prompts that were issued and not taken."""
         pending = [_Try(group.index) for group in self._ready]
         pending += [t for chunk in self._in_flight.values() for t in chunk.tries] + [*self._waiting]
         return {
@@ -168,7 +151,7 @@ class RolloutQueue:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes back to `state`: what was under way then is sampled anew, what came later is forgotten."""
+        """Go back to `state`: sample anew what was under way then, forget what came later."""
         self.counts = QueueCounts(**state["counts"])
         self._waiting = deque(_Try(*pending) for pending in state["pending"])
         self._ready.clear()
@@ -179,19 +162,14 @@ class RolloutQueue:
     def _limit(self) -> int:
         """How many groups may be under way.
 
-        One that has n groups before it is trained on after n // batch further weight versions, plus one if a
-        batch is with the trainer now.
+        One that has n groups before it is trained on after n // batch further weight versions, plus
+        one if a batch is with the trainer now.
         """
         rounds = self.config.staleness_limit + (0 if self._batch_is_out else 1)
         return rounds * self.config.rollout_batch_size
 
-    def _chunk_size(self) -> int:
-        fair = -(-self.config.rollout_batch_size // len(self.engines))
-        fits = max(1, self.config.rollout_max_batch // self.config.n_samples_per_prompt)
-        return min(fair, fits)
-
     def _issue(self) -> None:
-        """Sends what waits, then new prompts, as far as the limit and the engines allow."""
+        """Send what waits, then new prompts, as far as the limit and the engines allow."""
         while self._waiting or self.under_way < self._limit():
             busy = [chunk.engine for chunk in self._in_flight.values()]
             free = [e for e in self.engines.available() if busy.count(e) < _CHUNKS_PER_ENGINE]
@@ -200,7 +178,9 @@ class RolloutQueue:
             self._send_chunk(min(free, key=busy.count), self._next_tries())
 
     def _next_tries(self) -> list[_Try]:
-        size = self._chunk_size()
+        fair = -(-self.config.rollout_batch_size // len(self.engines))
+        fits = max(1, self.config.rollout_max_batch // self.config.n_samples_per_prompt)
+        size = min(fair, fits)
         tries = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
         new = max(0, min(size, self._limit() - self.under_way) - len(tries))
         start = self.counts.issued
@@ -210,18 +190,15 @@ class RolloutQueue:
     def _send_chunk(self, engine: int, tries: list[_Try]) -> None:
         longest = self.config.max_prompt_length
         prompts = [checked_prompt(self.task, t.index, longest) for t in tries]
-        requests = [
-            GenerationRequest(prompt.tokens, self._seeds(t), t.index)
-            for t, prompt in zip(tries, prompts, strict=True)
-        ]
+        requests = []
+        for one_try, prompt in zip(tries, prompts, strict=True):
+            # A response that failed might fail again with the same seed.
+            again = f"/{one_try.failures}" if one_try.failures else ""
+            draw = random.Random(f"{self.config.seed}/{one_try.index}{again}")
+            seeds = [draw.getrandbits(62) for _ in range(self.config.n_samples_per_prompt)]
+            requests.append(GenerationRequest(prompt.tokens, tuple(seeds), one_try.index))
         ticket = self.engines.send(engine, requests, self.parameters)
-        self._in_flight[ticket] = _Chunk(engine, tries, prompts, requests, time.monotonic())
-
-    def _seeds(self, one_try: _Try) -> tuple[int, ...]:
-        # A response that failed might fail again with the same seed.
-        again = f"/{one_try.failures}" if one_try.failures else ""
-        draw = random.Random(f"{self.config.seed}/{one_try.index}{again}")
-        return tuple(draw.getrandbits(62) for _ in range(self.config.n_samples_per_prompt))
+        self._in_flight[ticket] = _Chunk(engine, tries, prompts, time.monotonic())
 
     def _collect(self, *, wait: bool) -> None:
         if not self._in_flight and not wait:
@@ -244,13 +221,15 @@ class RolloutQueue:
             if errors:
                 self._resample_or_drop(one_try, errors)
                 continue
-            rewards = [self._reward(prompt, trajectory) for trajectory in trajectories]
-            self._ready.append(Group(one_try.index, prompt, trajectories, rewards))
-
-    def _reward(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        if trajectory.reward is not None:
-            return trajectory.reward
-        return checked_reward(self.task, prompt, trajectory.segments[-1].generation.tokens.tolist())
+            rewards = []
+            for trajectory in trajectories:
+                reward = trajectory.reward
+                if reward is None:
+                    last = trajectory.samples[-1]
+                    response = last.tokens[-last.response_length :].tolist()
+                    reward = checked_reward(self.task, prompt, response)
+                rewards.append(reward)
+            self._ready.append(Group(one_try.index, trajectories, rewards))
 
     def _resample_or_drop(self, failed: _Try, errors: list[str]) -> None:
         failures, limit = failed.failures + 1, self.config.max_error_reschedule_attempts
@@ -260,9 +239,8 @@ class RolloutQueue:
             self._dropped.setdefault("failed", []).append(failed.index)
             self.say(f"prompt {failed.index} is dropped after {failures} failed attempts; {cause}")
             return
-        if (
-            failures & (failures - 1) == 0
-        ):  # the 1st, 2nd, 4th, 8th, ...: a broken task must not flood the log
+        # The 1st, 2nd, 4th, 8th, ...: a broken task must not flood the log.
+        if failures & (failures - 1) == 0:
             self.say(f"prompt {failed.index} is sampled again (attempt {failures} failed); {cause}")
         self.counts.resampled += 1
         self._waiting.append(_Try(failed.index, failures))
@@ -296,25 +274,10 @@ class RolloutQueue:
 
 
 def samples_of(groups: list[Group]) -> list[RolloutSample]:
-    """Training samples, one per segment; groups are numbered from 0 within the batch."""
+    """Training samples with reward and group; groups are numbered from 0 within the batch."""
     return [
-        _sample(segment, reward, number, group.index)
+        replace(sample, reward=reward, group_index=number)
         for number, group in enumerate(groups)
         for trajectory, reward in zip(group.trajectories, group.rewards, strict=True)
-        for segment in trajectory.segments
+        for sample in trajectory.samples
     ]
-
-
-def _sample(segment: Segment, reward: float, group: int, prompt_index: int) -> RolloutSample:
-    generation, mask = segment.generation, segment.loss_mask
-    return RolloutSample(
-        tokens=torch.cat([torch.tensor(segment.prompt), generation.tokens]),
-        response_length=generation.tokens.numel(),
-        loss_mask=torch.ones_like(generation.tokens) if mask is None else mask,
-        reward=reward,
-        group_index=group,
-        weight_version=generation.weight_version,
-        rollout_log_probs=generation.log_probs,
-        routed_experts=generation.routed_experts,
-        metadata={"prompt_index": prompt_index, "finish_reason": generation.finish_reason},
-    )

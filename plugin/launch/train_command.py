@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import warnings
-from typing import Any
+
+from plugin.config import JobConfig
+from plugin.errors import ConfigError, HookLoadError, MegatronTisError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One argument per setting, and the YAML file below them."""
-    from plugin.config import JobConfig
-
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with settings; flags on the command line win"
     )
@@ -20,37 +18,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 at the end, 2 for a mistake of the user, 1 for a failure, 130 after Ctrl-C."""
-    from plugin.config import JobConfig
-    from plugin.errors import ConfigError, HookLoadError, MegatronTisError
+    from plugin.launch.console import Console, capture_warnings
 
-    warnings.showwarning = _show_warning
+    console = Console()
+    capture_warnings(console.warn)
     known = {item for group in JobConfig.groups() for item in vars(group)["__annotations__"]}
     flags = {name: value for name, value in vars(args).items() if name in known}
     try:
         config = JobConfig.from_sources(flags, getattr(args, "config", None))
-        return _run(config)
-    except (ConfigError, HookLoadError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        from plugin.launch.job import run_job
+
+        result = run_job(config, console)
     except MegatronTisError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-
-
-def _run(config: Any) -> int:
-    from plugin.launch.job import run_job
-
-    result = run_job(config)
+        if getattr(args, "traceback", False):
+            raise
+        console.complain("error", str(error))
+        return 2 if isinstance(error, (ConfigError, HookLoadError)) else 1
     if result.history:
         first, last = result.history[0], result.history[-1]
-        print(
+        console.say(
             f"reward {first['reward']:.3f} -> {last['reward']:.3f} in {last['step']} steps; "
             f"report: {result.run_dir / 'report.html'}"
         )
     return 130 if result.interrupted else 0
-
-
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    """Our warnings are for the user, who has no use for a source line; others keep to their category."""
-    if category is UserWarning:
-        print(f"warning: {message}", file=sys.stderr)

@@ -1,21 +1,25 @@
 """One trainer rank: the body of a Ray actor around `MegatronTrainer`.
 
-Every method is called on all ranks at once with the same arguments; what is the same everywhere is returned by
-rank 0 alone.
+Every method is called on all ranks at once with the same arguments; what is the same everywhere is
+returned by rank 0 alone.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import safetensors.torch
+import torch
+from torch import Tensor
+
 from plugin.config import JobConfig
 from plugin.launch.array_transport import Arrays, batch_from_arrays
 from plugin.launch.model_source import ModelSource
+from plugin.launch.remote_calls import ReportingActor
 
 PolicyName = Literal["policy", "reference", "teacher"]
 
@@ -29,15 +33,28 @@ class RankPlace:
     device: int
 
 
-class TrainerRank:
+@dataclass(frozen=True)
+class TrainedStep:
+    """What the driver gets of an optimizer step.
+
+    skipped: why no weight was changed, if so
+    log_probs: the step's own, where watched: end to end from the actor, [response] per sample on
+        the driver
+    live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose
+    """
+
+    metrics: dict[str, float]
+    skipped: str | None
+    log_probs: Any
+    live_routes: list[Tensor] | None
+
+
+class TrainerRank(ReportingActor):
     """Holds the policy and, where the loss needs them, the reference and the teacher."""
 
     def __init__(self, config: JobConfig) -> None:
-        import torch
-
+        super().__init__(config)
         self._config = config
-        if not torch.cuda.is_available():
-            torch.set_num_threads(config.threads_per_rank)
         self._trainers: dict[PolicyName, Any] = {}
         self._rank = -1
         self._store: Any = None
@@ -54,8 +71,8 @@ class TrainerRank:
     def open_rendezvous(self) -> str:
         """An address at which all ranks can meet; called on rank 0.
 
-        On one node that is a file. Across nodes it is a TCP store that listens on this node's address only;
-        torch's own would listen on every interface.
+        On one node that is a file. Across nodes it is a TCP store that listens on this node's
+        address only; torch's own would listen on every interface.
         """
         if self._config.num_nodes == 1:
             return f"file://{tempfile.mkdtemp(prefix='megatron_tis_')}/rendezvous"
@@ -66,20 +83,19 @@ class TrainerRank:
         listener.bind((address, 0))
         listener.listen()
         port = listener.getsockname()[1]
-        # multi_tenant: init_process_group opens the same store again in this process and finds this one.
+        # multi_tenant: init_process_group opens the same store in this process and finds this.
+        options: dict[str, Any] = {
+            "is_master": True,
+            "wait_for_workers": False,
+            "multi_tenant": True,
+        }
         self._store = TCPStore(
-            address,
-            port,
-            self._config.world_size,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,
-            master_listen_fd=listener.detach(),
+            address, port, self._config.world_size, master_listen_fd=listener.detach(), **options
         )
         return f"tcp://{address}:{port}"
 
     def join(self, rank: int, rendezvous: str) -> None:
-        """Becomes rank `rank` of the process group."""
+        """Become rank `rank` of the process group."""
         from plugin.megatron_backend.parallel_groups import init_parallel
 
         self._rank = rank
@@ -105,18 +121,27 @@ class TrainerRank:
         )
 
     def build(self, name: PolicyName, source: ModelSource) -> None:
-        """Builds one of the models and loads its weights; only the policy can be trained."""
-        import safetensors.torch
-
+        """Build one of the models and load its weights; only the policy can be trained."""
+        from plugin.megatron_backend.model.builder import uses_transformer_engine
         from plugin.megatron_backend.trainer import MegatronTrainer
 
+        config = self._config
+        # Megatron's local attention would compute all pairs of a packed row, so its rows are
+        # padded. Context parallelism exists for packed rows only, and the interleaved schedule
+        # wants all microbatches of one shape, which packed rows are filled up to.
+        packs = (
+            config.max_tokens_per_gpu is not None
+            or config.context_parallel_size > 1
+            or config.virtual_pipeline_model_parallel_size is not None
+            or uses_transformer_engine(config.transformer_impl)
+        )
         trainer = MegatronTrainer(
-            self._config,
+            config,
             source.as_config(),
             self._groups,
-            layout=self._layout(),
+            layout="packed" if packs else "padded",
             trainable=name == "policy",
-            seed=self._config.seed,
+            seed=config.seed,
         )
         if source.directory is not None:
             trainer.load_hf_weights(source.directory)
@@ -124,37 +149,16 @@ class TrainerRank:
             trainer.load_hf_weights(safetensors.torch.load(source.weights))
         self._trainers[name] = trainer
 
-    def _layout(self) -> Literal["packed", "padded"]:
-        """Padded rows where attention is Megatron's local one: it would compute all pairs of a packed row.
-
-        Context parallelism exists for packed rows only, and the interleaved schedule wants all microbatches
-        of one shape, which packed rows are filled up to.
-        """
-        from plugin.megatron_backend.model.builder import uses_transformer_engine
-
-        config = self._config
-        packs = (
-            config.max_tokens_per_gpu is not None
-            or config.context_parallel_size > 1
-            or config.virtual_pipeline_model_parallel_size is not None
-            or uses_transformer_engine(config.transformer_impl)
-        )
-        return "packed" if packs else "padded"
-
     def log_probs(self, name: PolicyName, arrays: Arrays) -> Any:
-        """Log-probs of every response of the batch, end to end, as a NumPy array; None besides rank 0."""
-        import torch
-
+        """Log-probs of every response, end to end, as a NumPy array; None besides rank 0."""
         results = self._trainers[name].compute_log_probs(batch_from_arrays(arrays))
         return torch.cat(results).numpy() if self._rank == 0 else None
 
-    def train(self, arrays: Arrays, version: int, learning_rate: float) -> Any:
-        """One optimizer step; the fields of `StepResult` from rank 0, None from the others.
+    def train(self, arrays: Arrays, version: int, learning_rate: float) -> TrainedStep | None:
+        """One optimizer step; None besides rank 0.
 
-        version: of the weights the step starts from, counted in weight syncs; the age of samples refers to it
+        version: of the weights the step starts from, counted in weight syncs; ages refer to it
         """
-        import torch
-
         trainer = self._trainers["policy"]
         trainer.version = version
         trainer.set_learning_rate(learning_rate)
@@ -166,11 +170,13 @@ class TrainerRank:
         )
         if self._rank != 0:
             return None
-        # A plain mapping: the driver need not import Megatron to read it.
-        fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
+        skipped, log_probs = None, None
+        if not result.updated:
+            where = result.bad_parameter or "no single parameter"
+            skipped = f"gradient norm {result.grad_norm} ({where})"
         if result.log_probs is not None:
-            fields["log_probs"] = torch.cat(result.log_probs).numpy()
-        return fields
+            log_probs = torch.cat(result.log_probs).numpy()
+        return TrainedStep(result.metrics, skipped, log_probs, result.live_routes)
 
     def export_weights(self) -> list[Any] | None:
         """The policy in the object store, one reference per bucket; None besides rank 0."""
@@ -186,23 +192,23 @@ class TrainerRank:
         return [ray.put(bucket) for bucket in pack_buckets(exported)]
 
     def save_hf(self, directory: str, tokenizer_from: str | None) -> None:
-        """Writes the policy as a Hugging Face directory, from rank 0."""
+        """Write the policy as a Hugging Face directory, from rank 0."""
         from plugin.megatron_backend.model.hf_weights import save_hf_checkpoint
 
         chunks = self._trainers["policy"].chunks
         save_hf_checkpoint(directory, chunks, self._groups, tokenizer_from=tokenizer_from)
 
     def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any], keep: int) -> None:
-        """Writes `<root>/step_<step>` with the driver's state in it and keeps the last `keep`."""
+        """Write `<root>/step_<step>` with the driver's state in it and keep the last `keep`."""
         self._trainers["policy"].save_checkpoint(root, step, user_state, keep_last=keep)
 
     def load_checkpoint(self, root: str) -> dict[str, Any] | None:
-        """Loads the newest checkpoint in `root`; the driver's state from rank 0, None from the others."""
+        """Load the newest checkpoint in `root`; the driver's state, None besides rank 0."""
         _, user_state = self._trainers["policy"].load_checkpoint(root)
         return user_state if self._rank == 0 else None
 
     def leave(self) -> None:
-        """Leaves the process group."""
+        """Leave the process group."""
         from plugin.megatron_backend.parallel_groups import destroy_parallel
 
         destroy_parallel()

@@ -1,4 +1,4 @@
-"""Log-probs and entropy straight from hidden states and the LM head's weight, without logits `[T, V]`.
+"""Log-probs and entropy from hidden states and the LM head's weight, without logits `[T, V]`.
 
 The product of hidden states and weight is computed tile by tile, a range of the vocabulary at a time for all
 rows: each tile is reduced to row statistics at once. The backward pass computes the tile again, turns it into
@@ -50,7 +50,7 @@ def fused_log_probs_and_entropy(
     sequence_parallel: bool = False,
     reduce_hidden_grad: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`log_probs_and_entropy(hidden @ weight.T, tokens)` in bounded memory, with gradients for both factors.
+    """`log_probs_and_entropy(hidden @ weight.T, tokens)` in bounded memory.
 
     Args:
         hidden: `[T, H]`, the same on all ranks of `group`; with `sequence_parallel` this rank's `[T/tp, H]`
@@ -130,7 +130,7 @@ def fused_lm_head_pays(
 
 
 class Tile(NamedTuple):
-    """Rows `[row, row_end)` and columns `[column, column_end)` of the logits that are never there as a whole."""
+    """Rows `[row, row_end)` and columns `[column, column_end)` of the logits."""
 
     row: int
     row_end: int
@@ -139,7 +139,7 @@ class Tile(NamedTuple):
 
 
 def plan_tiles(rows: int, columns: int, element_size: int, tile_bytes: int) -> list[Tile]:
-    """Cut `[rows, columns]` into tiles of at most `tile_bytes`, by columns first, in column-major order.
+    """Cut `[rows, columns]` into tiles of at most `tile_bytes`, in column-major order.
 
     Few, wide row ranges make each slice of the weight's gradient complete after one product.
     """
@@ -228,7 +228,7 @@ class _FusedLmHead(torch.autograd.Function):
 
 
 class _Tiles:
-    """The logits `hidden @ weight.T` `[n, V/tp]`, one tile at a time in one buffer, some of them kept."""
+    """The logits `[n, V/tp]`, one tile at a time in one buffer, some of them kept."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class _Tiles:
         want_hidden: bool,
         want_weight: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of the hidden states `[n, H]`, summed over this rank's columns only, and of the weight."""
+        """Gradients of hidden states `[n, H]`, over this rank's columns only, and weight."""
         kernels = row_kernels_for(self.buffer)
         hidden = _without_idle_rows(self.hidden, grad_log_probs, grad_entropy)
         # Many tiles add to the same rows, so those sums are float32 whatever the dtype of the model.
@@ -338,7 +338,7 @@ def _targets_of(tile: Tile, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _without_idle_rows(hidden: torch.Tensor, *grads: torch.Tensor | None) -> torch.Tensor:
-    """Hidden states with 0 in rows without gradient: there 0 * NaN would spoil the gradient of the weight."""
+    """Zero the rows without gradient: 0 * NaN there would spoil the gradient of the weight."""
     idle = torch.ones(hidden.shape[0], dtype=torch.bool, device=hidden.device)
     for grad in grads:
         if grad is not None:

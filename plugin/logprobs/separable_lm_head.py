@@ -1,4 +1,4 @@
-"""The LM head fused with a token-separable loss: three matrix products, and no logits that outlive a block of rows.
+"""The LM head fused with a token-separable loss: three products, one block of logits at a time.
 
 A block of hidden states meets the weight; log-probs and entropies of its rows, the loss of these rows and its
 gradient follow at once; the block's logits become their own gradient, which is multiplied back into both
@@ -37,7 +37,7 @@ def separable_lm_head(
     expected_gradient: float = 1.0,
     memory_budget_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probs `[n]`, entropies `[n]`, and a 0 that carries the gradient of the sum of all row losses.
+    """Return log-probs `[n]`, entropies `[n]`, and a 0 that carries the gradient of all losses.
 
     Args:
         hidden: `[T, H]`.
@@ -129,7 +129,7 @@ class _SeparableLmHead(torch.autograd.Function):
 def _to_gradient(
     logits: torch.Tensor, tokens: torch.Tensor, block: slice, settings: _Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn a block of logits `[n, V]` into the gradient of its losses; return log-probs, entropies `[n]`."""
+    """Turn logits `[n, V]` into the gradient of their losses; return log-probs and entropies."""
     kernels, scale = row_kernels_for(logits), settings.scale
     targets, absent = locate_targets(tokens, logits.shape[1], group=None)
     statistics = kernels.forward_blocks(logits, targets, scale=scale, with_entropy=True)

@@ -36,7 +36,7 @@ def log_probs_and_entropy(
     inplace_grad: bool = False,
     keep_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of each row's token, and entropy of each row, of `softmax(logits / temperature)`.
+    """Log-prob of each row's token and entropy of each row of `softmax(logits / temperature)`.
 
     Args:
         logits: `[T, V/tp]` float32, bfloat16 or float16; this rank's columns of the vocabulary. Never changed
@@ -98,7 +98,7 @@ def combine_shards(
     scale: float,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, RowNormalizer]:
-    """Join the row statistics of all vocabulary shards: log-probs `[T]` and what the backward pass needs.
+    """Join the statistics of all vocabulary shards: log-probs `[T]` and the normalizer.
 
     `targets` and `absent` come from `locate_targets`. With `group` None or of one rank nothing is
     communicated; otherwise one max, and one sum of everything else.
@@ -127,7 +127,7 @@ def combine_shards(
 def merge_column_ranges(
     first: ShardStatistics, second: ShardStatistics, scale: float
 ) -> ShardStatistics:
-    """Statistics of the same rows over two disjoint ranges of one shard's columns, as over their union."""
+    """Join the statistics of the same rows over two ranges of one shard's columns."""
     maximum = torch.maximum(first.maximum, second.maximum)
     sum_exp, weighted_sum = _shift_sums(first, maximum, scale)
     more, more_weighted = _shift_sums(second, maximum, scale)
@@ -138,7 +138,7 @@ def merge_column_ranges(
 
 
 def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks of a group; 1 for None, which stands for "not sharded", not for the default group."""
+    """Number of ranks of a group; 1 for None, which means "not sharded"."""
     return 1 if group is None else dist.get_world_size(group)
 
 
@@ -216,7 +216,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 def _shift_sums(
     statistics: ShardStatistics, maximum: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The sums of one shard in float64, relative to the maximum of all shards instead of its own."""
+    """Return a shard's sums in float64, relative to the maximum of all shards."""
     shift = (statistics.maximum.double() - maximum) * scale
     # A shard that keeps no column has maximum -inf and sums of 0; any finite shift leaves them 0.
     shift = shift.masked_fill(statistics.maximum == -torch.inf, 0.0)
@@ -248,7 +248,7 @@ def _check_tensors(
 
 
 def check_settings(temperature: float, with_entropy: bool, entropy_grad: bool) -> None:
-    """Raise ConfigError for a temperature that is not positive, or a gradient of an entropy that is not wanted."""
+    """Refuse a temperature that is not positive, or a gradient of an entropy nobody wants."""
     if not (math.isfinite(temperature) and temperature > 0):
         raise ConfigError(
             f"temperature is {temperature}; it must be positive and finite. Log-probs of greedily sampled "

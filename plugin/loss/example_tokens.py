@@ -11,7 +11,7 @@ from plugin.sharding.sequence_shards import SequenceShards
 
 
 def example_inputs() -> LossInputs:
-    """Return two samples with responses of 2 and 3 tokens, one of them masked, and plausible values.
+    """Return two samples with responses of 2 and 3 tokens, one token masked.
 
     `cur_log_probs` is a leaf with gradient.
     """

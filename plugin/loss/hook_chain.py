@@ -1,4 +1,4 @@
-"""A chain of correction hooks: loaded, checked and tried once at set-up, then run once per microbatch."""
+"""A chain of correction hooks: loaded and tried at set-up, then run once per microbatch."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ EXTRA_ARGUMENTS = ("cur_log_probs", "advantages")
 
 @lru_cache(maxsize=256)
 def load_hook(path: str) -> Callable[..., Any]:
-    """The correction hook at `path`, as a function of keyword arguments that passes on what it accepts."""
+    """Load the hook at `path` as a function of keywords that passes on what the hook accepts."""
     function = load_function(path)
     accepted, takes_any = _keyword_arguments(path, function)
     missing = [name for name in REQUIRED_ARGUMENTS if name not in accepted and not takes_any]
@@ -45,7 +45,7 @@ def load_hook(path: str) -> Callable[..., Any]:
 
 
 def _keyword_arguments(path: str, function: Callable[..., Any]) -> tuple[set[str], bool]:
-    """Names the function accepts as keywords and whether it takes any; unknown required ones are an error."""
+    """Return the keywords a hook accepts and whether it takes any; refuse unknown required ones."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):

@@ -83,7 +83,7 @@ class KnownTokens:
     def at_policy(
         self, config: LossConfig, cur: Tensor, entropy: Tensor | None, *, check: bool = True
     ) -> LossInputs:
-        """Join log-prob and entropy [T] of the current policy; values that no token may carry are an error."""
+        """Join log-prob and entropy [T] of the current policy; check what tokens may carry."""
         mask = self.mask
         if mask.numel() != cur.numel():
             raise BatchError(

@@ -43,7 +43,7 @@ class LossInputs:
     entropy: Tensor | None = None
 
     def require_rollout(self) -> Tensor:
-        """Return rollout_log_probs [T]; set-up has checked that they are there for whoever needs them."""
+        """Return rollout_log_probs [T]; set-up has checked that they are there."""
         assert self.rollout_log_probs is not None
         return self.rollout_log_probs
 
@@ -62,7 +62,7 @@ class TokenMetric:
 
 @dataclass(frozen=True)
 class PolicyTerm:
-    """A policy loss per token [T], the tokens it keeps (bool [T]) and metrics over the original mask.
+    """A policy loss per token [T], the tokens it keeps (bool [T]), metrics over the mask.
 
     ratio, weight: [T] importance ratio before bounding and weight after, 0 where dropped; None where the loss
         is not weighted, or where nobody asked
@@ -103,7 +103,7 @@ class LossOutputs:
 
 
 class CorrectionHook(Protocol):
-    """A loadable correction; see `plugin.ppo_utils.corrections` for the meaning of the arguments."""
+    """A loadable correction; `plugin.ppo_utils.corrections` explains the arguments."""
 
     def __call__(
         self,

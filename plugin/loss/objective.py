@@ -23,7 +23,7 @@ from plugin.ppo_utils.kl_estimators import k3
 
 
 def check_loss(config: LossConfig) -> None:
-    """Load, check and try whatever the configuration names by import path, before anything starts."""
+    """Load, check and try whatever the configuration names by import path."""
     resolve_policy_loss(config.policy_loss)
     if config.use_tis or config.get_mismatch_metrics:
         hook_chain(config)

@@ -1,4 +1,4 @@
-"""policy_loss_function: from logits and a batch to one scalar and its metrics, with slime's signature."""
+"""policy_loss_function: from logits and a batch to a scalar and metrics, as slime calls it."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def sapo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
 @token_separable
 def icepop(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """Importance ratio against the rollout policy inside a band; outside, the token is dropped, not clipped.
+    """Importance ratio against the rollout policy inside a band; outside, drop the token.
 
     loss = -keep A r, r = exp(cur - rollout), keep = icepop_ratio_low <= r <= icepop_ratio_high
     Flags: --icepop-ratio-low 0.2, --icepop-ratio-high 5.0, --adv-tau 1.0, --teacher-tau 0.0.
@@ -136,7 +136,7 @@ def dppo_tv(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
 @token_separable
 def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """Drops tokens with A > 0 that rose too far and with A <= 0 that fell too far; penalizes every token's drift.
+    """Drops A > 0 that rose too far and A <= 0 that fell too far; penalizes every token's drift.
 
     loss = -keep A r + kl_tau log(r)^2, r = exp(cur - rollout), keep = pi_cur - pi_rollout <= dppo_mask_high for
     A > 0, >= -dppo_mask_low else
@@ -209,7 +209,7 @@ def _masked_surrogate(
     too_high: Tensor,
     cap: float | None = None,
 ) -> PolicyTerm:
-    """-A r on the tokens that are neither too low nor too high, A scaled and joined by the teacher."""
+    """-A r on the tokens inside the band; A is scaled and joined by the teacher."""
     kept = inputs.mask & ~(too_low | too_high)
     # Selecting the log-ratio before exp keeps a dropped token's huge ratio out of value and gradient.
     ratio = safe_exp(torch.where(kept, log_r, 0.0))
@@ -240,7 +240,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 @lru_cache(maxsize=64)
 def resolve_policy_loss(name: str) -> PolicyLoss:
-    """Return a built-in loss, or the function at an import path after trying it on example tokens."""
+    """Return a built-in loss, or load the one at an import path and try it on example tokens."""
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
     function = load_function(name)

@@ -1,4 +1,4 @@
-"""Terms beside the policy loss: reference KL, rollout KL, entropy. A correction's mask does not thin them."""
+"""Reference KL, rollout KL and entropy. A correction's mask does not thin them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plugin.ppo_utils.kl_estimators import kl_estimate
 def regularizer_terms(
     inputs: LossInputs, config: LossConfig, kept: Tensor
 ) -> tuple[RegularizerTerm, ...]:
-    """The terms that the configuration asks for; one with coefficient 0 is a metric without a graph."""
+    """Return the configured terms; one with coefficient 0 is a metric without a graph."""
     terms = []
     if inputs.entropy is not None:
         terms.append(RegularizerTerm("entropy_loss", -config.entropy_coef, inputs.entropy))

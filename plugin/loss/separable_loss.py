@@ -26,7 +26,7 @@ TOLERANCE = 1e-4
 
 
 def takes_separable_head(config: TrainerConfig, tp_size: int) -> bool:
-    """Return whether the loss is evaluated block by block inside the LM head: one rule for every device.
+    """Return whether the loss is evaluated inside the LM head; one rule for every device.
 
     `--separable-fast-path on` where that cannot work is a `ConfigError`; auto takes it wherever it can.
     """
@@ -44,7 +44,7 @@ def takes_separable_head(config: TrainerConfig, tp_size: int) -> bool:
 
 
 def separable_obstacle(config: LossConfig) -> str | None:
-    """Return why the configured loss does not declare itself token-separable, or None if it does."""
+    """Return why the loss does not declare itself token-separable; None if it does."""
     if not declares_separable(resolve_policy_loss(config.policy_loss)):
         return f"--policy-loss {config.policy_loss} is not token-separable"
     if config.loss_denominator == "kept" and not config.per_token:
@@ -58,7 +58,7 @@ def separable_obstacle(config: LossConfig) -> str | None:
 
 @lru_cache(maxsize=64)
 def mixing_obstacle(config: LossConfig) -> str | None:
-    """Evaluate the loss on example tokens together and apart; return an explanation if the results differ."""
+    """Evaluate the loss on example tokens together and apart; explain a difference, if any."""
     inputs = example_inputs()
     names = (
         "advantages",
@@ -88,7 +88,7 @@ def mixing_obstacle(config: LossConfig) -> str | None:
 def losses_of_part(
     config: LossConfig, known: KnownTokens, index: Tensor, log_probs: Tensor, entropy: Tensor
 ) -> Tensor:
-    """Return the objective [n] of the tokens at `index` [n] from their log-probs and entropies [n]."""
+    """Return the objective [n] of the tokens at `index` [n], given log-probs and entropies."""
     inputs = known.part(index).at_policy(config, log_probs, entropy, check=False)
     with use_parallel_context(SINGLE_PROCESS):
         return compute_loss(config, inputs, with_metrics=False).total

@@ -18,7 +18,7 @@ MAX_ABS_LOG_RATIO = 80.0
 
 
 def check_tokens(fields: Mapping[str, Tensor | None], mask: Tensor, shards: SequenceShards) -> None:
-    """Raise a `BatchError` for the first unmasked value that is not finite, absurdly large or misaligned.
+    """Raise a `BatchError` for the first unmasked value that is not finite, huge or misaligned.
 
     fields: `LossInputs` names -> [T] raw values, masked positions may hold anything. Reads flags from the device.
     Under context parallelism every rank that holds a part of the same samples raises, or none: sequence-level

@@ -1,84 +1,121 @@
 """Detectors: is the mismatch of this step noise, or a bug?
 
-Each detector looks at the log-probs that engine and trainer give to the same tokens and knows the trace one
-fault leaves in them. They cost a few milliseconds per step (numpy, at most 131,072 tokens) and are always on.
-
-| detector | trace |
-|---|---|
-| zero_filled | log-prob exactly 0, or constant, where the trainer finds the token unlikely |
-| one_token_shift | log-probs correlate better with the trainer's at a neighboring position |
-| temperature | one log-prob is a multiple of the other, and that explains the difference |
-| truncation | mean of pi_train / pi_rollout below 1 and one-sided: the engine renormalized over fewer tokens |
-| different_weights | the same token id is off in the same direction every time: rounding noise is not |
-| staleness | weight versions behind the trainer and a KL to match |
-| frozen_weights | the version never changes while the trainer's does |
-| growing_mismatch | the KL rises step after step |
-| routing | engine and trainer send tokens to different experts |
-
-`MismatchDetectors` keeps the history of a run. `check` takes a step's columns, on the driver or from a dump.
+A detector knows the trace that one fault leaves in the log-probs that engine and trainer give to
+the same tokens. `DETECTORS` is the list of them: to add one, write its function and its row here.
+The user's own are given by import path. All of them together cost a few milliseconds per step
+(numpy, at most 131,072 tokens) and are always on: at every step of a job, and inside `compare`.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plugin.observe.findings import Finding, StepTokens, joined_tokens, tokens_of_columns
+from plugin.config.import_paths import load_function
+from plugin.errors import HookLoadError
+from plugin.observe.findings import Finding, Step, StepTokens, join_tokens
 from plugin.observe.routing_agreement import routing_finding
 
+#: Detectors that need log-probs are run on at least this many tokens.
 MIN_TOKENS = 256
-#: Systematic errors are small against noise: recent steps are pooled, from this many tokens to four times as many.
+#: Systematic errors are small against noise, so recent steps are pooled: from this many tokens to
+#: four times as many.
 MIN_WEIGHT_TOKENS = 8192
+#: A detector's own list, empty at the first step and kept for the run.
+Memory = list[Any]
+FindFunction = Callable[[Step, Memory], Finding | None]
 
 
-def zero_filled(tokens: StepTokens) -> Finding | None:
-    """Exact zeros on unlikely tokens, or samples whose log-probs are all one number."""
+@dataclass(frozen=True)
+class Detector:
+    """One row of the table; a function's name and the first line of its docstring describe it.
+
+    needs: columns (of `RolloutBatch`) without which it is not run
+    unless: detectors further up that explain what this one would find; it is not run after them
+    """
+
+    find: FindFunction
+    needs: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    path: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.path or self.find.__name__
+
+    @property
+    def looks_for(self) -> str:
+        return (inspect.getdoc(self.find) or "").partition("\n")[0]
+
+    def can_run(self, step: Step) -> bool:
+        if not all(name in step.columns for name in self.needs):
+            return False
+        return "rollout_log_probs" not in self.needs or len(step.tokens) >= MIN_TOKENS
+
+
+def zero_filled(step: Step, memory: Memory) -> Finding | None:
+    """Log-prob exactly 0, or one constant per sample, on tokens the trainer finds unlikely."""
+    tokens = step.tokens
     unlikely = tokens.train < -1.0
-    zeros = unlikely & (tokens.rollout == 0)
-    zero_share = zeros.sum() / max(unlikely.sum(), 1)
-    constant = _constant_samples(tokens)
+    zero_share = (unlikely & (tokens.rollout == 0)).sum() / max(unlikely.sum(), 1)
+    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
+    lengths = np.diff(np.append(starts, len(tokens)))
+    highest, lowest = np.maximum.reduceat, np.minimum.reduceat
+    flat = highest(tokens.rollout, starts) == lowest(tokens.rollout, starts)
+    varied = highest(tokens.train, starts) - lowest(tokens.train, starts) > 0.5
+    constant = int((flat & varied & (lengths >= 8)).sum())
     if zero_share < 0.01 and constant == 0:
         return None
-    samples = len(np.unique(tokens.sample))
     return Finding(
-        "zero_filled",
         "rollout log-probs are zero-filled or constant",
         "error",
-        f"{zero_share:.1%} of the tokens with a trainer probability below 0.37 have a rollout log-prob of exactly 0; "
-        f"{constant} of {samples} samples have one constant value",
+        f"{zero_share:.1%} of the tokens with a trainer probability below 0.37 have a rollout "
+        f"log-prob of exactly 0; {constant} of {len(starts)} samples have one constant value",
         "the engine did not return log-probs for these tokens and something filled the gap",
-        "turn log-probs on in the sampling parameters; mask tokens that have none (tool output, padding)",
+        "turn log-probs on in the sampling parameters; mask tokens that have none (tool output, "
+        "padding)",
         {"zero_share": float(zero_share), "constant_samples": float(constant)},
     )
 
 
-def one_token_shift(tokens: StepTokens) -> Finding | None:
-    """Correlation of rollout[i] with train[i + k] for k = -1, 0, 1."""
-    here = _correlation(tokens.rollout, tokens.train)
-    shifted = {k: _shifted_correlation(tokens, k) for k in (-1, 1)}
+def one_token_shift(step: Step, memory: Memory) -> Finding | None:
+    """Better correlation with the trainer one position away."""
+    rollout, train = step.tokens.rollout, step.tokens.train
+    here = _correlation(rollout, train)
+    adjacent = (np.diff(step.tokens.sample) == 0) & (np.diff(step.tokens.position) == 1)
+    shifted = {
+        -1: _correlation(rollout[1:][adjacent], train[:-1][adjacent]),
+        1: _correlation(rollout[:-1][adjacent], train[1:][adjacent]),
+    }
     best = max(shifted, key=lambda k: shifted[k])
     if not (shifted[best] > 0.5 and shifted[best] > here + 0.2):
         return None
-    direction = "before" if best == 1 else "behind"
     return Finding(
-        "one_token_shift",
         "rollout log-probs are shifted by one token",
         "error",
-        f"correlation with the trainer is {here:.2f} in place and {shifted[best]:.2f} one position away: a rollout "
-        f"log-prob stands one token {direction} the one it belongs to",
-        "log-probs taken from the logits of the token itself, or a leading/trailing entry not cut off",
-        "compare lengths of tokens and log-probs at the engine's border; the first response token is predicted by the "
-        "last prompt token",
+        f"correlation with the trainer is {here:.2f} in place and {shifted[best]:.2f} one position "
+        f"away: a rollout log-prob stands one token {'before' if best == 1 else 'behind'} the one "
+        "it belongs to",
+        "log-probs taken from the logits of the token itself, or a leading/trailing entry not cut "
+        "off",
+        "compare lengths of tokens and log-probs where the engine returns them; the first response "
+        "token is predicted by the last prompt token",
         {"correlation": here, "shifted_correlation": shifted[best], "shift": float(best)},
     )
 
 
-def temperature(tokens: StepTokens) -> Finding | None:
-    """Scale between the two log-probs (reduced major axis), if it explains their difference."""
+def temperature(step: Step, memory: Memory) -> Finding | None:
+    """One log-prob is a multiple of the other, and that explains their difference.
+
+    The scale is that of the reduced major axis.
+    """
+    tokens = step.tokens
     spread = float(tokens.train.std())
     correlation = _correlation(tokens.rollout, tokens.train)
     if spread < 1e-3 or correlation < 0.9:
@@ -87,23 +124,26 @@ def temperature(tokens: StepTokens) -> Finding | None:
     unexplained = math.sqrt(max(1 - correlation * correlation, 1e-12))
     if abs(math.log(scale)) < 0.04 or abs(math.log(scale)) / unexplained < 0.6:
         return None
-    sharper = scale > 1
+    lower, below, less = ("lower", "below", "less") if scale > 1 else ("higher", "above", "more")
     return Finding(
-        "temperature",
         "engine and trainer use different temperatures",
         "error",
-        f"rollout log-probs are {scale:.3f} times as spread out as the trainer's at a correlation of {correlation:.4f}; "
-        "equal temperatures give 1.000",
-        f"the engine's log-probs are at a {'lower' if sharper else 'higher'} temperature than the trainer's "
-        f"({'below' if sharper else 'above'} the trainer's by a factor of about {1 / scale:.2f} or "
-        f"{'less' if sharper else 'more'})",
-        "set --rollout-temperature to the sampling temperature, and make the engine return log-probs after temperature",
+        f"rollout log-probs are {scale:.3f} times as spread out as the trainer's at a correlation "
+        f"of {correlation:.4f}; equal temperatures give 1.000",
+        f"the engine's log-probs are at a {lower} temperature than the trainer's ({below} the "
+        f"trainer's by a factor of about {1 / scale:.2f} or {less})",
+        "set --rollout-temperature to the sampling temperature, and make the engine return "
+        "log-probs after temperature",
         {"scale": scale, "correlation": correlation},
     )
 
 
-def truncation(tokens: StepTokens) -> Finding | None:
-    """E[pi_train / pi_rollout] is 1 for honest log-probs and the kept mass for truncated ones."""
+def truncation(step: Step, memory: Memory) -> Finding | None:
+    """Mean of pi_train / pi_rollout below 1, one-sided: top-p or top-k renormalization.
+
+    The expectation is 1 for honest log-probs and the kept mass for truncated ones.
+    """
+    tokens = step.tokens
     ratio = np.exp(tokens.log_ratio)
     mean = float(ratio.mean())
     error = float(ratio.std()) / math.sqrt(len(tokens))
@@ -114,207 +154,223 @@ def truncation(tokens: StepTokens) -> Finding | None:
         return None
     exact = float((tokens.rollout == 0).mean())
     return Finding(
-        "truncation",
         "rollout log-probs are of a truncated distribution",
         "warning",
-        f"mean of pi_train/pi_rollout is {mean:.4f} (standard error {error:.4f}) where honest log-probs give 1; the rollout "
-        f"log-prob is higher on {raised:.0%} of the tokens and lower on {lowered:.0%}; exactly 0 on {exact:.1%}",
-        f"top-p or top-k sampling: the engine renormalizes over the kept tokens, about {mean:.2f} of the mass",
-        "sample with top_p 1 and top_k off, or make the engine return log-probs of the full distribution",
+        f"mean of pi_train/pi_rollout is {mean:.4f} (standard error {error:.4f}) where honest "
+        f"log-probs give 1; the rollout log-prob is higher on {raised:.0%} of the tokens and lower "
+        f"on {lowered:.0%}; exactly 0 on {exact:.1%}",
+        "top-p or top-k sampling: the engine renormalizes over the kept tokens, about "
+        f"{mean:.2f} of the mass",
+        "sample with top_p 1 and top_k off, or make the engine return log-probs of the full "
+        "distribution",
         {"mean_ratio": mean, "standard_error": error, "one_sided": one_sided},
     )
 
 
-def different_weights(tokens: StepTokens) -> Finding | None:
-    """Mean difference per token id, in one half of the samples times the other: noise averages out, weights do not."""
+def staleness(step: Step, memory: Memory) -> Finding | None:
+    """Weight versions behind the trainer and a KL to match, or more than the user allows."""
+    if step.staleness is None or step.staleness <= 0:
+        return None
+    k3 = step.tokens.k3()
+    over = step.max_staleness is not None and step.staleness > step.max_staleness
+    if not over and (step.staleness < 2 or k3 < 1e-3):
+        return None
+    return Finding(
+        "rollouts come from old weights",
+        "warning",
+        f"samples are {step.staleness:.1f} weight versions behind the trainer on average and the "
+        f"mismatch k3 is {k3:.1e}",
+        "the engine generates while the trainer trains, or weight sync is slower than the steps",
+        "lower --max-weight-staleness, sync more often, or correct for it (--use-tis, "
+        "off_policy_is on reinforce)",
+        {"staleness": step.staleness, "k3": k3},
+    )
+
+
+def different_weights(step: Step, memory: Memory) -> Finding | None:
+    """The same token id is off in the same direction every time; rounding noise is not.
+
+    memory: the tokens of recent steps
+    """
+    memory.append(step.tokens)
+    total = sum(map(len, memory))
+    while total - len(memory[0]) >= 4 * MIN_WEIGHT_TOKENS:
+        total -= len(memory.pop(0))
+    tokens = join_tokens(memory)
     if tokens.ids is None or len(tokens) < MIN_WEIGHT_TOKENS:
         return None
-    systematic, error = _systematic_variance(tokens.rollout - tokens.train, tokens)
+    systematic, error = _systematic_variance(tokens, tokens.ids)
     # A bfloat16 copy of float32 weights reaches 0.0014; the bound must hold with confidence.
     if systematic - 2.5 * error < 0.0018**2:
         return None
     size = math.sqrt(systematic)
     return Finding(
-        "different_weights",
         "the engine's weights differ from the trainer's",
         "warning",
         f"the same token id is off in the same direction every time, by {size:.4f} in log-prob "
-        f"({systematic / error:.0f} standard errors); rounding noise of equal weights changes sign. k3 is {tokens.k3():.1e}",
-        "quantized (int8, fp8) or otherwise rounded weights in the engine, or weights of another step",
-        "expect a larger mismatch: use --use-tis or a masking loss; check that a weight sync reached the engine",
+        f"({systematic / error:.0f} standard errors); rounding noise of equal weights changes "
+        f"sign. k3 is {tokens.k3():.1e}",
+        "quantized (int8, fp8) or otherwise rounded weights in the engine, or weights of another "
+        "step",
+        "expect a larger mismatch: use --use-tis or a masking loss; check that a weight sync "
+        "reached the engine",
         {"systematic_error": size, "k3": tokens.k3()},
     )
 
 
-_TOKEN_DETECTORS: tuple[Callable[[StepTokens], Finding | None], ...] = (
-    zero_filled,
-    one_token_shift,
-    temperature,
-    truncation,
+def frozen_weights(step: Step, memory: Memory) -> Finding | None:
+    """The version has not moved for four steps while the trainer's has.
+
+    memory: (newest version of the samples, version of the trainer) of the last four steps
+    """
+    if step.version is None or step.trainer_version is None:
+        return None
+    memory.append((step.version, step.trainer_version))
+    del memory[:-4]
+    moved = step.trainer_version - memory[0][1]
+    if len(memory) < 4 or moved < 3 or any(version != step.version for version, _ in memory):
+        return None
+    return Finding(
+        "the engine's weights never change",
+        "error",
+        f"the newest weight version has been {step.version} for {len(memory)} steps while the "
+        f"trainer went on to {step.trainer_version}",
+        "weight sync does not reach the engine, or the version is not stamped on new samples",
+        "check the sync's log; ask the engine for its version after a sync",
+        {"version": float(step.version), "trainer_version": float(step.trainer_version)},
+    )
+
+
+def growing_mismatch(step: Step, memory: Memory) -> Finding | None:
+    """The KL rises over the last steps (Mann-Kendall).
+
+    memory: k3 of the last 30 steps
+    """
+    memory.append(step.tokens.k3())
+    del memory[:-30]
+    if len(memory) < 12:
+        return None
+    third = len(memory) // 3
+    early, late = float(np.median(memory[:third])), float(np.median(memory[-third:]))
+    if late < 1e-4 or late < 2 * early or _mann_kendall(np.array(memory)) < 3.5:
+        return None
+    return Finding(
+        "the mismatch grows",
+        "warning",
+        f"k3 rose from {early:.1e} to {late:.1e} over the last {len(memory)} steps",
+        "the engine falls behind, or training moves to tokens on which engine and trainer disagree",
+        "watch ESS; tighten the correction, lower the learning rate, or sync weights more often",
+        {"early": early, "late": late, "steps": float(len(memory))},
+    )
+
+
+def routing(step: Step, memory: Memory) -> Finding | None:
+    """Engine and trainer choose different experts; swapped layers and shifted tokens are named."""
+    columns = step.columns
+    return routing_finding(columns["rollout_routed_experts"], columns["train_routed_experts"])
+
+
+_LOG_PROBS = ("rollout_log_probs", "log_probs")
+_FAULTS = ("zero_filled", "one_token_shift", "temperature", "truncation")
+
+#: Run in this order.
+DETECTORS: tuple[Detector, ...] = (
+    Detector(zero_filled, _LOG_PROBS),
+    Detector(one_token_shift, _LOG_PROBS, unless=_FAULTS),
+    Detector(temperature, _LOG_PROBS, unless=_FAULTS),
+    Detector(truncation, _LOG_PROBS, unless=_FAULTS),
+    Detector(staleness, (*_LOG_PROBS, "weight_versions")),
+    Detector(different_weights, (*_LOG_PROBS, "unconcat_tokens"), unless=(*_FAULTS, "staleness")),
+    Detector(frozen_weights, ("weight_versions",)),
+    Detector(growing_mismatch, _LOG_PROBS),
+    Detector(routing, ("rollout_routed_experts", "train_routed_experts")),
 )
 
 
 class MismatchDetectors:
-    """All detectors and the history that some of them need."""
+    """Runs all detectors on the steps of one run, in order, and keeps their memories.
+
+    custom_path: import paths of the user's own detectors, see `load_detectors`
+    repeat_every: steps before a finding that stays is news again
+    """
 
     def __init__(
-        self, *, max_staleness: float | None = None, window: int = 30, repeat_every: int = 20
+        self,
+        *,
+        max_staleness: float | None = None,
+        custom_path: str | None = None,
+        repeat_every: int = 20,
     ) -> None:
-        self.max_staleness, self.window, self.repeat_every = max_staleness, window, repeat_every
-        self._k3: list[float] = []
-        self._versions: list[tuple[float, float]] = []
-        self._last_said: dict[str, int] = {}
-        self._pool: list[StepTokens] = []
+        self.max_staleness, self.repeat_every = max_staleness, repeat_every
+        self.detectors = (*DETECTORS, *load_detectors(custom_path))
+        self._memories: dict[str, Memory] = {detector.name: [] for detector in self.detectors}
+        self._last_reported: dict[str, int] = {}
 
     def check(
         self,
         columns: Mapping[str, Sequence[Any]],
         *,
         step: int,
-        trainer_version: int | None = None,
+        trainer_version: int | Sequence[int] | None = None,
     ) -> list[Finding]:
-        """Findings of one step; columns as in `RolloutBatch`.
-
-        `train_routed_experts` holds the trainer's own choices for the first samples, if they are known.
-        """
-        tokens = tokens_of_columns(columns)
-        staleness, version = _staleness(columns.get("weight_versions"), trainer_version)
-        findings = self.check_tokens(tokens, staleness, version, trainer_version)
-        routes = routing_finding(
-            columns.get("rollout_routed_experts"), columns.get("train_routed_experts")
-        )
-        return findings + ([routes] if routes else [])
-
-    def check_tokens(
-        self,
-        tokens: StepTokens | None,
-        staleness: float | None,
-        version: float | None,
-        trainer_version: float | None,
-    ) -> list[Finding]:
-        """The same from flat tokens; a finding that explains the others silences them."""
-        findings: list[Finding] = []
-        if tokens is not None and len(tokens) >= MIN_TOKENS:
-            findings = self._token_findings(tokens, staleness)
-            self._k3.append(tokens.k3())
-            growing = self._growing()
-            if growing:
-                findings.append(growing)
-        frozen = self._frozen(version, trainer_version)
-        return findings + ([frozen] if frozen else [])
+        """Findings of one step; the arguments are those of `Step`."""
+        seen = Step.of(step, columns, trainer_version, self.max_staleness)
+        found: dict[str, Finding] = {}
+        for detector in self.detectors:
+            if found.keys().isdisjoint(detector.unless) and detector.can_run(seen):
+                finding = detector.find(seen, self._memories[detector.name])
+                if finding is not None:
+                    found[detector.name] = replace(finding, detector=detector.name)
+        return list(found.values())
 
     def news(self, findings: Sequence[Finding], step: int) -> list[Finding]:
-        """The findings worth saying again: new ones, and old ones every `repeat_every` steps."""
+        """The findings worth reporting: new ones, and old ones every `repeat_every` steps."""
+        never = -self.repeat_every
         fresh = [
             finding
             for finding in findings
-            if step - self._last_said.get(finding.detector, -self.repeat_every) >= self.repeat_every
+            if step - self._last_reported.get(finding.detector, never) >= self.repeat_every
         ]
-        self._last_said |= {finding.detector: step for finding in fresh}
+        self._last_reported |= {finding.detector: step for finding in fresh}
         return fresh
 
-    def _token_findings(self, tokens: StepTokens, staleness: float | None) -> list[Finding]:
-        stale = self._stale(tokens, staleness)
-        for detector in _TOKEN_DETECTORS:
-            finding = detector(tokens)
-            if finding:
-                return [finding, *([stale] if stale else [])]
-        if stale:  # old weights are different weights; saying both would name one cause twice
-            return [stale]
-        weights = self._different_weights(tokens)
-        return [weights] if weights else []
 
-    def _different_weights(self, tokens: StepTokens) -> Finding | None:
-        if tokens.ids is None:
-            return None
-        self._pool.append(tokens)
-        total = sum(map(len, self._pool))
-        while total - len(self._pool[0]) >= 4 * MIN_WEIGHT_TOKENS:
-            total -= len(self._pool.pop(0))
-        return different_weights(joined_tokens(self._pool)) if total >= MIN_WEIGHT_TOKENS else None
+def load_detectors(paths: str | None) -> list[Detector]:
+    """The user's own detectors from comma-separated import paths (`--custom-detector-path`)."""
+    return [_load_detector(path.strip()) for path in (paths or "").split(",") if path.strip()]
 
-    def _stale(self, tokens: StepTokens, staleness: float | None) -> Finding | None:
-        if staleness is None or staleness <= 0:
-            return None
-        k3 = tokens.k3()
-        over = self.max_staleness is not None and staleness > self.max_staleness
-        if not over and (staleness < 2 or k3 < 1e-3):
-            return None
-        return Finding(
-            "staleness",
-            "rollouts come from old weights",
-            "warning",
-            f"samples are {staleness:.1f} weight versions behind the trainer on average and the mismatch k3 is {k3:.1e}",
-            "the engine generates while the trainer trains, or weight sync is slower than the steps",
-            "lower --max-weight-staleness, sync more often, or correct for it (--use-tis, off_policy_is on reinforce)",
-            {"staleness": staleness, "k3": k3},
+
+def _load_detector(path: str) -> Detector:
+    """A detector from a function `(step: Step, memory: list) -> Finding | None`.
+
+    It is run at every step that has log-probs of both sides, and tried here on a step of equal
+    log-probs.
+    """
+    function = load_function(path)
+    try:
+        inspect.signature(function).bind(None, [])
+    except TypeError as error:
+        raise HookLoadError(
+            f"{path!r} cannot be called as a detector ({error}); it is called with (step, memory)"
+        ) from error
+    rows = [np.full(16, -1.0)] * (MIN_TOKENS // 16)
+    example: dict[str, Sequence[Any]] = {
+        **dict.fromkeys(_LOG_PROBS, rows),
+        "loss_masks": [np.ones(16)] * len(rows),
+        "unconcat_tokens": [np.arange(20)] * len(rows),
+        "weight_versions": [0] * len(rows),
+    }
+    try:
+        found = function(Step.of(0, example, 0), [])
+    except Exception as error:
+        raise HookLoadError(
+            f"{path!r} failed on an example step: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, Finding | None):
+        raise HookLoadError(
+            f"{path!r} returned a {type(found).__name__}; a detector returns a Finding or None"
         )
-
-    def _frozen(self, version: float | None, trainer_version: float | None) -> Finding | None:
-        if version is None or trainer_version is None:
-            return None
-        self._versions.append((version, trainer_version))
-        recent = self._versions[-4:]
-        moved = recent[-1][1] - recent[0][1]
-        if len(recent) < 4 or moved < 3 or len({item[0] for item in recent}) > 1:
-            return None
-        return Finding(
-            "frozen_weights",
-            "the engine's weights never change",
-            "error",
-            f"the newest weight version has been {version:.0f} for {len(recent)} steps while the trainer went on to "
-            f"{trainer_version:.0f}",
-            "weight sync does not reach the engine, or the version is not stamped on new samples",
-            "check the sync's log; ask the engine for its version after a sync",
-            {"version": version, "trainer_version": trainer_version},
-        )
-
-    def _growing(self) -> Finding | None:
-        values = np.array(self._k3[-self.window :])
-        if len(values) < 12:
-            return None
-        third = len(values) // 3
-        early, late = float(np.median(values[:third])), float(np.median(values[-third:]))
-        if late < 1e-4 or late < 2 * early or _mann_kendall(values) < 3.5:
-            return None
-        return Finding(
-            "growing_mismatch",
-            "the mismatch grows",
-            "warning",
-            f"k3 rose from {early:.1e} to {late:.1e} over the last {len(values)} steps",
-            "the engine falls behind, or training moves to tokens on which engine and trainer disagree",
-            "watch ESS; tighten the correction, lower the learning rate, or sync weights more often",
-            {"early": early, "late": late, "steps": float(len(values))},
-        )
-
-
-def _staleness(
-    versions: Sequence[Any] | None, trainer_version: int | None
-) -> tuple[float | None, float | None]:
-    """Mean staleness and the newest version of the samples, as far as they are known."""
-    known = [int(version) for version in versions or () if int(version) >= 0]
-    if not known:
-        return None, None
-    newest = float(max(known))
-    return (
-        None if trainer_version is None else trainer_version - sum(known) / len(known),
-        newest,
-    )
-
-
-def _constant_samples(tokens: StepTokens) -> int:
-    """Samples of at least 8 tokens with one rollout value and a trainer that sees differences."""
-    if not len(tokens):
-        return 0
-    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
-    lengths = np.diff(np.append(starts, len(tokens)))
-    flat = np.maximum.reduceat(tokens.rollout, starts) == np.minimum.reduceat(
-        tokens.rollout, starts
-    )
-    varied = (
-        np.maximum.reduceat(tokens.train, starts) - np.minimum.reduceat(tokens.train, starts) > 0.5
-    )
-    return int((flat & varied & (lengths >= 8)).sum())
+    return Detector(function, _LOG_PROBS, path=path)
 
 
 def _correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
@@ -323,29 +379,15 @@ def _correlation(first: NDArray[np.float64], second: NDArray[np.float64]) -> flo
     return float(np.corrcoef(first, second)[0, 1])
 
 
-def _shifted_correlation(tokens: StepTokens, shift: int) -> float:
-    """Correlation of the rollout log-prob at a position with the trainer's `shift` positions later."""
-    rollout, train = (
-        (tokens.rollout[:-1], tokens.train[1:])
-        if shift == 1
-        else (tokens.rollout[1:], tokens.train[:-1])
-    )
-    neighbors = (tokens.sample[1:] == tokens.sample[:-1]) & (np.diff(tokens.position) == 1)
-    return _correlation(rollout[neighbors], train[neighbors])
+def _systematic_variance(tokens: StepTokens, token_ids: NDArray[np.int64]) -> tuple[float, float]:
+    """Variance of rollout - train that belongs to the token id, and its standard error without any.
 
-
-def _systematic_variance(
-    difference: NDArray[np.float64], tokens: StepTokens
-) -> tuple[float, float]:
-    """Variance of the difference that belongs to the token id, and its standard error if there were none.
-
-    Samples are split in halves. For an id with means a, b over n, m tokens of the halves, E[a b] is the square of
-    its systematic part and the noise of a b is variance / sqrt(n m).
+    Samples are split in halves. For an id with means a, b over n, m tokens of the halves, E[a b] is
+    the square of its systematic part and the noise of a b is variance / sqrt(n m).
     """
-    assert tokens.ids is not None
-    ids, index = np.unique(tokens.ids, return_inverse=True)
-    half = tokens.sample % 2
-    key = index * 2 + half
+    difference = tokens.rollout - tokens.train
+    ids, index = np.unique(token_ids, return_inverse=True)
+    key = index * 2 + tokens.sample % 2
     count = np.bincount(key, minlength=2 * len(ids)).reshape(-1, 2)
     total = np.bincount(key, difference, minlength=2 * len(ids)).reshape(-1, 2)
     square = np.bincount(index, difference**2, minlength=len(ids))

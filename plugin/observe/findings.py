@@ -1,4 +1,4 @@
-"""What a detector says, and the tokens it looks at."""
+"""What the detectors look at (`Step`) and what they report (`Finding`)."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from plugin.observe.dump_columns import DumpBlock
-
 Severity = Literal["info", "warning", "error"]
-#: More tokens than this say nothing more; of a larger step every n-th sample is looked at.
+#: More tokens than this add no evidence; of a larger step every n-th sample is used.
 MAX_TOKENS = 1 << 17
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Evidence, likely cause and advice; `numbers` holds the evidence for machines."""
+    """Evidence, likely cause and advice; `numbers` holds the evidence for machines.
 
-    detector: str
+    detector: name of the detector, filled in by `MismatchDetectors`
+    """
+
     title: str
     severity: Severity
     evidence: str
     likely_cause: str
     what_to_try: str
     numbers: dict[str, float] = field(default_factory=dict)
+    detector: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
         return (
-            f"{self.severity}: {self.title}\n  evidence: {self.evidence}\n  likely cause: {self.likely_cause}\n"
-            f"  what to try: {self.what_to_try}"
+            f"{self.severity}: {self.title}\n  evidence: {self.evidence}\n"
+            f"  likely cause: {self.likely_cause}\n  what to try: {self.what_to_try}"
         )
 
 
@@ -42,8 +43,8 @@ class Finding:
 class StepTokens:
     """The unmasked response tokens of a step, flat [T].
 
-    rollout, train: float64 log-probs; sample: int64 index; position: int64 in the response (gaps where masked)
-    ids: int64 token ids or None
+    rollout, train: float64 log-probs; sample: int64 index
+    position: int64 in the response (gaps where masked); ids: int64 token ids or None
     """
 
     rollout: NDArray[np.float64]
@@ -66,46 +67,51 @@ class StepTokens:
         return float(np.mean(np.expm1(ratio) - ratio)) if len(self) else 0.0
 
 
-def tokens_of_columns(columns: Mapping[str, Sequence[Any]]) -> StepTokens | None:
-    """The tokens of a rollout batch's columns; None without rollout or trainer log-probs."""
-    if "rollout_log_probs" not in columns or "log_probs" not in columns:
-        return None
-    lengths = [len(value) for value in columns["rollout_log_probs"]]
-    chosen = _spread(lengths)
-    flat = {
-        name: _joined([np.asarray(columns[name][i]) for i in chosen])
-        for name in ("rollout_log_probs", "log_probs", "loss_masks")
-    }
-    ids = None
-    if "unconcat_tokens" in columns:
-        ids = _joined(
-            [np.asarray(columns["unconcat_tokens"][i])[-lengths[i] or None :] for i in chosen]
+@dataclass(frozen=True)
+class Step:
+    """One training step as the detectors see it.
+
+    columns: the samples, named as in `RolloutBatch`; `log_probs` are the trainer's and
+        `train_routed_experts` its own choices for the first samples, where known
+    tokens: the log-probs of the columns; empty where one side has none
+    staleness: mean number of weight versions that the samples are behind the trainer
+    version: newest weight version of the samples; trainer_version: of the trainer. All three are
+        None where versions are unknown
+    max_staleness: the staleness that the user allows, or None
+    """
+
+    number: int
+    columns: Mapping[str, Sequence[Any]]
+    tokens: StepTokens
+    staleness: float | None = None
+    version: int | None = None
+    trainer_version: int | None = None
+    max_staleness: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        columns: Mapping[str, Sequence[Any]],
+        trainer_version: int | Sequence[int] | None,
+        max_staleness: float | None = None,
+    ) -> Step:
+        """trainer_version: of the step, or one per sample; None or -1 where unknown."""
+        tokens = _tokens(columns)
+        versions = np.array([int(v) for v in columns.get("weight_versions", ())], np.int64)
+        trainer = np.broadcast_to(
+            np.asarray(-1 if trainer_version is None else trainer_version), versions.shape
         )
-        if ids.size != flat["rollout_log_probs"].size:
-            ids = None
-    return _tokens(
-        flat["rollout_log_probs"],
-        flat["log_probs"],
-        flat["loss_masks"] != 0,
-        np.array([lengths[i] for i in chosen], np.int64),
-        ids,
-    )
+        known = (versions >= 0) & (trainer >= 0)
+        if not known.any():
+            return cls(number, columns, tokens, max_staleness=max_staleness)
+        behind = float((trainer - versions)[known].mean())
+        newest, trainer_newest = int(versions[known].max()), int(trainer[known].max())
+        return cls(number, columns, tokens, behind, newest, trainer_newest, max_staleness)
 
 
-def tokens_of_block(block: DumpBlock, rows: NDArray[np.bool_]) -> StepTokens:
-    """The tokens of some rows of a dump's block."""
-    selected = np.repeat(rows, block.lengths)
-    return _tokens(
-        block.rollout[selected],
-        block.train[selected],
-        block.mask[selected],
-        block.lengths[rows],
-        None if block.ids is None else block.ids[selected],
-    )
-
-
-def joined_tokens(parts: Sequence[StepTokens]) -> StepTokens:
-    """The tokens of several steps as of one; their samples stay apart."""
+def join_tokens(parts: Sequence[StepTokens]) -> StepTokens:
+    """The tokens of several steps as of one; samples of different steps stay different samples."""
     if len(parts) == 1:
         return parts[0]
     counts = [int(part.sample.max()) + 1 if len(part) else 0 for part in parts]
@@ -120,28 +126,27 @@ def joined_tokens(parts: Sequence[StepTokens]) -> StepTokens:
     )
 
 
-def _tokens(
-    rollout: NDArray[Any],
-    train: NDArray[Any],
-    mask: NDArray[np.bool_],
-    lengths: NDArray[np.int64],
-    ids: NDArray[Any] | None,
-) -> StepTokens:
+def _tokens(columns: Mapping[str, Sequence[Any]]) -> StepTokens:
+    rollouts = columns.get("rollout_log_probs", ())
+    stride = max(1, -(-sum(map(len, rollouts)) // MAX_TOKENS))
+    chosen = range(0, len(rollouts), stride)
+    if not chosen or "log_probs" not in columns:
+        empty = np.zeros(0)
+        return StepTokens(empty, empty, np.zeros(0, np.int64), np.zeros(0, np.int64))
+    lengths = np.array([len(rollouts[i]) for i in chosen])
+
+    def flat(name: str) -> NDArray[Any]:
+        """[T] values of the response; the end of a column that also covers the prompt."""
+        rows = [np.asarray(columns[name][i]) for i in chosen]
+        return np.concatenate([row[len(row) - n :] for row, n in zip(rows, lengths, strict=True)])
+
+    mask = flat("loss_masks") != 0
     sample = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(sample)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     return StepTokens(
-        rollout[mask].astype(np.float64),
-        train[mask].astype(np.float64),
+        flat("rollout_log_probs")[mask].astype(np.float64),
+        flat("log_probs")[mask].astype(np.float64),
         sample[mask],
         position[mask],
-        None if ids is None else ids[mask].astype(np.int64),
+        flat("unconcat_tokens")[mask].astype(np.int64) if "unconcat_tokens" in columns else None,
     )
-
-
-def _spread(lengths: Sequence[int]) -> list[int]:
-    stride = max(1, -(-sum(lengths) // MAX_TOKENS))
-    return list(range(0, len(lengths), stride))
-
-
-def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate(parts) if parts else np.zeros(0)

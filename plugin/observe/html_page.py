@@ -6,7 +6,7 @@ import html
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -38,21 +38,40 @@ _TEMPLATE = """<!doctype html>
 """
 
 
-def page(title: str, subtitle: str, data: Mapping[str, Any], scripts: Sequence[str]) -> str:
-    """The text of a page that shows `data` with `scripts` (names of files in plugin/observe/page)."""
+def page(title: str, subtitle: str, data: Mapping[str, Any], script: str) -> str:
+    """The text of a page that shows `data` with `script` (a file in plugin/observe/page)."""
     encoded = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
+    texts = {
+        name: (files("plugin.observe") / "page" / name).read_text(encoding="utf-8")
+        for name in ("style.css", "charts.js", script)
+    }
     return _TEMPLATE.format(
         title=html.escape(title),
         subtitle=html.escape(subtitle),
-        style=_page_file("style.css"),
+        style=texts["style.css"],
         # `<` would let a value end the script element it is stored in.
         data=encoded.replace("<", "\\u003c"),
-        script="\n".join(_page_file(name) for name in ("charts.js", *scripts)),
+        script=texts["charts.js"] + "\n" + texts[script],
     )
 
 
+def series(run: int, label: str, x: list[Any], y: list[Any], **more: Any) -> dict[str, Any]:
+    """One line of a chart, as page/charts.js draws it; `run` is also its color."""
+    return {"run": run, "label": label, "color": f"c{run % 8}", "x": x, "y": y, **more}
+
+
+def located(finding: Mapping[str, Any], run_name: str = "") -> dict[str, Any]:
+    """A finding with the step or steps at which it was made."""
+    first, last = finding.get("step"), finding.get("last_step", finding.get("step"))
+    when = f"step {first}" if first == last else f"steps {first} to {last}"
+    return {**finding, "where": f"{run_name}, {when}" if run_name else when}
+
+
 def write_page(path: Path, text: str, *, force: bool) -> Path:
-    """Write a page; an existing file is replaced only with `force`, and never half."""
+    """Write a file that a user asked for.
+
+    An existing one is replaced only with `force`, and never left half written.
+    """
     refuse_overwriting(path, force)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -62,13 +81,9 @@ def write_page(path: Path, text: str, *, force: bool) -> Path:
 
 
 def refuse_overwriting(path: Path, force: bool) -> None:
-    """A `ConfigError` if `path` exists and the user did not say --force."""
+    """Raise a `ConfigError` if `path` exists and the user did not say --force."""
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; add --force to replace it or choose another file")
-
-
-def _page_file(name: str) -> str:
-    return (files("plugin.observe") / "page" / name).read_text(encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:

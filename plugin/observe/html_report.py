@@ -9,32 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plugin.observe.html_page import page, refuse_overwriting, write_page
-from plugin.observe.run_files import RunRecord, read_run
+from plugin.observe.html_page import located, page, series, write_page
+from plugin.observe.run_record import RunRecord, read_run
 
 #: A drawn line has at most twice this many points: the lowest and the highest of every stretch.
 MAX_STRETCHES = 600
 #: The slices show the mean over this many last steps.
 SLICE_STEPS = 20
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a chart: the first of `keys` that a run has recorded."""
-
-    label: str
-    keys: tuple[str, ...]
-    dash: str = ""
+_DASHES = ("", "5 3", "2 3")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart. `bands` are (low key, high key, opacity); an optional panel is left out without data."""
+    """One chart.
+
+    lines: label -> metrics, of which the first that a run has recorded is drawn
+    bands: (low key, high key, opacity); mark: a horizontal reference line
+    floor, ceiling: values that the axis always shows
+    optional: left out without data
+    """
 
     id: str
     title: str
     note: str
-    lines: tuple[Line, ...]
+    lines: dict[str, tuple[str, ...]]
     bands: tuple[tuple[str, str, float], ...] = ()
     log: bool = False
     floor: float | None = None
@@ -50,17 +48,14 @@ PANELS: tuple[Panel, ...] = (
         "reward",
         "Reward",
         "Mean reward of the samples trained on.",
-        (Line("reward", ("reward",)), Line("evaluation", ("eval_reward",), "5 3")),
+        {"reward": ("reward",)},
     ),
     Panel(
         "mismatch_kl",
         "Mismatch KL",
-        "KL of the rollout policy from the trained one, per token (k3). Noise of the engine stays flat; "
-        "growth is a warning.",
-        (
-            Line("current policy", ("mismatch_kl",)),
-            Line("start of the step", ("mismatch/k3",), "5 3"),
-        ),
+        "KL of the rollout policy from the trained one, per token (k3). Noise of the engine stays "
+        "flat; growth is a warning.",
+        {"current policy": ("mismatch_kl",), "start of the step": ("mismatch/k3",)},
         log=True,
         missing=_NEEDS_ROLLOUT,
     ),
@@ -68,7 +63,7 @@ PANELS: tuple[Panel, ...] = (
         "ratio_percentiles",
         "Ratio percentiles",
         "π_train / π_rollout before any correction: median, 25–75 %, 5–95 % and 1–99 %.",
-        (Line("median", ("mismatch/ratio_p50",)),),
+        {"median": ("mismatch/ratio_p50",)},
         bands=(
             ("mismatch/ratio_p01", "mismatch/ratio_p99", 0.12),
             ("mismatch/ratio_p05", "mismatch/ratio_p95", 0.16),
@@ -81,11 +76,12 @@ PANELS: tuple[Panel, ...] = (
     Panel(
         "ess",
         "Effective sample size",
-        "ESS / N of the token weights: 1 means every token counts, 0.5 that half the batch is wasted.",
-        (
-            Line("before correction", ("mismatch/ess_share",), "5 3"),
-            Line("after correction", ("mismatch/weight_ess_share",)),
-        ),
+        "ESS / N of the token weights: 1 means every token counts, 0.5 that half the batch is "
+        "wasted.",
+        {
+            "after correction": ("mismatch/weight_ess_share",),
+            "before correction": ("mismatch/ess_share",),
+        },
         ceiling=1.0,
         missing=_NEEDS_ROLLOUT,
     ),
@@ -93,22 +89,22 @@ PANELS: tuple[Panel, ...] = (
         "clipped",
         "Clipped fraction",
         "Tokens whose weight or policy ratio was bounded.",
-        (
-            Line("policy loss", ("pg_clipfrac",)),
-            Line("weight, high", ("mismatch/clipped_high_share", "tis_clipfrac"), "5 3"),
-            Line("weight, low", ("mismatch/clipped_low_share",), "2 3"),
-        ),
+        {
+            "policy loss": ("pg_clipfrac",),
+            "weight, high": ("mismatch/clipped_high_share", "tis_clipfrac"),
+            "weight, low": ("mismatch/clipped_low_share",),
+        },
         floor=0.0,
     ),
     Panel(
         "masked",
         "Masked fraction",
         "Tokens that a correction dropped, by the side on which their ratio left the band.",
-        (
-            Line("all", ("is_masked",)),
-            Line("too high", ("is_masked_high", "mismatch/masked_high_share"), "5 3"),
-            Line("too low", ("is_masked_low", "mismatch/masked_low_share"), "2 3"),
-        ),
+        {
+            "all": ("is_masked",),
+            "too high": ("is_masked_high", "mismatch/masked_high_share"),
+            "too low": ("is_masked_low", "mismatch/masked_low_share"),
+        },
         floor=0.0,
         missing="Not recorded: no correction that masks is in use",
     ),
@@ -116,50 +112,45 @@ PANELS: tuple[Panel, ...] = (
         "rollout_kl",
         "Rollout KL",
         "The KL term between the current and the rollout policy, as the loss sees it.",
-        (Line("rollout KL", ("rollout_kl",)),),
+        {"rollout KL": ("rollout_kl",)},
         log=True,
         missing="Not recorded: --use-rollout-kl-loss is off",
     ),
     Panel(
         "grad_norm",
         "Gradient norm",
-        "Of the whole model, before clipping. Spikes that follow a rise of the mismatch are off-policy noise.",
-        (Line("gradient norm", ("grad_norm",)),),
+        "Of the whole model, before clipping. Spikes that follow a rise of the mismatch are "
+        "off-policy noise.",
+        {"gradient norm": ("grad_norm",)},
         log=True,
     ),
     Panel(
         "staleness",
         "Weight staleness",
         "How many weight versions the rollouts were behind the trainer.",
-        (
-            Line("mean", ("staleness",)),
-            Line("oldest", ("staleness_max", "max_staleness"), "5 3"),
-        ),
+        {"mean": ("staleness",), "oldest": ("staleness_max",)},
         floor=0.0,
     ),
     Panel(
         "throughput",
         "Throughput",
         "Tokens per second of wall clock.",
-        (Line("tokens/s", ("tokens_per_second",)),),
+        {"tokens/s": ("tokens_per_second",)},
         floor=0.0,
     ),
-    Panel("loss", "Loss", "The whole loss, all terms.", (Line("loss", ("loss",)),)),
+    Panel("loss", "Loss", "The whole loss, all terms.", {"loss": ("loss",)}),
     Panel(
         "entropy",
         "Entropy",
         "Mean entropy of the policy at the sampled tokens.",
-        (Line("entropy", ("entropy", "entropy_loss")),),
+        {"entropy": ("entropy_loss",)},
         optional=True,
     ),
     Panel(
         "extremes",
         "Largest and smallest ratio",
         "True extremes over every rank, before correction.",
-        (
-            Line("largest", ("mismatch/ratio_max",)),
-            Line("smallest", ("mismatch/ratio_min",), "5 3"),
-        ),
+        {"largest": ("mismatch/ratio_max",), "smallest": ("mismatch/ratio_min",)},
         log=True,
         mark=1.0,
         optional=True,
@@ -168,7 +159,7 @@ PANELS: tuple[Panel, ...] = (
         "response_length",
         "Response length",
         "Mean number of response tokens.",
-        (Line("tokens", ("response_length", "mean_response_length")),),
+        {"tokens": ("response_length",)},
         floor=0.0,
         optional=True,
     ),
@@ -182,41 +173,53 @@ _SLICES = (
         "k3 of the tokens whose probability was in this range when sampled.",
     ),
 )
+#: The numbers above the charts.
+TILES = {
+    "reward": "reward",
+    "mismatch KL": "mismatch_kl",
+    "ESS / N": "mismatch/ess_share",
+    "staleness": "staleness",
+    "tokens / s": "tokens_per_second",
+}
 
 
 def write_report(run_dirs: Sequence[str | Path], output: Path, *, force: bool) -> Path:
     """Read run directories and write one report over all of them."""
-    refuse_overwriting(output, force)
     return write_page(output, report_html([read_run(path) for path in run_dirs]), force=force)
 
 
 def report_html(runs: Sequence[RunRecord]) -> str:
     """The report's text; runs are overlaid, one color each."""
-    names = _distinct_names(runs)
+    names = [run.name for run in runs]
+    names = [n if names.count(n) == 1 else f"{n} ({i + 1})" for i, n in enumerate(names)]
+    settings = [
+        [key, *("none" if (v := run.config.get(key, "")) is None else str(v) for run in runs)]
+        for key in dict.fromkeys(key for run in runs for key in run.config)
+    ]
     data = {
         "runs": [
-            {"id": i, "name": names[i], "path": str(run.path), "color": _color(i)}
+            {"id": i, "name": names[i], "path": str(run.path), "color": f"c{i % 8}"}
             for i, run in enumerate(runs)
         ],
-        "tiles": _tiles(runs),
+        "tiles": _tiles(runs, names),
         "charts": [chart for panel in PANELS if (chart := _chart(panel, runs, names))],
         "slices": [chart for part in _SLICES if (chart := _slice_chart(*part, runs, names))],
         "findings": [
-            _finding(item, names[i]) for i, run in enumerate(runs) for item in run.findings[-50:]
+            located(item, names[i]) for i, run in enumerate(runs) for item in run.findings[-50:]
         ],
         "checked": any((run.path / "findings.jsonl").exists() for run in runs),
-        "settings": _settings(runs, different_only=False),
-        "different": _settings(runs, different_only=True) if len(runs) > 1 else [],
+        "settings": settings,
+        "different": [row for row in settings if len(set(row[1:])) > 1],
         "problems": [problem for run in runs for problem in run.problems],
-        "footer": f"megatron-tis · written {time.strftime('%Y-%m-%d %H:%M')} · one file, works offline",
+        "footer": f"megatron-tis · written {time.strftime('%Y-%m-%d %H:%M')} · works offline",
     }
     steps = ", ".join(str(len(run.steps)) for run in runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
-    return page(title, f"megatron-tis report · {steps} steps", data, ["report.js"])
+    return page(title, f"megatron-tis report · {steps} steps", data, "report.js")
 
 
 def thinned(steps: Sequence[float], values: Sequence[float | None]) -> tuple[list, list]:
-    """At most 2 * MAX_STRETCHES points: the lowest and highest of each stretch, so that no spike is lost."""
+    """At most 2 * MAX_STRETCHES points: the extremes of each stretch, so that no spike is lost."""
     if len(steps) <= 2 * MAX_STRETCHES:
         return list(steps), list(values)
     chosen: set[int] = set()
@@ -230,55 +233,41 @@ def thinned(steps: Sequence[float], values: Sequence[float | None]) -> tuple[lis
 
 
 def _chart(panel: Panel, runs: Sequence[RunRecord], names: list[str]) -> dict[str, Any] | None:
-    series: list[dict[str, Any]] = []
-    bands: list[dict[str, Any]] = []
+    lines, bands = [], []
+    alone = len(runs) == 1
     for i, run in enumerate(runs):
         steps = [record["step"] for record in run.steps]
-        for number, line in enumerate(panel.lines):
-            x, y = thinned(steps, _values(run, line.keys))
-            label = line.label if len(runs) == 1 else f"{names[i]} {line.label}"
-            kind = line.label if len(panel.lines) > 1 else ""
+        for number, (name, keys) in enumerate(panel.lines.items()):
+            x, y = thinned(steps, _values(run, *keys))
+            label = name if alone else f"{names[i]} {name}"
+            kind = name if len(panel.lines) > 1 else ""
             # One run: a color per line. Several: a color per run, the lines differ by their dashes.
-            color = _color(number if len(runs) == 1 else i)
-            dash = line.dash if len(runs) > 1 else ""
-            series.append(
-                {"run": i, "label": label, "kind": kind, "color": color, "dash": dash}
-                | {"x": x, "y": y}
-            )
+            style = {"color": f"c{number}"} if alone else {"dash": _DASHES[number]}
+            lines.append(series(i, label, x, y, kind=kind, **style))
+        stride = max(1, len(steps) // MAX_STRETCHES)
         for low, high, opacity in panel.bands:
+            points = list(zip(steps, _values(run, low), _values(run, high), strict=True))[::stride]
+            known = [point for point in points if None not in point]
             bands.append(
-                {"run": i, "color": _color(i), "opacity": opacity / math.sqrt(len(runs))}
-                | _band(run, steps, low, high)
+                {"run": i, "color": f"c{i % 8}", "opacity": opacity / math.sqrt(len(runs))}
+                | {key: [p[j] for p in known] for j, key in enumerate(("x", "low", "high"))}
             )
-    if panel.optional and not any(value is not None for s in series for value in s["y"]):
+    if panel.optional and not any(value is not None for line in lines for value in line["y"]):
         return None
-    chart: dict[str, Any] = {"id": panel.id, "title": panel.title, "note": panel.note}
-    chart |= {"log": panel.log, "series": series, "bands": bands, "missing": panel.missing}
-    chart["keyColors"] = len(runs) == 1
-    chart |= {
-        name: value
-        for name, value in (("floor", panel.floor), ("ceiling", panel.ceiling))
-        if value is not None
-    }
-    if panel.mark is not None:
-        chart["marks"] = [{"y": panel.mark}]
-    return chart
-
-
-def _band(run: RunRecord, steps: list[float], low: str, high: str) -> dict[str, list]:
-    lows, highs = _values(run, (low,)), _values(run, (high,))
-    stride = max(1, len(steps) // MAX_STRETCHES)
-    known = [
-        i for i in range(0, len(steps), stride) if lows[i] is not None and highs[i] is not None
-    ]
-    return {
-        "x": [steps[i] for i in known],
-        "low": [lows[i] for i in known],
-        "high": [highs[i] for i in known],
+    chart = {"id": panel.id, "title": panel.title, "note": panel.note, "missing": panel.missing}
+    return chart | {
+        "log": panel.log,
+        "series": lines,
+        "bands": bands,
+        "keyColors": alone,
+        "floor": panel.floor,
+        "ceiling": panel.ceiling,
+        "marks": [] if panel.mark is None else [{"y": panel.mark}],
     }
 
 
-def _values(run: RunRecord, keys: Sequence[str]) -> list[float | None]:
+def _values(run: RunRecord, *keys: str) -> list[float | None]:
+    """One value per step of the first key that has any; None where it is missing or not finite."""
     for key in keys:
         values = [_number(record.get(key)) for record in run.steps]
         if any(value is not None for value in values):
@@ -295,33 +284,21 @@ def _number(value: Any) -> float | None:
 def _slice_chart(
     dimension: str, title: str, note: str, runs: Sequence[RunRecord], names: list[str]
 ) -> dict[str, Any] | None:
-    labels = _slice_labels(dimension, runs)
+    prefix = f"mismatch/{dimension}/"
+    keys = {key for run in runs for record in run.steps[-SLICE_STEPS:] for key in record}
+    found = {key.split("/")[2] for key in keys if key.startswith(prefix) and key.endswith("/k3")}
+    # A label is a range, `64-127` or `65536+`.
+    labels = sorted(found, key=lambda label: float(label.split("-")[0].rstrip("+")))
     if not labels:
         return None
-    series = []
+    lines = []
     for i, run in enumerate(runs):
-        values = [_slice_mean(run, f"mismatch/{dimension}/{label}") for label in labels]
-        known = [(x, y) for x, y in enumerate(values) if y is not None]
-        series.append(
-            {"run": i, "label": names[i] if len(runs) > 1 else "k3", "color": _color(i)}
-            | {"dots": True, "x": [x for x, _ in known], "y": [y for _, y in known]}
-        )
-    return {
-        "id": dimension,
-        "title": title,
-        "note": note,
-        "log": True,
-        "series": series,
-        "xLabels": labels,
-    }
-
-
-def _slice_labels(dimension: str, runs: Sequence[RunRecord]) -> list[str]:
-    from plugin.ppo_utils.mismatch_metrics import SLICES
-
-    present = {key for run in runs for record in run.steps[-SLICE_STEPS:] for key in record}
-    labels = [label.split("/")[1] for label in SLICES if label.startswith(dimension + "/")]
-    return [label for label in labels if f"mismatch/{dimension}/{label}/k3" in present]
+        means = [_slice_mean(run, prefix + label) for label in labels]
+        known = [(x, y) for x, y in enumerate(means) if y is not None]
+        label = names[i] if len(runs) > 1 else "k3"
+        lines.append(series(i, label, [x for x, _ in known], [y for _, y in known], dots=True))
+    chart = {"id": dimension, "title": title, "note": note, "log": True}
+    return chart | {"series": lines, "xLabels": labels}
 
 
 def _slice_mean(run: RunRecord, prefix: str) -> float | None:
@@ -334,54 +311,23 @@ def _slice_mean(run: RunRecord, prefix: str) -> float | None:
     return total / weight if weight else None
 
 
-def _tiles(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+def _tiles(runs: Sequence[RunRecord], names: list[str]) -> list[dict[str, Any]]:
     if len(runs) > 1:
         return [
             {"label": f"last reward · {name}", "value": _last_mean(run, "reward")}
-            for name, run in zip(_distinct_names(runs), runs, strict=True)
+            for name, run in zip(names, runs, strict=True)
         ][:8]
-    run = runs[0]
-    rewards = [value for value in _values(run, ("reward",)) if value is not None]
+    rewards = [value for value in _values(runs[0], "reward") if value is not None]
     return [
-        {"label": "steps", "value": str(len(run.steps))},
-        {"label": "reward, last steps", "value": _last_mean(run, "reward")},
+        {"label": "steps", "value": str(len(runs[0].steps))},
         {"label": "reward, first step", "value": rewards[0] if rewards else None},
-        {"label": "mismatch KL, last steps", "value": _last_mean(run, "mismatch_kl")},
-        {"label": "ESS / N, last steps", "value": _last_mean(run, "mismatch/ess_share")},
-        {"label": "staleness, last steps", "value": _last_mean(run, "staleness")},
-        {"label": "tokens / s, last steps", "value": _last_mean(run, "tokens_per_second")},
+        *(
+            {"label": f"{label}, last steps", "value": _last_mean(runs[0], key)}
+            for label, key in TILES.items()
+        ),
     ]
 
 
 def _last_mean(run: RunRecord, key: str) -> float | None:
-    known = [value for value in _values(run, (key,))[-5:] if value is not None]
+    known = [value for value in _values(run, key)[-5:] if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def _finding(item: dict[str, Any], run_name: str) -> dict[str, str]:
-    texts = {
-        name: str(item.get(name, ""))
-        for name in ("title", "severity", "evidence", "likely_cause", "what_to_try")
-    }
-    first, last = item.get("step"), item.get("last_step", item.get("step"))
-    when = f"step {first}" if first == last else f"steps {first} to {last}"
-    return texts | {"where": f"{run_name}, {when}"}
-
-
-def _settings(runs: Sequence[RunRecord], *, different_only: bool) -> list[list[str]]:
-    keys = list(dict.fromkeys(key for run in runs for key in run.config))
-    rows = [[key, *(_setting(run.config.get(key, "")) for run in runs)] for key in keys]
-    return [row for row in rows if not different_only or len(set(row[1:])) > 1]
-
-
-def _setting(value: Any) -> str:
-    return "none" if value is None else str(value)
-
-
-def _distinct_names(runs: Sequence[RunRecord]) -> list[str]:
-    names = [run.name for run in runs]
-    return [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
-
-
-def _color(index: int) -> str:
-    return f"c{index % 8}"

@@ -6,36 +6,35 @@ import argparse
 import sys
 from pathlib import Path
 
+from plugin.errors import ConfigError
+from plugin.observe.html_page import refuse_overwriting, write_page
+from plugin.observe.html_report import report_html
+from plugin.observe.run_record import read_run
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the sub-command."""
+    """Add the arguments of the sub-command."""
     parser.add_argument(
         "run_dirs", nargs="+", metavar="RUN_DIR", help="directories of finished or running jobs"
     )
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="where to write; default RUN_DIR/report.html for one run, report.html here for several",
+        help="where to write; default: RUN_DIR/report.html of one run, report.html here of several",
     )
     parser.add_argument("--force", action="store_true", help="replace --output if it exists")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the report; the report inside a run directory is rebuilt without asking."""
-    from plugin.errors import MegatronTisError
-    from plugin.observe.html_page import refuse_overwriting, write_page
-    from plugin.observe.html_report import report_html
-    from plugin.observe.run_files import read_run
-
+    """Write the report; the one inside a run directory is rebuilt without --force."""
     single = len(args.run_dirs) == 1 and args.output is None
     output = Path(args.run_dirs[0], "report.html") if single else Path(args.output or "report.html")
+    refuse_overwriting(output, args.force or single)
     try:
-        refuse_overwriting(output, args.force or single)
         records = [read_run(path) for path in args.run_dirs]
-        write_page(output, report_html(records), force=args.force or single)
-    except (MegatronTisError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        write_page(output, report_html(records), force=True)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
     for problem in (problem for record in records for problem in record.problems):
         print(f"warning: {problem}", file=sys.stderr)
     steps = sum(len(record.steps) for record in records)

@@ -15,78 +15,75 @@ ENOUGH_AGREEMENT = 0.8
 _MAX_ROWS = 4096
 
 
-def routing_finding(
-    rollout_routes: Sequence[Any] | None, train_routes: Sequence[Any] | None
-) -> Finding | None:
-    """Routes [tokens, layers, topk] per sample from both sides; None if they agree or one is missing.
+def routing_finding(rollout_routes: Sequence[Any], train_routes: Sequence[Any]) -> Finding | None:
+    """Compare routes [tokens, layers, topk] per sample; None if they agree.
 
     One side may hold the first samples only.
     """
-    if not rollout_routes or not train_routes:
-        return None
     pairs = list(zip(rollout_routes, train_routes, strict=False))
-    if any(np.shape(a) != np.shape(b) for a, b in pairs):
-        shapes = np.shape(rollout_routes[0]), np.shape(train_routes[0])
-        return _finding(
-            f"routes have shapes {shapes[0]} in the engine and {shapes[1]} in the trainer",
-            "the engine reports other layers or another top-k than the trainer has",
-            0.0,
+    if not pairs:
+        return None
+    mismatched = next(((a, b) for a, b in pairs if np.shape(a) != np.shape(b)), None)
+    if mismatched is not None:
+        engine, trainer = map(np.shape, mismatched)
+        mean = 0.0
+        evidence = f"routes have shapes {engine} in the engine and {trainer} in the trainer"
+        cause = "the engine reports other layers or another top-k than the trainer has"
+    else:
+        rollout, train = _rows(pairs)
+        if not len(rollout):
+            return None
+        layers = agreement(rollout, train)
+        mean = float(layers.mean())
+        if mean >= ENOUGH_AGREEMENT:
+            return None
+        better, cause = _cause(rollout, train, mean)
+        evidence = (
+            f"engine and trainer choose the same experts for {mean:.0%} of the choices "
+            f"(worst layer {layers.min():.0%}){better}"
         )
-    rollout, train = _rows(pairs)
-    if not len(rollout):
-        return None
-    layers = agreement(rollout, train)
-    mean = float(layers.mean())
-    if mean >= ENOUGH_AGREEMENT:
-        return None
-    evidence = f"engine and trainer choose the same experts for {mean:.0%} of the choices (worst layer {layers.min():.0%})"
-    return _finding(*_cause(rollout, train, mean, evidence), mean)
-
-
-def agreement(first: NDArray[Any], second: NDArray[Any]) -> NDArray[np.float64]:
-    """[layers]: mean share of equal choices, whatever their order; routes are [rows, layers, topk]."""
-    same = (first[..., :, None] == second[..., None, :]).any(-1)
-    return same.mean((0, 2))
-
-
-def _cause(
-    rollout: NDArray[Any], train: NDArray[Any], mean: float, evidence: str
-) -> tuple[str, str]:
-    """Evidence and cause; the best explanation among swapped layers and shifted tokens, if it is much better."""
-    layers = rollout.shape[1]
-    cross = np.array(
-        [
-            [agreement(rollout[:, i : i + 1], train[:, j : j + 1])[0] for j in range(layers)]
-            for i in range(layers)
-        ]
-    )
-    best = cross.argmax(1)
-    if sorted(best) == list(range(layers)) and cross.max(1).mean() > mean + 0.1:
-        moved = [f"{i} with {j}" for i, j in enumerate(best) if i != j]
-        text = f"{evidence}; matching engine layer {', '.join(moved[:4])} gives {cross.max(1).mean():.0%}"
-        return text, "the layers of the routes are in another order than the trainer's"
-    for shift in (-1, 1):
-        shifted = float(agreement(rollout[1:-1], np.roll(train, shift, 0)[1:-1]).mean())
-        if shifted > mean + 0.1:
-            text = f"{evidence}; one token away it is {shifted:.0%}"
-            return text, "the routes are shifted by one token against the tokens"
-    return evidence, "different router precision, or weights of another step"
-
-
-def _finding(evidence: str, cause: str, mean: float) -> Finding:
     return Finding(
-        "routing",
         "engine and trainer route tokens to different experts",
         "warning",
         evidence,
         cause,
-        "replay the engine's routes (--use-rollout-routing-replay) once their order is right; keep the router in float32",
+        "replay the engine's routes (--use-rollout-routing-replay) once their order is right; keep "
+        "the router in float32",
         {"agreement": mean},
     )
 
 
+def agreement(first: NDArray[Any], second: NDArray[Any]) -> NDArray[np.float64]:
+    """[layers]: mean share of equal choices, in any order; routes are [rows, layers, topk]."""
+    same = (first[..., :, None] == second[..., None, :]).any(-1)
+    return same.mean((0, 2))
+
+
+def _cause(rollout: NDArray[Any], train: NDArray[Any], mean: float) -> tuple[str, str]:
+    """Further evidence and the cause: swapped layers or shifted tokens if they match much better."""
+    layers = range(rollout.shape[1])
+    cross = np.array(
+        [[agreement(rollout[:, i : i + 1], train[:, j : j + 1])[0] for j in layers] for i in layers]
+    )
+    best = cross.argmax(1)
+    if sorted(best) == list(layers) and cross.max(1).mean() > mean + 0.1:
+        moved = ", ".join([f"{i} with {j}" for i, j in enumerate(best) if i != j][:4])
+        return (
+            f"; matching engine layer {moved} gives {cross.max(1).mean():.0%}",
+            "the layers of the routes are in another order than the trainer's",
+        )
+    for shift in (-1, 1):
+        shifted = float(agreement(rollout[1:-1], np.roll(train, shift, 0)[1:-1]).mean())
+        if shifted > mean + 0.1:
+            return (
+                f"; one token away it is {shifted:.0%}",
+                "the routes are shifted by one token against the tokens",
+            )
+    return "", "different router precision, or weights of another step"
+
+
 def _rows(pairs: Sequence[tuple[Any, Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Twice [rows, layers, topk]: the tokens of the first samples, enough to judge, that both sides have routed.
+    """Twice [rows, layers, topk]: tokens of the first samples that both sides have routed.
 
     The last token of a sample is left out: engines sample it and never read it.
     """
@@ -104,6 +101,6 @@ def _rows(pairs: Sequence[tuple[Any, Any]]) -> tuple[NDArray[Any], NDArray[Any]]
 
 
 def _routed(routes: NDArray[Any]) -> NDArray[np.bool_]:
-    """[rows]: False where every choice is the type's largest value or negative, which stand for "no route"."""
+    """[rows]: False where all choices are negative or the type's largest value: "no route"."""
     missing = np.iinfo(routes.dtype).max if routes.dtype.kind in "iu" else np.inf
     return ~((routes == missing) | (routes < 0)).all((1, 2))

@@ -1,4 +1,4 @@
-"""What one token is worth: ratios, KL estimators, advantages and correction hooks, in pure torch."""
+"""What one token is worth: ratios, KL, advantages and corrections, in pure torch."""
 
 from plugin.ppo_utils import corrections
 from plugin.ppo_utils.advantages import (

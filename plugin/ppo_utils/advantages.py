@@ -1,20 +1,26 @@
 """Advantage estimators: from one reward per sample to one advantage per token.
 
-Group estimators work on `rewards` [N] with `group_index` [N] (samples of one prompt share an index) and return
-[N]; `spread_over_tokens` gives every token of a sample its value. Token estimators (REINFORCE++, GAE) work on
-lists of 1-D tensors, one per sample; only unmasked tokens count as steps, so tool output between two turns
-is no step of the policy.
+Group estimators work on `rewards` [N] with `group_index` [N] (samples of one prompt share an index)
+and return [N]; `spread_over_tokens` gives every token of a sample its value. Token estimators
+(REINFORCE++, GAE) work on lists of 1-D tensors, one per sample; only unmasked tokens count as
+steps, so tool output between two turns is no step of the policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plugin.config import AdvantageFlags
+from plugin.config.import_paths import load_function
 from plugin.errors import BatchError
+
+#: fn(rewards [N], group_index [N], loss_masks, config) -> advantages; `loss_masks` and the result
+#: have one [response] tensor per sample.
+Estimator = Callable[[Tensor, Tensor, Sequence[Tensor], AdvantageFlags], Sequence[Tensor]]
 
 _SCAN_BLOCK = 128
 
@@ -35,8 +41,9 @@ def grpo_advantages(
 
 
 def rloo_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """reward - mean reward of the other members of its group [N]; a group of one has advantage 0."""
-    # The sum of all n deviations from the group mean is 0, so r - mean(others) = (r - mean) * n / (n - 1).
+    """reward - mean reward of the others of its group [N]; a group of one has advantage 0."""
+    # All n deviations from the group mean add up to 0, so
+    # r - mean(others) = (r - mean) * n / (n - 1).
     centered = _centered_in_group(rewards, group_index)
     count = _group_sum(torch.ones_like(centered), group_index)
     return (centered * count / (count - 1).clamp(min=1)).float()
@@ -50,7 +57,7 @@ def reinforce_plus_plus_returns(
     kl: Sequence[Tensor] | None = None,
     kl_coef: float = 0.0,
 ) -> list[Tensor]:
-    """Discounted returns per token: the reward arrives at the last unmasked token, the KL at each."""
+    """Discounted returns per token: the reward comes at the last unmasked token, the KL at each."""
     _check_count("loss_masks", loss_masks, rewards)
     if kl is not None:
         _check_lengths("kl", kl, loss_masks)
@@ -102,7 +109,7 @@ def gae_advantages(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Generalized advantage estimation; returns (advantages, returns), one tensor per sample.
 
-    delta_t = r_t + gamma V_{t+1} - V_t and A_t = sum_k (gamma lambda)^k delta_{t+k}; V is 0 after the end.
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum_k (gamma lambda)^k delta_{t+k}, V = 0 at the end.
     """
     _check_count("loss_masks", loss_masks, rewards)
     _check_lengths("values", values, loss_masks)
@@ -118,6 +125,28 @@ def gae_advantages(
         advantages.append(_at_steps(step_advantages, steps, mask))
         returns.append(_at_steps(step_advantages + step_values, steps, mask))
     return advantages, returns
+
+
+#: The estimators of `--advantage-estimator` that need no value model, see `ESTIMATOR_TRAITS`.
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": lambda rewards, groups, masks, config: spread_over_tokens(
+        grpo_advantages(rewards, groups, std_normalization=config.grpo_std_normalization), masks
+    ),
+    "rloo": lambda rewards, groups, masks, config: spread_over_tokens(
+        rloo_advantages(rewards, groups), masks
+    ),
+    "reinforce_plus_plus": lambda rewards, groups, masks, config: reinforce_plus_plus_advantages(
+        rewards, masks, gamma=config.gamma
+    ),
+    "reinforce_plus_plus_baseline": lambda rewards, groups, masks, config: (
+        reinforce_plus_plus_baseline_advantages(rewards, groups, masks)
+    ),
+}
+
+
+def estimator_of(name: str) -> Estimator:
+    """The built-in estimator `name`, or the user's own at an import path."""
+    return ESTIMATORS.get(name) or load_function(name)
 
 
 def spread_over_tokens(per_sample: Tensor, loss_masks: Sequence[Tensor]) -> list[Tensor]:
@@ -139,13 +168,13 @@ def whiten(
 ) -> list[Tensor]:
     """Zero mean and unit variance over all unmasked tokens, of every rank of `group` if given.
 
-    The variance is unbiased. Masked tokens are ignored and become 0. `shift_mean=False` keeps the mean.
+    The variance is unbiased. Masked tokens become 0. `shift_mean=False` keeps the mean.
     """
     _check_lengths("values", values, loss_masks)
     device = values[0].device if values else torch.device("cpu")
     kept = [value.double()[mask != 0] for value, mask in zip(values, loss_masks, strict=True)]
     flat = torch.cat(kept) if kept else torch.zeros(0, dtype=torch.float64, device=device)
-    # Two rounds, mean first: a sum of squares of uncentred values loses the variance to cancellation.
+    # Two rounds, mean first: a sum of squares of uncentered values cancels.
     total, count = _reduced(torch.stack([flat.sum(), flat.new_tensor(flat.numel())]), group)
     mean = total / count.clamp(min=1)
     squares = _reduced((flat - mean).square().sum(), group)
@@ -158,7 +187,7 @@ def whiten(
 
 
 def discounted_suffix_sums(values: Tensor, discount: float) -> Tensor:
-    """y_t = sum over k >= t of discount^(k - t) * values_k [L], in blocks rather than step by step."""
+    """y_t = sum over k >= t of discount^(k - t) * values_k [L], computed in blocks."""
     result = torch.empty_like(values, dtype=torch.float64)
     position = torch.arange(_SCAN_BLOCK, dtype=torch.float64, device=values.device)
     exponent = position[None, :] - position[:, None]
@@ -183,8 +212,9 @@ def _group_sum(values: Tensor, group_index: Tensor) -> Tensor:
 def _centered_in_group(rewards: Tensor, group_index: Tensor) -> Tensor:
     """reward - group mean [N], in float64.
 
-    In float32 the mean of equal rewards is off by a rounding error, which dividing by a standard deviation of
-    that same size turns into an advantage of about 0.01 for a group that teaches nothing.
+    In float32 the mean of equal rewards is off by a rounding error, which dividing by a standard
+    deviation of that same size turns into an advantage of about 0.01 for a group that teaches
+    nothing.
     """
     if rewards.shape != group_index.shape:
         raise BatchError(

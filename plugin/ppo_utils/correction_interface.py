@@ -58,13 +58,13 @@ class CorrectionTokens:
         return value
 
     def log_ratio(self, numerator: str, denominator: str) -> Tensor:
-        """log(numerator / denominator) [T] of two policies, e.g. "train" and "rollout"; 0 where masked."""
+        """log(numerator / denominator) [T] of two policies ("train", "rollout"); 0 where masked."""
         names = (f"{numerator}_log_probs", f"{denominator}_log_probs")
         return log_ratio(self.get(names[0]), self.get(names[1]), self.mask)
 
 
 class FlagsWithDefaults:
-    """Another framework's namespace in which a flag that is missing or None has its documented default."""
+    """Another framework's namespace; a flag that is missing or None has its default."""
 
     def __init__(self, args: Any) -> None:
         self._args = args

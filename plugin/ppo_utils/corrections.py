@@ -84,7 +84,7 @@ def icepop_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 @token_separable
 @correction
 def off_policy_is_function(tokens: CorrectionTokens, config: Any) -> Corrected:
-    """Importance sampling of the current policy against the rollout policy: mismatch and staleness at once.
+    """Importance sampling of cur against rollout: mismatch and staleness at once.
 
     weight = sg(clip(exp(cur - rollout), 1 - eps_clip, 1 + eps_clip_high))
     Flags: --eps-clip 0.2 (1.0 removes the lower bound), --eps-clip-high (= eps-clip).
@@ -224,7 +224,7 @@ def _outside(keep: Tensor, log_r: Tensor, low: float, high: float) -> dict[str, 
 
 
 def _rule_keeps(rule: RejectionRule, log_r: Tensor, tokens: CorrectionTokens) -> Tensor:
-    """bool [T]: what one rule keeps. Ratios are compared in log space, where they cannot overflow."""
+    """bool [T]: what one rule keeps. Ratios are compared in log space: no overflow."""
     if rule.statistic == "ratio":
         values, low, high = log_r, log_bound(rule.low), log_bound(rule.high)
     else:

@@ -27,7 +27,7 @@ def k2(difference: Tensor) -> Tensor:
 
 
 def k3(difference: Tensor) -> Tensor:
-    """exp(-d) - 1 + d: unbiased and never negative; bounded in log space so that it stays finite."""
+    """exp(-d) - 1 + d: unbiased and never negative; bounded in log space."""
     bounded = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1 keeps the small values exact: exp(-d) - 1 loses them to cancellation.
     return torch.expm1(-bounded) + bounded

@@ -129,7 +129,7 @@ def record_mismatch(
 
 
 def summarize(table: StatisticsTable) -> dict[str, float]:
-    """Flat metrics of a (reduced) table: `mismatch/...`, and `mismatch/cur/...` for cur against rollout."""
+    """Flat metrics of a table: `mismatch/...`, and `mismatch/cur/...` for cur against rollout."""
     if "mismatch:sums" not in table.sums:
         return {}
     sums, histogram = (table.sums[f"mismatch:{kind}"].cpu() for kind in ("sums", "histogram"))
@@ -146,7 +146,7 @@ def summarize(table: StatisticsTable) -> dict[str, float]:
 
 
 def histogram_bin(log_r: Tensor) -> Tensor:
-    """int64: the bin of each log-ratio; fine around 0, 5 to 10 % wide away from it, +-20 at the ends."""
+    """int64: the bin of each log-ratio; fine around 0, 5 to 10 % wide elsewhere, up to +-20."""
     scale = _HISTOGRAM_HALF / math.log1p(_HISTOGRAM_LIMIT / _HISTOGRAM_UNIT)
     bounded = log_r.clamp(-_HISTOGRAM_LIMIT, _HISTOGRAM_LIMIT)
     steps = torch.sign(bounded) * torch.log1p(bounded.abs() / _HISTOGRAM_UNIT) * scale
@@ -160,7 +160,7 @@ def histogram_edge(step: float) -> float:
 
 
 def histogram_percentile(counts: Tensor, percent: float) -> float:
-    """The log-ratio below which `percent` of the counts [HISTOGRAM_BINS] lie, interpolated in its bin."""
+    """The log-ratio below which `percent` of the counts lie, interpolated in its bin."""
     total = float(counts.sum())
     below, target = 0.0, total * percent / 100
     for index, count in enumerate(counts.tolist()):
@@ -185,7 +185,7 @@ def _advantage_sums(advantages: Tensor | None, mask: Tensor, removed: Tensor) ->
 
 
 def _slice_rows(position: Tensor, staleness: Tensor | None, rollout: Tensor) -> Tensor:
-    """[4, T] int64: the rows a token belongs to. Unknown staleness goes to a row past the end, dropped later."""
+    """[4, T] int64: the rows of a token; unknown staleness goes to a row past the end."""
     unused = len(SLICES)
     rows = [
         torch.zeros_like(position),

@@ -21,7 +21,7 @@ GATHER_LIMIT = 64
 
 
 class StatisticsTable:
-    """Named cells of sums and maxima; a cell is a float64 tensor of any fixed shape (a scalar, a histogram)."""
+    """Named cells of sums and maxima; a cell is a float64 tensor of any fixed shape."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -58,7 +58,7 @@ class StatisticsTable:
             self.maximum(name, value)
 
     def digest(self) -> int:
-        """A number that is equal on two ranks exactly if they hold the same cells in the same shapes."""
+        """Hash names and shapes of the cells: equal on two ranks only if they hold the same."""
         described = [(name, tuple(self._cell(name).shape)) for name in self._names()]
         return int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:6], "big")
 
@@ -70,7 +70,7 @@ class StatisticsTable:
         )
 
     def reduced(self, group: dist.ProcessGroup | None) -> StatisticsTable:
-        """The table of all ranks of `group` together, the same bits on each. All must hold the same cells."""
+        """Reduce over `group`: the same bits on each rank. All must hold the same cells."""
         mine = self.packed()
         if group is None or group.size() == 1:
             return self._from_rows(mine[None])
@@ -81,7 +81,7 @@ class StatisticsTable:
         return self._from_rows(rows.view(group.size(), -1))
 
     def _reduced_in_place(self, mine: Tensor, group: dist.ProcessGroup) -> StatisticsTable:
-        """Sums and maxima reduced apart: two collectives whose size does not grow with the group."""
+        """Reduce sums and maxima apart: two collectives of a size that does not grow."""
         count = sum(cell.numel() for cell in self.sums.values())
         sums, maxima = mine[:count].clone(), mine[count:].clone()
         dist.all_reduce(sums, group=group)
@@ -89,7 +89,7 @@ class StatisticsTable:
         return self._from_rows(torch.cat((sums, maxima))[None])
 
     def means(self) -> dict[str, float]:
-        """Every pair of `:sum` and `:count` as a mean, every scalar extreme as itself; an empty mean is 0.
+        """Return pairs of `:sum` and `:count` as means, and scalar extremes; an empty mean is 0.
 
         Cells with a shape (histograms, tables) are left to whoever recorded them.
         """

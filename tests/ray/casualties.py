@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from plugin.observe.run_files import read_prompts
+from plugin.observe.run_record import read_prompts
 
 
 def workers(name: str, parent: int | None = None) -> list[psutil.Process]:

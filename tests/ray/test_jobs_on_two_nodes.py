@@ -12,7 +12,10 @@ from plugin.batch_types import RolloutBatch
 from plugin.errors import ClusterError
 from plugin.launch import job
 from plugin.launch.batch_preparation import prepare_batch
+from plugin.launch.job import JobResult
+from plugin.observe.run_record import read_run
 from tests.ray.small_jobs import run_small
+from tests.unit.observe.test_html_report import drawn_metrics
 
 OWN_HOOK = """
 import torch
@@ -23,21 +26,33 @@ def halve(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kw
 """
 
 
-def test_tensor_parallel_across_nodes_with_the_users_own_hook_and_rollout_kl(
-    two_nodes: str, tmp_path: Path
-) -> None:
-    hook = tmp_path / "own_hook.py"
+@pytest.fixture(scope="module")
+def hooked_job(two_nodes: str, tmp_path_factory: pytest.TempPathFactory) -> JobResult:
+    """A job with the user's own hook before a built-in one, and with every regularizer drawn."""
+    directory = tmp_path_factory.mktemp("hooked")
+    hook = directory / "own_hook.py"
     hook.write_text(OWN_HOOK)
-    result = run_small(
+    return run_small(
         two_nodes,
-        tmp_path / "run",
+        directory / "run",
         tensor_model_parallel_size=2,
         use_tis=True,
-        custom_tis_function_path=f"{hook}:halve",
+        custom_tis_function_path=f"{hook}:halve,plugin.ppo_utils.icepop_function",
         use_rollout_kl_loss=True,
         rollout_kl_loss_coef=0.1,
+        entropy_coef=0.001,
     )
-    for line in result.history:
+
+
+def test_every_metric_that_the_report_draws_is_recorded_by_a_job(hooked_job: JobResult) -> None:
+    for step in read_run(hooked_job.run_dir).steps:
+        assert drawn_metrics() - step.keys() == set()
+
+
+def test_tensor_parallel_across_nodes_with_the_users_own_hook_and_rollout_kl(
+    hooked_job: JobResult,
+) -> None:
+    for line in hooked_job.history:
         # Engine and trainer run the same float32 weights: the ratio is 1 up to rounding.
         assert line["own_ratio"] == pytest.approx(1.0, abs=1e-4)
         assert 0 <= line["rollout_kl"] < 1e-6

@@ -151,7 +151,7 @@ def _command(run_dir: Path, *extra: str, rollouts: int) -> list[str]:
 
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:
-    from plugin.observe.run_files import read_run
+    from plugin.observe.run_record import read_run
 
     return read_run(run_dir).steps
 

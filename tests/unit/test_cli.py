@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from plugin import __version__, cli
-from plugin.errors import BatchError
+from plugin.errors import BatchError, ConfigError
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "numpy", "ray", "megatron", "transformers", "matplotlib", "yaml")
@@ -97,8 +97,32 @@ def test_an_error_of_this_package_is_one_message_and_exit_code_2(
     assert cli.main(["probe"]) == 2
     printed = capsys.readouterr()
     assert printed.err == "megatron-tis: advantages of sample 3 is nan\n" and printed.out == ""
-    with pytest.raises(BatchError):
-        cli.main(["--traceback", "probe"])
+    for words in (["--traceback", "probe"], ["probe", "--traceback"]):
+        with pytest.raises(BatchError):
+            cli.main(words)
+
+
+#: Words that make every command fail with an error of this package.
+FAILING = {
+    "train": ["--config", "no/such/file.yaml"],
+    "doctor": ["--layouts", "no-such-layout"],
+    "compare": ["no/such/dump"],
+    "report": ["no/such/run"],
+    "corrections": ["no-such-correction"],
+}
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_shows_one_message_or_with_traceback_the_error(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([name, *FAILING[name]]) == 2
+    printed = capsys.readouterr().err
+    assert "no" in printed and "Traceback" not in printed
+    assert re.match(r"(megatron-tis|error): ", printed)
+    for words in (["--traceback", name, *FAILING[name]], [name, *FAILING[name], "--traceback"]):
+        with pytest.raises(ConfigError):
+            cli.main(words)
 
 
 def test_a_bug_is_not_hidden(command: ModuleType) -> None:

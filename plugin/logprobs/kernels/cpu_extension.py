@@ -44,7 +44,7 @@ BUILD_SECONDS = 120
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """The compiled kernels, built if no earlier process left them in the cache; None, warned once, if impossible."""
+    """Return the compiled kernels, built if not in the cache; None, with a warning, if impossible."""
     try:
         path = cache_directory() / f"logprob_rows-{_build_key()}.so"
         return _with_signatures(_open_or_build(path))
@@ -70,7 +70,7 @@ def _open_or_build(path: Path) -> ctypes.CDLL:
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept across processes: the user's cache, or a private temporary directory."""
+    """Return where compiled kernels are kept: the user's cache, or a temporary directory."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = root / "megatron-tis"
     try:
@@ -85,7 +85,7 @@ def cache_directory() -> Path:
 
 
 def build_library(path: Path) -> None:
-    """Compile `logprob_rows.cpp` into `path`; ranks that build at the same time do not see each other's halves."""
+    """Compile `logprob_rows.cpp` into `path`, in one step for ranks that build at the same time."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise FileNotFoundError(f"none of {', '.join(COMPILERS)} is on the PATH")

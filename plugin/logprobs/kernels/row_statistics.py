@@ -29,7 +29,7 @@ class ShardStatistics(NamedTuple):
 
 
 class RowNormalizer(NamedTuple):
-    """What turns a logit into a probability, `exp((logit - maximum) * scale) / sum_exp`; each `[T]` float32.
+    """What makes a probability `exp((logit - maximum) * scale) / sum_exp`; `[T]` float32.
 
     Kept as two numbers: the log-sum-exp that joins them would lose low bits of both.
     """
@@ -40,7 +40,7 @@ class RowNormalizer(NamedTuple):
 
 
 class RowKernels(Protocol):
-    """One implementation of the two passes over logits `[T, V/tp]` whose last dimension is contiguous.
+    """One implementation of the two passes over row-contiguous logits `[T, V/tp]`.
 
     `targets` is `[T]` int64: a kept column of this shard, or -1 where the shard holds none.
     `keep_mask` is a bool tensor shaped like the logits, or None; a column that is not kept has probability 0.

@@ -1,4 +1,4 @@
-"""The two passes as Triton kernels, for logits on a GPU. One program per row; the row's length is a loop.
+"""The two passes as Triton kernels: one program per row, a loop over its columns.
 
 The number of rows is only the launch grid, so microbatches of any length share one compilation, which Triton
 caches across processes.
@@ -138,7 +138,7 @@ def _scale_kernel(values, factor, columns, row_stride, tolerance, BLOCK: tl.cons
 
 
 def scale_unless_one(values: torch.Tensor, factor: torch.Tensor, tolerance: float) -> None:
-    """Multiply `values` `[T, V]` in place by a scalar on the device; within `tolerance` of 1 nothing is read."""
+    """Multiply `[T, V]` in place by a scalar on the device, unless it is within `tolerance` of 1."""
     if values.shape[0] > 0:
         columns = values.shape[1]
         _scale_kernel[(values.shape[0],)](

@@ -62,7 +62,7 @@ def log_prob_forward_step(
     errors: ErrorCollector,
     replay: RouterReplaySession | None = None,
 ) -> ForwardStep:
-    """Build the closure of the log-prob pass: [R] log-probs per microbatch, None where padding or failed."""
+    """Build the closure of the log-prob pass: [R] per microbatch, None if padding or failed."""
 
     def forward_step(data: Iterator[PreparedMicrobatch], model: Any) -> tuple[Tensor, LossClosure]:
         microbatch = next(data)

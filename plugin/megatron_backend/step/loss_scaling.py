@@ -1,4 +1,4 @@
-"""Undoes what Megatron's schedule and DDP multiply into the loss. The only place that knows these factors.
+"""Undo what Megatron's schedule and DDP multiply into the loss; only this file knows.
 
 Wanted: the gradient of one global mean, sum_t w_t l_t / sum_t w_t over every token of every rank. Megatron-Core
 offers two conventions, chosen by `TransformerConfig.calculate_per_token_loss`:

@@ -1,4 +1,4 @@
-"""The loss of one microbatch in the training pass, from logits or hidden states, as Megatron wants it."""
+"""The loss of one microbatch in the training pass, from logits or hidden states."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from plugin.sharding.parallel_context import use_parallel_context
 
 
 class MicrobatchLoss(NamedTuple):
-    """Loss and token count as a loss closure returns them, and the log-probs [R]; None where it failed."""
+    """Loss and token count of a loss closure, and the log-probs [R]; None where it failed."""
 
     loss: Tensor
     log_probs: Tensor | None = None
@@ -72,7 +72,7 @@ class TrainingLoss:
     def inside_lm_head(
         self, hidden: Tensor, head_weight: Tensor, microbatch: PreparedMicrobatch
     ) -> MicrobatchLoss:
-        """The loss of a block of tokens while their logits are at hand; once more as a whole for the metrics.
+        """The loss of a block while its logits are at hand; once more as a whole for metrics.
 
         hidden: [B, S_local, H]; head_weight: [V, H]
         """

@@ -1,4 +1,4 @@
-"""Log-probs of the response tokens from a model's output: through logits, or fused with the LM head.
+"""Log-probs of the response tokens: through logits, or fused with the LM head.
 
 Fused, the model's output layer is skipped and its weight meets the hidden states inside
 `fused_log_probs_and_entropy`, only for the rows that carry loss; no [T, V] logits exist.
@@ -34,7 +34,7 @@ def use_fused_head(
     training: bool,
     separable: bool = False,
 ) -> bool:
-    """Return whether this chunk's output layer is to be fused: --fused-lm-head on, off or auto (where it pays).
+    """Return whether to fuse this chunk's output layer: --fused-lm-head on, off or auto.
 
     rows: bool [B * S_local] on the CPU, the rows whose log-probs are needed
     separable: the loss will be evaluated block by block inside the head
@@ -71,7 +71,7 @@ def _obstacle(model: Any, inputs: ModelInputs) -> str | None:
 
 @contextmanager
 def skip_output_layer(model: Any) -> Iterator[list[Tensor]]:
-    """Within the body the model returns hidden states; the list receives the weight of the output layer."""
+    """Make the model return hidden states; the list receives the output layer's weight."""
     layer = unwrap(model).output_layer
     weights: list[Tensor] = []
 

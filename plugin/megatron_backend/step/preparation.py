@@ -24,7 +24,7 @@ from plugin.megatron_backend.step.sequence_packing import (
 
 @dataclass(frozen=True)
 class PreparedMicrobatch:
-    """A microbatch ready for the model: its layout and the columns that its loss needs, local to this rank.
+    """A microbatch ready for the model: its layout and its columns, local to this rank.
 
     response_rows, loss_rows: bool [B * S_local] on the CPU, the rows that predict a response token, and those of
         them whose loss mask is 1
@@ -87,7 +87,7 @@ def prepare(
 
 
 def _local_columns(microbatch: Microbatch, inputs: ModelInputs) -> dict[str, Any]:
-    """Per-token columns cut to this CP rank's tokens; masks stay whole, as corrections expect them."""
+    """Cut per-token columns to this CP rank's tokens; masks stay whole, as hooks expect."""
     columns = dict(microbatch.batch.columns)
     for name, values in columns.items():
         if FIELDS[name].shape == "response" and name != "loss_masks":

@@ -35,7 +35,7 @@ class ErrorCollector:
                 self.error, self._trace = error, traceback.format_exc()
 
     def agree(self, what: str, digest: int | None = None) -> None:
-        """Raise on every rank if any rank has an error, or if digests differ; one small collective otherwise.
+        """Raise on every rank if any has an error, or if digests differ; one small collective.
 
         A rank with an error of its own raises that one; the others raise a `ParallelError` with its traceback.
         Ranks that have no digest pass None.

@@ -1,4 +1,4 @@
-"""Runs stock Megatron schedules over prepared microbatches, and steps the optimizer if the gradient is sound."""
+"""Run stock Megatron schedules; step the optimizer if the gradient is sound."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def connect(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
 
 
 class GuardedOptimizer:
-    """A Megatron optimizer that leaves the weights alone when the gradient norm is not finite or too large.
+    """A Megatron optimizer that skips a step whose gradient norm is not finite or too large.
 
     `optimizer.step()` stays Megatron's own; only its last act, applying the clipped gradients, asks first. The norm is
     reduced over all ranks, so all of them decide alike.
@@ -88,7 +88,7 @@ class GuardedOptimizer:
 
 
 def first_bad_parameter(chunks: Sequence[Any], groups: ParallelGroups) -> str | None:
-    """Name of the first parameter with a non-finite gradient on the lowest rank that has one; a collective."""
+    """Name the first parameter with a non-finite gradient, on any rank; a collective."""
     mine = None
     for number, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
@@ -120,7 +120,7 @@ def gather_responses(
     groups: ParallelGroups,
     device: torch.device,
 ) -> list[Tensor]:
-    """Per-token results of all DP and CP ranks as one [response] tensor per sample of the global batch.
+    """Gather per-token results of all DP and CP ranks: one [response] tensor per sample.
 
     results: on the last stage [R] per microbatch, None where padding; samples: global sample of each, per microbatch
     Every position is written by exactly one rank, so a sum over ranks assembles them.

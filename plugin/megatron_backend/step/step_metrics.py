@@ -45,7 +45,7 @@ def record_step(
 
 
 def _check_same_cells(before: StatisticsTable, own: StatisticsTable) -> None:
-    """A metric that only some microbatches record would be a mean over those, and depend on the cut."""
+    """Refuse a metric that only some microbatches record: its mean would depend on the cut."""
     if not before.sums or before.digest() == own.digest():
         return
     names = {

@@ -1,9 +1,11 @@
 "use strict";
 /* Line charts as inline SVG. A chart is {title, note, log, series, bands, marks, xLabels}:
    series: [{run, label, color, dash, dots, x: [...], y: [...]}], bands: [{run, color, opacity, x, low, high}],
-   marks: [{y, label}] horizontal reference lines, xLabels: names of the x values of a categorical axis. */
+   marks: [{y}] horizontal reference lines, xLabels: names of the x values of a categorical axis. */
 
 const SVG = "http://www.w3.org/2000/svg";
+const data = JSON.parse(document.getElementById("data").textContent);
+const main = document.querySelector("main");
 const state = { hidden: new Set(), smoothing: 0, charts: [] };
 
 function element(name, attributes, parent, text) {
@@ -69,10 +71,10 @@ function yRange(chart, series, bands, log) {
     const pad = low === high ? 1.25 : Math.pow(high / low, 0.06);
     return [low / pad, high * pad];
   }
-  if (chart.floor !== undefined) low = Math.min(low, chart.floor);
-  if (chart.ceiling !== undefined) high = Math.max(high, chart.ceiling);
+  if (chart.floor != null) low = Math.min(low, chart.floor);
+  if (chart.ceiling != null) high = Math.max(high, chart.ceiling);
   const pad = low === high ? Math.max(Math.abs(low) * 0.1, 0.05) : (high - low) * 0.06;
-  return [chart.floor !== undefined && low >= chart.floor ? low : low - pad, high + pad];
+  return [chart.floor != null && low >= chart.floor ? low : low - pad, high + pad];
 }
 
 function path(xs, ys, X, Y) {
@@ -195,10 +197,21 @@ function addChart(parent, chart) {
   draw(entry);
 }
 
+/* What every page ends with; data-drawn says how many plots there are. */
+function finish() {
+  if (data.problems.length) {
+    element("h2", {}, main, "What could not be read");
+    const list = element("ul", { class: "soft" }, main);
+    for (const problem of data.problems) element("li", {}, list, problem);
+  }
+  element("footer", {}, main, data.footer);
+  document.documentElement.dataset.drawn = String(document.querySelectorAll("svg[data-plot]").length);
+}
+
 function redraw() { for (const entry of state.charts) draw(entry); }
 
-function themeButton(parent) {
-  const button = element("button", { type: "button" }, parent, "light / dark");
+function themeButton() {
+  const button = element("button", { type: "button" }, document.querySelector("header"), "light / dark");
   button.addEventListener("click", () => {
     const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     document.documentElement.dataset.theme = dark ? "light" : "dark";
@@ -229,5 +242,6 @@ function addFindings(parent, findings) {
   }
 }
 
+themeButton();
 let resizing = 0;
 addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(redraw, 120); });

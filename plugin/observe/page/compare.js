@@ -1,7 +1,4 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const main = document.querySelector("main");
-themeButton(document.querySelector("header"));
 element("h2", {}, main, "What each method does with these tokens");
 addTable(element("div", { class: "card" }, main), data.headers, data.rows);
 if (data.charts.length) {
@@ -12,10 +9,4 @@ if (data.charts.length) {
 }
 if (data.findings.length) element("h2", {}, main, "Findings");
 addFindings(main, data.findings);
-if (data.problems.length) {
-  element("h2", {}, main, "What could not be read");
-  const list = element("ul", { class: "soft" }, main);
-  for (const problem of data.problems) element("li", {}, list, problem);
-}
-element("footer", {}, main, data.footer);
-document.documentElement.dataset.drawn = String(document.querySelectorAll("svg[data-plot]").length);
+finish();

@@ -1,6 +1,4 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const main = document.querySelector("main");
 
 function tiles() {
   const host = element("div", { class: "tiles" }, main);
@@ -47,7 +45,6 @@ function settings() {
   addTable(details, headers, data.settings, headers.map((_, i) => i));
 }
 
-themeButton(document.querySelector("header"));
 tiles();
 toolbar();
 const grid = element("div", { class: "grid" }, main);
@@ -59,10 +56,4 @@ if (data.slices.length) {
 }
 findings();
 settings();
-if (data.problems.length) {
-  element("h2", {}, main, "What could not be read");
-  const list = element("ul", { class: "soft" }, main);
-  for (const problem of data.problems) element("li", {}, list, problem);
-}
-element("footer", {}, main, data.footer);
-document.documentElement.dataset.drawn = String(document.querySelectorAll("svg[data-plot]").length);
+finish();

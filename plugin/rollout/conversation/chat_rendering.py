@@ -1,54 +1,25 @@
 """Chat messages as the text that the model reads, through its chat template.
 
-Templates of thinking models drop the thinking of older replies. To keep it, a reply's own text is put where the
-template rendered the reply: the messages are rendered with a mark in place of the reply's content, and the mark
-is then replaced. That needs no knowledge of the template and no switch in it.
+Templates of thinking models drop the thinking of older replies. To keep it, a reply's own text is
+put where the template rendered the reply: the messages are rendered with a mark in place of the
+reply's content, and the mark is then replaced. That needs no knowledge of the template and no
+switch in it.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from plugin.config import ConversationFlags
 from plugin.rollout.conversation.environment_protocol import Message
 
-#: Whose thinking stays: what the template decides, that of replies since the last user message, or all.
+#: Whose thinking stays: what the template decides, that since the last user message, or all.
 KeptThinking = Literal["template", "between_tool_calls", "all"]
 
 #: Makes a mark that no message holds; it is gone before anybody sees the text.
 _SALT = uuid.uuid4().hex
-
-
-class ChatTokenizer(Protocol):
-    """The part of a tokenizer that conversations need; Hugging Face tokenizers have it."""
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
-        """Token ids of `text`."""
-        ...
-
-    def decode(
-        self,
-        tokens: Sequence[int],
-        *,
-        skip_special_tokens: bool = ...,
-        clean_up_tokenization_spaces: bool = ...,
-    ) -> str:
-        """Text of token ids."""
-        ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = ...,
-        tokenize: bool = ...,
-        add_generation_prompt: bool = ...,
-        **arguments: Any,
-    ) -> Any:
-        """The template's rendering of `messages`; text without `tokenize`."""
-        ...
 
 
 def kept_thinking(config: ConversationFlags) -> KeptThinking:
@@ -61,6 +32,8 @@ def kept_thinking(config: ConversationFlags) -> KeptThinking:
 class ChatRenderer:
     """Renders, encodes and decodes.
 
+    tokenizer: with `encode`, `decode` and `apply_chat_template` as Hugging Face tokenizers have
+        them
     keep: whose thinking stays
     arguments: what the template is called with besides messages and tools
     """
@@ -73,7 +46,7 @@ class ChatRenderer:
         keep: KeptThinking = "template",
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        self._tokenizer: ChatTokenizer = tokenizer
+        self._tokenizer = tokenizer
         self._tools = list(tools) or None
         self._arguments = dict(arguments or {})
         self.keep = keep
@@ -84,9 +57,10 @@ class ChatRenderer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens as they are: special tokens shown, spaces untouched."""
-        return self._tokenizer.decode(
+        text: str = self._tokenizer.decode(
             list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return text
 
     def render(self, messages: Sequence[Message]) -> str:
         """`messages` and the prompt for the next reply, with the thinking that is to be kept."""
@@ -97,11 +71,16 @@ class ChatRenderer:
         for number in reversed(kept):
             before, _, after = text.partition(_mark(number))
             text = self._opening(_marked(messages[:number], kept), before)
-            text += _spoken(messages[number]) + after
+            thinking, content = (
+                messages[number].get("reasoning_content"),
+                messages[number]["content"],
+            )
+            text += f"<think>\n{thinking}\n</think>\n\n" if thinking else ""
+            text += str(content) + after
         return text
 
     def text_after(self, messages: Sequence[Message], number: int) -> str | None:
-        """What the template puts after the content of message `number`; None if that cannot be told."""
+        """What the template puts after the content of message `number`; None if unknown."""
         parts = self._template(_marked(messages, [number])).split(_mark(number))
         return parts[1] if len(parts) == 2 else None
 
@@ -124,8 +103,9 @@ class ChatRenderer:
         """The text up to a reply's own, as it was when the reply was sampled.
 
         earlier: the messages before the reply
-        before: the template's text up to the reply's content. It may lack what the prompt for a reply has (an
-            opening `<think>`) or have more (an empty thinking block), so it gives way to that prompt.
+        before: the template's text up to the reply's content. It may lack what the prompt for a
+            reply has (an opening `<think>`) or have more (an empty thinking block), so that prompt
+            replaces it.
         """
         if earlier and before.startswith(self._template(earlier, add_generation_prompt=False)):
             return self._template(earlier)
@@ -150,13 +130,6 @@ def is_user(message: Message) -> bool:
     if not isinstance(content, str):
         return True
     return not (content.startswith("<tool_response>") and content.endswith("</tool_response>"))
-
-
-def _spoken(message: Message) -> str:
-    thinking = message.get("reasoning_content")
-    if not thinking:
-        return str(message["content"])
-    return f"<think>\n{thinking}\n</think>\n\n{message['content']}"
 
 
 def _mark(number: int) -> str:

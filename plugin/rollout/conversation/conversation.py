@@ -1,8 +1,8 @@
 """One conversation as training samples: the tokens that the policy read and sampled, exactly.
 
-A sample goes on while the next turn's rendering extends what has been streamed, and ends where it does not. Text
-decides whether it does, because a tokenizer need not give back the tokens that were sampled; sampled tokens are
-never tokenized again.
+A sample goes on while the next turn's rendering extends what has been streamed, and ends where it
+does not. Text decides whether it does, because a tokenizer need not give back the tokens that were
+sampled; sampled tokens are never tokenized again.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from plugin.batch_types import RolloutSample
 from plugin.errors import BatchError
 from plugin.rollout.conversation.chat_rendering import ChatRenderer, is_user
 from plugin.rollout.conversation.environment_protocol import Message, Reply, Step
-from plugin.rollout.conversation.trajectory import Segment
 from plugin.rollout.engines.protocol import Generation
 
 
 class Conversation:
-    """Messages, and the segments that they make.
+    """Messages, and the training samples that they make.
 
     `context` goes to the engine, `add_reply` takes its answer, `follow` takes the environment's.
+
+    truncated: whether the last reply was cut at --max-response-length
     """
 
     def __init__(
@@ -30,23 +32,24 @@ class Conversation:
     ) -> None:
         self.messages: list[Message] = _checked(messages)
         self.turns = 0
+        self.truncated = False
         self._renderer = renderer
         self._stop_token_ids = frozenset(stop_token_ids)
         self._end_of_turn = ""
-        self._closed: list[Segment] = []
-        self._open = _OpenSegment(renderer, renderer.render(self.messages))
+        self._closed: list[RolloutSample] = []
+        self._open = _OpenSample(renderer, renderer.render(self.messages))
 
     @property
     def context(self) -> tuple[int, ...]:
         """What the policy reads before its next reply."""
         return self._open.context
 
-    def segments(self) -> tuple[Segment, ...]:
+    def samples(self) -> tuple[RolloutSample, ...]:
         """The training samples so far; what follows the last reply is in none of them."""
-        return (*self._closed, *([self._open.segment()] if self._open.has_reply else []))
+        return (*self._closed, *([self._open.sample()] if self._open.generations else []))
 
     def add_reply(self, generation: Generation) -> Reply:
-        """Takes the reply to `context`."""
+        """Take the reply to `context`."""
         tokens = generation.tokens.tolist()
         ended = bool(tokens) and tokens[-1] in self._stop_token_ids
         text = self._renderer.decode(tokens[:-1] if ended else tokens)
@@ -54,10 +57,11 @@ class Conversation:
         self._open.add_reply(generation, text + self._end_of_turn)
         self.messages.append({"role": "assistant", "content": text})
         self.turns += 1
+        self.truncated = generation.finish_reason == "length"
         return Reply(text)
 
     def follow(self, step: Step) -> None:
-        """Takes what comes after the reply, and brings `context` to the next turn."""
+        """Take what comes after the reply, and bring `context` to the next turn."""
         if not step.messages and step.history is None:
             raise BatchError(
                 "the environment neither ended the conversation nor added a message; return done=True, "
@@ -70,8 +74,8 @@ class Conversation:
         if added is None:
             rendering = self._renderer.render(self.messages)
             if not rendering.startswith(self._open.text):
-                self._closed.append(self._open.segment())
-                self._open = _OpenSegment(self._renderer, rendering)
+                self._closed.append(self._open.sample())
+                self._open = _OpenSample(self._renderer, rendering)
                 return
             added = rendering[len(self._open.text) :]
         self._open.add_text(added)
@@ -83,7 +87,7 @@ class Conversation:
         return self._renderer.keep == "all" or not any(map(is_user, step.messages))
 
     def _kept_continuation(self, reply: int) -> str | None:
-        """What the template adds after message `reply`, without the end of turn that the policy sampled."""
+        """What the template adds after message `reply`, without the policy's own end of turn."""
         added = self._renderer.text_after(self.messages, reply)
         if added is not None and self._end_of_turn:
             # A template may put white space before its end of turn; the policy's comes first.
@@ -94,7 +98,7 @@ class Conversation:
 
 
 def _checked(messages: Sequence[Message]) -> list[Message]:
-    """`messages` if each says who speaks: a template would render one that does not, and say nothing."""
+    """`messages` if each has a role: a template would render one without, and say nothing."""
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BatchError(
@@ -103,10 +107,10 @@ def _checked(messages: Sequence[Message]) -> list[Message]:
     return list(messages)
 
 
-class _OpenSegment:
-    """A segment while it grows.
+class _OpenSample:
+    """A training sample while it grows.
 
-    text: of the prompt and all that follows it
+    text: of the prompt and all that follows it; generations: the replies so far
     """
 
     def __init__(self, renderer: ChatRenderer, prompt: str) -> None:
@@ -116,19 +120,15 @@ class _OpenSegment:
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._log_probs: list[Tensor] = []
-        self._generations: list[Generation] = []
+        self.generations: list[Generation] = []
         self._end_of_last_reply = 0
-
-    @property
-    def has_reply(self) -> bool:
-        return bool(self._generations)
 
     @property
     def context(self) -> tuple[int, ...]:
         return (*self._prompt, *self._tokens)
 
     def add_text(self, text: str) -> None:
-        """Tokens that the policy reads and did not sample: no loss, no log-prob."""
+        """Append tokens that the policy reads and did not sample: no loss, no log-prob."""
         tokens = self._renderer.encode(text)
         self.text += text
         self._tokens += tokens
@@ -136,29 +136,28 @@ class _OpenSegment:
         self._log_probs.append(torch.zeros(len(tokens)))
 
     def add_reply(self, generation: Generation, text: str) -> None:
-        """Tokens that the policy sampled."""
+        """Append tokens that the policy sampled."""
         self.text += text
         self._tokens += generation.tokens.tolist()
         self._mask += [1] * generation.tokens.numel()
         if generation.log_probs is not None:
             self._log_probs.append(generation.log_probs.float())
-        self._generations.append(generation)
+        self.generations.append(generation)
         self._end_of_last_reply = len(self._tokens)
 
-    def segment(self) -> Segment:
+    def sample(self) -> RolloutSample:
         """The training sample, up to the end of the last reply.
 
-        The last turn's context was the whole segment before it, so its routes are those of every position: for
-        earlier replies they are of the pass that read them as context, not of the one that sampled them.
+        The last turn's context was the whole sample before it, so its routes are those of every
+        position: for earlier replies they are of the pass that read them as context, not of the one
+        that sampled them.
         """
-        last, end = self._generations[-1], self._end_of_last_reply
-        with_log_probs = last.log_probs is not None
-        generation = Generation(
-            tokens=torch.tensor(self._tokens[:end], dtype=torch.int64),
-            finish_reason=last.finish_reason,
-            weight_version=min(part.weight_version for part in self._generations),
-            log_probs=torch.cat(self._log_probs)[:end] if with_log_probs else None,
+        last, end = self.generations[-1], self._end_of_last_reply
+        return RolloutSample(
+            tokens=torch.tensor([*self._prompt, *self._tokens[:end]], dtype=torch.int64),
+            response_length=end,
+            loss_mask=torch.tensor(self._mask[:end], dtype=torch.int64),
+            weight_version=min(part.weight_version for part in self.generations),
+            rollout_log_probs=None if last.log_probs is None else torch.cat(self._log_probs)[:end],
             routed_experts=last.routed_experts,
         )
-        mask = torch.tensor(self._mask[:end], dtype=torch.int64)
-        return Segment(self._prompt, generation, None if bool(mask.all()) else mask)

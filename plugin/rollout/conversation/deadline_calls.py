@@ -1,4 +1,4 @@
-"""Runs calls of somebody else's code side by side; one that fails or hangs costs only its own result."""
+"""Run calls of somebody else's code side by side; a failure or hang costs one result only."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class CallFailure:
 def run_calls(
     calls: Sequence[Callable[[], T]], *, seconds: float, threads: int
 ) -> list[T | CallFailure]:
-    """The results in order, at most `threads` calls at a time, each within `seconds` from its own start.
+    """The results in order; at most `threads` calls at a time, each within `seconds`.
 
-    A thread cannot be ended from outside. One that hangs is abandoned: it is a daemon, so it does not keep the
-    process alive, it does not count against `threads`, and whatever it returns later is dropped.
+    A thread cannot be ended from outside. One that hangs is abandoned: it is a daemon, so it does
+    not keep the process alive, it does not count against `threads`, and whatever it returns later
+    is dropped.
     """
     results: list[T | CallFailure] = [CallFailure("not called")] * len(calls)
     finished: queue.SimpleQueue[tuple[int, T | CallFailure]] = queue.SimpleQueue()

@@ -1,8 +1,8 @@
 """What a multi-turn task is: conversations that an environment continues and scores.
 
-A task of several turns is named with `--task-path` like any other, called as `factory(config, tokenizer)`, and
-returns an object with the members of `MultiTurnTask`. It runs in the engines' processes; the driver only asks it
-for the first messages.
+A task of several turns is named with `--task-path` like any other, called as `factory(config,
+tokenizer)`, and returns an object with the members of `MultiTurnTask`. It runs in the engines'
+processes; the driver only asks it for the first messages.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from plugin.rollout.conversation.tool_calls import (
     parse_tool_calls,
 )
 
-#: A chat message as chat templates know it: `role`, `content`, and whatever else the template reads.
+#: A chat message as chat templates know it: `role`, `content`, and whatever else the template
+#: reads.
 Message = Mapping[str, Any]
 
-#: Why a conversation is over: the environment said so, a reply was cut at --max-response-length, --max-turns
-#: replies were given, or the next reply would not fit into --max-context-length.
+#: Why a conversation is over: the environment said so, a reply was cut at --max-response-length,
+#: --max-turns replies were given, or the next reply would not fit into --max-context-length.
 Ending = Literal["done", "reply_cut", "max_turns", "max_context"]
 
 
@@ -52,7 +53,8 @@ class Step:
 
     messages: what follows the reply: tool output, or a user's message
     done: the conversation is over; `messages` are then ignored
-    history: context compaction: replaces all messages so far, the reply included; `messages` follow it
+    history: context compaction: replaces all messages so far, the reply included; `messages` follow
+        it
     """
 
     messages: Sequence[Message] = ()
@@ -63,8 +65,8 @@ class Step:
 class Environment(Protocol):
     """One conversation's other side. Calls come one after the other, each from a thread of its own.
 
-    An exception, or a call that takes longer than --environment-timeout, fails this trajectory only. If there is
-    a method `close()`, it is called once at the end, whatever happened.
+    An exception, or a call that takes longer than --environment-timeout, fails this trajectory
+    only. If there is a method `close()`, it is called once at the end, whatever happened.
     """
 
     def step(self, reply: Reply, history: Sequence[Message]) -> Step:
@@ -88,9 +90,9 @@ class MultiTurnTask(Protocol):
     tools: Sequence[Mapping[str, Any]]
 
     def messages(self, index: int) -> Sequence[Message]:
-        """The first messages of conversation `index`, from 0 on without end; the same for the same number."""
+        """The first messages of conversation `index`, from 0 on without end; always the same."""
         ...
 
     def environment(self, index: int, seed: int) -> Environment:
-        """A fresh environment; what is random in it follows from `seed`, so that it can be played again."""
+        """A fresh environment; what is random in it follows from `seed`."""
         ...

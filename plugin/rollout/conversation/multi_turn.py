@@ -1,16 +1,16 @@
 """Rollouts of several turns: the policy and an environment speak in turn until one of them ends it.
 
-All conversations that are still open get their next reply in one call of the engine, then all environments take
-their step side by side.
+All conversations that are still open get their next reply in one call of the engine, then all
+environments take their step side by side.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from plugin.config import JobConfig
@@ -48,22 +48,24 @@ def run_multi_turn(
     tokenizer: Any,
     config: JobConfig,
 ) -> list[list[Trajectory]]:
-    """For each request, one trajectory per seed; whatever goes wrong in one leaves the others alone.
+    """For each request, one trajectory per seed; what goes wrong in one leaves the others alone.
 
-    The request's `prompt_index` says which conversation is played. A trajectory follows from the weights, that
-    number and its seed, so a request can be played again, also by another engine.
+    The request's `prompt_index` says which conversation is played. A trajectory follows from the
+    weights, that number and its seed, so a request can be played again, also by another engine.
     """
-    games = [[_Game(request.prompt_index, seed) for seed in request.seeds] for request in requests]
-    everyone = [game for group in games for game in group]
-    play = _Play(engine, parameters, task, renderer_of(task, tokenizer, config), config)
+    groups = [
+        [_Episode(request.prompt_index, seed) for seed in request.seeds] for request in requests
+    ]
+    episodes = [episode for group in groups for episode in group]
+    player = _Player(engine, parameters, task, renderer_of(task, tokenizer, config), config)
     try:
-        play.begin(everyone)
-        while waiting := [game for game in everyone if game.is_open]:
-            play.turn(waiting)
-        play.score([game for game in everyone if game.result is None])
+        player.begin(episodes)
+        while waiting := [e for e in episodes if e.result is None and e.ending is None]:
+            player.turn(waiting)
+        player.score([episode for episode in episodes if episode.result is None])
     finally:
-        play.close(everyone)
-    return [[game.trajectory for game in group] for group in games]
+        player.close(episodes)
+    return [[e.result for e in group if e.result is not None] for group in groups]
 
 
 def renderer_of(task: MultiTurnTask, tokenizer: Any, config: JobConfig) -> ChatRenderer:
@@ -77,13 +79,13 @@ def renderer_of(task: MultiTurnTask, tokenizer: Any, config: JobConfig) -> ChatR
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The seed of one reply, in [0, 2^62): the same in every process and for every order of the batch."""
+    """The seed of one reply, in [0, 2^62): the same in every process and order of the batch."""
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
 class OpeningPrompts:
-    """A multi-turn task as the driver sees it: numbered prompts; rewards come with the trajectories."""
+    """A multi-turn task as the driver sees it: prompts; rewards come with the trajectories."""
 
     def __init__(self, task: MultiTurnTask, tokenizer: Any, config: JobConfig) -> None:
         self._task = task
@@ -96,44 +98,28 @@ class OpeningPrompts:
         return Prompt(tuple(self._renderer.encode(text)))
 
     def reward(self, prompt: Prompt, response: Sequence[int]) -> float:
-        """Refuses: only the environment has seen the whole conversation."""
+        """Refuse: only the environment has seen the whole conversation."""
         raise BatchError("a response of a multi-turn task has no reward of its own")
 
 
 @dataclass
-class _Game:
-    """One trajectory while it is played."""
+class _Episode:
+    """One trajectory while it is played.
+
+    environment, conversation: set when the episode begins
+    ending: why the policy has had its last turn; result: the trajectory, once there is one
+    """
 
     index: int
     seed: int
-    conversation: Conversation | None = None
-    environment: Environment | None = None
+    environment: Environment = field(init=False)
+    conversation: Conversation = field(init=False)
     ending: Ending | None = None
     result: Trajectory | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the policy speaks next."""
-        return self.result is None and self.ending is None
 
-    @property
-    def talk(self) -> Conversation:
-        """The conversation of a game that has begun."""
-        assert self.conversation is not None
-        return self.conversation
-
-    @property
-    def trajectory(self) -> Trajectory:
-        """The outcome of a game that is over."""
-        assert self.result is not None
-        return self.result
-
-    def fail(self, reason: str) -> None:
-        self.result = failed(reason)
-
-
-class _Play:
-    """What is done to many games at once; `run_multi_turn` gives the order."""
+class _Player:
+    """What is done to many episodes at once; `run_multi_turn` gives the order."""
 
     def __init__(
         self,
@@ -143,73 +129,69 @@ class _Play:
         renderer: ChatRenderer,
         config: JobConfig,
     ) -> None:
-        self._engine = engine
-        self._parameters = parameters
-        self._task = task
-        self._renderer = renderer
-        self._config = config
+        self._engine, self._parameters, self._config = engine, parameters, config
+        self._task, self._renderer = task, renderer
 
-    def begin(self, games: Sequence[_Game]) -> None:
-        """Renders the first messages and starts the environments."""
-        calls = [functools.partial(self._task.environment, game.index, game.seed) for game in games]
-        for game, environment in self._called(games, calls, "starting the environment"):
-            game.environment = environment
-            self._guarded(game, functools.partial(self._open_conversation, game))
+    def begin(self, episodes: Sequence[_Episode]) -> None:
+        """Start the environments and render the first messages."""
+        calls = [partial(self._task.environment, e.index, e.seed) for e in episodes]
+        for episode, environment in self._called(episodes, calls, "starting the environment"):
+            episode.environment = environment
+            self._guarded(episode, partial(self._open_conversation, episode))
 
-    def turn(self, games: Sequence[_Game]) -> None:
-        """One reply in every game, and the environments' answers."""
-        replies: list[tuple[_Game, Reply]] = []
-        for game, answer in zip(games, self._answers(games), strict=True):
+    def turn(self, episodes: Sequence[_Episode]) -> None:
+        """One reply in every episode, and the environments' answers."""
+        replies: list[tuple[_Episode, Reply]] = []
+        for episode, answer in zip(episodes, self._answers(episodes), strict=True):
             if isinstance(answer, GenerationFailure):
-                game.fail(answer.reason)
+                episode.result = failed(answer.reason)
             elif answer.tokens.numel() == 0:
-                game.fail("empty response")
+                episode.result = failed("empty response")
             else:
-                reply = self._guarded(game, functools.partial(game.talk.add_reply, answer))
+                reply = self._guarded(episode, partial(episode.conversation.add_reply, answer))
                 if reply is not None and answer.finish_reason == "length":
-                    game.ending = "reply_cut"
+                    episode.ending = "reply_cut"
                 elif reply is not None:
-                    replies.append((game, reply))
+                    replies.append((episode, reply))
         self._step(replies)
 
-    def score(self, games: Sequence[_Game]) -> None:
-        """Asks the environments for the rewards."""
-        calls = [
-            functools.partial(_environment(game).reward, game.ending or "done") for game in games
-        ]
-        for game, reward in self._called(games, calls, "the environment's reward"):
+    def score(self, episodes: Sequence[_Episode]) -> None:
+        """Ask the environments for the rewards."""
+        calls = [partial(e.environment.reward, e.ending or "done") for e in episodes]
+        for episode, reward in self._called(episodes, calls, "the environment's reward"):
             if isinstance(reward, (int, float)) and math.isfinite(reward):
-                game.result = Trajectory(
-                    game.talk.segments(), reward=float(reward), turns=game.talk.turns
+                talk = episode.conversation
+                episode.result = Trajectory(
+                    talk.samples(), float(reward), turns=talk.turns, truncated=talk.truncated
                 )
             else:
-                game.fail(f"the environment's reward is {reward!r}; it must be a finite number")
+                episode.result = failed(
+                    f"the environment's reward is {reward!r}; it must be a finite number"
+                )
 
-    def close(self, games: Sequence[_Game]) -> None:
-        """Calls `close` of every environment that has one; its failure changes no result."""
-        closers = [getattr(game.environment, "close", None) for game in games]
-        self._run([closer for closer in closers if closer is not None])
+    def close(self, episodes: Sequence[_Episode]) -> None:
+        """Call `close` of every environment that has one; its failure changes no result."""
+        environments: list[Any] = [getattr(episode, "environment", None) for episode in episodes]
+        self._run([e.close for e in environments if hasattr(e, "close")])
 
-    def _open_conversation(self, game: _Game) -> None:
-        messages = self._task.messages(game.index)
-        game.conversation = Conversation(messages, self._renderer, self._task.stop_token_ids)
-        if not self._fits(game):
-            game.fail(
-                f"the first context has {len(game.talk.context)} tokens, which leaves no room for a reply within "
-                f"--max-context-length {self._config.max_context_length}"
+    def _open_conversation(self, episode: _Episode) -> None:
+        messages = self._task.messages(episode.index)
+        talk = Conversation(messages, self._renderer, self._task.stop_token_ids)
+        episode.conversation = talk
+        if not self._fits(talk):
+            episode.result = failed(
+                f"the first context has {len(talk.context)} tokens, which leaves no room for a reply "
+                f"within --max-context-length {self._config.max_context_length}"
             )
 
-    def _answers(self, games: Sequence[_Game]) -> list[Answer]:
-        """One answer per game. Games with the same context, as in a first turn, are one request."""
+    def _answers(self, episodes: Sequence[_Episode]) -> list[Answer]:
+        """One answer per episode; those with the same context are one request."""
         by_context: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for number, game in enumerate(games):
-            by_context.setdefault((game.index, game.talk.context), []).append(number)
+        for number, episode in enumerate(episodes):
+            by_context.setdefault((episode.index, episode.conversation.context), []).append(number)
+        seeds = [turn_seed(e.seed, e.conversation.turns) for e in episodes]
         requests = [
-            GenerationRequest(
-                context,
-                tuple(turn_seed(games[n].seed, games[n].talk.turns) for n in numbers),
-                index,
-            )
+            GenerationRequest(context, tuple(seeds[n] for n in numbers), index)
             for (index, context), numbers in by_context.items()
         ]
         generated = self._engine.generate(requests, self._parameters)
@@ -217,62 +199,55 @@ class _Play:
         answers: dict[int, Answer] = {}
         for numbers, group in zip(by_context.values(), generated, strict=True):
             answers.update(zip(numbers, group, strict=True))
-        return [answers[number] for number in range(len(games))]
+        return [answers[number] for number in range(len(episodes))]
 
-    def _step(self, replies: Sequence[tuple[_Game, Reply]]) -> None:
-        """Hands the replies to the environments and brings the games to their next turn, or to their end."""
-        games = [game for game, _ in replies]
+    def _step(self, replies: Sequence[tuple[_Episode, Reply]]) -> None:
+        """Give the replies to the environments; then comes the next turn, or the end."""
         calls = [
-            functools.partial(_environment(game).step, reply, tuple(game.talk.messages))
-            for game, reply in replies
+            partial(episode.environment.step, reply, tuple(episode.conversation.messages))
+            for episode, reply in replies
         ]
-        for game, step in self._called(games, calls, "the environment's step"):
+        episodes = [episode for episode, _ in replies]
+        for episode, step in self._called(episodes, calls, "the environment's step"):
             if not isinstance(step, Step):
-                game.fail(f"the environment's step is a {type(step).__name__}; it must be a Step")
+                episode.result = failed(
+                    f"the environment's step is a {type(step).__name__}; it must be a Step"
+                )
             elif step.done:
-                game.ending = "done"
-            elif game.talk.turns >= self._config.max_turns:
-                game.ending = "max_turns"
+                episode.ending = "done"
+            elif episode.conversation.turns >= self._config.max_turns:
+                episode.ending = "max_turns"
             else:
-                self._guarded(game, functools.partial(self._go_on, game, step))
+                self._guarded(episode, partial(episode.conversation.follow, step))
+                if episode.result is None and not self._fits(episode.conversation):
+                    episode.ending = "max_context"
 
-    def _go_on(self, game: _Game, step: Step) -> None:
-        game.talk.follow(step)
-        if not self._fits(game):
-            game.ending = "max_context"
-
-    def _fits(self, game: _Game) -> bool:
+    def _fits(self, talk: Conversation) -> bool:
         longest = self._config.max_context_length
-        needed = len(game.talk.context) + self._parameters.max_response_length
-        return longest is None or needed <= longest
+        return longest is None or (
+            len(talk.context) + self._parameters.max_response_length <= longest
+        )
 
-    def _guarded(self, game: _Game, action: Callable[[], T]) -> T | None:
-        """`action`'s result; its exception (a template or tokenizer that refuses) fails the game."""
+    def _guarded(self, episode: _Episode, action: Callable[[], T]) -> T | None:
+        """`action`'s result; its exception (from template or tokenizer) fails the episode."""
         try:
             return action()
         except Exception as error:
-            game.fail(f"{type(error).__name__}: {error}")
+            episode.result = failed(f"{type(error).__name__}: {error}")
             return None
 
     def _called(
-        self, games: Sequence[_Game], calls: Sequence[Callable[[], T]], what: str
-    ) -> list[tuple[_Game, T]]:
-        """The games whose call gave a result, with it; the others fail."""
-        results: list[tuple[_Game, T]] = []
-        for game, result in zip(games, self._run(calls), strict=True):
+        self, episodes: Sequence[_Episode], calls: Sequence[Callable[[], T]], what: str
+    ) -> list[tuple[_Episode, T]]:
+        """The episodes whose call gave a result, with it; the others fail."""
+        results: list[tuple[_Episode, T]] = []
+        for episode, result in zip(episodes, self._run(calls), strict=True):
             if isinstance(result, CallFailure):
-                game.fail(f"{what}: {result.reason}")
+                episode.result = failed(f"{what}: {result.reason}")
             else:
-                results.append((game, result))
+                results.append((episode, result))
         return results
 
     def _run(self, calls: Sequence[Callable[[], T]]) -> list[T | CallFailure]:
-        config = self._config
-        return run_calls(
-            calls, seconds=config.environment_timeout, threads=config.environment_threads
-        )
-
-
-def _environment(game: _Game) -> Environment:
-    assert game.environment is not None
-    return game.environment
+        seconds, threads = self._config.environment_timeout, self._config.environment_threads
+        return run_calls(calls, seconds=seconds, threads=threads)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plugin.rollout.conversation.trajectory import Segment, Trajectory, failed
+import torch
+
+from plugin.batch_types import RolloutSample
+from plugin.rollout.conversation.trajectory import Trajectory, failed
 from plugin.rollout.engines.protocol import (
-    Generation,
+    Answer,
     GenerationFailure,
     GenerationRequest,
     RolloutEngine,
@@ -18,20 +21,26 @@ from plugin.rollout.engines.protocol import (
 def run_single_turn(
     engine: RolloutEngine, requests: Sequence[GenerationRequest], parameters: SamplingParameters
 ) -> list[list[Trajectory]]:
-    """For each request, one trajectory per seed; what the engine could not generate is a failed one."""
+    """For each request, one trajectory per seed; a failed generation is a failed trajectory."""
     answers = engine.generate(requests, parameters)
     check_generations(requests, answers, parameters)
     return [
-        [_trajectory(request, generation) for generation in answer]
-        for request, answer in zip(requests, answers, strict=True)
+        [_trajectory(request.prompt, answer) for answer in group]
+        for request, group in zip(requests, answers, strict=True)
     ]
 
 
-def _trajectory(
-    request: GenerationRequest, generation: Generation | GenerationFailure
-) -> Trajectory:
-    if isinstance(generation, GenerationFailure):
-        return failed(generation.reason)
-    if generation.tokens.numel() == 0:
+def _trajectory(prompt: tuple[int, ...], answer: Answer) -> Trajectory:
+    if isinstance(answer, GenerationFailure):
+        return failed(answer.reason)
+    if answer.tokens.numel() == 0:
         return failed("empty response")
-    return Trajectory((Segment(request.prompt, generation),))
+    sample = RolloutSample(
+        tokens=torch.cat([torch.tensor(prompt), answer.tokens]),
+        response_length=answer.tokens.numel(),
+        loss_mask=torch.ones_like(answer.tokens),
+        weight_version=answer.weight_version,
+        rollout_log_probs=answer.log_probs,
+        routed_experts=answer.routed_experts,
+    )
+    return Trajectory((sample,), truncated=answer.finish_reason == "length")

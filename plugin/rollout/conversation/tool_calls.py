@@ -37,7 +37,7 @@ def answer_of(text: str) -> str:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | MalformedToolCall]:
-    """The calls in `text`, in order. Thinking is left out: a call that is only considered is not made."""
+    """The calls in `text`, in order, without those that the thinking only considers."""
     calls: list[ToolCall | MalformedToolCall] = []
     for block in answer_of(text).split(_OPEN)[1:]:
         body, closed, _ = block.partition(_CLOSE)

@@ -13,9 +13,9 @@ from plugin.rollout.conversation.tool_calls import MalformedToolCall, ToolCall
 class ToolEnvironment:
     """Tools by name, and a function that scores the last answer.
 
-    tools: called with the call's arguments as keywords; what they return is shown to the model as text, or as
-        JSON if it is no string
-    score: fn(answer, ending) -> float; the answer is the text of the last complete reply after its thinking
+    tools: called with the call's arguments as keywords; what they return is shown to the model as
+        text, or as JSON if it is no string
+    score: fn(answer, ending) -> float; the answer is the last complete reply after its thinking
     """
 
     def __init__(
@@ -28,19 +28,20 @@ class ToolEnvironment:
         self._answer = ""
 
     def step(self, reply: Reply, history: Sequence[Message]) -> Step:
-        """One tool message per call; what goes wrong in a call is told to the model, which can try again."""
+        """One tool message per call; the model is told what went wrong in one and can try again."""
         self._answer = reply.answer
-        calls = reply.tool_calls
-        return Step([self._message(call) for call in calls], done=not calls)
+        messages: list[Message] = []
+        for call in reply.tool_calls:
+            if isinstance(call, MalformedToolCall):
+                text = f"error: the tool call is malformed: {call.reason}"
+                messages.append({"role": "tool", "content": text})
+            else:
+                messages.append({"role": "tool", "name": call.name, "content": self._output(call)})
+        return Step(messages, done=not messages)
 
     def reward(self, ending: Ending) -> float:
         """The score of the last answer."""
         return self._score(self._answer, ending)
-
-    def _message(self, call: ToolCall | MalformedToolCall) -> Message:
-        if isinstance(call, MalformedToolCall):
-            return {"role": "tool", "content": f"error: the tool call is malformed: {call.reason}"}
-        return {"role": "tool", "name": call.name, "content": self._output(call)}
 
     def _output(self, call: ToolCall) -> str:
         tool = self._tools.get(call.name)

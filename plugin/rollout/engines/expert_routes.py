@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,24 @@ from torch import Tensor
 
 from plugin.errors import EngineError
 from plugin.rollout.engines.protocol import smallest_unsigned
+
+
+@dataclass(frozen=True)
+class RouteShape:
+    """What the routes of a model look like.
+
+    layers: numbers of the layers that have experts; topk: experts per token; experts: of each layer
+    """
+
+    layers: tuple[int, ...]
+    topk: int
+    experts: int
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any]) -> RouteShape:
+        """The shape for a Hugging Face config; a dense model has no layers."""
+        experts = int(hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0)
+        return cls(moe_layers(hf_config), int(hf_config.get("num_experts_per_tok") or 0), experts)
 
 
 def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -20,23 +39,22 @@ def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     if not (hf_config.get("num_experts") or hf_config.get("num_local_experts")):
         return ()
     step, dense = hf_config.get("decoder_sparse_step") or 1, hf_config.get("mlp_only_layers") or ()
-    return tuple(
-        layer
-        for layer in range(int(hf_config["num_hidden_layers"]))
-        if (layer + 1) % step == 0 and layer not in dense
-    )
+    layers = range(int(hf_config["num_hidden_layers"]))
+    return tuple(layer for layer in layers if (layer + 1) % step == 0 and layer not in dense)
 
 
-def complete_routes(routes: Tensor, length: int, layers: Sequence[int]) -> Tensor:
-    """`routes` [length - 1 or length, all or MoE layers, topk] as [length, MoE layers, topk] in the smallest type.
+def complete_routes(routes: Tensor, length: int, shape: RouteShape) -> Tensor:
+    """`routes` [length - 1 or length, all or MoE layers, topk] as [length, MoE layers, topk].
 
-    layers: numbers of the MoE layers. An engine never reads the last token it samples and so has no route for it. No
-    log-prob depends on that route; the row of the token before it stands in, because a replay needs a valid one.
+    An engine never reads the last token it samples and so has no route for it. No log-prob depends
+    on that route; the row of the token before it stands in, because a replay needs a valid one.
     """
     if routes.dim() != 3 or len(routes) not in (length - 1, length) or not len(routes):
         raise EngineError(
-            f"routed experts of shape {list(routes.shape)} where [{length - 1}, layers, topk] was expected"
+            f"routed experts of shape {list(routes.shape)} where [{length - 1}, layers, topk] was "
+            "expected"
         )
+    layers = shape.layers
     if not layers or routes.shape[1] < len(layers):
         raise EngineError(
             f"routed experts of {routes.shape[1]} layers for a model with {len(layers)} MoE layers"
@@ -46,6 +64,10 @@ def complete_routes(routes: Tensor, length: int, layers: Sequence[int]) -> Tenso
         routes = routes[:, list(layers)]
     if bool((routes < 0).any()):
         raise EngineError("routed experts hold a negative number: tokens without a recorded route")
+    if int(routes.max()) >= shape.experts:
+        raise EngineError(
+            f"routed experts name expert {int(routes.max())} of a model with {shape.experts}"
+        )
     if len(routes) < length:
         routes = torch.cat([routes, routes[-1:]])
-    return routes.to(smallest_unsigned(int(routes.max()) + 1))
+    return routes.to(smallest_unsigned(shape.experts))

@@ -1,21 +1,24 @@
 """The `http` engine: a client of vLLM or SGLang servers that run elsewhere.
 
-Every response is a call of its own, so servers batch as they like. A response is believed if its tokens and log-probs are
-complete and the server confirms that it still has the weights it was given; everything else is asked for again and
-finally becomes a `GenerationFailure`. No thread, task or connection outlives a call of this class.
+Every response is a call of its own, so servers batch as they like. A response is believed if its
+tokens and log-probs are complete and the server confirms that it still has the weights it was
+given; everything else is asked for again and finally becomes a `GenerationFailure`. No thread, task
+or connection outlives a call of this class.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
+from plugin.config import JobConfig
 from plugin.errors import ConfigError, WeightError
-from plugin.rollout.engines.expert_routes import moe_layers
+from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.protocol import (
     Answer,
     EngineHealth,
@@ -24,7 +27,7 @@ from plugin.rollout.engines.protocol import (
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.rollout.engines.server_answers import MalformedAnswer
+from plugin.rollout.engines.server_answers import Ask, MalformedAnswer
 from plugin.rollout.engines.server_calls import (
     CallRefused,
     ServerGone,
@@ -38,19 +41,39 @@ from plugin.rollout.engines.weight_buckets import weight_ledger
 from plugin.rollout.engines.weight_directory import WeightDirectory
 
 _PROBE_TIMEOUT = 10.0
-_TEND_SECONDS = 0.5
+_REVIVE_SECONDS = 0.5
 _LONGEST_BACKOFF = 15.0
 #: Failing at once would make a driver that samples again spin while the servers restart.
 _ALL_OUT_PAUSE = 1.0
 
 
+def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> HttpEngine:
+    """The engine with the settings of a job."""
+    return HttpEngine(
+        config.rollout_urls,
+        hf_config,
+        weights_dir=str(config.rollout_weights_dir),
+        server=config.rollout_server,
+        request_timeout=config.rollout_request_timeout,
+        update_timeout=config.step_timeout,
+        retries=config.rollout_request_retries,
+        max_batch=config.rollout_max_batch,
+        max_model_len=config.max_context_length,
+        name=name,
+    )
+
+
 class HttpEngine:
     """A `RolloutEngine` that asks servers.
 
-    hf_config: of the model that the servers run; weights_dir: a directory that they see under the same path
-    request_timeout: seconds for one response to its last byte; update_timeout: seconds for loading weights
-    retries: further attempts after a failed one, `backoff` seconds later at first, then twice as long each time
+    hf_config: of the model that the servers run
+    weights_dir: a directory that they see under the same path
+    request_timeout: seconds for one response to its last byte
+    update_timeout: seconds for loading weights
+    retries: attempts after a failed one, `backoff` seconds later at first, then twice as long each
+        time
     max_batch: responses asked for at the same time
+    pool: the servers and their state
     """
 
     def __init__(
@@ -71,19 +94,20 @@ class HttpEngine:
         if not urls:
             raise ConfigError("--rollout-engine http needs at least one URL; give --rollout-url")
         self._dialect: Dialect = DIALECTS[server]()
-        self._pool = ServerPool(urls)
+        self.pool = ServerPool(urls)
         self._ledger = weight_ledger(hf_config)
         self._weights = WeightDirectory(weights_dir, hf_config)
-        self._shape = _shape(hf_config, max_model_len)
+        positions = int(hf_config.get("max_position_embeddings") or 1 << 20)
+        self._shape = ResponseShape(
+            vocab_size=int(hf_config["vocab_size"]),
+            max_model_len=min(max_model_len or positions, positions),
+            num_layers=int(hf_config["num_hidden_layers"]),
+            routes=RouteShape.of(hf_config),
+        )
         self._request_timeout, self._update_timeout = request_timeout, update_timeout
         self._retries, self._backoff, self._max_batch = retries, backoff, max_batch
         self._name = name
         self._generated_tokens = 0
-
-    @property
-    def pool(self) -> ServerPool:
-        """The servers and their state."""
-        return self._pool
 
     def health(self) -> EngineHealth:
         """Version of the weights and tokens generated so far; says nothing of the servers."""
@@ -92,7 +116,7 @@ class HttpEngine:
     # -- weights
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
-        """One bucket of version `version`; the last one has every server load the version from disk.
+        """Take a bucket of version `version`; the last one has every server load it from disk.
 
         A server that does not confirm the version is out of service until it does.
         """
@@ -108,31 +132,31 @@ class HttpEngine:
 
     async def _distribute(self) -> None:
         async with new_session() as session:
-            updates = [self._update(session, server) for server in self._pool.servers]
+            updates = [self._update(session, server) for server in self.pool.servers]
             refusals = [refusal for refusal in await asyncio.gather(*updates) if refusal]
-        if len(refusals) == len(self._pool.servers):
+        if len(refusals) == len(self.pool.servers):
             raise WeightError(
-                f"no server took weight version {self._ledger.version}: {'; '.join(refusals)}; vLLM needs "
-                "VLLM_SERVER_DEV_MODE=1 in its environment, and --rollout-weights-dir must be the same directory "
-                "for job and servers"
+                f"no server took weight version {self._ledger.version}: {'; '.join(refusals)}; vLLM "
+                "needs VLLM_SERVER_DEV_MODE=1 in its environment, and --rollout-weights-dir must be the "
+                "same directory for job and servers"
             )
 
     async def _update(self, session: aiohttp.ClientSession, server: Server) -> str | None:
-        """Gives `server` the newest weights; the reason if it answered and refused."""
+        """Give `server` the newest weights; the reason if it answered and refused."""
         try:
             for call in self._dialect.weight_update(self._weights.path, str(self._weights.label)):
                 await make_call(session, server.url, call, self._update_timeout)
         except ServerTrouble as trouble:
-            self._pool.take_out(server, f"it did not load new weights: {trouble}")
+            self.pool.take_out(server, f"it did not load new weights: {trouble}")
         except (CallRefused, MalformedAnswer) as refusal:
-            self._pool.take_out(server, f"it did not load new weights: {refusal}")
+            self.pool.take_out(server, f"it did not load new weights: {refusal}")
             return f"{server.url}: {refusal}"
         else:
-            self._pool.put_in(server)
+            self.pool.put_in(server)
         return None
 
     async def _revive(self, session: aiohttp.ClientSession, server: Server) -> None:
-        """Puts a server back that answers: at once if it kept the weights, else after loading them again."""
+        """Put a server back that answers, after loading the weights again if it has lost them."""
         label = self._dialect.weight_label(str(self._weights.label))
         try:
             await make_call(session, server.url, label, _PROBE_TIMEOUT)
@@ -140,19 +164,21 @@ class HttpEngine:
             server.tested = False
             await self._update(session, server)
         except (ServerTrouble, CallRefused) as trouble:
-            self._pool.take_out(server, str(trouble))
+            self.pool.take_out(server, str(trouble))
         else:
-            self._pool.put_in(server)
+            self.pool.put_in(server)
 
     async def _revive_due(self, session: aiohttp.ClientSession) -> None:
-        await asyncio.gather(*(self._revive(session, server) for server in self._pool.due()))
+        now = time.monotonic()
+        due = [s for s in self.pool.servers if s.out_because is not None and s.probe_at <= now]
+        await asyncio.gather(*(self._revive(session, server) for server in due))
 
-    async def _tend(self, session: aiohttp.ClientSession, end: asyncio.Event) -> None:
-        """Looks after servers out of service until `end`; a reload that has begun is waited for."""
+    async def _keep_reviving(self, session: aiohttp.ClientSession, end: asyncio.Event) -> None:
+        """Revive servers that are out of service until `end`; waits for a reload that has begun."""
         while not end.is_set():
             await self._revive_due(session)
             try:
-                await asyncio.wait_for(end.wait(), _TEND_SECONDS)
+                await asyncio.wait_for(end.wait(), _REVIVE_SECONDS)
             except TimeoutError:
                 continue
 
@@ -178,29 +204,29 @@ class HttpEngine:
         async with new_session() as session:
             await self._revive_due(session)
             await self._self_test(session, parameters)
-            if not self._pool.in_service:
+            if not self.pool.in_service:
                 await asyncio.sleep(_ALL_OUT_PAUSE)
             end, slots = asyncio.Event(), asyncio.Semaphore(self._max_batch)
-            tender = asyncio.create_task(self._tend(session, end))
+            reviver = asyncio.create_task(self._keep_reviving(session, end))
             try:
                 groups = [self._group(session, slots, r, parameters) for r in requests]
                 return list(await asyncio.gather(*groups))
             finally:
                 end.set()
-                await tender
+                await reviver
 
     async def _self_test(
         self, session: aiohttp.ClientSession, parameters: SamplingParameters
     ) -> None:
-        """A `ConfigError` for a server whose log-probs are not those of the sampled distribution."""
+        """Refuse a server whose log-probs are not those of the sampled distribution."""
         test = self._dialect.self_test(parameters)
-        for server in self._pool.in_service if test is not None else ():
+        for server in self.pool.in_service if test is not None else ():
             if server.tested or test is None:
                 continue
             try:
                 await make_call(session, server.url, test, self._request_timeout)
             except ServerTrouble as trouble:
-                self._pool.take_out(server, str(trouble))
+                self.pool.take_out(server, str(trouble))
             except (MalformedAnswer, CallRefused) as wrong:
                 raise ConfigError(f"--rollout-url {server.url}: {wrong}") from None
             else:
@@ -213,7 +239,7 @@ class HttpEngine:
         request: GenerationRequest,
         parameters: SamplingParameters,
     ) -> list[Answer]:
-        """The responses to one prompt; when one has finally failed, the others are not waited for."""
+        """The responses to one prompt; when one has finally failed, the others are canceled."""
         room = self._shape.max_model_len - len(request.prompt)
         if room < 1:
             reason = (
@@ -225,64 +251,51 @@ class HttpEngine:
 
         async def respond(seed: int) -> Answer:
             async with slots:
-                return await self._response(session, request, seed, max_tokens, parameters)
+                ask = Ask(request.prompt, seed, max_tokens, parameters)
+                return await self._response(session, ask)
 
         return await _until_one_fails([respond(seed) for seed in request.seeds])
 
-    async def _response(
-        self,
-        session: aiohttp.ClientSession,
-        request: GenerationRequest,
-        seed: int,
-        max_tokens: int,
-        parameters: SamplingParameters,
-    ) -> Answer:
+    async def _response(self, session: aiohttp.ClientSession, ask: Ask) -> Answer:
         """One response, after as many attempts as it takes and is allowed."""
         server: Server | None = None
         last = ""
         for attempt in range(self._retries + 1):
             if attempt:
-                await asyncio.sleep(self._pause(attempt))
-            server = self._pool.pick(avoid=server)
+                # Spread, so that clients do not come back together.
+                pause = min(self._backoff * 2 ** (attempt - 1), _LONGEST_BACKOFF)
+                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            server = self.pool.pick(avoid=server)
             if server is None:
-                return GenerationFailure(
-                    f"no rollout server is in service: {self._pool.why_none()}"
-                )
-            with self._pool.call(server) as known_before:
+                causes = "; ".join(f"{s.url}: {s.out_because}" for s in self.pool.servers)
+                return GenerationFailure(f"no rollout server is in service: {causes}")
+            with self.pool.call(server) as known_before:
                 try:
-                    answer = await self._ask(session, server, request, seed, max_tokens, parameters)
+                    answer = await self._attempt(session, server, ask)
                 except CallRefused as refusal:
                     return GenerationFailure(f"{server.url}: {refusal}")
                 except ServerGone as gone:
                     last = f"{server.url}: {gone}"
-                    self._pool.take_out(server, str(gone))
+                    self.pool.take_out(server, str(gone))
                 except (ServerTrouble, MalformedAnswer) as trouble:
                     last = f"{server.url}: {trouble}"
-                    self._pool.trouble(server, known_before, str(trouble))
+                    self.pool.trouble(server, known_before, str(trouble))
                 else:
-                    self._pool.success(server)
+                    server.troubles = 0
                     return answer
         return GenerationFailure(f"{self._retries + 1} attempts failed, the last at {last}")
 
-    async def _ask(
-        self,
-        session: aiohttp.ClientSession,
-        server: Server,
-        request: GenerationRequest,
-        seed: int,
-        max_tokens: int,
-        parameters: SamplingParameters,
+    async def _attempt(
+        self, session: aiohttp.ClientSession, server: Server, ask: Ask
     ) -> Generation:
-        """One attempt: ask, parse, and have the weights confirmed afterwards.
+        """Ask, parse, and have the weights confirmed afterwards.
 
-        A label is lost with the weights and only this object gives it, so a server that has it after the response had it
-        during the response.
+        A label is lost with the weights and only this object gives it, so a server that has it
+        after the response had it during the response.
         """
-        call = self._dialect.generation(request, seed, max_tokens, parameters)
+        call = self._dialect.generation(ask)
         body = await make_call(session, server.url, call, self._request_timeout)
-        generation = self._dialect.parse(
-            body, request, max_tokens, parameters, self._shape, self._ledger.version
-        )
+        generation = self._dialect.parse(body, ask, self._shape, self._ledger.version)
         expected, said = str(self._weights.label), self._dialect.label_of_response(body)
         if said is not None and said != expected:
             raise ServerGone(f"the response came from weights {said!r}, not {expected!r}")
@@ -293,10 +306,6 @@ class HttpEngine:
             except (MalformedAnswer, CallRefused) as lost:
                 raise ServerGone(f"the response cannot be trusted: {lost}") from None
         return generation
-
-    def _pause(self, attempt: int) -> float:
-        """Seconds before attempt number `attempt` (from 1), spread so that clients do not come back together."""
-        return min(self._backoff * 2 ** (attempt - 1), _LONGEST_BACKOFF) * random.uniform(0.5, 1.5)
 
 
 async def _until_one_fails(responses: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
@@ -317,14 +326,3 @@ async def _until_one_fails(responses: Sequence[Coroutine[Any, Any, Answer]]) -> 
         GenerationFailure(f"not waited for: {reason}") if task.cancelled() else task.result()
         for task in tasks
     ]
-
-
-def _shape(hf_config: Mapping[str, Any], max_model_len: int | None) -> ResponseShape:
-    positions = int(hf_config.get("max_position_embeddings") or 1 << 20)
-    return ResponseShape(
-        vocab_size=int(hf_config["vocab_size"]),
-        max_model_len=min(max_model_len or positions, positions),
-        num_layers=int(hf_config["num_hidden_layers"]),
-        moe_layers=moe_layers(hf_config),
-        topk=int(hf_config.get("num_experts_per_tok") or 0),
-    )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values [..., out, in] and float32 scales [..., out, 1] with values * scales close to `weight`.
+    """int8 values [..., out, in], float32 scales [..., out, 1]; their product is near `weight`.
 
     Example: a row [0.5, -1.27] has scale 0.01 and values [50, -127].
     """
@@ -52,7 +52,7 @@ class Int8Linear(nn.Module):
 
 
 def quantize_linears(model: nn.Module, keep: tuple[str, ...] = ("lm_head",)) -> list[str]:
-    """Replaces every linear layer of `model` but those named in `keep`; returns the names replaced."""
+    """Replace every linear layer of `model` but those named in `keep`; return the names."""
     linears = [
         (name, module)
         for name, module in model.named_modules()

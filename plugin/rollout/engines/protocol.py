@@ -1,7 +1,7 @@
 """What a rollout engine is: prompts in, tokens with their log-probs out, weights with a version.
 
-An engine runs in a process of its own and knows nothing of rewards, groups or training. The protocol is the
-same for an engine that lives in a Ray actor and for a client of a server elsewhere.
+An engine runs in a process of its own and knows nothing of rewards, groups or training. The
+protocol is the same for an engine that lives in a Ray actor and for a client of a server elsewhere.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SamplingParameters:
 class GenerationRequest:
     """One prompt and the seeds of its responses: one response per seed.
 
-    A response depends on the weights, the prompt and its own seed, not on what else is in the batch (up to
-    rounding), so a request can be sent again, to another engine, after a failure.
+    A response depends on the weights, the prompt and its own seed, not on what else is in the batch
+    (up to rounding), so a request can be sent again, to another engine, after a failure.
 
     prompt_index: the task's number of the prompt, for tasks that play several turns
     """
@@ -51,7 +51,8 @@ class Generation:
     """One response.
 
     tokens: [response] int64, with the stop token if one was sampled
-    log_probs: [response] float32, of the distribution each token was drawn from; None if not asked for
+    log_probs: [response] float32, of the distribution each token was drawn from; None if not asked
+        for
     routed_experts: [prompt + response, moe_layers, topk] unsigned; None if not asked for
     weight_version: of the weights that generated every token of this response
     """
@@ -88,15 +89,15 @@ class RolloutEngine(Protocol):
     def generate(
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> Sequence[Sequence[Answer]]:
-        """For each request, one generation per seed, in order; an exception means that the engine is broken."""
+        """For each request, one answer per seed, in order; raises if the engine is broken."""
         ...
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
-        """One safetensors bucket of Hugging Face tensors; with `last` the weights become `version`."""
+        """Take a safetensors bucket of Hugging Face tensors; the last one completes `version`."""
         ...
 
     def health(self) -> EngineHealth:
-        """Answers when the engine is alive and idle."""
+        """Answer when the engine is alive and idle."""
         ...
 
 
@@ -114,9 +115,8 @@ def check_generations(
                 f"request {number} asked for {len(request.seeds)} responses and got {len(answer)}"
             )
         for generation in answer:
-            if isinstance(generation, GenerationFailure):
-                continue
-            _check_generation(number, request, generation, parameters)
+            if isinstance(generation, Generation):
+                _check_generation(number, request, generation, parameters)
 
 
 def _check_generation(
@@ -125,19 +125,14 @@ def _check_generation(
     length = generation.tokens.numel()
     if length > parameters.max_response_length:
         raise EngineError(
-            f"request {number} got a response of {length} tokens; at most {parameters.max_response_length} were "
-            "asked for"
+            f"request {number} got a response of {length} tokens; at most "
+            f"{parameters.max_response_length} were asked for"
         )
-    wanted = (
+    total = len(request.prompt) + length
+    for what, asked, value, rows in (
         ("log-probs", parameters.log_probs, generation.log_probs, length),
-        (
-            "routed experts",
-            parameters.routed_experts,
-            generation.routed_experts,
-            len(request.prompt) + length,
-        ),
-    )
-    for what, asked, value, rows in wanted:
+        ("routed experts", parameters.routed_experts, generation.routed_experts, total),
+    ):
         if asked and (value is None or len(value) != rows):
             found = "none" if value is None else str(len(value))
             raise EngineError(
@@ -147,7 +142,10 @@ def _check_generation(
 
 
 def smallest_unsigned(count: int) -> torch.dtype:
-    """The smallest unsigned type that holds 0 .. count - 1."""
-    if count <= 1 << 8:
+    """The smallest unsigned type for expert numbers below `count`, with its largest value to spare.
+
+    That value means "no route" in a replay, so 256 experts need 16 bits.
+    """
+    if count < 1 << 8:
         return torch.uint8
-    return torch.uint16 if count <= 1 << 16 else torch.uint32
+    return torch.uint16 if count < 1 << 16 else torch.uint32

@@ -14,7 +14,8 @@ from plugin.rollout.engines.protocol import smallest_unsigned
 class RouteRecorder:
     """Hooks the routers of a transformers MoE model, in layer order.
 
-    Each forward pass of [B, S] tokens leaves one [B * S, topk] tensor per router; `take` stacks them.
+    Each forward pass of [B, S] tokens leaves one [B * S, topk] tensor per router; `take` stacks
+    them.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -11,9 +11,10 @@ from plugin.rollout.engines.protocol import SamplingParameters
 
 
 def sampling_log_probs(logits: Tensor, parameters: SamplingParameters) -> Tensor:
-    """[B, V] float32 log-probs after temperature and truncation, renormalized; -inf where truncated.
+    """[B, V] float32 log-probs after temperature and truncation; -inf where truncated.
 
-    top-k is applied before top-p; ties at the edge are all kept. The likeliest token always survives.
+    top-k is applied before top-p; ties at the edge are all kept. The likeliest token always
+    survives.
     """
     log_probs = torch.log_softmax(logits.float() / parameters.temperature, dim=-1)
     kept = torch.ones_like(log_probs, dtype=torch.bool)
@@ -34,11 +35,12 @@ def _nucleus(log_probs: Tensor, top_p: float) -> Tensor:
 
 
 def draw(log_probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probs [B] by inverting the distribution function at `uniforms` [B] in [0, 1)."""
+    """Tokens [B] and their log-probs [B]: the quantiles at `uniforms` [B] in [0, 1)."""
     cumulative = log_probs.double().exp().cumsum(-1)
     target = uniforms.double().unsqueeze(-1) * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True)
-    # Rounding may push the target onto the total: step back to the last token that has any probability.
+    # Rounding may push the target onto the total: step back to the last token that has any
+    # probability.
     last = log_probs.shape[-1] - 1 - log_probs.isfinite().flip(-1).int().argmax(-1, keepdim=True)
     tokens = torch.minimum(tokens, last)
     return tokens.squeeze(-1), log_probs.gather(-1, tokens).squeeze(-1)

@@ -6,7 +6,7 @@ import base64
 import binascii
 import io
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plugin.errors import EngineError
-from plugin.rollout.engines.expert_routes import complete_routes
+from plugin.rollout.engines.expert_routes import RouteShape, complete_routes
 from plugin.rollout.engines.protocol import FinishReason, SamplingParameters
 
 #: vLLM writes this in place of minus infinity, which JSON does not have.
@@ -23,6 +23,16 @@ _VLLM_MINUS_INFINITY = -9999.0
 
 class MalformedAnswer(Exception):
     """An answer that came in time and cannot be used; says what was wrong with it."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One response that is wanted: to a prompt, from a seed, of at most `max_tokens` tokens."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    max_tokens: int
+    parameters: SamplingParameters
 
 
 def field(body: Any, *path: str | int) -> Any:
@@ -37,15 +47,16 @@ def field(body: Any, *path: str | int) -> Any:
     return value
 
 
-def token_ids(value: Any, parameters: SamplingParameters, vocab_size: int) -> Tensor:
+def token_ids(value: Any, ask: Ask, vocab_size: int) -> Tensor:
     """[response] int64 of a JSON list of token ids."""
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise MalformedAnswer("the answer's token ids are not a list of integers")
     if not value:
         raise MalformedAnswer("the answer has no tokens")
-    if len(value) > parameters.max_response_length:
+    longest = ask.parameters.max_response_length
+    if len(value) > longest:
         raise MalformedAnswer(
-            f"{len(value)} tokens came back where at most {parameters.max_response_length} were asked for"
+            f"{len(value)} tokens came back where at most {longest} were asked for"
         )
     outside = [token for token in value if not 0 <= token < vocab_size]
     if outside:
@@ -69,49 +80,45 @@ def log_probs(value: Any, length: int) -> Tensor:
     return torch.tensor(value, dtype=torch.float32).clamp(max=0.0)
 
 
-def finish_reason(
-    value: Any, tokens: Tensor, max_tokens: int, parameters: SamplingParameters
-) -> FinishReason:
+def finish_reason(value: Any, tokens: Tensor, ask: Ask) -> FinishReason:
     """`stop` or `length`, if the tokens bear it out."""
-    stops = torch.isin(tokens, torch.tensor(parameters.stop_token_ids, dtype=torch.int64))
+    stops = torch.isin(tokens, torch.tensor(ask.parameters.stop_token_ids, dtype=torch.int64))
     if bool(stops[:-1].any()):
         raise MalformedAnswer("the response goes on after a stop token")
-    if value == "stop":
-        if not bool(stops[-1]):
-            raise MalformedAnswer(
-                f"finish reason stop, but the last token {int(tokens[-1])} is no stop token of the task"
-            )
-        return "stop"
-    if value == "length":
-        if tokens.numel() != max_tokens:
-            raise MalformedAnswer(
-                f"finish reason length with {tokens.numel()} of {max_tokens} tokens"
-            )
-        return "stop" if bool(stops[-1]) else "length"
-    raise MalformedAnswer(f"finish reason {value!r}; expected stop or length")
+    if value not in ("stop", "length"):
+        raise MalformedAnswer(f"finish reason {value!r}; expected stop or length")
+    if value == "stop" and not bool(stops[-1]):
+        raise MalformedAnswer(
+            f"finish reason stop, but the last token {int(tokens[-1])} is no stop token of the task"
+        )
+    if value == "length" and tokens.numel() != ask.max_tokens:
+        raise MalformedAnswer(
+            f"finish reason length with {tokens.numel()} of {ask.max_tokens} tokens"
+        )
+    return "stop" if bool(stops[-1]) else "length"
 
 
-def routes_of_npy(value: Any, length: int, layers: Sequence[int]) -> Tensor:
-    """[length, len(layers), topk] of a base64 text that holds an .npy file."""
+def routes_of_npy(value: Any, length: int, shape: RouteShape) -> Tensor:
+    """[length, MoE layers, topk] of a base64 text that holds an .npy file."""
     try:
         array = numpy.load(io.BytesIO(_decoded(value)), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise MalformedAnswer(f"the routed experts are no .npy array ({error})") from None
-    return _completed(torch.from_numpy(array.astype(numpy.int64)), length, layers)
+    return _completed(torch.from_numpy(array.astype(numpy.int64)), length, shape)
 
 
-def routes_of_int32(
-    value: Any, length: int, num_layers: int, topk: int, layers: Sequence[int]
-) -> Tensor:
-    """[length, len(layers), topk] of a base64 text: int32 of `num_layers` layers for all tokens but the last."""
+def routes_of_int32(value: Any, length: int, num_layers: int, shape: RouteShape) -> Tensor:
+    """[length, MoE layers, topk] of base64 int32 for all layers and all tokens but the last."""
     data = _decoded(value)
-    if len(data) != 4 * (length - 1) * num_layers * topk:
+    if len(data) != 4 * (length - 1) * num_layers * shape.topk:
         raise MalformedAnswer(
-            f"{len(data)} bytes of routed experts where {length - 1} x {num_layers} x {topk} int32 were expected"
+            f"{len(data)} bytes of routed experts where {length - 1} x {num_layers} x {shape.topk} "
+            "int32 were expected"
         )
     array = numpy.frombuffer(data, dtype=numpy.int32).astype(numpy.int64)
-    routes = torch.from_numpy(array).view(length - 1, num_layers, topk)
-    return _completed(routes, length, layers)
+    return _completed(
+        torch.from_numpy(array).view(length - 1, num_layers, shape.topk), length, shape
+    )
 
 
 def _decoded(value: Any) -> bytes:
@@ -125,8 +132,8 @@ def _decoded(value: Any) -> bytes:
         raise MalformedAnswer(f"the routed experts are not base64 ({error})") from None
 
 
-def _completed(routes: Tensor, length: int, layers: Sequence[int]) -> Tensor:
+def _completed(routes: Tensor, length: int, shape: RouteShape) -> Tensor:
     try:
-        return complete_routes(routes, length, layers)
+        return complete_routes(routes, length, shape)
     except EngineError as error:
         raise MalformedAnswer(str(error)) from None

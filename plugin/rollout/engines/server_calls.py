@@ -1,4 +1,4 @@
-"""One HTTP call to an inference server: a deadline to the last byte, and every way to fail has a name."""
+"""One HTTP call to a server: a deadline to the last byte, and every way to fail has a name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CallRefused(Exception):
 
 
 def new_session() -> aiohttp.ClientSession:
-    """A session without limits of its own; to be used as a context manager inside one event loop."""
+    """A session without limits of its own, to be used inside one event loop."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
 

@@ -1,4 +1,4 @@
-"""How vLLM and SGLang servers are asked for tokens, given weights, and asked which weights they have."""
+"""How vLLM and SGLang servers are asked for tokens, given weights, and asked which they have."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from plugin.rollout.engines.protocol import Generation, GenerationRequest, SamplingParameters
+from plugin.rollout.engines.expert_routes import RouteShape
+from plugin.rollout.engines.protocol import Generation, SamplingParameters
 from plugin.rollout.engines.server_answers import (
+    Ask,
     MalformedAnswer,
     field,
     finish_reason,
@@ -20,7 +22,7 @@ from plugin.rollout.engines.server_answers import (
 
 @dataclass(frozen=True)
 class ServerCall:
-    """One HTTP call; `check` raises `MalformedAnswer` on an answer (parsed JSON) that does not confirm it."""
+    """One HTTP call; `check` raises `MalformedAnswer` on parsed JSON that does not confirm it."""
 
     path: str
     payload: Mapping[str, Any] | None = None
@@ -33,39 +35,27 @@ class ResponseShape:
     """What a response must fit besides the sampling parameters.
 
     max_model_len: tokens of prompt and response together
-    moe_layers: numbers of the layers that have experts; topk: experts per token
     """
 
     vocab_size: int
     max_model_len: int
-    num_layers: int = 0
-    moe_layers: tuple[int, ...] = ()
-    topk: int = 0
+    num_layers: int
+    routes: RouteShape
 
 
 class Dialect(Protocol):
     """A kind of server."""
 
-    def generation(
-        self, request: GenerationRequest, seed: int, max_tokens: int, parameters: SamplingParameters
-    ) -> ServerCall:
+    def generation(self, ask: Ask) -> ServerCall:
         """The call for one response."""
         ...
 
-    def parse(
-        self,
-        body: Any,
-        request: GenerationRequest,
-        max_tokens: int,
-        parameters: SamplingParameters,
-        shape: ResponseShape,
-        weight_version: int,
-    ) -> Generation:
+    def parse(self, body: Any, ask: Ask, shape: ResponseShape, weight_version: int) -> Generation:
         """The response in `body`, or `MalformedAnswer`."""
         ...
 
     def weight_update(self, directory: str, label: str) -> list[ServerCall]:
-        """The calls after which the server generates with the weights in `directory` and says so."""
+        """The calls after which the server has the weights in `directory` and says so."""
         ...
 
     def weight_label(self, label: str) -> ServerCall:
@@ -77,30 +67,30 @@ class Dialect(Protocol):
         ...
 
     def self_test(self, parameters: SamplingParameters) -> ServerCall | None:
-        """A call that finds a server which reports log-probs of another distribution; None = none needed."""
+        """A call that finds a server with log-probs of another distribution, if one can."""
         ...
 
 
 class VllmDialect:
-    """vLLM's OpenAI-compatible server, started with VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs."""
+    """vLLM's OpenAI-compatible server.
 
-    def generation(
-        self, request: GenerationRequest, seed: int, max_tokens: int, parameters: SamplingParameters
-    ) -> ServerCall:
-        """See `Dialect`."""
+    To be started with VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs.
+    """
+
+    def generation(self, ask: Ask) -> ServerCall:
         payload = {
-            "prompt": list(request.prompt),
-            "seed": seed,
-            "max_tokens": max_tokens,
-            "temperature": parameters.temperature,
-            "top_p": parameters.top_p,
-            "top_k": parameters.top_k or 0,
+            "prompt": list(ask.prompt),
+            "seed": ask.seed,
+            "max_tokens": ask.max_tokens,
+            "temperature": ask.parameters.temperature,
+            "top_p": ask.parameters.top_p,
+            "top_k": ask.parameters.top_k or 0,
             # Whatever the model's generation config says, these are off.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "stop_token_ids": list(parameters.stop_token_ids),
+            "stop_token_ids": list(ask.parameters.stop_token_ids),
             "ignore_eos": True,
             "return_token_ids": True,
             # Log-probs are labeled by id, so that a server without a tokenizer can answer.
@@ -108,45 +98,27 @@ class VllmDialect:
             "skip_special_tokens": False,
             "stream": False,
         }
-        if parameters.log_probs:
+        if ask.parameters.log_probs:
             payload["logprobs"] = 0
         return ServerCall("/v1/completions", payload)
 
-    def parse(
-        self,
-        body: Any,
-        request: GenerationRequest,
-        max_tokens: int,
-        parameters: SamplingParameters,
-        shape: ResponseShape,
-        weight_version: int,
-    ) -> Generation:
-        """See `Dialect`."""
+    def parse(self, body: Any, ask: Ask, shape: ResponseShape, weight_version: int) -> Generation:
         choice = _only(field(body, "choices"))
         echoed = choice.get("prompt_token_ids")
-        if echoed is not None and echoed != list(request.prompt):
+        if echoed is not None and echoed != list(ask.prompt):
             raise MalformedAnswer("the answer is for another prompt")
-        tokens = token_ids(field(choice, "token_ids"), parameters, shape.vocab_size)
-        routes = None
-        if parameters.routed_experts:
-            routes = routes_of_npy(
-                choice.get("routed_experts"), len(request.prompt) + tokens.numel(), shape.moe_layers
-            )
-        return Generation(
-            tokens=tokens,
-            finish_reason=finish_reason(
-                choice.get("finish_reason"), tokens, max_tokens, parameters
-            ),
-            weight_version=weight_version,
-            log_probs=log_probs(_token_logprobs(choice), tokens.numel())
-            if parameters.log_probs
-            else None,
-            routed_experts=routes,
-        )
+        tokens = token_ids(field(choice, "token_ids"), ask, shape.vocab_size)
+        finished = finish_reason(choice.get("finish_reason"), tokens, ask)
+        wanted, routes = ask.parameters, None
+        if wanted.routed_experts:
+            length = len(ask.prompt) + tokens.numel()
+            routes = routes_of_npy(choice.get("routed_experts"), length, shape.routes)
+        values = log_probs(_token_logprobs(choice), tokens.numel()) if wanted.log_probs else None
+        return Generation(tokens, finished, weight_version, values, routes)
 
     def weight_update(self, directory: str, label: str) -> list[ServerCall]:
-        """See `Dialect`. The label is changed last, so that a failure half-way leaves none that could be believed."""
         reload = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+        # The label is changed last: a failure half-way leaves none that could be believed.
         return [
             ServerCall("/update_weight_version", {"new_version": f"loading {label}"}),
             ServerCall("/pause?mode=abort"),
@@ -158,93 +130,66 @@ class VllmDialect:
         ]
 
     def weight_label(self, label: str) -> ServerCall:
-        """See `Dialect`."""
-        return ServerCall("/weight_info", method="GET", check=_has_label(label, "weight_version"))
+        return ServerCall("/weight_info", method="GET", check=_has_label(label))
 
     def label_of_response(self, body: Any) -> str | None:
-        """See `Dialect`: completions do not say."""
         return None
 
     def self_test(self, parameters: SamplingParameters) -> ServerCall | None:
-        """See `Dialect`. Among one candidate the sampled token has probability 1, so its log-prob is 0."""
-        untouched = (
-            parameters.temperature == 1 and parameters.top_p == 1 and parameters.top_k is None
-        )
-        if untouched or not parameters.log_probs:
+        truncated = parameters.top_p != 1 or parameters.top_k is not None
+        if not parameters.log_probs or (parameters.temperature == 1 and not truncated):
             return None
-        one = SamplingParameters(top_k=1, max_response_length=1)
-        call = self.generation(GenerationRequest((1,), (0,)), 0, 1, one)
+        # Among one candidate the sampled token has probability 1, so its log-prob is 0.
+        one = Ask((1,), 0, 1, SamplingParameters(top_k=1, max_response_length=1))
+        call = self.generation(one)
         return ServerCall(call.path, call.payload, check=_is_processed)
 
 
 class SglangDialect:
     """SGLang's native server."""
 
-    def generation(
-        self, request: GenerationRequest, seed: int, max_tokens: int, parameters: SamplingParameters
-    ) -> ServerCall:
-        """See `Dialect`."""
+    def generation(self, ask: Ask) -> ServerCall:
         sampling = {
-            "max_new_tokens": max_tokens,
-            "temperature": parameters.temperature,
-            "top_p": parameters.top_p,
-            "top_k": parameters.top_k or -1,
+            "max_new_tokens": ask.max_tokens,
+            "temperature": ask.parameters.temperature,
+            "top_p": ask.parameters.top_p,
+            "top_k": ask.parameters.top_k or -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "stop_token_ids": list(parameters.stop_token_ids),
+            "stop_token_ids": list(ask.parameters.stop_token_ids),
             "ignore_eos": True,
             "skip_special_tokens": False,
             "no_stop_trim": True,
-            "sampling_seed": seed,
+            "sampling_seed": ask.seed,
         }
-        return ServerCall(
-            "/generate",
-            {
-                "input_ids": list(request.prompt),
-                "sampling_params": sampling,
-                "return_logprob": parameters.log_probs,
-                "return_routed_experts": parameters.routed_experts,
-                "stream": False,
-            },
-        )
+        payload = {
+            "input_ids": list(ask.prompt),
+            "sampling_params": sampling,
+            "return_logprob": ask.parameters.log_probs,
+            "return_routed_experts": ask.parameters.routed_experts,
+            "stream": False,
+        }
+        return ServerCall("/generate", payload)
 
-    def parse(
-        self,
-        body: Any,
-        request: GenerationRequest,
-        max_tokens: int,
-        parameters: SamplingParameters,
-        shape: ResponseShape,
-        weight_version: int,
-    ) -> Generation:
-        """See `Dialect`."""
+    def parse(self, body: Any, ask: Ask, shape: ResponseShape, weight_version: int) -> Generation:
         meta = field(body, "meta_info")
         prompt_tokens = field(meta, "prompt_tokens")
-        if prompt_tokens != len(request.prompt):
+        if prompt_tokens != len(ask.prompt):
             raise MalformedAnswer(
-                f"the server read a prompt of {prompt_tokens} tokens instead of {len(request.prompt)}"
+                f"the server read a prompt of {prompt_tokens} tokens instead of {len(ask.prompt)}"
             )
-        tokens = token_ids(field(body, "output_ids"), parameters, shape.vocab_size)
-        length = len(request.prompt) + tokens.numel()
-        routes = None
-        if parameters.routed_experts:
-            routes = routes_of_int32(
-                meta.get("routed_experts"), length, shape.num_layers, shape.topk, shape.moe_layers
-            )
-        return Generation(
-            tokens=tokens,
-            finish_reason=finish_reason(
-                field(meta, "finish_reason", "type"), tokens, max_tokens, parameters
-            ),
-            weight_version=weight_version,
-            log_probs=log_probs(_sglang_log_probs(meta, tokens.tolist()), tokens.numel())
-            if parameters.log_probs
-            else None,
-            routed_experts=routes,
-        )
+        tokens = token_ids(field(body, "output_ids"), ask, shape.vocab_size)
+        finished = finish_reason(field(meta, "finish_reason", "type"), tokens, ask)
+        routes = values = None
+        if ask.parameters.routed_experts:
+            length = len(ask.prompt) + tokens.numel()
+            found = meta.get("routed_experts")
+            routes = routes_of_int32(found, length, shape.num_layers, shape.routes)
+        if ask.parameters.log_probs:
+            values = log_probs(_sglang_log_probs(meta, tokens.tolist()), tokens.numel())
+        return Generation(tokens, finished, weight_version, values, routes)
 
     def weight_update(self, directory: str, label: str) -> list[ServerCall]:
-        """See `Dialect`."""
         payload = {"model_path": directory, "weight_version": label, "flush_cache": True}
         return [
             ServerCall("/update_weights_from_disk", payload, check=_update_succeeded),
@@ -252,18 +197,13 @@ class SglangDialect:
         ]
 
     def weight_label(self, label: str) -> ServerCall:
-        """See `Dialect`."""
-        return ServerCall(
-            "/get_model_info", method="GET", check=_has_label(label, "weight_version")
-        )
+        return ServerCall("/get_model_info", method="GET", check=_has_label(label))
 
     def label_of_response(self, body: Any) -> str | None:
-        """See `Dialect`."""
         return str(field(body, "meta_info", "weight_version"))
 
     def self_test(self, parameters: SamplingParameters) -> ServerCall | None:
-        """See `Dialect`: log-probs are after the temperature, and truncation is refused with the flags."""
-        return None
+        return None  # log-probs are after the temperature, and truncation is refused with the flags
 
 
 DIALECTS: dict[str, type[VllmDialect] | type[SglangDialect]] = {
@@ -285,20 +225,19 @@ def _token_logprobs(choice: Any) -> Any:
 def _sglang_log_probs(meta: Any, tokens: list[int]) -> list[Any]:
     """The log-probs of (log-prob, token, text) rows whose tokens are `tokens`."""
     rows = meta.get("output_token_logprobs")
-    if not isinstance(rows, list) or not all(
-        isinstance(row, list) and len(row) >= 2 for row in rows
-    ):
+    if not isinstance(rows, list) or not all(isinstance(r, list) and len(r) >= 2 for r in rows):
         raise MalformedAnswer("the answer has no log-probs")
     if [row[1] for row in rows] != tokens:
         raise MalformedAnswer(
-            f"the log-probs of {len(rows)} tokens belong to other tokens than the {len(tokens)} of the response"
+            f"the log-probs of {len(rows)} tokens belong to other tokens than the {len(tokens)} of the "
+            "response"
         )
     return [row[0] for row in rows]
 
 
-def _has_label(label: str, key: str) -> Callable[[Any], None]:
+def _has_label(label: str) -> Callable[[Any], None]:
     def check(body: Any) -> None:
-        found = field(body, key)
+        found = field(body, "weight_version")
         if found != label:
             raise MalformedAnswer(f"the server has weights {found!r}, not {label!r}")
 
@@ -316,10 +255,9 @@ def _update_succeeded(body: Any) -> None:
 
 
 def _is_processed(body: Any) -> None:
-    values = _token_logprobs(_only(field(body, "choices")))
-    number = field(values, 0)
+    number = field(_token_logprobs(_only(field(body, "choices"))), 0)
     if not isinstance(number, (int, float)) or abs(number) > 1e-3:
         raise MalformedAnswer(
-            f"the only candidate has log-prob {number} instead of 0: the server reports log-probs before temperature and "
-            "truncation; start it with --logprobs-mode processed_logprobs"
+            f"the only candidate has log-prob {number} instead of 0: the server reports log-probs "
+            "before temperature and truncation; start it with --logprobs-mode processed_logprobs"
         )

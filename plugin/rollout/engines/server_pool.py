@@ -18,7 +18,8 @@ _FIRST_PROBE_SECONDS, _LAST_PROBE_SECONDS = 1.0, 30.0
 class Server:
     """One address and how it has been doing.
 
-    troubles: failures in a row, where those of calls that began before the last one was known count once
+    troubles: failures in a row, where those of calls that began before the last one was known count
+        once
     out_because: why it is not asked; None while it is in service
     probe_at: when an answer is looked for again (`time.monotonic`)
     tested: whether its log-probs are known to be of the sampled distribution
@@ -46,54 +47,43 @@ class ServerPool:
         return [server for server in self.servers if server.out_because is None]
 
     def pick(self, avoid: Server | None = None) -> Server | None:
-        """The least busy server in service, not `avoid` if there is another; None if there is none."""
+        """The least busy server in service, `avoid` only if there is no other; None if none is."""
         candidates = self.in_service
         others = [server for server in candidates if server is not avoid] or candidates
         return min(others, key=lambda server: server.in_flight, default=None)
 
     @contextmanager
     def call(self, server: Server) -> Iterator[int]:
-        """Counts a call; gives the number of troubles known at its beginning, for `trouble`."""
+        """Count a call; yields the number of troubles known at its beginning, for `trouble`."""
         server.in_flight += 1
         try:
             yield server.troubles
         finally:
             server.in_flight -= 1
 
-    def success(self, server: Server) -> None:
-        """The server answered well."""
-        server.troubles = 0
-
     def trouble(self, server: Server, known_before: int, reason: str) -> None:
-        """A call failed; enough of them in a row take the server out."""
+        """Count a failed call; enough of them in a row take the server out."""
         if known_before == server.troubles:
             server.troubles += 1
         if server.troubles >= _TROUBLES_UNTIL_OUT:
             self.take_out(server, reason)
 
     def take_out(self, server: Server, reason: str) -> None:
-        """No more requests for it until a probe finds it well."""
+        """Send it no more requests until a probe finds it well."""
         if server.out_because is None:
             self.times_out += 1
             server.probe_delay = _FIRST_PROBE_SECONDS
-            _LOG.warning("rollout server %s is out of service: %s", server.url, reason)
+            now = time.strftime("%X")
+            _LOG.warning("rollout server %s is out of service at %s: %s", server.url, now, reason)
         server.out_because = reason
         server.probe_at = time.monotonic() + server.probe_delay
         server.probe_delay = min(2 * server.probe_delay, _LAST_PROBE_SECONDS)
 
     def put_in(self, server: Server) -> None:
-        """The server has the current weights and may be asked."""
+        """Put a server in service that has the current weights."""
         if server.out_because is not None and server.probe_at:
-            _LOG.warning("rollout server %s is back in service", server.url)
+            now = time.strftime("%X")
+            _LOG.warning("rollout server %s is back in service at %s", server.url, now)
         server.out_because = None
         server.troubles = 0
         server.probe_delay = _FIRST_PROBE_SECONDS
-
-    def due(self) -> list[Server]:
-        """Servers out of service that may be well again."""
-        now = time.monotonic()
-        return [s for s in self.servers if s.out_because is not None and s.probe_at <= now]
-
-    def why_none(self) -> str:
-        """What is wrong with every server."""
-        return "; ".join(f"{server.url}: {server.out_because}" for server in self.servers)

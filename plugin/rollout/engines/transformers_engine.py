@@ -1,17 +1,20 @@
 """The `transformers` engine: batched generation with a KV cache and exact log-probs, on CPU or GPU.
 
-Prompts are padded on the left and read once however many responses they get; responses that end leave
-the batch. Low precision or int8 weights make it disagree with the trainer the way a real engine does.
+Prompts are padded on the left and read once however many responses they get; responses that end
+leave the batch. Low precision or int8 weights make it disagree with the trainer the way a real
+engine does.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from plugin.config import JobConfig
 from plugin.rollout.engines.int8_weights import quantize_linears
 from plugin.rollout.engines.protocol import (
     EngineHealth,
@@ -23,6 +26,17 @@ from plugin.rollout.engines.protocol import (
 from plugin.rollout.engines.route_recorder import RouteRecorder
 from plugin.rollout.engines.sampling import draw, sampling_log_probs, uniform_rows
 from plugin.rollout.engines.weight_buckets import WeightLoader
+
+
+def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> TransformersEngine:
+    """The engine with the settings of a job."""
+    return TransformersEngine(
+        hf_config,
+        dtype=config.rollout_dtype,
+        quantization=config.rollout_quantization,
+        max_batch=config.rollout_max_batch,
+        name=name,
+    )
 
 
 class TransformersEngine:
@@ -68,29 +82,24 @@ class TransformersEngine:
     ) -> list[list[Generation]]:
         """For each request, one generation per seed, in order."""
         self._loader.require_complete(self._name)
-        answers: list[list[Generation]] = []
+        flat: list[Generation] = []
         for part in _parts(requests, self._max_batch):
-            answers += self._generate_part(part, parameters)
-        merged = _merge_split(requests, answers)
-        self._generated_tokens += sum(g.tokens.numel() for answer in merged for g in answer)
-        return merged
-
-    def _generate_part(
-        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-    ) -> list[list[Generation]]:
-        rows = _Rows(requests, parameters, self._loader.version)
-        recorder = RouteRecorder(self._model) if parameters.routed_experts else None
-        try:
-            self._fill(rows, recorder, parameters)
-        finally:
-            if recorder is not None:
-                recorder.close()
-        return rows.answers()
+            rows = _Rows(part, parameters, self._loader.version)
+            recorder = RouteRecorder(self._model) if parameters.routed_experts else None
+            try:
+                self._fill(rows, recorder, parameters)
+            finally:
+                if recorder is not None:
+                    recorder.close()
+            flat += rows.generations()
+        self._generated_tokens += sum(generation.tokens.numel() for generation in flat)
+        by_row = iter(flat)
+        return [list(itertools.islice(by_row, len(request.seeds))) for request in requests]
 
     def _fill(
         self, rows: _Rows, recorder: RouteRecorder | None, parameters: SamplingParameters
     ) -> None:
-        """The loop: read the prompts once, then token by token over the rows that are still open."""
+        """Read the prompts once, then sample token by token over the rows that are still open."""
         prompts, mask = _left_padded([request.prompt for request in rows.requests])
         output = self._forward(prompts, mask, None)
         if recorder is not None:
@@ -101,20 +110,21 @@ class TransformersEngine:
         cache.batch_select_indices(source.to(self._device))
         logits, mask = output.logits[:, -1][source.to(self._device)], mask[source]
         open_rows = torch.arange(len(source))
-        while True:
+        while len(open_rows):
             tokens, log_probs = draw(
                 sampling_log_probs(logits, parameters), rows.uniforms(open_rows).to(self._device)
             )
-            still_open = rows.add_tokens(open_rows, tokens.cpu(), log_probs.cpu())
-            # The engine never reads a response's last token; for its routes it has to.
-            if recorder is None and not bool(still_open.all()):
-                kept = still_open.nonzero().flatten()
-                open_rows, mask, tokens = open_rows[kept], mask[kept], tokens.cpu()[kept]
-                cache.batch_select_indices(kept.to(self._device))
+            tokens = tokens.cpu()
+            still_open = rows.add_tokens(open_rows, tokens, log_probs.cpu())
+            # The engine never reads a response's last token, unless its routes are wanted.
+            reads = torch.ones_like(still_open) if recorder is not None else still_open
+            open_rows, mask, tokens = open_rows[reads], mask[reads], tokens[reads]
             if not len(open_rows):
                 return
+            if not bool(reads.all()):
+                cache.batch_select_indices(reads.nonzero().flatten().to(self._device))
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            output = self._forward(tokens.cpu()[:, None], mask, cache)
+            output = self._forward(tokens[:, None], mask, cache)
             logits = output.logits[:, -1]
             if recorder is not None:
                 rows.add_response_routes(open_rows, recorder.take(len(tokens)))
@@ -122,8 +132,6 @@ class TransformersEngine:
                 open_rows, mask = open_rows[kept], mask[kept]
                 logits = logits[kept.to(self._device)]
                 cache.batch_select_indices(kept.to(self._device))
-                if not len(open_rows):
-                    return
 
     def _forward(self, tokens: Tensor, mask: Tensor, cache: Any) -> Any:
         """One forward pass over `tokens` [B, S], the last S columns of `mask` [B, past + S]."""
@@ -162,7 +170,7 @@ class _Rows:
         self._routes: list[list[Tensor]] = [[] for _ in seeds]
 
     def uniforms(self, rows: Tensor) -> Tensor:
-        """[len(rows)] the random numbers of the next position; open rows all have the same length."""
+        """[len(rows)] random numbers of the next position; open rows have one length."""
         return self._uniforms[rows, self._lengths[rows]]
 
     def add_tokens(self, rows: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
@@ -176,7 +184,7 @@ class _Rows:
         return ~stopped & (self._lengths[rows] < self._parameters.max_response_length)
 
     def add_prompt_routes(self, routes: Tensor, mask: Tensor) -> None:
-        """`routes` [requests, S, layers, topk] of the prompts; `mask` [requests, S] is 0 at padding."""
+        """Take `routes` [requests, S, layers, topk]; `mask` [requests, S] is 0 at padding."""
         self._prompt_routes = [row[kept.bool()] for row, kept in zip(routes, mask, strict=True)]
 
     def add_response_routes(self, rows: Tensor, routes: Tensor) -> None:
@@ -184,13 +192,10 @@ class _Rows:
         for row, route in zip(rows.tolist(), routes, strict=True):
             self._routes[row].append(route)
 
-    def answers(self) -> list[list[Generation]]:
-        """The finished responses, grouped by request."""
-        answers, row = [], 0
-        for number, request in enumerate(self.requests):
-            answers.append([self._generation(number, row + i) for i in range(len(request.seeds))])
-            row += len(request.seeds)
-        return answers
+    def generations(self) -> list[Generation]:
+        """The finished responses, in the order of the rows."""
+        owners = [n for n, request in enumerate(self.requests) for _ in request.seeds]
+        return [self._generation(number, row) for row, number in enumerate(owners)]
 
     def _generation(self, request: int, row: int) -> Generation:
         length = int(self._lengths[row])
@@ -220,29 +225,14 @@ def _left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
 
 def _parts(requests: Sequence[GenerationRequest], max_batch: int) -> list[list[GenerationRequest]]:
     """Requests in batches of at most `max_batch` responses; one with more seeds is split."""
-    pieces = [
-        GenerationRequest(request.prompt, request.seeds[start : start + max_batch])
-        for request in requests
-        for start in range(0, len(request.seeds), max_batch)
-    ]
     parts: list[list[GenerationRequest]] = []
     held = max_batch
-    for piece in pieces:
-        if held + len(piece.seeds) > max_batch:
-            parts.append([])
-            held = 0
-        parts[-1].append(piece)
-        held += len(piece.seeds)
-    return parts
-
-
-def _merge_split(
-    requests: Sequence[GenerationRequest], answers: list[list[Generation]]
-) -> list[list[Generation]]:
-    """Undoes the splitting of requests: regroups the generations by the requests they belong to."""
-    flat = [generation for answer in answers for generation in answer]
-    merged, start = [], 0
     for request in requests:
-        merged.append(flat[start : start + len(request.seeds)])
-        start += len(request.seeds)
-    return merged
+        for start in range(0, len(request.seeds), max_batch):
+            seeds = request.seeds[start : start + max_batch]
+            if held + len(seeds) > max_batch:
+                parts.append([])
+                held = 0
+            parts[-1].append(GenerationRequest(request.prompt, seeds))
+            held += len(seeds)
+    return parts

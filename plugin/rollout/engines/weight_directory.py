@@ -1,4 +1,4 @@
-"""Versions of the weights as directories of safetensors files, for servers that load from a shared disk."""
+"""Versions of the weights as directories of safetensors files, for servers that share a disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 class WeightDirectory:
     """Writes `<label>` directories below `root`; one that has this name is complete.
 
-    A label names the weights among all jobs that ever wrote to the servers: it holds a random part and the version.
+    A label names the weights among all jobs that ever wrote to the servers: it holds a random part
+    and the version.
     """
 
     def __init__(self, root: str | Path, hf_config: Mapping[str, Any]) -> None:
@@ -21,6 +22,7 @@ class WeightDirectory:
         self._root.mkdir(parents=True, exist_ok=True)
         self._config = json.dumps(dict(hf_config))
         self._token = secrets.token_hex(6)
+        self._partial = self._root / f"{self._token}.partial"
         self._buckets = 0
         self.label: str | None = None
 
@@ -30,32 +32,24 @@ class WeightDirectory:
         return str(self._root / str(self.label))
 
     def begin(self) -> None:
-        """Starts a version; what an unfinished one left is removed."""
-        self._remove(self._partial)
+        """Start a version; what an unfinished one left is removed."""
+        shutil.rmtree(self._partial, ignore_errors=True)
         self._buckets = 0
         self._partial.mkdir()
 
     def add(self, bucket: bytes) -> None:
-        """One more safetensors file of the version that was begun."""
+        """Write one more safetensors file of the version that was begun."""
         self._buckets += 1
         (self._partial / f"model-{self._buckets:05d}.safetensors").write_bytes(bucket)
 
     def finish(self, version: int) -> None:
-        """Makes the version visible under its label."""
+        """Make the version visible under its label."""
         (self._partial / "config.json").write_text(self._config)
         self.label = f"{self._token}-v{version}"
         self._partial.rename(self._root / self.label)
 
     def remove_older(self) -> None:
-        """Deletes the earlier versions that this object wrote."""
+        """Delete the earlier versions that this object wrote."""
         for directory in self._root.glob(f"{self._token}-v*"):
             if directory.name != self.label:
-                self._remove(directory)
-
-    @property
-    def _partial(self) -> Path:
-        return self._root / f"{self._token}.partial"
-
-    @staticmethod
-    def _remove(directory: Path) -> None:
-        shutil.rmtree(directory, ignore_errors=True)
+                shutil.rmtree(directory, ignore_errors=True)

@@ -11,10 +11,11 @@ from plugin.errors import BatchError, ConfigError
 class CharacterTokenizer:
     """Ids are positions in `alphabet`; the end of a text is one more token, shown as `end`.
 
-    Example: with alphabet "ab=", "ba=" is [1, 0, 2] and the end is 3. Keywords that Hugging Face tokenizers take
-    are accepted where they change nothing.
+    Example: with alphabet "ab=", "ba=" is [1, 0, 2] and the end is 3. Keywords that Hugging Face
+    tokenizers take are accepted where they change nothing.
 
-    chat_template: Jinja text; none until a task sets one, because the alphabet says nothing of roles
+    chat_template: Jinja text; none until a task sets one, because the alphabet says nothing of
+        roles
     """
 
     chat_template: str | None = None

@@ -1,6 +1,7 @@
 """The built-in task: repeat three digits. `725=` is answered by `725` and the end of the text.
 
-The reward is the share of positions that are right, so a random policy earns about 0.04 and a perfect one 1.
+The reward is the share of positions that are right, so a random policy earns about 0.04 and a
+perfect one 1.
 """
 
 from __future__ import annotations

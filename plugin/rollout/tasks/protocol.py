@@ -1,7 +1,8 @@
 """What a task is: numbered prompts and a reward for each response.
 
-A task named with `--task-path` is called as `factory(config, tokenizer)` and returns an object with the
-methods of `Task`, or of `MultiTurnTask` (see `environment_protocol`). Naming a task runs its code.
+A task named with `--task-path` is called as `factory(config, tokenizer)` and returns an object with
+the methods of `Task`, or of `MultiTurnTask` (see `environment_protocol`). Naming a task runs its
+code.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Task(Protocol):
 
 
 def require_task(candidate: Any, path: str) -> Task | MultiTurnTask:
-    """`candidate` if it has the members of a task, or a `ConfigError` that names what is missing."""
+    """`candidate` if it is a task, or a `ConfigError` that names the members it lacks."""
     if isinstance(candidate, (Task, MultiTurnTask)):
         return candidate
     several_turns = hasattr(candidate, "environment") or hasattr(candidate, "messages")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from plugin.compare import compare_command
+from plugin.cli import main
 from plugin.compare.log_prob_dump import LogProbDump
 from tests.unit.compare.dump_samples import batch_columns
 from tests.unit.observe.test_html_report import BROWSER, browse
 
 
 def compare(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    compare_command.add_arguments(parser)
-    return compare_command.run(parser.parse_args(list(words)))
+    return main(["compare", *words])
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from plugin.compare import dump_columns
 from plugin.compare.dump_reading import open_dump
 from plugin.compare.log_prob_dump import LogProbDump
 from plugin.errors import ConfigError
-from plugin.observe import dump_columns
 from tests.unit.compare.dump_samples import batch_columns
 
 ROLLOUT = [[-1.0, -2.0, -0.5], [-0.25, -4.0]]

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from plugin.compare.dump_columns import DumpBlock
 from plugin.compare.replay import (
     Method,
     MethodStatistics,
@@ -17,7 +18,6 @@ from plugin.compare.replay import (
 )
 from plugin.compare.sweeps import parse_sweeps
 from plugin.errors import ConfigError
-from plugin.observe.dump_columns import DumpBlock
 
 
 def block(

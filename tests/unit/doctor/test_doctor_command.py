@@ -59,7 +59,7 @@ def test_layout_names_are_understood() -> None:
     assert parse_layout("dp2tp2sp").ranks == 4 and parse_layout("dp2tp2sp").sequence_parallel
     assert parse_layout("ep2").ranks == 2 and parse_layout("ep2").family == "qwen3_moe"
     assert parse_layout("tp2ep2sp").ranks == 2
-    for wrong in ("", "tp", "2tp", "tp2x", "sp", "tp0"):
+    for wrong in ("", "tp", "2tp", "tp2x", "sp", "tp0", "vpp2"):
         with pytest.raises(ConfigError, match="--layouts"):
             parse_layout(wrong)
 

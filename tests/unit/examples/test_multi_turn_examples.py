@@ -12,8 +12,12 @@ import safetensors.torch
 
 from plugin.config import JobConfig
 from plugin.launch.model_source import load_tokenizer
-from plugin.launch.preflight import check_job, load_task, sampling_parameters
-from plugin.launch.rollout_choice import choose_rollouts
+from plugin.launch.preflight import (
+    check_job,
+    choose_rollouts,
+    load_task,
+    sampling_parameters,
+)
 from plugin.rollout.conversation.environment_protocol import Reply
 from plugin.rollout.conversation.multi_turn import run_multi_turn
 from plugin.rollout.conversation.single_turn import run_single_turn
@@ -26,6 +30,7 @@ from tests.unit.rollout.conversation.conversations import (
     ScriptedEngine,
     chat_tokenizer,
     encode,
+    prompt_and_response,
 )
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -74,7 +79,7 @@ def test_a_thinking_tool_call_is_one_sample_with_either_flag_and_two_without(
 ) -> None:
     key, value = key_and_value()
     trajectory, contexts = look_up([f"34-*{key}$", f"5-{value}$"], **flags)
-    assert len(trajectory.segments) == samples
+    assert len(trajectory.samples) == samples
     thinking = "" if samples == 2 else "34-"
     assert contexts == [f"{key}=", f"{key}={thinking}*{key}$+{value}="]
     assert trajectory.reward == 1.0
@@ -82,7 +87,7 @@ def test_a_thinking_tool_call_is_one_sample_with_either_flag_and_two_without(
 
 def test_without_thinking_there_is_one_sample_with_and_without_the_flags() -> None:
     key, value = key_and_value()
-    assert len(look_up([f"*{key}$", f"{value}$"])[0].segments) == 1
+    assert len(look_up([f"*{key}$", f"{value}$"])[0].samples) == 1
 
 
 def test_the_lookup_rewards_the_call_and_the_value() -> None:
@@ -116,10 +121,10 @@ def test_a_multi_turn_task_passes_the_checks_of_the_driver_and_is_played_by_the_
     [group] = rollouts(engine, [request], parts.sampling)
     [again] = rollouts(engine, [request], parts.sampling)
     assert {t.error for t in group} == {None}
-    assert {segment.prompt for t in group for segment in t.segments[:1]} == {prompt}
+    assert {tuple(prompt_and_response(t.samples[0])[0]) for t in group} == {prompt}
     assert max(t.turns for t in group) > 1
-    texts = [[s.generation.tokens.tolist() for s in t.segments] for t in group]
-    assert texts == [[s.generation.tokens.tolist() for s in t.segments] for t in again]
+    texts = [[s.tokens.tolist() for s in t.samples] for t in group]
+    assert texts == [[s.tokens.tolist() for s in t.samples] for t in again]
 
 
 def calculate(expression: str) -> str:
@@ -156,6 +161,6 @@ def test_the_calculator_answers_or_says_what_is_wrong(
         tokenizer=chat_tokenizer("qwen_like"),
         config=config,
     )
-    assert trajectory.reward == 1.0 and trajectory.turns == 2 and len(trajectory.segments) == 1
+    assert trajectory.reward == 1.0 and trajectory.turns == 2 and len(trajectory.samples) == 1
     second = chat_tokenizer().decode(engine.calls[1].request.prompt)
     assert f"<|turn|>tool\n{output}" in second

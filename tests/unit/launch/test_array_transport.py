@@ -11,8 +11,7 @@ from plugin.launch.array_transport import (
     trajectories_from_arrays,
     trajectories_to_arrays,
 )
-from plugin.rollout.conversation.trajectory import Segment, Trajectory, failed
-from plugin.rollout.engines.protocol import Generation
+from plugin.rollout.conversation.trajectory import Trajectory, failed
 
 
 def full_batch() -> RolloutBatch:
@@ -51,42 +50,47 @@ def test_every_field_of_the_table_comes_back_as_it_was() -> None:
                 assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype
 
 
-def generation(length: int, version: int) -> Generation:
-    routes = torch.randint(0, 9, (length + 2, 1, 2), dtype=torch.uint8)
-    reason = "stop" if length > 1 else "length"
-    return Generation(torch.arange(length), reason, version, torch.rand(length), routes)
+def sample(prompt: int, length: int, version: int, mask: torch.Tensor) -> RolloutSample:
+    routes = torch.randint(0, 9, (prompt + length, 1, 2), dtype=torch.uint8)
+    log_probs = -torch.rand(length)
+    tokens = torch.arange(prompt + length)
+    return RolloutSample(
+        tokens,
+        length,
+        mask,
+        weight_version=version,
+        rollout_log_probs=log_probs,
+        routed_experts=routes,
+    )
 
 
 def test_trajectories_come_back_grouped() -> None:
-    mask = torch.tensor([1, 0, 1])
-    several = Trajectory(
-        (Segment((1, 2), generation(3, 1), mask), Segment((1,), generation(1, 2))), 0.5, None, 4
-    )
-    one = Trajectory((Segment((7, 8), generation(2, 2)),))
+    mask, ones = torch.tensor([1, 0, 1]), torch.ones(3, dtype=torch.int64)
+    several = Trajectory((sample(2, 3, 1, mask), sample(1, 1, 2, ones[:1])), 0.5, None, 4, True)
+    one = Trajectory((sample(2, 2, 2, ones[:2]),))
     answers = [[several, failed("the tool broke")], [one]]
     returned = trajectories_from_arrays(trajectories_to_arrays(answers))
     assert [len(answer) for answer in returned] == [2, 1]
     [[first, second], [third]] = returned
-    assert (first.reward, first.error, first.turns) == (0.5, None, 4)
+    assert (first.reward, first.error, first.turns, first.truncated) == (0.5, None, 4, True)
     assert second == failed("the tool broke")
-    assert third.reward is None and third.turns == 1
+    assert third.reward is None and third.turns == 1 and not third.truncated
     for mine, theirs in zip(
-        several.segments + one.segments, first.segments + third.segments, strict=True
+        several.samples + one.samples, first.samples + third.samples, strict=True
     ):
-        assert mine.prompt == theirs.prompt
-        assert (mine.loss_mask is None) == (theirs.loss_mask is None)
-        a, b = mine.generation, theirs.generation
-        assert torch.equal(a.tokens, b.tokens) and torch.equal(a.log_probs, b.log_probs)
-        assert torch.equal(a.routed_experts, b.routed_experts)
-        assert (a.finish_reason, a.weight_version) == (b.finish_reason, b.weight_version)
-    assert torch.equal(first.segments[0].loss_mask, mask)
+        assert torch.equal(mine.tokens, theirs.tokens)
+        assert torch.equal(mine.loss_mask, theirs.loss_mask)
+        assert torch.equal(mine.rollout_log_probs, theirs.rollout_log_probs)
+        assert torch.equal(mine.routed_experts, theirs.routed_experts)
+        assert mine.response_length == theirs.response_length
+        assert mine.weight_version == theirs.weight_version
 
 
 def test_absent_log_probs_and_routes_stay_absent() -> None:
-    bare = Trajectory((Segment((1,), Generation(torch.arange(2), "stop", 0)),))
+    bare = Trajectory((RolloutSample(torch.arange(3), 2, torch.ones(2)),))
     [[returned]] = trajectories_from_arrays(trajectories_to_arrays([[bare]]))
-    [segment] = returned.segments
-    assert segment.generation.log_probs is None and segment.generation.routed_experts is None
+    [only] = returned.samples
+    assert only.rollout_log_probs is None and only.routed_experts is None
 
 
 def test_an_answer_of_failures_only_comes_back() -> None:

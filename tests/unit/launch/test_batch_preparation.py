@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plugin.batch_types import RolloutBatch
+from plugin.batch_types import RolloutBatch, RolloutSample
 from plugin.config import JobConfig
 from plugin.errors import BatchError, ConfigError
 from plugin.launch.batch_preparation import (
@@ -16,17 +16,19 @@ from plugin.launch.batch_preparation import (
 )
 from plugin.launch.job import learning_rate
 from plugin.launch.rollout_queue import Group
-from plugin.rollout.conversation.trajectory import Segment, Trajectory
-from plugin.rollout.engines.protocol import Generation
-from plugin.rollout.tasks.protocol import Prompt
+from plugin.rollout.conversation.trajectory import Trajectory
 
 
 def group(index: int, rewards: list[float], **extra: torch.Tensor | None) -> Group:
     """Responses of 2 tokens to a prompt of 3."""
-    log_probs = extra.get("log_probs", torch.tensor([-0.5, -1.0]))
-    generation = Generation(torch.tensor([4, 5]), "stop", 0, log_probs, extra.get("routes"))
-    trajectories = [Trajectory((Segment((1, 2, 3), generation),)) for _ in rewards]
-    return Group(index, Prompt((1, 2, 3)), trajectories, rewards)
+    sample = RolloutSample(
+        torch.tensor([1, 2, 3, 4, 5]),
+        response_length=2,
+        loss_mask=torch.ones(2, dtype=torch.int64),
+        rollout_log_probs=extra.get("log_probs", torch.tensor([-0.5, -1.0])),
+        routed_experts=extra.get("routes"),
+    )
+    return Group(index, [Trajectory((sample,)) for _ in rewards], rewards)
 
 
 def batch_of(config: JobConfig, *groups: Group) -> RolloutBatch:
@@ -68,14 +70,16 @@ def test_whitened_estimators_have_mean_zero_and_unit_variance(settings: dict[str
 
 def split_in_two(reward: float) -> Trajectory:
     """A trajectory of two samples, each with one sampled token and one of tool output."""
-    generation = Generation(torch.tensor([4, 5]), "stop", 0, torch.tensor([-0.5, 0.0]))
-    segment = Segment((1,), generation, torch.tensor([1, 0]))
-    return Trajectory((segment, segment), reward, turns=3)
+    log_probs = torch.tensor([-0.5, 0.0])
+    sample = RolloutSample(
+        torch.tensor([1, 4, 5]), 2, torch.tensor([1, 0]), rollout_log_probs=log_probs
+    )
+    return Trajectory((sample, sample), reward, turns=3)
 
 
 def test_a_trajectory_of_several_samples_counts_once_in_its_group() -> None:
     whole = group(0, [1.0, 0.0])
-    mixed = Group(0, whole.prompt, [split_in_two(1.0), whole.trajectories[1]], [1.0, 0.0])
+    mixed = Group(0, [split_in_two(1.0), whole.trajectories[1]], [1.0, 0.0])
     batch = batch_of(JobConfig(grpo_std_normalization=False), mixed)
     # The group's mean is (1 + 0) / 2; counted by samples it would be (1 + 1 + 0) / 3.
     assert [a.tolist() for a in batch.columns["advantages"]] == [[0.5, 0], [0.5, 0], [-0.5, -0.5]]
@@ -86,7 +90,7 @@ def test_a_trajectory_of_several_samples_counts_once_in_its_group() -> None:
 
 def test_a_discounted_return_goes_through_all_samples_of_a_trajectory() -> None:
     config = JobConfig(advantage_estimator="reinforce_plus_plus", gamma=0.5)
-    one = Group(0, Prompt((1,)), [split_in_two(1.0)], [1.0])
+    one = Group(0, [split_in_two(1.0)], [1.0])
     batch = batch_of(config, one)
     first, second = (float(a[0]) for a in batch.columns["advantages"])
     # Two steps with returns 0.5 and 1: whitened they lie on both sides of their mean.
@@ -113,12 +117,26 @@ def test_a_log_prob_that_is_not_finite_is_named_with_sample_and_position() -> No
         (torch.zeros(5, 1, 2, dtype=torch.uint8), "repeats an expert or names one above 3"),
         (torch.tensor([[[0, 7]]] * 5), "repeats an expert or names one above 3"),
         (torch.tensor([[[0, 1, 2]]] * 5), "routes each token to 2 experts"),
+        (torch.tensor([[[-1, 1]]] * 5), "repeats an expert or names one above 3"),
+        (
+            torch.tensor([[[0, 255]]] * 5, dtype=torch.uint8),
+            "repeats an expert or names one above 3",
+        ),
     ],
 )
 def test_routes_are_checked_on_the_driver(routes: torch.Tensor | None, message: str) -> None:
     batch = batch_of(JobConfig(), group(0, [1.0, 0.0], routes=routes))
     with pytest.raises(BatchError, match=message):
         check_routes(batch, (1, 2, 4))
+
+
+def test_a_token_without_a_route_passes_in_all_layers_or_none() -> None:
+    routes = torch.tensor([[[0, 1], [2, 3]]] * 5, dtype=torch.uint8)
+    routes[1] = 255
+    check_routes(batch_of(JobConfig(), group(0, [1.0, 0.0], routes=routes)), (2, 2, 4))
+    routes[3, 0] = 255
+    with pytest.raises(BatchError, match="routes in some MoE layers only; give all or none"):
+        check_routes(batch_of(JobConfig(), group(0, [1.0, 0.0], routes=routes)), (2, 2, 4))
 
 
 def test_learning_rate_warms_up_then_decays() -> None:

@@ -23,7 +23,7 @@ def watch(
     with RunFiles(tmp_path, {}, tensorboard=False) as files:
         detectors = MismatchWatch(JobConfig(**settings), files, said.append)
         for step in range(1, steps + 1):
-            detectors.look(step, columns, 0, live_routes)
+            detectors.check(step, columns, 0, live_routes)
     file = tmp_path / "findings.jsonl"
     return said, [json.loads(line) for line in file.open()] if file.exists() else []
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from plugin.batch_types import RolloutBatch, RolloutSample
 from plugin.config import JobConfig
+from plugin.config.engine_traits import ENGINES
+from plugin.config.import_paths import load_function
 from plugin.errors import BatchError, ConfigError, HookLoadError
-from plugin.launch.preflight import check_job, sampling_parameters
+from plugin.launch.batch_preparation import advantages_of
+from plugin.launch.preflight import check_job, load_task, sampling_parameters
+from plugin.rollout.engines.choice import make_engine
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET, CopyDigitsTask
+from plugin.rollout.tasks.jsonl import JsonlTask
 
 TASK = CopyDigitsTask(CharacterTokenizer(ALPHABET))
 
@@ -97,8 +106,6 @@ def test_a_model_directory_without_prompts_has_nothing_to_train_on(tmp_path: Pat
     from tests.parallel.tiny_models import tiny_qwen3
 
     tiny_qwen3().save_pretrained(tmp_path)
-    from plugin.launch.preflight import load_task
-
     with pytest.raises(ConfigError, match="add --prompt-data or --task-path"):
         load_task(JobConfig(hf_checkpoint=str(tmp_path)), TASK)
     assert transformers.AutoConfig.from_pretrained(tmp_path).vocab_size == 96
@@ -153,3 +160,127 @@ def test_template_arguments_are_a_json_object(text: str) -> None:
     with pytest.raises(ConfigError, match="it must be a JSON object such as"):
         JobConfig(chat_template_kwargs=text)
     assert JobConfig(chat_template_kwargs='{"a": false}').template_arguments() == {"a": False}
+
+
+CENTERED = """
+import torch
+
+def centered(rewards, group_index, loss_masks, config):
+    # lambd scales, to see that the flags arrive.
+    value = (rewards - rewards.mean()) * config.lambd
+    return [torch.where(mask != 0, v, 0.0) for v, mask in zip(value, loss_masks)]
+
+def of_samples(rewards, group_index, loss_masks, config):
+    return rewards
+
+def infinite(rewards, group_index, loss_masks, config):
+    return [mask / 0.0 for mask in loss_masks]
+
+def fails(rewards, group_index, loss_masks, config):
+    raise ValueError("no such reward")
+
+def without_masks(rewards, group_index):
+    return rewards
+"""
+
+
+def test_an_advantage_estimator_of_the_users_own_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "estimators.py"
+    file.write_text(CENTERED)
+    settings = {"advantage_estimator": f"{file}:centered", "n_samples_per_prompt": 1, "lambd": 0.5}
+    config = JobConfig.from_sources(settings)
+    check_job(config)
+    samples = [RolloutSample(torch.tensor([7, 1, 2]), 2, torch.ones(2), r) for r in (1.0, 0.0)]
+    advantages = advantages_of(config, RolloutBatch.from_samples(samples), [1, 1])
+    # (1 - 0.5) * 0.5 and (0 - 0.5) * 0.5
+    assert [a.tolist() for a in advantages] == [[0.25, 0.25], [-0.25, -0.25]]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("of_samples", r"response lengths \[1, 2, 3, .* one finite tensor \[response\] per sample"),
+        ("infinite", "one finite tensor"),
+        ("fails", "failed on an example of 16 samples(.|\n)*no such reward"),
+        ("without_masks", r"cannot be called as fn\(rewards, group_index, loss_masks, config\)"),
+        ("missing", "has no 'missing'; it has centered"),
+    ],
+)
+def test_an_estimator_that_cannot_work_is_found_on_the_driver(
+    tmp_path: Path, function: str, message: str
+) -> None:
+    file = tmp_path / "estimators.py"
+    file.write_text(CENTERED)
+    with pytest.raises(HookLoadError, match=message):
+        check_job(JobConfig.from_sources({"advantage_estimator": f"{file}:{function}"}))
+
+
+ENGINE = """
+from plugin.rollout.engines.transformers_engine import TransformersEngine
+
+def small_batches(config, hf_config, name):
+    return TransformersEngine(hf_config, max_batch=2, name=f"my {name}")
+
+def without_name(config, hf_config):
+    return None
+"""
+
+
+def test_an_engine_of_the_users_own_goes_through_the_same_door(tmp_path: Path) -> None:
+    file = tmp_path / "engines.py"
+    file.write_text(ENGINE)
+    # It gets the whole configuration and may read flags that belong to one of the built-in engines.
+    settings = {"rollout_engine": f"{file}:small_batches", "rollout_url": "http://127.0.0.1:1"}
+    config = JobConfig.from_sources(settings)
+    parts = check_job(config)
+    engine = make_engine(config, parts.policy.hf_config, "engine 0")
+    assert engine.health().name == "my engine 0"
+
+
+def test_an_engine_that_cannot_be_made_is_found_on_the_driver(tmp_path: Path) -> None:
+    file = tmp_path / "engines.py"
+    file.write_text(ENGINE)
+    with pytest.raises(HookLoadError, match=r"cannot be called as fn\(config, hf_config, name\)"):
+        check_job(JobConfig.from_sources({"rollout_engine": f"{file}:without_name"}))
+    with pytest.raises(ConfigError, match="is 'vlm'; choose one of transformers, vllm, http, or"):
+        JobConfig.from_sources({"rollout_engine": "vlm"})
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_built_in_engine_has_a_factory(name: str) -> None:
+    factory = load_function(ENGINES[name].factory)
+    assert list(inspect.signature(factory).parameters) == ["config", "hf_config", "name"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"advantage_estimator": "gae"}, "needs a value model, and the job trains none"),
+        ({"lambd": 0.9}, "--advantage-estimator grpo would ignore it; drop it"),
+        ({"n_samples_per_prompt": 1}, "a group of one has no baseline"),
+    ],
+)
+def test_an_estimator_that_the_job_cannot_feed_is_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        JobConfig.from_sources(settings)
+
+
+def test_template_arguments_without_a_template_are_refused() -> None:
+    settings = {"chat_template_kwargs": '{"enable_thinking": false}', "apply_chat_template": True}
+    with pytest.raises(ConfigError, match="no chat template is rendered; add --prompt-data"):
+        check_job(JobConfig.from_sources(settings))
+
+
+def test_template_arguments_reach_the_template_of_prompt_data(tmp_path: Path) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "12", "answer": "3"}')
+    tokenizer = CharacterTokenizer(ALPHABET)
+    tokenizer.chat_template = "{{ messages[0].content }}{% if mark %}{{ mark }}{% endif %}"
+    settings = {"hf_checkpoint": "unused", "prompt_data": str(data), "apply_chat_template": True}
+    plain = load_task(JobConfig.from_sources(settings), tokenizer)
+    marked = load_task(
+        JobConfig.from_sources({**settings, "chat_template_kwargs": '{"mark": "+"}'}), tokenizer
+    )
+    assert isinstance(plain, JsonlTask) and isinstance(marked, JsonlTask)
+    assert tokenizer.decode(plain.prompt(0).tokens) == "12"
+    assert tokenizer.decode(marked.prompt(0).tokens) == "12+"

@@ -98,7 +98,8 @@ def make_queue(engines: int = 1, **settings: Any) -> tuple[RolloutQueue, DirectE
 
 
 def responses(group: Group) -> list[torch.Tensor]:
-    return [trajectory.segments[0].generation.tokens for trajectory in group.trajectories]
+    samples = [trajectory.samples[0] for trajectory in group.trajectories]
+    return [sample.tokens[-sample.response_length :] for sample in samples]
 
 
 def new_weights(engine: TransformersEngine, version: int) -> None:
@@ -109,7 +110,10 @@ def test_a_batch_is_the_next_prompts_in_order_with_all_their_responses() -> None
     queue, _ = make_queue()
     groups = queue.take(0)
     assert [group.index for group in groups] == [0, 1, 2, 3]
-    assert [group.prompt for group in groups] == [TASK.prompt(i) for i in range(4)]
+    for group in groups:
+        for sample in [sample for t in group.trajectories for sample in t.samples]:
+            prompt = sample.tokens[: -sample.response_length].tolist()
+            assert tuple(prompt) == TASK.prompt(group.index).tokens
     assert all(len(group.trajectories) == len(group.rewards) == 2 for group in groups)
     assert [group.index for group in queue.take(0)] == [4, 5, 6, 7]
 

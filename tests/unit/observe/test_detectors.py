@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from plugin.observe.detectors import MismatchDetectors
+from plugin.batch_types import FIELDS
+from plugin.cli import main
+from plugin.compare.log_prob_dump import LogProbDump
+from plugin.errors import HookLoadError
+from plugin.observe.detectors import DETECTORS, Detector, MismatchDetectors, load_detectors
+from plugin.observe.findings import Finding, Step
 from plugin.observe.routing_agreement import routing_finding
 
+MISMATCH_PAGE = Path(__file__).parents[3] / "docs" / "mismatch.md"
 VOCABULARY, SAMPLES, LENGTH = 40, 128, 64
 
 
@@ -163,6 +171,65 @@ def test_a_growing_mismatch_is_found_and_a_steady_one_is_not() -> None:
         columns = rollout(LANGUAGE, LANGUAGE, seed=i, noise=0.05)
         assert steady.check(columns, step=i) == []
     assert last == ["growing_mismatch"]
+
+
+def doc_example() -> str:
+    (code,) = re.findall(r"```python\n(from plugin.observe.+?)```", MISMATCH_PAGE.read_text(), re.S)
+    return code
+
+
+def test_the_users_own_detector_of_the_docs_runs_after_the_built_in_ones(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(doc_example())
+    columns = rollout(LANGUAGE, LANGUAGE)
+    columns["rollout_log_probs"] = [values * 0 for values in columns["rollout_log_probs"]]
+    detectors = MismatchDetectors(custom_path=f"{file}:long_tail")
+    [built_in, own] = detectors.check(columns, step=0)
+    assert (built_in.detector, own.detector) == ("zero_filled", f"{file}:long_tail")
+    [_, later] = detectors.check(columns, step=1)
+    assert own.evidence == later.evidence, "the worst share so far is the same share"
+    assert detectors.check(rollout(LANGUAGE, LANGUAGE), step=2) == []
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ("def f(step): return None", r"it is called with \(step, memory\)"),
+        ("def f(step, memory): return step.no_such_field", "failed on an example step"),
+        ("def f(step, memory): return 'odd'", "returned a str; a detector returns a Finding"),
+        ("def g(step, memory): return None", "has no 'f'"),
+    ],
+)
+def test_a_detector_that_cannot_work_is_refused_when_it_is_loaded(
+    tmp_path: Path, body: str, message: str
+) -> None:
+    (tmp_path / "own.py").write_text(body)
+    with pytest.raises(HookLoadError, match=message):
+        load_detectors(f"{tmp_path}/own.py:f")
+
+
+def test_a_row_of_the_table_is_all_that_a_detector_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def always(step: Step, memory: list[Any]) -> Finding:
+        """Everything."""
+        return Finding("always", "info", f"{len(step.tokens)} tokens", "a test", "nothing")
+
+    added = Detector(always, needs=("rollout_log_probs",))
+    monkeypatch.setattr("plugin.observe.detectors.DETECTORS", (*DETECTORS, added))
+    assert found(rollout(LANGUAGE, LANGUAGE)) == ["always"]
+    LogProbDump(tmp_path).write(0, rollout(LANGUAGE, LANGUAGE))
+    assert main(["compare", str(tmp_path)]) == 0
+    assert "info: always\n  evidence: 8192 tokens" in capsys.readouterr().out
+
+
+def test_the_table_names_columns_of_a_batch_and_detectors_further_up() -> None:
+    earlier: set[str] = set()
+    for detector in DETECTORS:
+        assert {*detector.needs} <= {*FIELDS, "train_routed_experts"}
+        assert detector.looks_for and detector.name not in earlier
+        earlier.add(detector.name)
+        assert {*detector.unless} <= {d.name for d in DETECTORS}
 
 
 def routes(seed: int, count: int = 3) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -13,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from plugin.observe import report_command
-from plugin.observe.html_report import MAX_STRETCHES, PANELS, report_html, thinned
-from plugin.observe.run_files import RunFiles, read_run
+from plugin.cli import main
+from plugin.observe.html_report import MAX_STRETCHES, PANELS, TILES, report_html, thinned
+from plugin.observe.run_files import RunFiles
+from plugin.observe.run_record import read_run
 
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -28,10 +28,16 @@ SLICES = (
 )
 
 
+def drawn_metrics() -> set[str]:
+    """The names of all metrics that the report shows, besides the slices."""
+    keys = {key for panel in PANELS for keys in panel.lines.values() for key in keys}
+    bands = {key for panel in PANELS for low, high, _ in panel.bands for key in (low, high)}
+    return keys | bands | set(TILES.values())
+
+
 def write_run(directory: Path, *, steps: int = 20, level: float = 1.0, **config: Any) -> Path:
     """A run whose metrics fill every panel."""
-    keys = {key for panel in PANELS for line in panel.lines for key in line.keys}
-    keys |= {key for panel in PANELS for low, high, _ in panel.bands for key in (low, high)}
+    keys = drawn_metrics()
     with RunFiles(directory, {"policy_loss": "ppo", **config}, tensorboard=False) as files:
         for step in range(steps):
             values = {key: level * (1.5 + math.sin(step + len(key))) for key in keys}
@@ -43,9 +49,7 @@ def write_run(directory: Path, *, steps: int = 20, level: float = 1.0, **config:
 
 
 def run_report(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    report_command.add_arguments(parser)
-    return report_command.run(parser.parse_args(list(words)))
+    return main(["report", *words])
 
 
 def page_data(path: Path) -> dict[str, Any]:

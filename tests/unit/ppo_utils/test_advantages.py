@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from plugin.config.estimator_traits import ESTIMATOR_TRAITS
 from plugin.errors import BatchError
 from plugin.ppo_utils import (
     gae_advantages,
@@ -16,7 +17,7 @@ from plugin.ppo_utils import (
     spread_over_tokens,
     whiten,
 )
-from plugin.ppo_utils.advantages import discounted_suffix_sums
+from plugin.ppo_utils.advantages import ESTIMATORS, discounted_suffix_sums
 
 REWARDS = torch.tensor([1.0, 2.0, 6.0, 5.0])
 GROUPS = torch.tensor([0, 0, 0, 1])
@@ -192,3 +193,7 @@ def test_mismatched_lengths_are_batch_errors() -> None:
         reinforce_plus_plus_returns(torch.tensor([1.0, 2.0]), [two])
     with pytest.raises(BatchError, match="one per sample"):
         gae_advantages(torch.tensor([1.0, 2.0]), [two], [two])
+
+
+def test_every_estimator_without_a_value_model_is_in_the_table() -> None:
+    assert set(ESTIMATORS) == {n for n, traits in ESTIMATOR_TRAITS.items() if not traits.values}

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
 from plugin.rollout.conversation.environment_protocol import Ending, Message, Reply, Step
 from plugin.rollout.conversation.multi_turn import run_multi_turn
-from plugin.rollout.conversation.trajectory import Segment, Trajectory
+from plugin.rollout.conversation.trajectory import Trajectory
 from plugin.rollout.engines.protocol import (
     Answer,
     Generation,
@@ -111,10 +112,14 @@ def encode(text: str) -> list[int]:
     return list(chat_tokenizer().encode(text, add_special_tokens=False))
 
 
-def text_of(segment: Segment) -> str:
-    """What a reader of the segment's tokens sees."""
-    tokens = [*segment.prompt, *segment.generation.tokens.tolist()]
-    return str(chat_tokenizer().decode(tokens, skip_special_tokens=False))
+def text_of(sample: RolloutSample) -> str:
+    """What a reader of the sample's tokens sees."""
+    return str(chat_tokenizer().decode(sample.tokens.tolist(), skip_special_tokens=False))
+
+
+def prompt_and_response(sample: RolloutSample) -> tuple[list[int], list[int]]:
+    tokens, length = sample.tokens.tolist(), sample.response_length
+    return tokens[:-length], tokens[-length:]
 
 
 @dataclass

@@ -21,6 +21,7 @@ from tests.unit.rollout.conversation.conversations import (
     compaction,
     encode,
     play,
+    prompt_and_response,
     script,
     text_of,
     tool,
@@ -42,7 +43,7 @@ def samples(template: str, steps: list[Any], flags: dict[str, Any], replies: Any
     trajectory, _ = play(template, script(replies), steps, **flags)
     assert trajectory.error is None
     assert trajectory.turns == len(steps) + 1
-    return len(trajectory.segments)
+    return len(trajectory.samples)
 
 
 @pytest.mark.parametrize("flags", [NONE, BETWEEN, ALL, BOTH])
@@ -76,7 +77,7 @@ def test_between_tool_calls_keeps_thinking_until_each_user_message() -> None:
     assert samples("strips_always", steps, NONE) == 6
     assert samples("strips_always", steps, BETWEEN) == 3
     trajectory, _ = play("strips_always", script(thoughts(6)), steps, **BETWEEN)
-    assert [text_of(s).count("thinking") for s in trajectory.segments] == [3, 2, 1]
+    assert [text_of(s).count("thinking") for s in trajectory.samples] == [3, 2, 1]
 
 
 @pytest.mark.parametrize(("flags", "expected"), [(NONE, 2), (BETWEEN, 1), (ALL, 1)])
@@ -124,9 +125,9 @@ def test_a_reply_that_survives_a_compaction_keeps_its_thinking_in_the_new_prompt
     kept, _ = play(template, script(said), [user("more"), shortened], **ALL)
     stripped, _ = play(template, script(said), [user("more"), shortened])
     expected = "<think>\nthinking hard</think>\n\nsecond"
-    assert f"<|end|>\n<|turn|>assistant\n{expected}" in text_of(kept.segments[-1])
-    assert "thinking hard" not in text_of(stripped.segments[-1])
-    assert len(kept.segments) == 2
+    assert f"<|end|>\n<|turn|>assistant\n{expected}" in text_of(kept.samples[-1])
+    assert "thinking hard" not in text_of(stripped.samples[-1])
+    assert len(kept.samples) == 2
 
 
 def test_thinking_in_a_field_of_its_own_is_kept_too() -> None:
@@ -161,11 +162,11 @@ def test_template_arguments_and_tools_reach_the_template() -> None:
 @pytest.mark.parametrize("template", ["plain", "strips_always", "empty_thinking"])
 def test_the_end_of_a_turn_is_there_once(template: str, flags: dict[str, Any]) -> None:
     trajectory, _ = play(template, script(["one", "two", "three"]), [tool(), user()], **flags)
-    for segment in trajectory.segments:
-        tokens = [*segment.prompt, *segment.generation.tokens.tolist()]
+    for sample in trajectory.samples:
+        tokens = sample.tokens.tolist()
         ends, turns = tokens.count(STOP[0]), tokens.count(1)
         assert ends == turns
-    text = text_of(trajectory.segments[-1])
+    text = text_of(trajectory.samples[-1])
     assert text.startswith("<|turn|>user\nquestion 0")
     if template != "empty_thinking":
         assert text == (
@@ -179,9 +180,10 @@ def test_sampled_tokens_that_the_tokenizer_would_not_choose_stay_as_they_were_sa
     assert letters != encode("the answer")
     engine = ScriptedEngine(lambda turn, _: [*letters, *STOP])
     trajectory, _ = play("plain", engine, [tool()])
-    [segment] = trajectory.segments
-    assert segment.generation.tokens.tolist()[: len(letters) + 1] == [*letters, *STOP]
-    assert engine.calls[1].request.prompt[len(segment.prompt) :][: len(letters)] == tuple(letters)
+    [sample] = trajectory.samples
+    prompt, response = prompt_and_response(sample)
+    assert response[: len(letters) + 1] == [*letters, *STOP]
+    assert engine.calls[1].request.prompt[len(prompt) :][: len(letters)] == tuple(letters)
 
 
 def test_bytes_that_are_no_text_do_not_split_a_sample() -> None:
@@ -189,39 +191,39 @@ def test_bytes_that_are_no_text_do_not_split_a_sample() -> None:
     engine = ScriptedEngine(lambda turn, _: [*lone_byte, *STOP])
     trajectory, environment = play("plain", engine, [tool()])
     assert environment.heard[0].text == "\ufffd"
-    assert len(trajectory.segments) == 1
-    assert trajectory.segments[0].generation.tokens[0] == lone_byte[0]
+    assert len(trajectory.samples) == 1
+    assert prompt_and_response(trajectory.samples[0])[1][0] == lone_byte[0]
 
 
 def test_masks_and_log_probs_by_hand() -> None:
     trajectory, _ = play("plain", script(["a", "b"]), [tool("c")])
-    [segment] = trajectory.segments
+    [sample] = trajectory.samples
     between = encode("\n<|turn|>tool\nc<|end|>\n<|turn|>assistant\n")
-    generation = segment.generation
-    assert generation.tokens.tolist() == [*encode("a"), *STOP, *between, *encode("b"), *STOP]
-    assert segment.loss_mask is not None and generation.log_probs is not None
-    assert segment.loss_mask.tolist() == [1, 1, *[0] * len(between), 1, 1]
+    _, response = prompt_and_response(sample)
+    assert response == [*encode("a"), *STOP, *between, *encode("b"), *STOP]
+    assert sample.rollout_log_probs is not None
+    assert sample.loss_mask.tolist() == [1, 1, *[0] * len(between), 1, 1]
     # The scripted engine counts its tokens: the k-th has log-prob -k / 1024.
     sampled = [-1 / 1024, -2 / 1024], [-3 / 1024, -4 / 1024]
-    assert generation.log_probs.tolist() == [*sampled[0], *[0.0] * len(between), *sampled[1]]
+    assert sample.rollout_log_probs.tolist() == [*sampled[0], *[0.0] * len(between), *sampled[1]]
     # The oldest of the weights that generated it; the scripted engine has new ones at every turn.
-    assert generation.weight_version == 0
+    assert sample.weight_version == 0
 
 
-def test_a_sample_without_inserted_tokens_needs_no_mask() -> None:
+def test_a_sample_without_inserted_tokens_masks_nothing() -> None:
     trajectory, _ = play("strips_always", script(thoughts(2)), [tool()])
-    assert [segment.loss_mask for segment in trajectory.segments] == [None, None]
+    assert [bool(sample.loss_mask.all()) for sample in trajectory.samples] == [True, True]
 
 
 def test_the_routes_of_a_sample_are_those_of_its_last_turn_and_cover_every_position() -> None:
     trajectory, _ = play(
         "qwen_like", script(thoughts(4)), [tool(), user(), tool()], routed_experts=True
     )
-    assert len(trajectory.segments) == 2
-    for segment, last_turn in zip(trajectory.segments, (1, 3), strict=True):
-        routes = segment.generation.routed_experts
+    assert len(trajectory.samples) == 2
+    for sample, last_turn in zip(trajectory.samples, (1, 3), strict=True):
+        routes = sample.routed_experts
         assert routes is not None
-        assert len(routes) == len(segment.prompt) + segment.generation.tokens.numel()
+        assert len(routes) == len(sample.tokens)
         assert routes.unique().tolist() == [last_turn]
 
 
@@ -245,22 +247,20 @@ STEPS = st.sampled_from(
 
 
 def check_samples_against_calls(trajectory: Trajectory, engine: ScriptedEngine) -> None:
-    """Each call's context and answer is found, in order, in the segments, and nothing else carries loss."""
+    """Each call's context and answer is found, in order, in the samples, and nothing else carries loss."""
     calls = iter(engine.calls)
-    for segment in trajectory.segments:
-        tokens = segment.generation.tokens.tolist()
-        log_probs = segment.generation.log_probs
-        mask = segment.loss_mask
-        mask = torch.ones(len(tokens), dtype=torch.int64) if mask is None else mask
+    for sample in trajectory.samples:
+        prompt, tokens = prompt_and_response(sample)
+        log_probs, mask = sample.rollout_log_probs, sample.loss_mask
         assert log_probs is not None and len(mask) == len(log_probs) == len(tokens)
         assert not log_probs[mask == 0].any()
         position, sampled = 0, 0
         while int(mask.sum()) > sampled:
             call = next(calls)
             assert isinstance(call.answer, Generation)
-            start = len(call.request.prompt) - len(segment.prompt)
+            start = len(call.request.prompt) - len(prompt)
             end = start + call.answer.tokens.numel()
-            assert call.request.prompt == (*segment.prompt, *tokens[:start])
+            assert call.request.prompt == (*prompt, *tokens[:start])
             assert start >= position and not mask[position:start].any()
             assert tokens[start:end] == call.answer.tokens.tolist()
             assert mask[start:end].all()
@@ -288,4 +288,4 @@ def test_every_sampled_token_is_trained_on_once_in_the_context_it_was_sampled_in
     assert trajectory.error is None
     check_samples_against_calls(trajectory, engine)
     if flags is ALL and not any(callable(step) or step.history for _, step in turns):
-        assert len(trajectory.segments) == 1
+        assert len(trajectory.samples) == 1

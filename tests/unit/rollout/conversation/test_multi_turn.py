@@ -15,7 +15,6 @@ from plugin.rollout.conversation.environment_protocol import Step
 from plugin.rollout.conversation.multi_turn import OpeningPrompts, run_multi_turn, turn_seed
 from plugin.rollout.conversation.trajectory import Trajectory
 from plugin.rollout.engines.protocol import (
-    Generation,
     GenerationFailure,
     GenerationRequest,
     SamplingParameters,
@@ -31,6 +30,7 @@ from tests.unit.rollout.conversation.conversations import (
     chat_tokenizer,
     encode,
     play,
+    prompt_and_response,
     script,
     tool,
     user,
@@ -65,8 +65,8 @@ def test_a_reply_cut_by_length_ends_the_trajectory_and_is_scored_without_a_step(
     assert trajectory.error is None and trajectory.reward == 1.0
     assert environment.endings == ["reply_cut"]
     assert [reply.text for reply in environment.heard] == ["a"]
-    assert trajectory.segments[-1].generation.finish_reason == "length"
-    assert trajectory.segments[-1].generation.tokens.tolist()[-len(encode("long")) :] == encode("long")  # fmt: skip
+    assert trajectory.truncated
+    assert trajectory.samples[-1].tokens.tolist()[-len(encode("long")) :] == encode("long")
 
 
 def test_the_number_of_turns_is_limited_and_the_last_reply_is_heard() -> None:
@@ -82,8 +82,8 @@ def test_a_turn_that_would_not_fit_is_not_started_and_leaves_no_trailing_tokens(
         "plain", script(["a"] * 3), [tool()] * 2, max_context_length=first + 1024
     )
     assert (trajectory.turns, environment.endings) == (1, ["max_context"])
-    [segment] = trajectory.segments
-    assert segment.generation.tokens.tolist() == [*encode("a"), *STOP]
+    [sample] = trajectory.samples
+    assert prompt_and_response(sample)[1] == [*encode("a"), *STOP]
     none, _ = play("plain", script(["a"]), [], max_context_length=first + 1023)
     assert none.error is not None and "--max-context-length" in none.error
 
@@ -112,9 +112,9 @@ def test_a_trajectory_depends_on_its_seed_and_not_on_the_batch() -> None:
 
     [together] = run(random_engine(), [GenerationRequest((), (1, 2, 3))], make)
     [[alone]] = run(random_engine(), [GenerationRequest((), (2,))], make)
-    [of_two] = [t.segments[0].generation.tokens.tolist() for t in together[1:2]]
-    assert of_two == alone.segments[0].generation.tokens.tolist()
-    assert of_two != together[0].segments[0].generation.tokens.tolist()
+    first, second = (prompt_and_response(t.samples[0])[1] for t in together[:2])
+    assert second == prompt_and_response(alone.samples[0])[1]
+    assert second != first
     seeds = {turn_seed(seed, turn) for seed in range(100) for turn in range(10)}
     assert len(seeds) == 1000 and all(0 <= seed < 2**62 for seed in seeds)
 
@@ -150,7 +150,7 @@ def test_an_environment_that_misbehaves_fails_its_own_trajectory_only(
         lambda index, seed: environments[seed],
         environment_timeout=0.2 if environment.steps == [hanging] else 60.0,
     )
-    assert group[1].segments == () and message in (group[1].error or "")
+    assert group[1].samples == () and message in (group[1].error or "")
     assert [t.turns for t in (group[0], group[2])] == [2, 2]
     assert group[0].error is None and group[2].reward == 1.0
     assert [e.closed for e in environments] == [1, 1, 1]
@@ -237,17 +237,14 @@ def test_log_probs_of_a_conversation_are_those_of_one_pass_over_the_whole_sample
     longest = max(group, key=lambda trajectory: trajectory.turns)
     assert CHARACTERS.vocab_size == VOCAB_SIZE and longest.turns == 3
     for trajectory in group:
-        [segment] = trajectory.segments
-        generation = segment.generation
-        tokens = torch.tensor([*segment.prompt, *generation.tokens.tolist()])
+        [sample] = trajectory.samples
+        tokens, mask = sample.tokens, sample.loss_mask
         with torch.no_grad():
             rows = sampling_log_probs(model(tokens[None]).logits[0, :-1], parameters)
-        expected = rows.gather(-1, tokens[1:, None]).squeeze(-1)[len(segment.prompt) - 1 :]
-        mask = segment.loss_mask
-        mask = torch.ones(len(expected)) if mask is None else mask
-        assert generation.log_probs is not None
-        assert torch.allclose(generation.log_probs * mask, expected * mask, atol=1e-4)
-        assert not generation.log_probs[mask == 0].any()
-        if generation.routed_experts is not None:
-            assert len(generation.routed_experts) == len(tokens)
-    assert isinstance(longest.segments[0].generation, Generation)
+        expected = rows.gather(-1, tokens[1:, None]).squeeze(-1)[-sample.response_length :]
+        log_probs = sample.rollout_log_probs
+        assert log_probs is not None
+        assert torch.allclose(log_probs * mask, expected * mask, atol=1e-4)
+        assert not log_probs[mask == 0].any()
+        if sample.routed_experts is not None:
+            assert len(sample.routed_experts) == len(tokens)

