@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -18,13 +19,20 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import psutil
 
 POOL_SIZE = 4
 _CONTEXT = multiprocessing.get_context("forkserver")
 _SECONDS_FOR_OTHERS = 5.0
 """How long the other ranks may take to fail by themselves once one has failed."""
+
+
+#: Three threads per gloo group, each of which wakes up all the time: hundreds slow down the whole machine. Groups of MoE
+#: models stay, because Megatron-Core's token dispatchers keep tensors of their last graph, which Python cannot collect.
+_MOST_THREADS = 200
 
 
 class RankError(RuntimeError):
@@ -81,6 +89,8 @@ def _run_job(job: _Job) -> _Outcome:
         return _Outcome(None, _picklable(error), traceback.format_exc(), failed_at)
     finally:
         destroy_parallel()
+        # Models and groups refer to each other in circles; the threads of a gloo group live until it is collected.
+        gc.collect()
 
 
 def _serve(pipe: multiprocessing.connection.Connection) -> None:
@@ -96,7 +106,8 @@ def _serve(pipe: multiprocessing.connection.Connection) -> None:
         while True:
             try:
                 outcome = _run_job(pickle.loads(pipe.recv_bytes()))
-                message = pickle.dumps(outcome)
+                worn_out = psutil.Process().num_threads() > _MOST_THREADS
+                message = pickle.dumps(replace(outcome, needs_new_worker=worn_out))
             except EOFError:
                 raise
             except Exception:
@@ -104,13 +115,8 @@ def _serve(pipe: multiprocessing.connection.Connection) -> None:
             pipe.send_bytes(message)
 
 
-#: A gloo group's threads outlive it: after some dozens of groups they slow down everything in the process.
-_JOBS_PER_WORKER = 10
-
-
 class _Worker:
     def __init__(self) -> None:
-        self.jobs = 0
         self.pipe, theirs = _CONTEXT.Pipe()
         # Not a daemon: daemons may not start processes, and asynchronous checkpointing does.
         self.process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=False)
@@ -159,11 +165,6 @@ class RankPool:
         """
         while len(self._workers) < world_size:
             self._workers.append(_Worker())
-        for rank in range(world_size):
-            if self._workers[rank].jobs >= _JOBS_PER_WORKER:
-                self._workers[rank].kill()
-                self._workers[rank] = _Worker()
-            self._workers[rank].jobs += 1
         workers = self._workers[:world_size]
         self._jobs += 1
         init_method = f"file://{self._directory.name}/rendezvous-{self._jobs}"

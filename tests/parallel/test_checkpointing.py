@@ -179,12 +179,12 @@ def assert_same_steps(
 @pytest.mark.parametrize(
     ("source", "layout", "settings"),
     [
-        ("TP2", PP2, {}),
+        pytest.param("TP2", PP2, {}, marks=pytest.mark.slow),
         ("TP2", VPP2, SHARDED),
         pytest.param("TP2", DP2, SHARDED, marks=pytest.mark.slow),
         ("DP2 distributed optimizer", TP2, {}),
         pytest.param("DP2 distributed optimizer", PP2, SHARDED, marks=pytest.mark.slow),
-        ("EP2", EP2, SHARDED),
+        pytest.param("EP2", EP2, SHARDED, marks=pytest.mark.slow),
         ("EP2", PP2, {}),
     ],
     ids=[

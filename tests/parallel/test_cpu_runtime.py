@@ -81,6 +81,14 @@ MOE_STEPS = [
     ("EP2 x TP2+SP", 4, {EP: 2, TP: 2}, SP, PLAIN),
     ("EP2 x PP2, full recompute", 4, {EP: 2, PP: 2}, FULL_RECOMPUTE, PLAIN),
 ]
+# The trainer's own tests go through these layouts as well (test_layout_equality.py).
+DEFAULT_STEPS = {
+    "dense": (
+        *("TP2+SP", "PP2 x VPP2, full recompute", "DP2, distributed optimizer"),
+        "TP2+SP x PP2, full recompute",
+    ),
+    "moe": ("TP2+SP", "EP2 x TP2+SP", "EP2 x PP2, full recompute"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +106,16 @@ def one_process(rank_pool: RankPool) -> Callable[[str], tuple[float, dict[str, T
 
 @pytest.mark.parametrize(
     ("family", "ranks", "sizes", "settings", "optimizer"),
-    [pytest.param("dense", *case[1:], id=f"dense, {case[0]}") for case in DENSE_STEPS]
-    + [pytest.param("moe", *case[1:], id=f"moe, {case[0]}") for case in MOE_STEPS],
+    [
+        pytest.param(
+            family,
+            *case,
+            id=f"{family}, {name}",
+            marks=() if name in DEFAULT_STEPS[family] else pytest.mark.slow,
+        )
+        for family, steps in {"dense": DENSE_STEPS, "moe": MOE_STEPS}.items()
+        for name, *case in steps
+    ],
 )
 def test_a_step_has_the_gradient_norm_and_weights_of_one_process(
     run_ranks: Any,
@@ -133,7 +149,13 @@ def dropout_step_on_rank(
     return step_on_rank(groups, config, state, settings, **dropouts)[0]
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(1, {}), (2, {TP: 2})], ids=["one rank", "TP2"])
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        pytest.param(1, {}, id="one rank", marks=pytest.mark.slow),
+        pytest.param(2, {TP: 2}, id="TP2"),
+    ],
+)
 def test_recomputation_draws_the_dropout_of_the_first_pass_again(
     run_ranks: Any, ranks: int, sizes: dict[str, int]
 ) -> None:

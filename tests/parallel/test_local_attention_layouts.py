@@ -86,9 +86,23 @@ def scalar_objective(logits: Tensor, positions: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+CP_SIZES = {"packed": 1, "CP2": 2, "CP4": 4}
+DEFAULT_CASES = (("llama", "packed"), ("qwen3", "CP2"), ("qwen3_moe", "CP4"))
+
+
 @pytest.mark.parametrize(
-    ("ranks", "sizes"), [(1, {}), (2, {CP: 2}), (4, {CP: 4})], ids=["packed", "CP2", "CP4"]
+    ("family", "ranks", "sizes"),
+    [
+        pytest.param(
+            family,
+            size,
+            {CP: size},
+            id=f"{name}-{family}",
+            marks=() if (family, name) in DEFAULT_CASES else pytest.mark.slow,
+        )
+        for name, size in CP_SIZES.items()
+        for family in FAMILIES
+    ],
 )
 def test_samples_packed_in_one_row_get_their_own_logits_and_gradients(
     run_ranks: Any, family: str, ranks: int, sizes: dict[str, int]

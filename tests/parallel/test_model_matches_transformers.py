@@ -33,6 +33,7 @@ from tests.parallel.tiny_models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
+from tests.parallel.training_jobs import further
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP, EP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
@@ -67,8 +68,22 @@ MOE_LAYOUTS = LAYOUTS | {
 # A MoE model under TP needs SP.
 del MOE_LAYOUTS["TP2"]
 
+# One rank of every family, every way of cutting dense layers and every way of cutting experts; the rest with `-m slow`.
+DEFAULT_CASES = {
+    "qwen3": ("one rank", "PP2 x VPP2", "TP2+SP x PP2"),
+    "llama": ("one rank", "TP2"),
+    "qwen3_moe": (
+        *("one rank", "EP2, allgather dispatcher", "EP2 x PP2"),
+        *("EP2 x TP2+SP", "EP2 x TP2+SP, experts not cut"),
+    ),
+}
 CASES = [
-    pytest.param(family, layout, id=f"{family}, {layout}")
+    pytest.param(
+        family,
+        layout,
+        id=f"{family}, {layout}",
+        marks=() if layout in DEFAULT_CASES[family] else pytest.mark.slow,
+    )
     for family in FAMILIES
     for layout in (MOE_LAYOUTS if family == "qwen3_moe" else LAYOUTS)
 ]
@@ -115,7 +130,7 @@ def test_log_probs_equal_those_of_transformers(run_ranks: Any, family: str, layo
     assert_log_probs_match(results, [hf_log_probs(model, rows) for rows in tokens])
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2", "PP2", "PP2 x VPP2"])
+@pytest.mark.parametrize("layout", ["TP2", "PP2 x VPP2", *further("one rank", "PP2")])
 def test_tied_embeddings_and_a_vocabulary_that_tp_does_not_divide_match_transformers(
     run_ranks: Any, layout: str
 ) -> None:
@@ -220,12 +235,12 @@ def export_after_training_on_rank(
 
 
 TRAINING_CASES = [
-    ("qwen3", "one rank", False),
+    pytest.param("qwen3", "one rank", False, marks=pytest.mark.slow),
     ("qwen3", "TP2+SP x PP2", True),
     ("qwen3", "PP2 x VPP2", False),
     ("llama", "TP2", False),
     ("qwen3_moe", "EP2", True),
-    ("qwen3_moe", "EP2 x PP2", False),
+    pytest.param("qwen3_moe", "EP2 x PP2", False, marks=pytest.mark.slow),
     ("qwen3_moe", "EP2 x TP2+SP", False),
 ]
 

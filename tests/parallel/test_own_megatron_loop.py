@@ -55,7 +55,9 @@ def both_steps(
     "layout",
     [
         pytest.param(Layout(2), id="DP2"),
-        pytest.param(Layout(2, {"tensor_model_parallel_size": 2}), id="TP2"),
+        pytest.param(
+            Layout(2, {"tensor_model_parallel_size": 2}), id="TP2", marks=pytest.mark.slow
+        ),
         pytest.param(Layout(2, {"pipeline_model_parallel_size": 2}), id="PP2"),
     ],
 )

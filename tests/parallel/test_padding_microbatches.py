@@ -57,7 +57,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["one process", "DP2", "EP2", "CP2", *further("TP2", "PP2")])
+@pytest.mark.parametrize("name", ["DP2", "EP2", "CP2", *further("one process", "TP2", "PP2")])
 def test_four_more_padding_microbatches_change_nothing(run_ranks: RunRanks, name: str) -> None:
     family = "qwen3_moe" if name == "EP2" else "qwen3"
     cases = {
@@ -104,7 +104,8 @@ def collectives_of_a_step(
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
         ):
             trainer.train_step(start.batch.select(range(4)))
-        events = [event.name for event in profile.events()]
+        # The raw events: `profile.events()` takes seconds to arrange them.
+        events = [event.name() for event in profile.profiler.kineto_results.events()]
         counts[name] = Counter(event for event in events if event.startswith("c10d::"))
     return counts
 
@@ -246,7 +247,7 @@ def step_without_responses(
     return trainer.train_step(batch), [len(values) for values in log_probs]
 
 
-@pytest.mark.parametrize("name", ["one process", "DP2", "CP2", *further("TP2")])
+@pytest.mark.parametrize("name", ["DP2", "CP2", *further("one process", "TP2")])
 def test_a_sample_without_a_response_neither_fails_nor_counts(
     run_ranks: RunRanks, name: str
 ) -> None:

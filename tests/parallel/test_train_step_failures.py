@@ -72,7 +72,15 @@ def fail_then_go_on(
     }
 
 
-@pytest.mark.parametrize(("name", "bad_rank"), [("TP2", 1), ("PP2", 1), ("DP2", 1), ("TP2xPP2", 3)])
+@pytest.mark.parametrize(
+    ("name", "bad_rank"),
+    [
+        pytest.param("TP2", 1, marks=pytest.mark.slow),
+        pytest.param("PP2", 1, marks=pytest.mark.slow),
+        ("DP2", 1),
+        ("TP2xPP2", 3),
+    ],
+)
 def test_a_hook_that_raises_on_one_rank_ends_the_step_everywhere_with_its_traceback(
     run_ranks: RunRanks, name: str, bad_rank: int
 ) -> None:
@@ -152,7 +160,7 @@ def skip_then_go_on(
     [
         ("TP2", {}),
         ("PP2", {"clip_grad": 0.0}),
-        ("DP2", {}),
+        pytest.param("DP2", {}, marks=pytest.mark.slow),
         ("DP2", {"use_distributed_optimizer": True}),
     ],
 )

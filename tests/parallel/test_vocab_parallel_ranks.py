@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-import time
-from collections.abc import Callable
-from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from plugin.logprobs.fused_lm_head import fused_log_probs_and_entropy
 from plugin.logprobs.vocab_parallel import log_probs_and_entropy
+from plugin.megatron_backend.parallel_groups import ParallelGroups
+from tests.parallel.training_jobs import RunRanks
 
 ROWS, COLUMNS = 13, 64
-
-
-def run_ranks(body: Callable[[int, int], None], size: int, seconds: float = 120.0) -> None:
-    """Run `body(rank, size)` in `size` fresh processes; a failing or silent rank fails the test."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.spawn(_rank_main, args=(body, size, port), nprocs=size, join=False)
-    try:
-        deadline = time.monotonic() + seconds
-        while not context.join(timeout=1.0):  # True when all have ended, raises what a rank raised
-            if time.monotonic() > deadline:
-                pytest.fail(f"ranks of {body.__name__} did not finish within {seconds} s")
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-
-
-def _rank_main(rank: int, body: Callable[[int, int], None], size: int, port: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    try:
-        body(rank, size)
-    finally:
-        dist.destroy_process_group()
 
 
 def whole_problem(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -182,7 +147,8 @@ def fused_head_equals_one_process(rank: int, size: int) -> None:
         torch.testing.assert_close(sequence[3], one[3].chunk(size)[rank])
 
 
-def all_claims(rank: int, size: int) -> None:
+def all_claims(groups: ParallelGroups) -> None:
+    rank, size = groups.rank, groups.world_size
     equal_to_one_process(rank, size)
     two_collectives_forward_none_backward(rank, size)
     a_nan_row_is_nan_on_every_rank_and_poisons_no_gradient(rank, size)
@@ -191,5 +157,5 @@ def all_claims(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_sharded_results_gradients_and_collectives(size: int) -> None:
+def test_sharded_results_gradients_and_collectives(run_ranks: RunRanks, size: int) -> None:
     run_ranks(all_claims, size)

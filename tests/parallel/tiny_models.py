@@ -78,8 +78,18 @@ def hf_model(config: Any, seed: int = 0) -> Any:
     return model.eval()
 
 
+_state_dicts: dict[tuple[str, int], dict[str, Tensor]] = {}
+
+
 def hf_state_dict(config: Any, seed: int = 0) -> dict[str, Tensor]:
     """The weights of `hf_model(config, seed)` by their names in a checkpoint on disk."""
+    key = (config.to_json_string(use_diff=False), seed)
+    if key not in _state_dicts:
+        _state_dicts[key] = _saved_state_dict(config, seed)
+    return dict(_state_dicts[key])
+
+
+def _saved_state_dict(config: Any, seed: int) -> dict[str, Tensor]:
     import tempfile
     from pathlib import Path
 

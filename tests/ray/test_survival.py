@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from plugin.errors import EngineError, ParallelError
+from plugin.launch.job import JobResult
 from tests.ray.casualties import (
     AfterSteps,
     dropped_prompts,
@@ -27,18 +28,23 @@ from tests.ray.small_jobs import SIZES, run_small
 pytestmark = pytest.mark.timeout(600)
 
 ONE_NODE = {"num_nodes": 1, "num_rollouts": 10}
+RESUMABLE = {**ONE_NODE, "num_gpus_per_node": 2, "save_interval": 3}
+
+
+@pytest.fixture(scope="module")
+def unbroken(two_nodes: str, tmp_path_factory: pytest.TempPathFactory) -> JobResult:
+    """The run that broken runs have to repeat."""
+    return run_small(two_nodes, tmp_path_factory.mktemp("unbroken") / "run", **RESUMABLE)
 
 
 def test_a_killed_engine_is_replaced_and_a_killed_rank_sends_the_trainer_back_to_its_checkpoint(
-    two_nodes: str, tmp_path: Path
+    two_nodes: str, unbroken: JobResult, tmp_path: Path
 ) -> None:
-    settings = {**ONE_NODE, "num_gpus_per_node": 2, "save_interval": 3}
-    unbroken = run_small(two_nodes, tmp_path / "unbroken", **settings)
     with (
         AfterSteps(tmp_path / "run", 2, lambda: kill_one("EngineActor")) as engine,
         AfterSteps(tmp_path / "run", 5, lambda: kill_one("TrainerRank")) as rank,
     ):
-        result = run_small(two_nodes, tmp_path / "run", **settings)
+        result = run_small(two_nodes, tmp_path / "run", **RESUMABLE)
     assert engine.done and rank.done
     assert result.history[-1]["engine_restarts"] == result.history[-1]["trainer_restarts"] == 1
     assert trained_prompts(tmp_path / "run") == list(range(10 * 4))
@@ -135,12 +141,9 @@ def test_a_lost_rank_without_checkpoints_ends_the_job_with_advice(
     assert (tmp_path / "run" / "report.html").exists()
 
 
-RESUMED = {"num_nodes": 1, "num_rollouts": 8, "save_interval": 3}
-
-
 def _command(run_dir: Path, *extra: str, rollouts: int) -> list[str]:
     """`run_small` as a command of its own process."""
-    sizes = {**SIZES, **RESUMED, "num_rollouts": rollouts, "run_dir": run_dir}
+    sizes = {**SIZES, **RESUMABLE, "num_rollouts": rollouts, "run_dir": run_dir}
     flags = [
         w for name, value in sizes.items() for w in (f"--{name.replace('_', '-')}", str(value))
     ]
@@ -161,25 +164,24 @@ def _gone(pid: int) -> bool:
 
 
 def test_a_run_resumed_after_kill_9_of_the_driver_repeats_the_unbroken_one(
-    two_nodes: str, tmp_path: Path
+    two_nodes: str, unbroken: JobResult, tmp_path: Path
 ) -> None:
-    run_small(two_nodes, tmp_path / "unbroken", **RESUMED)
     killed = tmp_path / "killed"
     # On a Ray of its own, which has to go with its driver.
-    driver = subprocess.Popen(_command(killed, rollouts=8))
+    driver = subprocess.Popen(_command(killed, rollouts=10))
     while logged_steps(killed / "metrics.jsonl") < 5:
         assert driver.poll() is None, "the job ended before it could be killed"
         time.sleep(0.02)
     family = [p for p in psutil.Process(driver.pid).children(recursive=True) if not _is_agent(p)]
     driver.kill()
     driver.wait()
-    assert logged_steps(killed / "metrics.jsonl") < 8
-    run_small(two_nodes, killed, **RESUMED, resume=True)
-    mine, theirs = _metrics(killed), _metrics(tmp_path / "unbroken")
-    assert [step["step"] for step in mine] == list(range(1, 9))
+    assert logged_steps(killed / "metrics.jsonl") < 10
+    run_small(two_nodes, killed, **RESUMABLE, resume=True)
+    mine, theirs = _metrics(killed), _metrics(unbroken.run_dir)
+    assert [step["step"] for step in mine] == list(range(1, 11))
     for name in ("loss", "grad_norm", "reward", "mismatch_kl", "weight_version", "lr"):
         assert [s[name] for s in mine] == [s[name] for s in theirs], name
-    assert trained_prompts(killed) == list(range(8 * 4))
+    assert trained_prompts(killed) == list(range(10 * 4))
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, [process.cmdline() for process in alive]
 

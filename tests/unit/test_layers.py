@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def layer_of(file: Path) -> str:
     return first.removesuffix(".py")
 
 
+@cache
 def imports(file: Path, *, lazy: bool) -> set[str]:
     """Full names of everything imported outside `if TYPE_CHECKING`; with `lazy` also inside functions."""
     found: set[str] = set()

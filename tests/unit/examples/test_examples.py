@@ -88,7 +88,7 @@ def test_the_settings_of_a_job_are_valid_here_and_in_its_cluster_command(job: Pa
     JobConfig.from_sources(flags, job)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_fsdp2_loop_gives_the_same_losses_on_every_number_of_ranks(
     tmp_path: Path, ranks: int
 ) -> None:
