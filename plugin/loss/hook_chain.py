@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from plugin.config import LossConfig
@@ -108,7 +110,7 @@ def _try_out(path: str, hook: Callable[..., Any], args: Any) -> None:
     """
     inputs = example_inputs()
     pg_loss = torch.where(inputs.mask, 1.0, 0.0).requires_grad_()
-    with torch.enable_grad(), use_parallel_context(SINGLE_PROCESS):
+    with torch.enable_grad(), use_parallel_context(SINGLE_PROCESS), _some_process_group():
         result = hook(args, **_arguments(inputs, pg_loss, inputs.loss_masks))
         new_loss, _, _ = _checked_result(path, result, pg_loss, inputs.loss_masks)
         if not new_loss.requires_grad:
@@ -129,6 +131,19 @@ def _try_out(path: str, hook: Callable[..., Any], args: Any) -> None:
             f"hook {path!r} returned a loss that does not depend on pg_loss, so nothing would be "
             "learned; return pg_loss times a weight"
         )
+
+
+@contextmanager
+def _some_process_group() -> Iterator[None]:
+    """Join a group of one process where there is none, as on the driver: a hook may communicate."""
+    if not dist.is_available() or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _checked_result(

@@ -212,3 +212,16 @@ def test_the_chain_reports_ratio_and_weight_of_every_token_from_one_call(
         assert torch.equal(
             compute_loss(config, inputs, with_weights=True).policy.weight, outputs.policy.weight
         )
+
+
+def test_a_hook_that_communicates_is_tried_out_where_there_is_no_process_group(
+    hook_file: HookFile,
+) -> None:
+    path = hook_file(
+        "count = torch.ones(())\n"
+        "torch.distributed.all_reduce(count)\n"
+        "assert torch.distributed.get_world_size() == int(count) == 1\n"
+        "return pg_loss, loss_masks, {}"
+    )
+    hook_chain.hook_chain(corrected(path))
+    assert not torch.distributed.is_initialized()
