@@ -24,7 +24,8 @@ venv: .venv/ready ## build .venv with pinned CPU dependencies
 	@touch $@
 
 test: venv ## the whole default suite on CPU: unit, parallel (gloo ranks), Ray
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2 tests/unit
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/parallel tests/ray
 
 .venv-mcore-latest/ready: requirements/mcore-latest.txt
 	$(PYTHON_LATEST) -m venv .venv-mcore-latest

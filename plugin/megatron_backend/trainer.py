@@ -362,16 +362,7 @@ class MegatronTrainer:
             )
             self._warn_of_oversize(plan)
             microbatches = build_microbatches(batch, plan, self.groups.dp_rank)
-            prepared = prepare(
-                microbatches,
-                self.groups,
-                layout=self.layout,
-                transformer_engine=uses_transformer_engine(self.config.transformer_impl),
-                sequence_parallel=self.config.sequence_parallel,
-                device=self.device,
-            )
-            for microbatch in prepared:
-                microbatch.columns["trainer_version"] = self.version
+            prepared = self._laid_out(microbatches)
             fingerprint = (tuple(batch.columns["total_lengths"]), plan)
             step = _Step(plan, prepared, self._routes(microbatches, prepared), fingerprint)
             if recorded is not None:
@@ -379,6 +370,19 @@ class MegatronTrainer:
         errors.agree("preparing the batch")
         assert step is not None
         return step
+
+    def _laid_out(self, microbatches: list[Microbatch]) -> list[PreparedMicrobatch]:
+        prepared = prepare(
+            microbatches,
+            self.groups,
+            layout=self.layout,
+            transformer_engine=uses_transformer_engine(self.config.transformer_impl),
+            sequence_parallel=self.config.sequence_parallel,
+            device=self.device,
+        )
+        for microbatch in prepared:
+            microbatch.columns["trainer_version"] = self.version
+        return prepared
 
     def _routes(
         self, microbatches: list[Microbatch], prepared: list[PreparedMicrobatch]

@@ -49,9 +49,9 @@ def build_model(
 
     overrides: arguments of Megatron's `TransformerConfig` for which there is no flag
     """
-    cpu_runtime.activate()
     arguments = transformer_arguments(hf_config, config, groups) | overrides
     _check_fits(hf_config.model_type, arguments)
+    cpu_runtime.activate()
     transformer = TransformerConfig(**arguments)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
