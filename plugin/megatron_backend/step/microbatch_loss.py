@@ -78,7 +78,8 @@ class TrainingLoss:
         hidden: [B, S_local, H]; head_weight: [V, H]
         """
         config, layout = self.config, microbatch.inputs
-        failed = MicrobatchLoss(hidden.reshape(-1)[:0].sum() + head_weight.reshape(-1)[:0].sum())
+        attached = [tensor.reshape(-1)[:0].float().sum() for tensor in (hidden, head_weight)]
+        failed = MicrobatchLoss(attached[0] + attached[1])
         with self.errors.collecting(), use_parallel_context(loss_context(self.groups)):
             known = KnownTokens.of(config, microbatch.columns, layout.shards)
             weights = self._weights(known, microbatch)
