@@ -6,9 +6,11 @@ Three spellings: `package.module.function`, `package.module:function` and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -45,6 +47,24 @@ def load_function(path: str) -> Callable[..., Any]:
         )
     if not callable(function):
         raise HookLoadError(f"{path!r} is a {type(function).__name__}; a function is needed")
+    return function
+
+
+def load_called_with(option: str, path: str, *arguments: str) -> Callable[..., Any]:
+    """Load the function at `path` and check that it can be called as `fn(*arguments)`.
+
+    option: the flag that names it, for the error
+    """
+    function = load_function(path)
+    # Some compiled code has no signature to check.
+    with contextlib.suppress(ValueError):
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            raise HookLoadError(
+                f"{option} {path} cannot be called as fn({', '.join(arguments)}): {error}; change "
+                "its arguments"
+            ) from error
     return function
 
 

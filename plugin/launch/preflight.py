@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
-from plugin.config.import_paths import load_function
+from plugin.config.import_paths import load_called_with, load_function
 from plugin.errors import ConfigError, HookLoadError
 from plugin.launch.model_source import (
     ModelSource,
@@ -26,7 +25,7 @@ from plugin.launch.model_source import (
 from plugin.loss.objective import check_loss
 from plugin.loss.separable_loss import takes_separable_head
 from plugin.observe.detectors import load_detectors
-from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of
+from plugin.ppo_utils.advantages import ESTIMATORS
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
 from plugin.rollout.conversation.multi_turn import OpeningPrompts, run_multi_turn
 from plugin.rollout.conversation.single_turn import run_single_turn
@@ -58,7 +57,9 @@ def check_job(config: JobConfig) -> JobParts:
     load_detectors(config.custom_detector_path)
     if config.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("--use-wandb: the wandb package is not installed; pip install wandb")
-    _check_engine(config)
+    check_engine(config)
+    factory = config.engine_traits.factory
+    load_called_with("--rollout-engine", factory, "config", "hf_config", "name")
     _try_estimator(config)
     policy = policy_source(config)
     task = _tried_task(config)
@@ -74,26 +75,20 @@ def check_job(config: JobConfig) -> JobParts:
     )
 
 
-def _check_engine(config: JobConfig) -> None:
-    check_engine(config)
-    path = config.engine_traits.factory
-    _require_arguments("--rollout-engine", path, ("config", "hf_config", "name"))
-
-
 def _try_estimator(config: JobConfig) -> None:
     """Call the user's own estimator on two groups of short responses and check what it returns."""
     path = config.advantage_estimator
     if path in ESTIMATORS:
         return
-    _require_arguments(
-        "--advantage-estimator", path, ("rewards", "group_index", "loss_masks", "config")
+    estimator = load_called_with(
+        "--advantage-estimator", path, "rewards", "group_index", "loss_masks", "config"
     )
     count = config.n_samples_per_prompt
     groups = torch.arange(2).repeat_interleave(count)
     rewards = torch.arange(2 * count, dtype=torch.float32) % 3
     masks = [torch.tensor([1, 0, 1][: 1 + i % 3]) for i in range(2 * count)]
     try:
-        result = list(estimator_of(path)(rewards, groups, masks, config))
+        result = list(estimator(rewards, groups, masks, config))
     except Exception as error:
         raise HookLoadError(
             f"--advantage-estimator {path} failed on an example of {2 * count} samples:\n"
@@ -106,20 +101,6 @@ def _try_estimator(config: JobConfig) -> None:
             f"{2 * count} samples with response lengths {[len(mask) for mask in masks]}; return a "
             "list with one finite tensor [response] per sample"
         )
-
-
-def _require_arguments(option: str, path: str, names: Sequence[str]) -> None:
-    """Load the function at `path` and check that it can be called as `fn(*names)`."""
-    function = load_function(path)
-    try:
-        inspect.signature(function).bind(*names)
-    except ValueError:
-        return  # code without a signature, such as a built-in
-    except TypeError as error:
-        raise HookLoadError(
-            f"{option} {path} cannot be called as fn({', '.join(names)}): {error}; change its "
-            "arguments"
-        ) from error
 
 
 def _tried_task(config: JobConfig) -> Task:

@@ -10,7 +10,6 @@ flags with their defaults, the reference.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
-from plugin.config.import_paths import load_function
+from plugin.config.import_paths import load_called_with
 from plugin.errors import HookLoadError
 from plugin.loss.example_tokens import example_inputs
 from plugin.loss.interfaces import LossInputs, PolicyTerm
@@ -253,16 +252,10 @@ def resolve_policy_loss(name: str) -> PolicyLoss:
     """Return a built-in loss, or load the one at an import path and try it on example tokens."""
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    function = load_function(name)
+    function = load_called_with("--policy-loss", name, "inputs", "config")
     contract = (
         f"--policy-loss {name} must be fn(inputs: LossInputs, config: LossConfig) -> PolicyTerm"
     )
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise HookLoadError(
-            f"{contract}; it cannot be called with two arguments: {error}"
-        ) from None
     inputs = example_inputs()
     with torch.enable_grad():
         term = function(inputs, LossConfig(policy_loss=name))

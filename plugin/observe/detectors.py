@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from plugin.config.import_paths import load_function
+from plugin.config.import_paths import load_called_with
 from plugin.errors import HookLoadError
 from plugin.observe.findings import Finding, Step, StepTokens, join_tokens
 from plugin.observe.routing_agreement import routing_finding
@@ -346,13 +346,7 @@ def _load_detector(path: str) -> Detector:
     It is run at every step that has log-probs of both sides, and tried here on a step of equal
     log-probs.
     """
-    function = load_function(path)
-    try:
-        inspect.signature(function).bind(None, [])
-    except TypeError as error:
-        raise HookLoadError(
-            f"{path!r} cannot be called as a detector ({error}); it is called with (step, memory)"
-        ) from error
+    function = load_called_with("--custom-detector-path", path, "step", "memory")
     rows = [np.full(16, -1.0)] * (MIN_TOKENS // 16)
     example: dict[str, Sequence[Any]] = {
         **dict.fromkeys(_LOG_PROBS, rows),

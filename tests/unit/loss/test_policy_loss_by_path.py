@@ -83,7 +83,7 @@ def test_a_declared_separable_one_is_fused_with_the_lm_head(loss_file: LossFile)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("def loss(inputs):\n    return 1", "cannot be called with two arguments"),
+        ("def loss(inputs):\n    return 1", r"cannot be called as fn\(inputs, config\)"),
         ("def loss(inputs, config):\n    return inputs.mask", "it returned a Tensor"),
         (
             "def loss(inputs, config):\n    return PolicyTerm(inputs.cur_log_probs.sum(), inputs.mask)",

@@ -194,7 +194,7 @@ def test_the_users_own_detector_of_the_docs_runs_after_the_built_in_ones(tmp_pat
 @pytest.mark.parametrize(
     "body, message",
     [
-        ("def f(step): return None", r"it is called with \(step, memory\)"),
+        ("def f(step): return None", r"cannot be called as fn\(step, memory\)"),
         ("def f(step, memory): return step.no_such_field", "failed on an example step"),
         ("def f(step, memory): return 'odd'", "returned a str; a detector returns a Finding"),
         ("def g(step, memory): return None", "has no 'f'"),
