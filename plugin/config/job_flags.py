@@ -76,7 +76,9 @@ class ModelFlags(FlagGroup):
         "alltoall", "how tokens reach their experts"
     )
     moe_router_fusion: bool = flag(
-        False, "fused MoE router; refuses every routing replay and --detect-routing"
+        False,
+        "fused MoE router of Transformer Engine on CUDA; refuses every routing replay and "
+        "--detect-routing",
     )
 
     @property
