@@ -228,6 +228,23 @@ class RolloutBatch:
                 )
 
 
+def no_route(routes: Tensor) -> Tensor:
+    """[tokens, moe_layers] bool: where a token of [tokens, moe_layers, topk] routes has none.
+
+    "No route" is a row filled with the largest value of its type: the token chooses live.
+    """
+    return (routes.long() == torch.iinfo(routes.dtype).max).all(dim=2)
+
+
+def route_faults(routes: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """[tokens, moe_layers] bool each: routes with an expert out of range, and with one twice."""
+    ordered = routes.long().sort(dim=2).values
+    outside = (ordered[..., 0] < 0) | (ordered[..., -1] >= num_experts)
+    repeated = (ordered[..., 1:] == ordered[..., :-1]).any(dim=2)
+    has_route = ~no_route(routes)
+    return outside & has_route, repeated & has_route
+
+
 @dataclass
 class Microbatch:
     """What one call of a forward step works on: a batch and whether it is padding.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugin.batch_types import RolloutBatch
+from plugin.batch_types import RolloutBatch, no_route, route_faults
 from plugin.config import JobConfig
 from plugin.errors import BatchError
 from plugin.launch.rollout_queue import Group, samples_of
@@ -62,10 +62,7 @@ def advantages_of(
 
 
 def check_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> None:
-    """Every token has distinct experts in range in every MoE layer, or no route at all.
-
-    "No route" is a row filled with the largest value of its type: the token chooses live.
-    """
+    """Every token has distinct experts in range in every MoE layer, or no route at all."""
     if "rollout_routed_experts" not in batch:
         raise BatchError(
             "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; "
@@ -78,15 +75,13 @@ def check_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> None:
                 f"rollout_routed_experts of sample {i} has shape {list(routes.shape)}; the model "
                 f"has {layers} MoE layers and routes each token to {topk} experts"
             )
-        ordered = routes.long().sort(dim=-1).values
-        missing = (ordered == torch.iinfo(routes.dtype).max).all(dim=-1)
-        repeated = (ordered[..., 1:] == ordered[..., :-1]).any(dim=-1)
-        outside = (ordered[..., 0] < 0) | (ordered[..., -1] >= experts)
-        if bool(((repeated | outside) & ~missing).any()):
+        outside, repeated = route_faults(routes, experts)
+        if bool((outside | repeated).any()):
             raise BatchError(
                 f"rollout_routed_experts of sample {i} repeats an expert or names one above "
                 f"{experts - 1}; repair the engine's routes"
             )
+        missing = no_route(routes)
         if bool((missing.any(dim=1) & ~missing.all(dim=1)).any()):
             raise BatchError(
                 f"rollout_routed_experts of sample {i} has a token with routes in some MoE layers "

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from plugin.batch_types import Microbatch
+from plugin.batch_types import Microbatch, no_route, route_faults
 from plugin.errors import ReplayError
 from plugin.megatron_backend.model.hf_weights import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
@@ -135,7 +135,7 @@ def routes_of(
     dummy = torch.arange(model.topk).expand(1, model.num_layers, model.topk)
     # The dummy comes last: padding is at place -1.
     flat = torch.cat([*(routes.long() for routes in samples), dummy])
-    routed = [~_no_route(routes).all(dim=1) for routes in samples]
+    routed = [~no_route(routes).all(dim=1) for routes in samples]
     places = token_places(inputs, torch.tensor([0, *totals]).cumsum(0), groups, sequence_parallel)
     has_route = torch.cat([*routed, torch.ones(1, dtype=torch.bool)])[places]
     experts = torch.where(has_route[:, None, None], flat[places], dummy)
@@ -168,11 +168,6 @@ def router_order(values: Tensor, groups: ParallelGroups, sequence_parallel: bool
     return ordered.reshape(-1)
 
 
-def _no_route(routes: Tensor) -> Tensor:
-    """[tokens, moe_layers] bool: where a token has no route."""
-    return (routes.long() == torch.iinfo(routes.dtype).max).all(dim=2)
-
-
 def check_routes(routes: Any, sample: int, total: int, model: RoutedModel) -> None:
     """Check shape, range and distinctness of a sample's routes; a `ReplayError` names the place."""
     if routes is None:
@@ -185,26 +180,23 @@ def check_routes(routes: Any, sample: int, total: int, model: RoutedModel) -> No
             f"routes of sample {sample} have shape {tuple(routes.shape)}, expected {expected}: "
             "[tokens, moe layers, topk]; the engine and the trainer must run the same model"
         )
-    wide, no_route = routes.long(), _no_route(routes)
-    ordered = wide.sort(dim=2).values
+    outside, repeated = route_faults(routes, model.num_experts)
     for wrong, problem in (
+        (outside, f"are {{}}; the model has experts 0..{model.num_experts - 1}"),
         (
-            ((wide < 0) | (wide >= model.num_experts)).any(dim=2),
-            f"are {{}}; the model has experts 0..{model.num_experts - 1}",
-        ),
-        (
-            (ordered[..., 1:] == ordered[..., :-1]).any(dim=2),
+            repeated,
             f"name an expert twice: {{}}; each token goes to {model.topk} different experts",
         ),
     ):
-        places = (wrong & ~no_route).nonzero().tolist()
+        places = wrong.nonzero().tolist()
         if places:
             token, layer = places[0]
             raise ReplayError(
                 f"routes of sample {sample}, token {token}, MoE layer {layer} "
-                + problem.format(wide[token, layer].tolist())
+                + problem.format(routes[token, layer].tolist())
             )
-    partly = no_route.any(dim=1) & ~no_route.all(dim=1)
+    missing = no_route(routes)
+    partly = missing.any(dim=1) & ~missing.all(dim=1)
     if bool(partly.any()):
         raise ReplayError(
             f"token {int(partly.nonzero()[0])} of sample {sample} has routes in some layers only; "
