@@ -23,9 +23,9 @@ venv: .venv/ready ## build .venv with pinned CPU dependencies
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
-test: venv ## the whole default suite on CPU: unit, parallel (gloo ranks), Ray
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2 tests/unit
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/parallel tests/ray
+test: venv ## the whole default suite on CPU: unit, hostile, parallel (gloo ranks), Ray
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2 tests/unit tests/hostile --ignore tests/hostile/jobs
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/parallel tests/ray tests/hostile/jobs
 
 .venv-mcore-latest/ready: requirements/mcore-latest.txt
 	$(PYTHON_LATEST) -m venv .venv-mcore-latest

@@ -1,7 +1,21 @@
-"""Settings of the whole suite."""
+"""Settings of the whole suite, and the rank pool and the Ray cluster that all of it shares."""
 
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.parallel.rank_pool import RankPool
+
+# Before Ray is imported: its nodes then listen on loopback only.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 # The cases are tiny: threads would cost more than they bring, and several suites may share a machine.
 torch.set_num_threads(1)
@@ -13,3 +27,32 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """One set of warm worker processes for the whole session."""
+    from tests.parallel.rank_pool import RankPool
+
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def run_ranks(rank_pool: RankPool) -> Callable[..., list[Any]]:
+    """`run_ranks(fn, world_size, *args, timeout=..., **parallel_sizes)` -> results in rank order."""
+    return rank_pool.run_ranks
+
+
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[str]:
+    """The address of a cluster on loopback: 3 CPU slots on the first node, 2 on the second."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    cluster.add_node(num_cpus=3, include_dashboard=False)
+    cluster.add_node(num_cpus=2)
+    cluster.wait_for_nodes()
+    yield cluster.address
+    cluster.shutdown()
