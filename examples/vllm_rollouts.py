@@ -79,9 +79,8 @@ def main() -> int:
     engine = LLM(options.hf_checkpoint, tensor_parallel_size=options.tensor_parallel_size)
     sampling = SamplingParams(temperature=1.0, n=2, logprobs=0, max_tokens=options.max_tokens)
     batch = RolloutBatch.from_samples(samples_of(engine.generate(options.prompts, sampling)))
-    trainer = transformers_log_probs(
-        AutoModelForCausalLM.from_pretrained(options.hf_checkpoint), batch
-    )
+    model = AutoModelForCausalLM.from_pretrained(options.hf_checkpoint, trust_remote_code=False)
+    trainer = transformers_log_probs(model, batch)
     mismatch = torch.cat(trainer) - torch.cat(batch.columns["rollout_log_probs"])
     print(
         f"{len(batch)} samples, {mismatch.numel()} tokens, mean |train - rollout| {mismatch.abs().mean():.5f}"

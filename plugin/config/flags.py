@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -47,6 +48,11 @@ def expect(condition: bool, message: str) -> None:
     """Raise a `ConfigError` with `message` unless `condition` holds."""
     if not condition:
         raise ConfigError(message)
+
+
+def without_credentials(text: str) -> str:
+    """`text` with `user:password@` removed from every URL in it."""
+    return re.sub(r"://[^\s,]*@", "://", text)
 
 
 @dataclasses.dataclass(frozen=True)

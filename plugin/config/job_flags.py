@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -357,8 +358,24 @@ class ServerFlags(FlagGroup):
     rollout_request_retries: int = flag(
         3, "times a response is asked for again before it counts as failed", at_least=0
     )
+    rollout_api_key_env: str | None = flag(
+        None, "environment variable with the servers' API key, which is sent as a bearer token"
+    )
 
     def check(self) -> None:
+        expect(
+            self.rollout_api_key_env is None
+            or re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.rollout_api_key_env) is not None,
+            "--rollout-api-key-env must be the name of an environment variable that holds the key, "
+            "not the key; export it and give its name",
+        )
+        # The value is not shown: it would carry the secret into the logs.
+        expect(
+            not {"@", "?"} & set(self.rollout_url or ""),
+            "--rollout-url holds a password or key (user:password@ or ?key=...), which run files "
+            "and the process list would show; put the servers' API key into an environment "
+            "variable and give its name with --rollout-api-key-env",
+        )
         for url in self.rollout_urls:
             parts = urlsplit(url)
             expect(
@@ -367,9 +384,9 @@ class ServerFlags(FlagGroup):
             )
             if parts.scheme == "http" and not _is_loopback(str(parts.hostname)):
                 warnings.warn(
-                    f"--rollout-url {url}: prompts, responses and control of the weights travel "
-                    "unencrypted and without a password; keep the servers on a private network, "
-                    "or use https",
+                    f"--rollout-url {url}: prompts, responses, control of the weights and the API "
+                    "key, if there is one, travel unencrypted; keep the servers on a private "
+                    "network, or use https",
                     stacklevel=2,
                 )
         doubled = [url for url in self.rollout_urls if self.rollout_urls.count(url) > 1]
@@ -566,13 +583,17 @@ class JobConfig(
         for given, name in (
             (self.rollout_urls, "--rollout-url"),
             (self.rollout_weights_dir, "--rollout-weights-dir"),
+            (self.rollout_api_key_env, "--rollout-api-key-env"),
         ):
             expect(
                 http or not given,
                 f"{name} is given but --rollout-engine is {engine}, which asks no server; add "
                 "--rollout-engine http or drop it",
             )
-            expect(not http or bool(given), f"--rollout-engine {engine} needs {name}; add it")
+            expect(
+                not http or bool(given) or name == "--rollout-api-key-env",
+                f"--rollout-engine {engine} needs {name}; add it",
+            )
         expect(
             traits.quantizes or self.rollout_quantization == "none",
             f"--rollout-quantization {self.rollout_quantization} is done by the transformers "

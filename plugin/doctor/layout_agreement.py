@@ -205,7 +205,7 @@ def _run_layout(
             use_tis=True,
             lr=1e-3,
         )
-        hf_config = AutoConfig.from_pretrained(directory / family)
+        hf_config = AutoConfig.from_pretrained(directory / family, trust_remote_code=False)
         trainer = MegatronTrainer(config, hf_config, groups)
         trainer.load_hf_weights(directory / family)
         batch = _batch()
@@ -269,7 +269,9 @@ def _save_model(family: str, directory: Path) -> None:
         config = Qwen3MoeConfig(**sizes, decoder_sparse_step=1)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
     model.save_pretrained(directory)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.preflight import choose_rollouts
 from plugin.launch.remote_calls import ReportingActor, result_of, wait_for_all
 from plugin.rollout.conversation.trajectory import Trajectory
-from plugin.rollout.engines.choice import make_engine
+from plugin.rollout.engines.choice import api_key, make_engine
 from plugin.rollout.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters
 
 _IDLE_SECONDS = 0.2
@@ -25,8 +26,15 @@ _LOAD_POLL_SECONDS = 0.005
 class EngineActor(ReportingActor):
     """The body of an engine's actor: any engine, with answers as flat arrays."""
 
-    def __init__(self, config: JobConfig, hf_config: Mapping[str, Any], name: str) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        hf_config: Mapping[str, Any],
+        name: str,
+        secrets: Mapping[str, str],
+    ) -> None:
         super().__init__(config)
+        os.environ.update(secrets)
         self._engine = make_engine(config, hf_config, name)
         self._rollouts = choose_rollouts(config)
         self.health = self._engine.health
@@ -73,6 +81,8 @@ class EnginePool:
     ) -> None:
         self._config, self._hf_config, self._console = config, hf_config, console
         self._plan, self._reservation = plan, reservation
+        key = api_key(config)
+        self._secrets = {str(config.rollout_api_key_env): key} if key else {}
         self._weights: tuple[int, list[Any]] | None = None
         self._loads: dict[Any, tuple[int, Any]] = {}
         self._asked: dict[Any, tuple[int, Any]] = {}
@@ -95,7 +105,7 @@ class EnginePool:
             num_cpus=self._plan.engine["CPU"],
             num_gpus=self._plan.engine.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
-        ).remote(self._config, self._hf_config, f"engine {number}")
+        ).remote(self._config, self._hf_config, f"engine {number}", self._secrets)
         deadline = time.monotonic() + self._config.start_timeout
         return _Running(actor, actor.call.remote("health"), deadline, failures_in_a_row)
 

@@ -50,7 +50,16 @@ def directory_source(directory: str, option: str) -> ModelSource:
         raise ConfigError(
             f"{option} {directory} holds no config.json; give a local Hugging Face model directory"
         )
-    loaded = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        loaded = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"{option} {directory} is not a model that transformers {transformers.__version__} "
+            f"knows, and code that comes with a model is not run; choose a model of a supported "
+            f"family ({error})"
+        ) from error
     return ModelSource(loaded.to_dict(), directory=str(path.resolve()))
 
 
@@ -79,7 +88,9 @@ def _built_on_the_spot(config: JobConfig) -> ModelSource:
     built = transformers.AutoConfig.for_model(**_tiny_config(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        model = transformers.AutoModelForCausalLM.from_config(built, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(
+            built, dtype=torch.float32, trust_remote_code=False
+        )
     weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     return ModelSource(built.to_dict(), weights=safetensors.torch.save(weights))
 

@@ -18,6 +18,7 @@ _HARMLESS = {
     *("start_timeout", "step_timeout", "rollout_timeout", "max_restarts", "save_hf", "use_wandb"),
     *("dump_log_probs", "network_interface", "wandb_project"),
     *("rollout_url", "rollout_weights_dir", "rollout_request_timeout", "rollout_request_retries"),
+    "rollout_api_key_env",
 }
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from plugin.config.flags import without_credentials
 from plugin.errors import ConfigError
 from plugin.observe.html_report import write_report
 
@@ -58,7 +59,8 @@ class RunFiles:
     ) -> None:
         self.run_dir = Path(run_dir)
         try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
+            # Prompts and responses may be private; an existing directory keeps its permissions.
+            self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write_config(self.run_dir / "config.yaml", config)
             for name in ("metrics.jsonl", "prompts.jsonl", "findings.jsonl"):
                 _end_broken_line(self.run_dir / name)
@@ -188,12 +190,14 @@ def _event_writer(run_dir: Path) -> Any:
 
 
 def plain_settings(value: Any) -> Any:
-    """Settings as config.yaml holds them: only types that YAML's safe dumper knows."""
+    """Settings as config.yaml holds them: types of YAML's safe dumper, no passwords in URLs."""
     if isinstance(value, Mapping):
         return {str(key): plain_settings(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
         return [plain_settings(item) for item in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+    if isinstance(value, (bool, int, float, type(None))):
+        return value
+    return without_credentials(str(value))
 
 
 def _jsonable(value: Any) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from plugin.config.flags import without_credentials
 from plugin.errors import ConfigError
 
 
@@ -90,4 +91,9 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
             f"{path}: not readable ({type(error).__name__}); the report shows no settings"
         )
         return {}
-    return loaded if isinstance(loaded, dict) else {}
+    if not isinstance(loaded, dict):
+        return {}
+    return {
+        key: without_credentials(value) if isinstance(value, str) else value
+        for key, value in loaded.items()
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,8 +21,26 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> R
     return load_function(config.engine_traits.factory)(config, hf_config, name)
 
 
+def api_key(config: JobConfig) -> str | None:
+    """The servers' key in this process's environment; None where the job names no variable."""
+    name = config.rollout_api_key_env
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            f"--rollout-api-key-env names {name}, which holds no key; export {name}=... before the "
+            "job starts"
+        )
+    return key
+
+
 def check_engine(config: JobConfig) -> None:
-    """Refuse an engine whose package is missing on this machine; another cluster may have it."""
+    """Refuse an engine without its API key, or whose package is missing on this machine.
+
+    Another cluster may have the package.
+    """
+    api_key(config)
     if config.engine_traits.package is None or config.address is not None:
         return
     package, install = config.engine_traits.package

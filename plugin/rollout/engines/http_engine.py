@@ -18,6 +18,7 @@ import aiohttp
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, WeightError
+from plugin.rollout.engines.choice import api_key
 from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.protocol import (
     Answer,
@@ -57,6 +58,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> H
         request_timeout=config.rollout_request_timeout,
         update_timeout=config.step_timeout,
         retries=config.rollout_request_retries,
+        api_key=api_key(config),
         max_batch=config.rollout_max_batch,
         max_model_len=config.max_context_length,
         name=name,
@@ -72,6 +74,7 @@ class HttpEngine:
     update_timeout: seconds for loading weights
     retries: attempts after a failed one, `backoff` seconds later at first, then twice as long each
         time
+    api_key: sent with every call as a bearer token
     max_batch: responses asked for at the same time
     pool: the servers and their state
     """
@@ -87,6 +90,7 @@ class HttpEngine:
         update_timeout: float = 1800.0,
         retries: int = 3,
         backoff: float = 0.5,
+        api_key: str | None = None,
         max_batch: int = 256,
         max_model_len: int | None = None,
         name: str = "engine",
@@ -106,7 +110,7 @@ class HttpEngine:
         )
         self._request_timeout, self._update_timeout = request_timeout, update_timeout
         self._retries, self._backoff, self._max_batch = retries, backoff, max_batch
-        self._name = name
+        self._name, self._api_key = name, api_key
         self._generated_tokens = 0
 
     def health(self) -> EngineHealth:
@@ -131,7 +135,7 @@ class HttpEngine:
         self._weights.remove_older()
 
     async def _distribute(self) -> None:
-        async with new_session() as session:
+        async with new_session(self._api_key) as session:
             updates = [self._update(session, server) for server in self.pool.servers]
             refusals = [refusal for refusal in await asyncio.gather(*updates) if refusal]
         if len(refusals) == len(self.pool.servers):
@@ -201,7 +205,7 @@ class HttpEngine:
     async def _generate(
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> list[list[Answer]]:
-        async with new_session() as session:
+        async with new_session(self._api_key) as session:
             await self._revive_due(session)
             await self._self_test(session, parameters)
             if not self.pool.in_service:

@@ -27,9 +27,10 @@ class CallRefused(Exception):
     """The server understood the call and refuses it; asking again would not help."""
 
 
-def new_session() -> aiohttp.ClientSession:
+def new_session(api_key: str | None = None) -> aiohttp.ClientSession:
     """A session without limits of its own, to be used inside one event loop."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers)
 
 
 async def make_call(

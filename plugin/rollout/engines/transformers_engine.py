@@ -59,7 +59,9 @@ class TransformersEngine:
 
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = AutoConfig.for_model(**hf_config)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), trust_remote_code=False
+        )
         if quantization == "int8":
             quantize_linears(model)
         self._model = model.eval().requires_grad_(False).to(self._device)

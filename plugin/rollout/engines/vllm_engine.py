@@ -213,6 +213,7 @@ def _build(
     on_gpu = torch.cuda.is_available()
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
+        "trust_remote_code": False,
         "load_format": "dummy",
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",

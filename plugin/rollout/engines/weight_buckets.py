@@ -149,5 +149,6 @@ def weight_ledger(hf_config: Mapping[str, Any]) -> WeightLoader:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config))
+        config = AutoConfig.for_model(**hf_config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return WeightLoader(model)

@@ -23,6 +23,7 @@ class MisbehavingServer(ThreadingHTTPServer):
     """Answers generation calls with `script`, one behavior per call, and well when the script is used up.
 
     label: of the weights; updates: directories that were loaded; asked: bodies of the generation calls
+    authorizations: what the calls of any kind carried
     """
 
     daemon_threads = True
@@ -36,6 +37,7 @@ class MisbehavingServer(ThreadingHTTPServer):
         self.updates: list[str] = []
         self.loaded: dict[str, Any] = {}
         self.asked: list[dict[str, Any]] = []
+        self.authorizations: set[str | None] = set()
         self.raw_log_probs = False
         self.refuse_updates = False
         self.hung_up = 0
@@ -70,12 +72,14 @@ class Handler(BaseHTTPRequestHandler):
         """Silence."""
 
     def do_GET(self) -> None:
+        self.server.authorizations.add(self.headers.get("Authorization"))
         if self.path in ("/weight_info", "/get_model_info"):
             self.answer({"weight_version": self.server.label})
         else:
             self.answer({}, status=404)
 
     def do_POST(self) -> None:
+        self.server.authorizations.add(self.headers.get("Authorization"))
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.payload = json.loads(text) if text else {}
         path = self.path.split("?")[0]
