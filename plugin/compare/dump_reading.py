@@ -23,7 +23,6 @@ What cannot be read is named in `problems` with file and row and left out; the r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +44,7 @@ from plugin.compare.dump_columns import (
 )
 from plugin.compare.log_prob_dump import dump_files
 from plugin.errors import BatchError, ConfigError
+from plugin.json_lines import read_json_lines
 
 #: columns, the number of their first row in the file or of each, the bytes of input they stand for
 Piece = tuple[Columns, int | NDArray[Any], int]
@@ -141,22 +141,18 @@ def _arrow_column(column: Any) -> Any:
 def _read_jsonl(path: Path, problems: list[str]) -> Iterator[Piece]:
     samples: dict[int, Any] = {}
     tokens, size = 0, 0
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for row, line in enumerate(file):
-            size += len(line)
-            try:
-                sample = json.loads(line)
-            except ValueError:
-                sample = None
-            if isinstance(sample, dict):
-                samples[row] = known_columns(sample)
-                values = samples[row].get("rollout_log_probs")
-                tokens += len(values) if isinstance(values, list) else 0
-            elif line.strip():
-                problems.append(f"{path}: row {row} is not a complete JSON object; skipped")
-            if tokens >= BLOCK_TOKENS:
-                yield from _stack_samples(samples, size, path, problems)
-                samples, tokens, size = {}, 0, 0
+    for line in read_json_lines(path):
+        size += line.size
+        row = line.number - 1
+        if line.value is None:
+            problems.append(f"{path}: row {row}: {line.problem}; skipped")
+            continue
+        samples[row] = known_columns(line.value)
+        values = samples[row].get("rollout_log_probs")
+        tokens += len(values) if isinstance(values, list) else 0
+        if tokens >= BLOCK_TOKENS:
+            yield from _stack_samples(samples, size, path, problems)
+            samples, tokens, size = {}, 0, 0
     yield from _stack_samples(samples, size, path, problems)
 
 

@@ -228,6 +228,11 @@ class RolloutFlags(FlagGroup):
         None, "fn(response, row) -> float for --prompt-data; none = exact match; runs that code"
     )
     apply_chat_template: bool = flag(False, "render --prompt-data through the chat template")
+    bad_rows: Literal["error", "skip"] = flag(
+        "error",
+        "rows of --prompt-data that are no JSON, too long or not rendered by the template: error = "
+        "end before the start and name them; skip = leave them out",
+    )
     rollout_engine: str = flag(
         "transformers", "what generates the tokens; http = servers at --rollout-url", names=ENGINES
     )
@@ -277,6 +282,10 @@ class RolloutFlags(FlagGroup):
         expect(
             self.reward_function_path is None or self.prompt_data is not None,
             "--reward-function-path scores --prompt-data; add it, or put the reward into the task",
+        )
+        expect(
+            self.bad_rows == "error" or self.prompt_data is not None,
+            f"--bad-rows {self.bad_rows} is about --prompt-data, which is not given; drop it",
         )
         expect(
             self.max_weight_staleness is None or self.async_rollouts,

@@ -57,7 +57,7 @@ def run_job(config: JobConfig, console: Console | None = None) -> JobResult:
     started = time.monotonic()
     console = console or Console()
     config = with_absolute_paths(config)
-    parts = check_job(config)
+    parts = check_job(config, console.say)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
     result = JobResult(run_dir, [])
     if config.resume:

@@ -50,8 +50,11 @@ class JobParts:
     route_shape: tuple[int, int, int] | None
 
 
-def check_job(config: JobConfig) -> JobParts:
-    """Load and try what the configuration names; raise on the first thing that cannot work."""
+def check_job(config: JobConfig, say: Callable[[str], None] = print) -> JobParts:
+    """Load and try what the configuration names; raise on the first thing that cannot work.
+
+    say: prints a message for a person
+    """
     check_loss(config)
     takes_separable_head(config, config.tensor_model_parallel_size)
     load_detectors(config.custom_detector_path)
@@ -62,7 +65,7 @@ def check_job(config: JobConfig) -> JobParts:
     load_called_with("--rollout-engine", factory, "config", "hf_config", "name")
     _try_estimator(config)
     policy = policy_source(config)
-    task = _tried_task(config)
+    task = _tried_task(config, say)
     _check_lengths(config, policy)
     reference = _other_policy("--ref-hf-checkpoint", config.ref_hf_checkpoint, policy)
     return JobParts(
@@ -103,10 +106,10 @@ def _try_estimator(config: JobConfig) -> None:
         )
 
 
-def _tried_task(config: JobConfig) -> Task:
+def _tried_task(config: JobConfig, say: Callable[[str], None]) -> Task:
     """The task as the driver uses it, tried with one prompt and, where it scores, one reward."""
     tokenizer = load_tokenizer(config)
-    task = load_task(config, tokenizer)
+    task = load_task(config, tokenizer, say)
     if isinstance(task, MultiTurnTask):
         prompts = OpeningPrompts(task, tokenizer, config)
         checked_prompt(prompts, 0, config.max_prompt_length)
@@ -116,7 +119,9 @@ def _tried_task(config: JobConfig) -> Task:
     return task
 
 
-def load_task(config: JobConfig, tokenizer: Any) -> Task | MultiTurnTask:
+def load_task(
+    config: JobConfig, tokenizer: Any, say: Callable[[str], None] = print
+) -> Task | MultiTurnTask:
     """The task that the configuration names, or the built-in one."""
     if config.task_path is not None:
         factory = load_function(config.task_path)
@@ -135,7 +140,10 @@ def load_task(config: JobConfig, tokenizer: Any) -> Task | MultiTurnTask:
             reward_function=None if path is None else load_function(path),
             apply_chat_template=config.apply_chat_template,
             template_arguments=config.template_arguments(),
+            max_prompt_length=config.max_prompt_length,
+            bad_rows=config.bad_rows,
             seed=config.seed,
+            say=say,
         )
     if config.hf_checkpoint is not None:
         raise ConfigError(

@@ -5,8 +5,6 @@ A broken line or file is named in `problems`, and the rest is used.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 from plugin.config.flags import without_credentials
 from plugin.errors import ConfigError
+from plugin.json_lines import read_json_lines
 
 
 @dataclass
@@ -45,7 +44,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
     by_step: dict[int, dict[str, Any]] = {}
     for line in _read_lines(metrics, record.problems):
         step = line.get("step")
-        if isinstance(step, (int, float)) and math.isfinite(step):
+        if isinstance(step, (int, float)) and abs(step) < 1 << 53:
             by_step[int(step)] = line
         else:
             record.problems.append(f"{metrics}: a line without a step was skipped")
@@ -59,26 +58,19 @@ def read_run(run_dir: str | Path) -> RunRecord:
 def read_prompts(run_dir: str | Path) -> list[dict[str, Any]]:
     """The records of prompts.jsonl by rollout; the last record of a rollout counts."""
     lines = _read_lines(Path(run_dir) / "prompts.jsonl", [])
-    by_rollout = {line["rollout"]: line for line in lines}
+    by_rollout = {line["rollout"]: line for line in lines if isinstance(line.get("rollout"), int)}
     return [by_rollout[rollout] for rollout in sorted(by_rollout)]
 
 
 def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                parsed = json.loads(line)
-            except ValueError:
-                parsed = None
-            if isinstance(parsed, dict):
-                yield {
-                    key: float(value) if value in ("nan", "inf", "-inf") else value
-                    for key, value in parsed.items()
-                }
-            else:
-                problems.append(f"{path}: line {number} is not a complete JSON object; skipped")
+    for line in read_json_lines(path):
+        if line.value is None:
+            problems.append(f"{path}: line {line.number} is skipped: {line.problem}")
+            continue
+        yield {
+            key: float(value) if value in ("nan", "inf", "-inf") else value
+            for key, value in line.value.items()
+        }
 
 
 def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:

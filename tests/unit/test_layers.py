@@ -13,11 +13,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "plugin"
 
-CORE = {"errors", "batch_types", "config", "sharding", "ppo_utils", "logprobs", "loss"}
+CORE = {
+    "errors",
+    "json_lines",
+    "batch_types",
+    "config",
+    "sharding",
+    "ppo_utils",
+    "logprobs",
+    "loss",
+}
 #: What the modules of a layer may import of this package, at the top or inside a function: a lazy import must not
 #: hide a cycle. Commands name their module by path, so that `--help` stays instant.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "json_lines": set(),
     "batch_types": {"errors"},
     "config": {"errors"},
     "sharding": {"errors", "batch_types", "config"},
@@ -25,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "logprobs": {"errors", "batch_types", "config", "sharding", "ppo_utils"},
     "loss": CORE,
     "megatron_backend": CORE,
-    "rollout": {"errors", "batch_types", "config"},
+    "rollout": {"errors", "json_lines", "batch_types", "config"},
     "adapters": CORE,
     "observe": CORE,
     "compare": {*CORE, "observe"},
