@@ -29,7 +29,7 @@ class Field:
 
     shape: tokens [prompt + response], response [response], routes [prompt + response, moe_layers,
         topk], or scalar (one number per sample)
-    dtype: of the tensors; None = kept as it comes (routes: the smallest that holds the experts)
+    dtype: of the tensors; None = kept as it comes (routes: `route_dtype` of the model)
     padding: the value in a padding microbatch
     log_prob: whether the values are log-probabilities
     """
@@ -69,7 +69,7 @@ class RolloutSample:
 
     tokens: [prompt + response] int64; loss_mask: [response], 1 where the policy chose the token
     rollout_log_probs: [response] float32, at the sampling temperature; anything where it is masked
-    routed_experts: [prompt + response, moe_layers, topk] unsigned, or None
+    routed_experts: [prompt + response, moe_layers, topk] integers, -1 = no route; or None
 
     Example: prompt [5, 6], response [7, 8, 9] whose middle token came from a tool: tokens
     [5, 6, 7, 8, 9], response_length 3, loss_mask [1, 0, 1].
@@ -190,7 +190,7 @@ class RolloutBatch:
 
     def _check_values(self, i: int) -> None:
         ids = torch.as_tensor(self.columns["unconcat_tokens"][i])
-        if ids.is_floating_point() or ids.dtype == torch.bool:
+        if not _is_integer(ids.dtype):
             raise BatchError(
                 f"unconcat_tokens of sample {i} are {ids.dtype}; token ids are integers, convert "
                 "them"
@@ -204,6 +204,12 @@ class RolloutBatch:
         mask = torch.as_tensor(self.columns["loss_masks"][i]) != 0
         for name, column in self.columns.items():
             field = FIELDS[name]
+            if field.shape == "routes":
+                dtype = torch.as_tensor(column[i]).dtype
+                if not _is_integer(dtype):
+                    raise BatchError(
+                        f"{name} of sample {i} are {dtype}; experts are integers, convert them"
+                    )
             if field.dtype != torch.float32:
                 continue
             if field.shape == "scalar":
@@ -231,9 +237,22 @@ class RolloutBatch:
 def no_route(routes: Tensor) -> Tensor:
     """[tokens, moe_layers] bool: where a token of [tokens, moe_layers, topk] routes has none.
 
-    "No route" is a row filled with the largest value of its type: the token chooses live.
+    "No route" is a row filled with -1: the token chooses live. In an unsigned type every value is
+    an expert.
     """
-    return (routes.long() == torch.iinfo(routes.dtype).max).all(dim=2)
+    return (routes.long() == -1).all(dim=2)
+
+
+def route_dtype(num_experts: int) -> torch.dtype:
+    """The one type of a model's routes: the smallest signed one that holds every expert."""
+    if num_experts <= 1 << 7:
+        return torch.int8
+    return torch.int16 if num_experts <= 1 << 15 else torch.int32
+
+
+def holds_experts(dtype: torch.dtype, num_experts: int) -> bool:
+    """Whether routes of this type can name every expert; in a smaller one some would wrap."""
+    return _is_integer(dtype) and torch.iinfo(dtype).max >= num_experts - 1
 
 
 def route_faults(routes: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -243,6 +262,10 @@ def route_faults(routes: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     repeated = (ordered[..., 1:] == ordered[..., :-1]).any(dim=2)
     has_route = ~no_route(routes)
     return outside & has_route, repeated & has_route
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
 
 @dataclass

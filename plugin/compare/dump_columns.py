@@ -217,7 +217,7 @@ def _block(columns: Columns, rows: slice, tokens: slice) -> DumpBlock:
             ids = np.concatenate(parts).astype(np.int64)
     routes = {
         name: [
-            route.reshape(-1, layers, topk)
+            _signed(route).reshape(-1, layers, topk)
             for route, layers, topk in zip(
                 columns[name].rows(rows),
                 columns["routed_layers"][rows].tolist(),
@@ -229,6 +229,13 @@ def _block(columns: Columns, rows: slice, tokens: slice) -> DumpBlock:
         if isinstance(columns.get(name), Ragged) and "routed_layers" in columns
     }
     return DumpBlock(lengths, mask, **values, **versions, ids=ids, routes=routes)
+
+
+def _signed(routes: NDArray[Any]) -> NDArray[Any]:
+    """Routes with -1 for "no route", which older dumps wrote as 65535 in 16 unsigned bits."""
+    if routes.dtype != np.uint16:
+        return routes
+    return np.where(routes == np.iinfo(np.uint16).max, -1, routes.astype(np.int32))
 
 
 def short(error: BaseException) -> str:

@@ -8,8 +8,8 @@ A row is a sample. Lists hold one value per response token (`tokens`: also of th
     list<int32>    tokens
     list<bool>     loss_mask
     list<float32>  cur_log_probs, train_log_probs, rollout_log_probs, advantages
-    list<uint16>   rollout_routed_experts, train_routed_experts; routed_layers and routed_topk give
-                   them back their shape [total_length, layers, topk]
+    list<int32>    rollout_routed_experts, train_routed_experts, -1 = no route; routed_layers and
+                   routed_topk give them back their shape [total_length, layers, topk]
 
 Columns that a job does not have are absent. Where cur equals train on every token (the first update
 on a rollout) cur is not stored twice; the file's metadata says so. A file is written under another
@@ -148,7 +148,7 @@ def _table(
     for name in ROUTES if routes else ():
         if name in columns:
             shapes = [np.shape(value) for value in columns[name]]
-            arrays[name] = _list_array(columns[name], np.uint16)
+            arrays[name] = _list_array(columns[name], np.int32)
             arrays["routed_layers"] = pa.array([shape[1] for shape in shapes], pa.int32())
             arrays["routed_topk"] = pa.array([shape[2] for shape in shapes], pa.int32())
     return pa.table(arrays).replace_schema_metadata(metadata)

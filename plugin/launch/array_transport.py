@@ -27,6 +27,9 @@ def batch_to_arrays(batch: RolloutBatch) -> Arrays:
     for name, values in batch.columns.items():
         if FIELDS[name].shape != "scalar":
             tensors = [torch.as_tensor(value) for value in values]
+            if len({tensor.dtype for tensor in tensors}) > 1 and FIELDS[name].shape == "routes":
+                # Engines may differ in the type of their routes; torch joins not every pair.
+                tensors = [tensor.to(torch.int64) for tensor in tensors]
             arrays[name] = torch.cat(tensors).numpy() if tensors else np.zeros(0, np.int64)
         elif FIELDS[name].dtype == torch.int64:
             arrays[name] = np.asarray([int(value) for value in values], np.int64)

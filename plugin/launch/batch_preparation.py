@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugin.batch_types import RolloutBatch, no_route, route_faults
+from plugin.batch_types import RolloutBatch, holds_experts, no_route, route_dtype, route_faults
 from plugin.config import JobConfig
 from plugin.errors import BatchError
 from plugin.launch.rollout_queue import Group, samples_of
@@ -24,7 +24,7 @@ def prepare_batch(config: JobConfig, groups: list[Group], route_shape: Any = Non
     batch = RolloutBatch.from_samples(samples_of(groups))
     config.require_rollout_log_probs("rollout_log_probs" in batch)
     if config.use_rollout_routing_replay:
-        check_routes(batch, route_shape)
+        batch = with_checked_routes(batch, route_shape)
     counts = [len(t.samples) for group in groups for t in group.trajectories]
     batch = batch.with_column("advantages", advantages_of(config, batch, counts))
     batch.check()
@@ -61,8 +61,11 @@ def advantages_of(
     ]
 
 
-def check_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> None:
-    """Every token has distinct experts in range in every MoE layer, or no route at all."""
+def with_checked_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> RolloutBatch:
+    """The batch with its routes in the one type of the model.
+
+    Every token has distinct experts in range in every MoE layer, or no route at all.
+    """
     if "rollout_routed_experts" not in batch:
         raise BatchError(
             "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; "
@@ -75,11 +78,17 @@ def check_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> None:
                 f"rollout_routed_experts of sample {i} has shape {list(routes.shape)}; the model "
                 f"has {layers} MoE layers and routes each token to {topk} experts"
             )
+        if not holds_experts(routes.dtype, experts):
+            raise BatchError(
+                f"rollout_routed_experts of sample {i} are {routes.dtype}, which does not hold "
+                f"experts 0..{experts - 1}; make the engine report {route_dtype(experts)}"
+            )
         outside, repeated = route_faults(routes, experts)
         if bool((outside | repeated).any()):
             raise BatchError(
                 f"rollout_routed_experts of sample {i} repeats an expert or names one above "
-                f"{experts - 1}; repair the engine's routes"
+                f"{experts - 1}; repair the engine's routes (no route is a row of -1 in a signed "
+                "type)"
             )
         missing = no_route(routes)
         if bool((missing.any(dim=1) & ~missing.all(dim=1)).any()):
@@ -87,6 +96,10 @@ def check_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> None:
                 f"rollout_routed_experts of sample {i} has a token with routes in some MoE layers "
                 "only; give all or none"
             )
+    return batch.with_column(
+        "rollout_routed_experts",
+        [routes.to(route_dtype(experts)) for routes in batch.columns["rollout_routed_experts"]],
+    )
 
 
 def describe_batch(batch: RolloutBatch, groups: Sequence[Group], version: int) -> dict[str, float]:

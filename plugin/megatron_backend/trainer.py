@@ -36,6 +36,7 @@ from plugin.megatron_backend.routing.router_replay import (
     RecordedRoutes,
     RoutedModel,
     RouterReplaySession,
+    batch_fingerprint,
     router_order,
     routes_of,
     token_places,
@@ -363,8 +364,8 @@ class MegatronTrainer:
             self._warn_of_oversize(plan)
             microbatches = build_microbatches(batch, plan, self.groups.dp_rank)
             prepared = self._laid_out(microbatches)
-            fingerprint = (tuple(batch.columns["total_lengths"]), plan)
-            step = _Step(plan, prepared, self._routes(microbatches, prepared), fingerprint)
+            fingerprint = batch_fingerprint(batch, plan) if self.config.use_routing_replay else None
+            step = _Step(plan, prepared, self._routes(microbatches, prepared, plan), fingerprint)
             if recorded is not None:
                 recorded.require(fingerprint)
         errors.agree("preparing the batch")
@@ -385,7 +386,10 @@ class MegatronTrainer:
         return prepared
 
     def _routes(
-        self, microbatches: list[Microbatch], prepared: list[PreparedMicrobatch]
+        self,
+        microbatches: list[Microbatch],
+        prepared: list[PreparedMicrobatch],
+        plan: MicrobatchPlan,
     ) -> list[MicrobatchRoutes] | None:
         if self.routed_model is None or not self.config.use_rollout_routing_replay:
             return None
@@ -396,6 +400,9 @@ class MegatronTrainer:
                 self.routed_model,
                 self.groups,
                 sequence_parallel=self.config.sequence_parallel,
+                sample_numbers=samples,
             )
-            for microbatch, laid_out in zip(microbatches, prepared, strict=True)
+            for microbatch, laid_out, samples in zip(
+                microbatches, prepared, plan.ranks[self.groups.dp_rank], strict=True
+            )
         ]

@@ -101,6 +101,5 @@ def _rows(pairs: Sequence[tuple[Any, Any]]) -> tuple[NDArray[Any], NDArray[Any]]
 
 
 def _routed(routes: NDArray[Any]) -> NDArray[np.bool_]:
-    """[rows]: False where all choices are negative or the type's largest value: "no route"."""
-    missing = np.iinfo(routes.dtype).max if routes.dtype.kind in "iu" else np.inf
-    return ~((routes == missing) | (routes < 0)).all((1, 2))
+    """[rows]: False where all choices are negative: "no route"."""
+    return ~(routes < 0).all((1, 2))

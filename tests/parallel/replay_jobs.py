@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from plugin.batch_types import RolloutBatch
+from plugin.batch_types import RolloutBatch, route_dtype
 from plugin.config import TrainerConfig
 from plugin.megatron_backend import trainer as trainer_module
 from plugin.megatron_backend.model.hf_weights import unwrap
@@ -18,7 +18,7 @@ from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.trainer import MegatronTrainer
 from tests.parallel.training_jobs import near_policy, uneven_batch
 
-NO_ROUTE = 255
+NO_ROUTE = -1
 
 
 def with_routes(
@@ -35,7 +35,7 @@ def with_routes(
     columns = []
     for total in batch.columns["total_lengths"]:
         scores = torch.rand(total, layers, experts, generator=generator)
-        routes = scores.topk(topk, dim=2).indices.to(torch.uint8)
+        routes = scores.topk(topk, dim=2).indices.to(route_dtype(experts))
         routes[torch.rand(total, generator=generator) < without] = NO_ROUTE
         columns.append(routes)
     return batch.with_column("rollout_routed_experts", columns)
@@ -166,6 +166,11 @@ def record_then_break(
         trainer.train_step(uneven_batch(6).with_column("log_probs", batch.columns["log_probs"][:6]))
     except Exception as error:
         errors.append(f"{type(error).__name__}: {error}")
+    try:
+        other = batch.columns["unconcat_tokens"]
+        trainer.train_step(batch.with_column("unconcat_tokens", [*other[:-1], other[-1].flip(0)]))
+    except Exception as error:
+        errors.append(f"{type(error).__name__}: {error}")
     first = trainer.train_step(batch)
     second = trainer.train_step(batch)
     return {
@@ -186,6 +191,21 @@ def _trainer_and_routed_batch(
     assert model is not None
     batch = with_routes(uneven_batch(), model.num_layers, model.num_experts, model.topk)
     return trainer, batch
+
+
+def replay_each(
+    groups: ParallelGroups, hf_config: Any, settings: dict[str, Any], columns: list[list[Tensor]]
+) -> list[dict[str, Any]]:
+    """The first training step from the same weights with each of the given columns of routes."""
+    results = []
+    for routes in columns:
+        config = TrainerConfig(**{"lr": 1e-2, **settings})
+        trainer = MegatronTrainer(config, hf_config, groups)
+        spy = RouterSpy(trainer)
+        batch = uneven_batch().with_column("rollout_routed_experts", routes)
+        metrics = trainer.train_step(batch).metrics
+        results.append({"metrics": metrics, "expert_counts": spy.counts})
+    return results
 
 
 def fail_inside_schedule(

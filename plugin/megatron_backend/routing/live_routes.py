@@ -57,4 +57,4 @@ class LiveRoutes:
         experts = self._experts[:-1]
         # Ranks that see a token all route it alike; a rank that has not seen it has -1.
         dist.all_reduce(experts, op=dist.ReduceOp.MAX)
-        return list(experts.to(torch.int16).cpu().split(self._lengths))
+        return list(experts.cpu().split(self._lengths))

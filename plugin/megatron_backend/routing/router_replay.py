@@ -10,16 +10,17 @@ outlives the schedule, also after an exception.
 Expert indices are replayed; scores are gathered from the live logits, so the router keeps its
 gradient.
 
-Routes arrive as [tokens, moe_layers, topk] per sample, in the smallest unsigned type that holds the
-expert count. A token may have *no route*: a row in which every entry, in all layers, is the largest
-value of that type (255 in uint8), where an engine cannot say which experts it used. Its routers
-choose live, in the forward pass and again in recomputation. It counts in `replay/live_tokens`,
-lowers `replay/coverage` and has no part in `replay/agreement`. A token without a route in some
-layers only is an error.
+Routes arrive as [tokens, moe_layers, topk] per sample, in any integer type that holds every expert;
+samples of one microbatch may differ. A token may have *no route*: a row in which every entry, in
+all layers, is -1, where an engine cannot say which experts it used. In an unsigned type every value
+is an expert. The routers of a token without a route choose live, in the forward pass and again in
+recomputation. It counts in `replay/live_tokens`, lowers `replay/coverage` and has no part in
+`replay/agreement`. A token without a route in some layers only is an error.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,11 +32,19 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from plugin.batch_types import Microbatch, no_route, route_faults
+from plugin.batch_types import (
+    Microbatch,
+    RolloutBatch,
+    holds_experts,
+    no_route,
+    route_dtype,
+    route_faults,
+)
 from plugin.errors import ReplayError
 from plugin.megatron_backend.model.hf_weights import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.live_routes import LiveRoutes
+from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.step.sequence_packing import ModelInputs
 
 
@@ -118,10 +127,12 @@ def routes_of(
     groups: ParallelGroups,
     *,
     sequence_parallel: bool,
+    sample_numbers: Sequence[int] | None = None,
 ) -> MicrobatchRoutes:
     """Check a microbatch's routes and bring them into the routers' order.
 
     Padding gets valid dummy routes, experts 0..topk-1.
+    sample_numbers: what errors call the samples; None = their places in the microbatch
     """
     columns = microbatch.batch.columns
     if "rollout_routed_experts" not in columns:
@@ -130,8 +141,9 @@ def routes_of(
             "make the engine return its routed experts"
         )
     samples, totals = columns["rollout_routed_experts"], columns["total_lengths"]
-    for i, (routes, total) in enumerate(zip(samples, totals, strict=True)):
-        check_routes(routes, i, int(total), model)
+    numbers = sample_numbers or range(len(samples))
+    for number, routes, total in zip(numbers, samples, totals, strict=True):
+        check_routes(routes, number, int(total), model)
     dummy = torch.arange(model.topk).expand(1, model.num_layers, model.topk)
     # The dummy comes last: padding is at place -1.
     flat = torch.cat([*(routes.long() for routes in samples), dummy])
@@ -140,7 +152,7 @@ def routes_of(
     has_route = torch.cat([*routed, torch.ones(1, dtype=torch.bool)])[places]
     experts = torch.where(has_route[:, None, None], flat[places], dummy)
     device = inputs.tokens.device
-    experts = experts.to(torch.uint8 if model.num_experts <= 256 else torch.int16).to(device)
+    experts = experts.to(route_dtype(model.num_experts)).to(device)
     return MicrobatchRoutes(experts, None if bool(has_route.all()) else has_route.to(device))
 
 
@@ -180,9 +192,18 @@ def check_routes(routes: Any, sample: int, total: int, model: RoutedModel) -> No
             f"routes of sample {sample} have shape {tuple(routes.shape)}, expected {expected}: "
             "[tokens, moe layers, topk]; the engine and the trainer must run the same model"
         )
+    if not holds_experts(routes.dtype, model.num_experts):
+        raise ReplayError(
+            f"routes of sample {sample} are {routes.dtype}, which does not hold experts "
+            f"0..{model.num_experts - 1}; give {route_dtype(model.num_experts)}"
+        )
     outside, repeated = route_faults(routes, model.num_experts)
     for wrong, problem in (
-        (outside, f"are {{}}; the model has experts 0..{model.num_experts - 1}"),
+        (
+            outside,
+            f"are {{}}; the model has experts 0..{model.num_experts - 1}, and a row of -1 in a "
+            "signed type means no route",
+        ),
         (
             repeated,
             f"name an expert twice: {{}}; each token goes to {model.topk} different experts",
@@ -202,6 +223,13 @@ def check_routes(routes: Any, sample: int, total: int, model: RoutedModel) -> No
             f"token {int(partly.nonzero()[0])} of sample {sample} has routes in some layers only; "
             "give all or none"
         )
+
+
+def batch_fingerprint(batch: RolloutBatch, plan: MicrobatchPlan) -> tuple[Any, ...]:
+    """What routes depend on besides the weights: every token, and the cut into microbatches."""
+    tokens = torch.cat([torch.as_tensor(ids).long() for ids in batch.columns["unconcat_tokens"]])
+    digest = hashlib.blake2b(tokens.numpy().tobytes()).digest()
+    return tuple(batch.columns["total_lengths"]), digest, plan
 
 
 @dataclass(frozen=True)

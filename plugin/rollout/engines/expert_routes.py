@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugin.batch_types import route_dtype
 from plugin.errors import EngineError
-from plugin.rollout.engines.protocol import smallest_unsigned
 
 
 @dataclass(frozen=True)
@@ -70,4 +70,4 @@ def complete_routes(routes: Tensor, length: int, shape: RouteShape) -> Tensor:
         )
     if len(routes) < length:
         routes = torch.cat([routes, routes[-1:]])
-    return routes.to(smallest_unsigned(shape.experts))
+    return routes.to(route_dtype(shape.experts))

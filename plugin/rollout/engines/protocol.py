@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from plugin.errors import EngineError
@@ -53,7 +52,8 @@ class Generation:
     tokens: [response] int64, with the stop token if one was sampled
     log_probs: [response] float32, of the distribution each token was drawn from; None if not asked
         for
-    routed_experts: [prompt + response, moe_layers, topk] unsigned; None if not asked for
+    routed_experts: [prompt + response, moe_layers, topk] integers, -1 = no route; None if not
+        asked for
     weight_version: of the weights that generated every token of this response
     """
 
@@ -139,13 +139,3 @@ def _check_generation(
                 f"request {number} got {found} {what} where {rows} were expected; "
                 "use an engine version that reports them for every token"
             )
-
-
-def smallest_unsigned(count: int) -> torch.dtype:
-    """The smallest unsigned type for expert numbers below `count`, with its largest value to spare.
-
-    That value means "no route" in a replay, so 256 experts need 16 bits.
-    """
-    if count < 1 << 8:
-        return torch.uint8
-    return torch.uint16 if count < 1 << 16 else torch.uint32

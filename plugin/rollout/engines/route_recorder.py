@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plugin.batch_types import route_dtype
 from plugin.errors import EngineError
-from plugin.rollout.engines.protocol import smallest_unsigned
 
 
 class RouteRecorder:
@@ -25,7 +25,7 @@ class RouteRecorder:
                 f"{type(model).__name__} has no MoE router to record; drop "
                 "--use-rollout-routing-replay"
             )
-        self._dtype = smallest_unsigned(int(routers[0].num_experts))  # type: ignore[arg-type]
+        self._dtype = route_dtype(int(routers[0].num_experts))  # type: ignore[arg-type]
         self._last: list[Tensor | None] = [None] * len(routers)
         self._handles = [
             router.register_forward_hook(self._hook(number))

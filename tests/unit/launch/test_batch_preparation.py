@@ -10,9 +10,9 @@ from plugin.config import JobConfig
 from plugin.errors import BatchError, ConfigError
 from plugin.launch.batch_preparation import (
     advantages_of,
-    check_routes,
     describe_batch,
     prepare_batch,
+    with_checked_routes,
 )
 from plugin.launch.job import learning_rate
 from plugin.launch.rollout_queue import Group
@@ -127,16 +127,16 @@ def test_a_log_prob_that_is_not_finite_is_named_with_sample_and_position() -> No
 def test_routes_are_checked_on_the_driver(routes: torch.Tensor | None, message: str) -> None:
     batch = batch_of(JobConfig(), group(0, [1.0, 0.0], routes=routes))
     with pytest.raises(BatchError, match=message):
-        check_routes(batch, (1, 2, 4))
+        with_checked_routes(batch, (1, 2, 4))
 
 
 def test_a_token_without_a_route_passes_in_all_layers_or_none() -> None:
-    routes = torch.tensor([[[0, 1], [2, 3]]] * 5, dtype=torch.uint8)
-    routes[1] = 255
-    check_routes(batch_of(JobConfig(), group(0, [1.0, 0.0], routes=routes)), (2, 2, 4))
-    routes[3, 0] = 255
+    routes = torch.tensor([[[0, 1], [2, 3]]] * 5, dtype=torch.int8)
+    routes[1] = -1
+    with_checked_routes(batch_of(JobConfig(), group(0, [1.0, 0.0], routes=routes)), (2, 2, 4))
+    routes[3, 0] = -1
     with pytest.raises(BatchError, match="routes in some MoE layers only; give all or none"):
-        check_routes(batch_of(JobConfig(), group(0, [1.0, 0.0], routes=routes)), (2, 2, 4))
+        with_checked_routes(batch_of(JobConfig(), group(0, [1.0, 0.0], routes=routes)), (2, 2, 4))
 
 
 def test_learning_rate_warms_up_then_decays() -> None:

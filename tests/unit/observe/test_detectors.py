@@ -260,15 +260,15 @@ def test_routes_of_other_shapes_are_named() -> None:
 
 
 def test_only_tokens_that_both_sides_routed_are_compared() -> None:
-    engine, trainer = ([route.to(torch.uint8) for route in routes(0)] for _ in range(2))
+    engine, trainer = ([route.to(torch.int8) for route in routes(0)] for _ in range(2))
     for route in engine:
-        route[:100] = 255  # no route
+        route[:100] = -1  # no route
         route[-1] = route[-2]  # engines never read the last token that they sample
     assert routing_finding(engine, trainer) is None
     assert routing_finding(engine, trainer[:1]) is None, (
         "the trainer reports the first samples only"
     )
-    nothing = [torch.full_like(route, 255) for route in engine]
+    nothing = [torch.full_like(route, -1) for route in engine]
     assert routing_finding(nothing, trainer) is None
 
 

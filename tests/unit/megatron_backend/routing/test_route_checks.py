@@ -26,8 +26,8 @@ def good_routes(tokens: int = 3) -> torch.Tensor:
 
 
 def test_good_routes_and_tokens_without_routes_pass() -> None:
-    routes = good_routes()
-    routes[1] = 255
+    routes = good_routes().to(torch.int8)
+    routes[1] = -1
     check_routes(routes, 0, 3, MODEL)
 
 
@@ -62,8 +62,8 @@ def test_minus_one_is_out_of_range() -> None:
 
 
 def test_routes_in_some_layers_only_are_refused() -> None:
-    routes = good_routes()
-    routes[1, 0] = 255
+    routes = good_routes().to(torch.int8)
+    routes[1, 0] = -1
     with pytest.raises(ReplayError, match="token 1 of sample 0 has routes in some layers only"):
         check_routes(routes, 0, 3, MODEL)
 
@@ -116,9 +116,9 @@ def test_layers_are_numbered_among_the_moe_layers_only() -> None:
     assert model.num_layers == 3
 
 
-def test_the_last_of_256_experts_is_a_route_and_a_full_row_of_255_is_none() -> None:
+def test_the_last_of_256_experts_is_a_route_and_a_row_of_minus_one_is_none() -> None:
     model = RoutedModel(routers={}, num_layers=2, num_experts=256, topk=2)
-    routes = good_routes()
+    routes = good_routes().to(torch.int16)
     routes[0] = torch.tensor([255, 3])
     batch = RolloutBatch(
         {
@@ -137,6 +137,6 @@ def test_the_last_of_256_experts_is_a_route_and_a_full_row_of_255_is_none() -> N
     # One row of padding, which gets experts 0 and 1.
     assert replayed().has_route is None
     assert replayed().experts[:, 0].tolist() == [[255, 3], [0, 1], [0, 1], [0, 1]]
-    routes[0] = 255
+    routes[0] = -1
     has_route = replayed().has_route
     assert has_route is not None and has_route.tolist() == [False, True, True, True]

@@ -26,7 +26,7 @@ def npy(array: numpy.ndarray) -> str:
 
 def test_the_token_that_no_engine_reads_gets_the_row_before_it() -> None:
     routes = complete_routes(torch.from_numpy(ROUTES), 4, SHAPE)
-    assert routes.dtype is torch.uint8
+    assert routes.dtype is torch.int8
     assert routes.tolist() == [*ROUTES.tolist(), ROUTES[-1].tolist()]
 
 
@@ -70,7 +70,7 @@ def test_routes_of_too_few_layers_are_refused() -> None:
         complete_routes(torch.from_numpy(ROUTES[:, :1]), 4, SHAPE)
 
 
-def test_the_type_of_routes_follows_from_the_model_and_keeps_a_value_for_no_route() -> None:
+def test_the_type_of_routes_follows_from_the_model_and_has_room_for_no_route() -> None:
     many = RouteShape((0, 1), topk=2, experts=256)
-    # Expert 255 in 8 bits would mean "no route".
-    assert complete_routes(torch.from_numpy(ROUTES), 4, many).dtype is torch.uint16
+    routes = complete_routes(torch.from_numpy(ROUTES + 252), 4, many)
+    assert routes.dtype is torch.int16 and int(routes.max()) == 255

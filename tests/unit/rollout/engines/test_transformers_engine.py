@@ -100,7 +100,7 @@ def test_routes_cover_prompt_and_response_and_are_those_of_the_model(quantizatio
         for hook in hooks:
             hook.remove()
         expected = torch.stack(seen, dim=1)
-        assert generation.routed_experts.dtype is torch.uint8
+        assert generation.routed_experts.dtype is torch.int8
         assert generation.routed_experts.shape == expected.shape
         same += int((generation.routed_experts.long() == expected).sum())
         total += expected.numel()
