@@ -102,4 +102,4 @@ def _rows(pairs: Sequence[tuple[Any, Any]]) -> tuple[NDArray[Any], NDArray[Any]]
 
 def _routed(routes: NDArray[Any]) -> NDArray[np.bool_]:
     """[rows]: False where all choices are negative: "no route"."""
-    return ~(routes < 0).all((1, 2))
+    return np.asarray((routes >= 0).any((1, 2)))
