@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from plugin.errors import HookLoadError
+from plugin.errors import HookLoadError, MegatronTisError
 
 
 def is_import_path(text: str) -> bool:
@@ -66,6 +66,22 @@ def load_called_with(option: str, path: str, *arguments: str) -> Callable[..., A
                 "its arguments"
             ) from error
     return function
+
+
+def try_on_example(what: str, function: Callable[..., Any], *values: Any, **named: Any) -> Any:
+    """Call the user's `function` before the job starts; what it raises becomes a `HookLoadError`.
+
+    what: the flag or the hook that names it, and the example, for the error
+    """
+    try:
+        return function(*values, **named)
+    except MegatronTisError:
+        raise
+    except Exception as error:
+        shown = "".join(traceback.format_tb(error.__traceback__)[-3:])
+        raise HookLoadError(
+            f"{what}: {type(error).__name__}: {error}; correct it\n{shown}"
+        ) from error
 
 
 def _split(path: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import json
 import sys
 from dataclasses import asdict
 
+from plugin.doctor.configuration_checks import configuration_checks
 from plugin.doctor.environment_checks import environment_checks
 from plugin.doctor.layout_agreement import default_layouts, parse_layout, run_layouts
 
@@ -19,13 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="parallel layouts, comma-separated (tp2,pp2,tp2sp,pp2vpp2,cp2,ep2,dp2), under which a "
         "tiny model is trained for one step and compared with one process; default: the usual ones "
-        "that this machine has ranks for; none = no training",
+        "that this machine has ranks for, or none with --config; none = no training",
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="a YAML configuration of `train` to validate"
+        "--config",
+        metavar="FILE",
+        help="a YAML configuration of `train`: everything that it checks before a job starts",
     )
     parser.add_argument(
-        "--custom-tis-function-path", metavar="PATH", help="correction hooks to load and check"
+        "--custom-tis-function-path", metavar="PATH", help="correction hooks to load and try out"
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="for all layouts together"
@@ -39,11 +42,13 @@ def run(args: argparse.Namespace) -> int:
     specs = [parse_layout(name) for name in named]
     # With --json there is nothing but the object on standard output.
     say = (lambda text: None) if args.json else functools.partial(print, flush=True)
-    checks = environment_checks(args.custom_tis_function_path, args.config)
+    checks = environment_checks(args.custom_tis_function_path)
+    if all(check.status != "fail" for check in checks):
+        checks += configuration_checks(args.config)
     say("\n".join(map(str, checks)))
     healthy = all(check.status != "fail" for check in checks)
     results = []
-    if healthy and args.layouts is None:
+    if healthy and args.layouts is None and args.config is None:
         specs = default_layouts()
     if healthy and specs:
         names = ", ".join(spec.name for spec in specs)

@@ -1,4 +1,4 @@
-"""What `megatron-tis doctor` checks before it trains: packages, devices, hook, configuration."""
+"""What `megatron-tis doctor` checks before it trains: packages, devices, hook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from plugin.config import JobConfig
 from plugin.errors import MegatronTisError
 
 Status = Literal["ok", "note", "fail"]
@@ -44,8 +43,8 @@ _PACKAGES: dict[str, tuple[str | None, bool, str]] = {
 }
 
 
-def environment_checks(hook_path: str | None, config_file: str | None) -> list[Check]:
-    """All checks; none of them raises."""
+def environment_checks(hook_path: str | None) -> list[Check]:
+    """Check the machine and the hook; none of the checks raises."""
     python = f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores"
     checks = [Check("python", "ok", python), *_packages()]
     if not importlib.util.find_spec("torch"):
@@ -57,7 +56,6 @@ def environment_checks(hook_path: str | None, config_file: str | None) -> list[C
         "routing replay": _routing_replay,
         "shared memory": _shared_memory,
         "hook": lambda: _hook(hook_path),
-        "configuration": lambda: _configuration(config_file),
     }
     for name, look in looks.items():
         try:
@@ -165,25 +163,15 @@ def _shared_memory() -> Check:
 
 
 def _hook(path: str | None) -> Check:
-    from plugin.loss.hook_loading import load_hook
+    from plugin.config import LossConfig
+    from plugin.loss.objective import check_loss
 
-    names = (path or "plugin.ppo_utils.vanilla_tis_function").split(",")
+    settings = LossConfig(
+        use_tis=True, policy_loss="reinforce", custom_tis_function_path=path or None
+    )
     try:
-        for name in names:
-            load_hook(name.strip())
+        check_loss(settings)
     except MegatronTisError as error:
         return Check("hook", "fail", str(error), "correct --custom-tis-function-path")
-    loaded = f"{', '.join(names)} loads and takes the arguments it is called with"
-    return Check("hook", "ok", loaded)
-
-
-def _configuration(file: str | None) -> Check:
-    if file is None:
-        return Check("configuration", "ok", "none given; --config FILE checks one")
-    try:
-        config = JobConfig.from_sources({}, file)
-    except MegatronTisError as error:
-        return Check("configuration", "fail", str(error), f"correct {file}")
-    ranks = f"{config.smallest_world_size} ranks at least"
-    detail = f"{file} is valid: --policy-loss {config.policy_loss}, {ranks}"
-    return Check("configuration", "ok", detail)
+    names = ", ".join(settings.hook_names())
+    return Check("hook", "ok", f"{names} loads, and returns what it should on an example")

@@ -26,7 +26,7 @@ from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
 from plugin.launch.job_paths import with_absolute_paths
 from plugin.launch.mismatch_watch import MismatchWatch
-from plugin.launch.placement import plan_resources, reserve
+from plugin.launch.placement import plan_on_cluster, plan_resources, reserve
 from plugin.launch.preflight import JobParts, check_job
 from plugin.launch.ray_cluster import cluster
 from plugin.launch.resuming import changed_settings, earlier_steps
@@ -90,9 +90,7 @@ def _running(
     slots = plan_resources(config, use_gpus=False).cpu_slots
     # The handler comes after Ray's own, which ends the process without a word.
     with cluster(config, slots), _sigterm_as_ctrl_c(), contextlib.ExitStack() as cleanup:
-        import ray
-
-        plan = plan_resources(config, use_gpus=ray.cluster_resources().get("GPU", 0) > 0)
+        plan = plan_on_cluster(config)
         reservation = reserve(plan, config.start_timeout)
         cleanup.callback(reservation.release)
         trainer = TrainerGroup(config, plan, reservation, console)

@@ -8,6 +8,7 @@ from typing import Any
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError
+from plugin.megatron_backend.model.layout_rules import check_model
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET
 
@@ -38,11 +39,11 @@ def policy_source(config: JobConfig) -> ModelSource:
     """The policy that is trained."""
     if config.hf_checkpoint is None:
         return _built_on_the_spot(config)
-    return directory_source(config.hf_checkpoint, "--hf-checkpoint")
+    return directory_source(config.hf_checkpoint, "--hf-checkpoint", config)
 
 
-def directory_source(directory: str, option: str) -> ModelSource:
-    """The model in a local Hugging Face directory."""
+def directory_source(directory: str, option: str, config: JobConfig) -> ModelSource:
+    """The model in a local Hugging Face directory; one that the layout cannot cut is refused."""
     import transformers
 
     path = Path(directory).expanduser()
@@ -60,6 +61,7 @@ def directory_source(directory: str, option: str) -> ModelSource:
             f"knows, and code that comes with a model is not run; choose a model of a supported "
             f"family ({error})"
         ) from error
+    check_model(loaded, config)
     return ModelSource(loaded.to_dict(), directory=str(path.resolve()))
 
 
@@ -86,6 +88,7 @@ def _built_on_the_spot(config: JobConfig) -> ModelSource:
     import transformers
 
     built = transformers.AutoConfig.for_model(**_tiny_config(config))
+    check_model(built, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = transformers.AutoModelForCausalLM.from_config(

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugin.config import JobConfig
+from plugin.config.flags import expect
 from plugin.errors import ClusterError
 
 #: Shares of a GPU when an engine lives beside a rank. Two ranks never fit on one GPU.
 COLOCATED_RANK_GPU, COLOCATED_ENGINE_GPU = 0.6, 0.4
+
+#: How many processes of a job may share the cores of a machine without GPUs.
+_SLOTS_PER_CORE, _FEWEST_SLOTS = 8, 16
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,37 @@ def plan_resources(config: JobConfig, *, use_gpus: bool) -> ResourcePlan:
     return ResourcePlan([node] * config.num_nodes, [], rank, engine)
 
 
+def check_machine(config: JobConfig, *, cores: int, gpus: int) -> None:
+    """Refuse a job without `--address` that this one machine cannot hold.
+
+    On GPUs every rank and engine has its own; on CPU several may share a core.
+    """
+    expect(
+        config.num_nodes == 1,
+        f"--num-nodes is {config.num_nodes}, and without --address the job runs on this machine "
+        "alone; start Ray on every node and pass --address, or drop --num-nodes",
+    )
+    plan = plan_resources(config, use_gpus=gpus > 0)
+    engines = "" if config.colocate else f" and {config.num_rollout_engines} engines"
+    wanted = f"the job has {config.world_size} trainer ranks{engines}"
+    fix = (
+        "lower --num-gpus-per-node, the parallel sizes or --num-rollout-engines, or start a Ray "
+        "cluster and pass --address"
+    )
+    needed = sum(bundle.get("GPU", 0.0) for bundle in plan.trainer_nodes + plan.engines)
+    expect(
+        needed <= gpus,
+        f"{wanted}, each with a GPU of its own, and this machine has {gpus}; {fix}, or share them "
+        "with --colocate",
+    )
+    most = max(_FEWEST_SLOTS, _SLOTS_PER_CORE * cores)
+    expect(
+        gpus > 0 or plan.cpu_slots <= most,
+        f"{wanted}, {plan.cpu_slots} processes on {cores} CPU cores, and more than {most} would "
+        f"starve each other; {fix}",
+    )
+
+
 def check_cluster(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> None:
     """A `ClusterError` that says what the cluster has and what the job needs, unless it fits.
 
@@ -62,6 +97,15 @@ def check_cluster(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> N
                 fitting[0][name] = fitting[0].get(name, 0.0) - amount
             if candidates is untaken:
                 untaken[:] = [node for node in untaken if node is not fitting[0]]
+
+
+def plan_on_cluster(config: JobConfig) -> ResourcePlan:
+    """The reservations of a job on the cluster that this process has joined, if it has room."""
+    import ray
+
+    plan = plan_resources(config, use_gpus=ray.cluster_resources().get("GPU", 0) > 0)
+    check_cluster(plan, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    return plan
 
 
 def _too_small(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> str:
@@ -117,8 +161,6 @@ def reserve(plan: ResourcePlan, timeout: float) -> Reservation:
     import ray
     from ray.util import placement_group
 
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    check_cluster(plan, [node["Resources"] for node in alive])
     strategy = "STRICT_SPREAD" if len(plan.trainer_nodes) > 1 else "STRICT_PACK"
     trainer = placement_group(plan.trainer_nodes, strategy=strategy)
     engines = placement_group(plan.engines, strategy="PACK") if plan.engines else None
@@ -130,7 +172,7 @@ def reserve(plan: ResourcePlan, timeout: float) -> Reservation:
                 "the cluster is large enough but did not free the job's resources within "
                 f"{timeout:g} s; wait for other jobs to end, or raise --start-timeout"
             )
-    reservation.trainer_nodes = _bundles_by_address(trainer, alive)
+    reservation.trainer_nodes = _bundles_by_address(trainer, ray.nodes())
     return reservation
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import traceback
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
-from plugin.config.import_paths import load_called_with, load_function
+from plugin.config.import_paths import load_called_with, load_function, try_on_example
 from plugin.errors import ConfigError, HookLoadError
 from plugin.launch.model_source import (
     ModelSource,
@@ -22,6 +22,8 @@ from plugin.launch.model_source import (
     load_tokenizer,
     policy_source,
 )
+from plugin.launch.placement import check_machine
+from plugin.launch.ray_cluster import check_address
 from plugin.loss.objective import check_loss
 from plugin.loss.separable_loss import takes_separable_head
 from plugin.observe.detectors import load_detectors
@@ -50,31 +52,47 @@ class JobParts:
     route_shape: tuple[int, int, int] | None
 
 
-def check_job(config: JobConfig, say: Callable[[str], None] = print) -> JobParts:
+def check_job(
+    config: JobConfig,
+    say: Callable[[str], None] = print,
+    begin: Callable[[str], None] = lambda _: None,
+) -> JobParts:
     """Load and try what the configuration names; raise on the first thing that cannot work.
 
-    say: prints a message for a person
+    say: prints a message for a person; begin: told the name of each check before it runs
     """
+    begin("machine" if config.address is None else "cluster address")
+    if config.address is None:
+        check_machine(config, cores=os.cpu_count() or 1, gpus=torch.cuda.device_count())
+    else:
+        check_address(config.address)
+    begin("loss and corrections")
     check_loss(config)
     takes_separable_head(config, config.tensor_model_parallel_size)
+    _try_estimator(config)
+    begin("outputs and detectors")
     load_detectors(config.custom_detector_path)
     if config.use_wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError("--use-wandb: the wandb package is not installed; pip install wandb")
+    begin("rollout engine")
     check_engine(config)
     factory = config.engine_traits.factory
     load_called_with("--rollout-engine", factory, "config", "hf_config", "name")
-    _try_estimator(config)
+    begin("models and parallel layout")
     policy = policy_source(config)
-    task = _tried_task(config, say)
     _check_lengths(config, policy)
-    reference = _other_policy("--ref-hf-checkpoint", config.ref_hf_checkpoint, policy)
+    reference = _other_policy(config, "--ref-hf-checkpoint", policy)
+    teacher = _other_policy(config, "--teacher-hf-checkpoint", policy)
+    route_shape = _route_shape(config, policy)
+    begin("task and reward")
+    task = _tried_task(config, say)
     return JobParts(
         task=task,
         policy=policy,
         reference=(reference or policy) if config.use_kl_loss else None,
-        teacher=_other_policy("--teacher-hf-checkpoint", config.teacher_hf_checkpoint, policy),
+        teacher=teacher,
         sampling=sampling_parameters(config, task),
-        route_shape=_route_shape(config, policy),
+        route_shape=route_shape,
     )
 
 
@@ -90,17 +108,21 @@ def _try_estimator(config: JobConfig) -> None:
     groups = torch.arange(2).repeat_interleave(count)
     rewards = torch.arange(2 * count, dtype=torch.float32) % 3
     masks = [torch.tensor([1, 0, 1][: 1 + i % 3]) for i in range(2 * count)]
-    try:
-        result = list(estimator(rewards, groups, masks, config))
-    except Exception as error:
-        raise HookLoadError(
-            f"--advantage-estimator {path} failed on an example of {2 * count} samples:\n"
-            f"{traceback.format_exc()}"
-        ) from error
+    what = f"--advantage-estimator {path}"
+    result = list(
+        try_on_example(
+            f"{what} failed on an example of {2 * count} samples",
+            estimator,
+            rewards,
+            groups,
+            masks,
+            config,
+        )
+    )
     found = [a.shape if isinstance(a, Tensor) else type(a).__name__ for a in result]
     if found != [mask.shape for mask in masks] or not torch.cat(list(result)).isfinite().all():
         raise HookLoadError(
-            f"--advantage-estimator {path} returned {str(result)[:300]} on an example of "
+            f"{what} returned {str(result)[:300]} on an example of "
             f"{2 * count} samples with response lengths {[len(mask) for mask in masks]}; return a "
             "list with one finite tensor [response] per sample"
         )
@@ -194,11 +216,12 @@ def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> Sampli
     )
 
 
-def _other_policy(option: str, directory: str | None, policy: ModelSource) -> ModelSource | None:
-    """The model at `directory`, if one is given; it has to have the policy's vocabulary."""
+def _other_policy(config: JobConfig, option: str, policy: ModelSource) -> ModelSource | None:
+    """The model that `option` names, if it does; it has to have the policy's vocabulary."""
+    directory = getattr(config, option.removeprefix("--").replace("-", "_"))
     if directory is None:
         return None
-    source = directory_source(directory, option)
+    source = directory_source(directory, option, config)
     theirs, ours = source.hf_config["vocab_size"], policy.hf_config["vocab_size"]
     if theirs != ours:
         raise ConfigError(

@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Iterator
 
 from plugin.config import JobConfig
-from plugin.errors import ClusterError
+from plugin.errors import ClusterError, ConfigError
 
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _START_ATTEMPTS = 3
+_CONNECT_SECONDS = 5.0
 
 
 @contextlib.contextmanager
@@ -76,15 +78,38 @@ def _start_private(cpu_slots: int) -> None:
         )
 
 
+def check_address(address: str) -> None:
+    """Refuse an address where nothing listens; Ray itself would try for more than a minute."""
+    import ray
+    from ray._private.services import canonicalize_bootstrap_address
+
+    if ray.is_initialized():
+        return
+    try:
+        # What `ray.init` makes of it: RAY_ADDRESS, the newest cluster of this machine, its address.
+        found = canonicalize_bootstrap_address(address.removeprefix("ray://"))
+        if found is None:
+            raise ConnectionError("no cluster runs on this machine, and RAY_ADDRESS is not set")
+        host, _, port = found.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(_no_cluster(address, error)) from error
+
+
 def _join(address: str) -> None:
     import ray
 
     if ray.is_initialized():
         return
+    check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ClusterError(
-            f"--address {address}: no Ray cluster answers there ({error}); start one with "
-            "`ray start --head`, or drop --address for a private one"
-        ) from error
+        raise ClusterError(_no_cluster(address, error)) from error
+
+
+def _no_cluster(address: str, error: Exception) -> str:
+    return (
+        f"--address {address}: no Ray cluster answers there ({error}); start one with "
+        "`ray start --head`, or drop --address for a private one"
+    )

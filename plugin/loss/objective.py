@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
+from plugin.config.import_paths import try_on_example
 from plugin.loss.hook_chain import hook_chain
 from plugin.loss.interfaces import LossInputs, LossOutputs, TokenMetric
 from plugin.loss.normalization import kept_token_scale
@@ -24,9 +25,12 @@ from plugin.ppo_utils.kl_estimators import k3
 
 def check_loss(config: LossConfig) -> None:
     """Load, check and try whatever the configuration names by import path."""
-    resolve_policy_loss(config.policy_loss)
+    failed = "failed on an example of 2 samples"
+    what = f"--policy-loss {config.policy_loss} {failed}"
+    try_on_example(what, resolve_policy_loss, config.policy_loss)
     if config.use_tis or config.get_mismatch_metrics:
-        hook_chain(config)
+        what = f"--custom-tis-function-path {','.join(config.hook_names())} {failed}"
+        try_on_example(what, hook_chain, config)
 
 
 def compute_loss(

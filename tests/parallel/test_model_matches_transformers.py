@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from mbridge.models.llama import LLaMABridge
 from torch import Tensor
 
 from plugin.config import TrainerConfig
@@ -186,7 +185,9 @@ def test_scaled_rope_matches_transformers(run_ranks: Any, rope: dict[str, Any]) 
 def added_family_on_rank(
     groups: ParallelGroups, config: Any, state: dict[str, Tensor], tokens: list[Tensor]
 ) -> tuple[list[Tensor] | None, list[str]]:
-    entry = families.ModelFamily("MistralForCausalLM", LLaMABridge, families.decoder_arguments)
+    entry = families.ModelFamily(
+        "MistralForCausalLM", "mbridge.models.llama:LLaMABridge", families.decoder_arguments
+    )
     families.FAMILIES["mistral"] = entry
     try:
         chunks = loaded_model(config, state, groups)

@@ -7,7 +7,7 @@ parallel sizes from the groups.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
 from plugin.megatron_backend import cpu_runtime
 from plugin.megatron_backend.model.families import family_of, rotary_arguments
+from plugin.megatron_backend.model.layout_rules import check_layout
 from plugin.megatron_backend.model.local_layers import LayoutRotaryEmbedding, use_local_layers
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
@@ -50,7 +51,9 @@ def build_model(
     overrides: arguments of Megatron's `TransformerConfig` for which there is no flag
     """
     arguments = transformer_arguments(hf_config, config, groups) | overrides
-    _check_fits(hf_config.model_type, arguments)
+    check_layout(hf_config.model_type, arguments)
+    if config.moe_router_fusion:
+        _check_router_fusion()
     cpu_runtime.activate()
     transformer = TransformerConfig(**arguments)
     torch.manual_seed(seed)
@@ -120,48 +123,13 @@ def uses_transformer_engine(choice: Literal["auto", "transformer_engine", "local
     return runnable
 
 
-def _check_fits(family: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse a layout that does not divide the model, or that this machine cannot run."""
-    experts, tp_size = arguments.get("num_moe_experts", 0), arguments["tensor_model_parallel_size"]
-    ep_size = arguments["expert_model_parallel_size"]
-    chunks = arguments["pipeline_model_parallel_size"] * (
-        arguments["virtual_pipeline_model_parallel_size"] or 1
-    )
-    heads, kv_heads = arguments["num_attention_heads"], arguments["num_query_groups"]
-    for what, value, divisor in (
-        ("num_key_value_heads by the tensor parallel size", kv_heads, tp_size),
-        ("num_attention_heads by the tensor parallel size", heads, tp_size),
-        ("num_hidden_layers by the number of pipeline chunks", arguments["num_layers"], chunks),
-        ("num_experts by the expert parallel size", experts, ep_size),
-    ):
-        if value % divisor:
-            raise ConfigError(f"cannot divide {what}: {value} / {divisor}; choose another size")
-    if not experts and ep_size > 1:
+def _check_router_fusion() -> None:
+    kernel = getattr(moe_utils, "fused_topk_with_score_function", None)
+    if kernel is None or not torch.cuda.is_available():
         raise ConfigError(
-            f"expert parallel size {ep_size} needs a MoE model, and {family} has no experts; drop "
-            "--expert-model-parallel-size"
+            "--moe-router-fusion is a CUDA kernel of Transformer Engine (2.6 or newer), and CUDA "
+            "or the kernel is missing here; drop it"
         )
-    if arguments["moe_token_dispatcher_type"] == "allgather" and arguments["variable_seq_lengths"]:
-        raise ConfigError(
-            "the allgather MoE dispatcher needs micro-batches of one length; use alltoall, or turn "
-            "variable sequence lengths off"
-        )
-    if experts and tp_size > 1 and not arguments["sequence_parallel"]:
-        raise ConfigError(
-            f"a MoE model with tensor parallel size {tp_size} needs --sequence-parallel"
-        )
-    if tp_size == 1 and arguments["sequence_parallel"]:
-        raise ConfigError(
-            "--sequence-parallel splits the sequence over tensor parallel ranks, and there is "
-            "only one; drop it or raise --tensor-model-parallel-size"
-        )
-    if arguments["moe_router_fusion"]:
-        kernel = getattr(moe_utils, "fused_topk_with_score_function", None)
-        if not experts or kernel is None or not torch.cuda.is_available():
-            raise ConfigError(
-                "--moe-router-fusion is a CUDA kernel of Transformer Engine (2.6 or newer) for "
-                "MoE models, and CUDA, the kernel or the experts are missing here; drop it"
-            )
 
 
 def _build_chunk(

@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
-from mbridge.core import LLMBridge
-from mbridge.models.llama import LLaMABridge
-from mbridge.models.qwen3 import Qwen3Bridge
-from mbridge.models.qwen3moe import Qwen3MoEBridge
 
 from plugin.errors import ConfigError
 
@@ -40,7 +36,8 @@ class ModelFamily:
     """What is particular to one family.
 
     architecture: the model class that config.json names; inference engines need it
-    weights: mbridge's tables of the names, fusions and tensor parallel cuts of the weights
+    weights: import path of mbridge's tables of the names, fusions and tensor parallel cuts of the
+        weights; a path, because the driver reads this table and mbridge imports all of Megatron
     transformer_arguments: from a Hugging Face config, the arguments of Megatron's
         `TransformerConfig` that the model decides; with `num_moe_experts` the model has routers
     refused: settings that must be off, because Megatron would silently compute something else, and
@@ -48,7 +45,7 @@ class ModelFamily:
     """
 
     architecture: str
-    weights: type[LLMBridge]
+    weights: str
     transformer_arguments: Callable[[Any], dict[str, Any]]
     refused: tuple[tuple[str, str], ...] = _REFUSED
 
@@ -94,16 +91,14 @@ def _qwen3_moe_arguments(hf_config: Any) -> dict[str, Any]:
     }
 
 
-class _Qwen3MoEWeights(Qwen3MoEBridge):
-    """Adds the dense layers that `mlp_only_layers` asks for."""
-
-    _MLP_MAPPING = Qwen3MoEBridge._MLP_MAPPING | LLaMABridge._MLP_MAPPING
-
-
 FAMILIES: dict[str, ModelFamily] = {
-    "llama": ModelFamily("LlamaForCausalLM", LLaMABridge, decoder_arguments),
-    "qwen3": ModelFamily("Qwen3ForCausalLM", Qwen3Bridge, _qwen3_arguments),
-    "qwen3_moe": ModelFamily("Qwen3MoeForCausalLM", _Qwen3MoEWeights, _qwen3_moe_arguments),
+    "llama": ModelFamily("LlamaForCausalLM", "mbridge.models.llama:LLaMABridge", decoder_arguments),
+    "qwen3": ModelFamily("Qwen3ForCausalLM", "mbridge.models.qwen3:Qwen3Bridge", _qwen3_arguments),
+    "qwen3_moe": ModelFamily(
+        "Qwen3MoeForCausalLM",
+        "plugin.megatron_backend.model.weight_tables:Qwen3MoEWeights",
+        _qwen3_moe_arguments,
+    ),
 }
 
 

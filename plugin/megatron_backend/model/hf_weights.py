@@ -31,6 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from plugin.config.import_paths import load_function
 from plugin.errors import WeightError
 from plugin.megatron_backend.model.builder import padded_vocab_size
 from plugin.megatron_backend.model.families import FAMILIES
@@ -186,7 +187,7 @@ def _experts_per_rank(model: Any, groups: ParallelGroups) -> int:
 def _bridge(model: Any, groups: ParallelGroups) -> LLMBridge:
     """mbridge's tables for this model; a subclass, because mbridge edits them when tied."""
     hf_config = model.hf_config
-    base = FAMILIES[hf_config.model_type].weights
+    base: Any = load_function(FAMILIES[hf_config.model_type].weights)
     names = [f"{group}_{what}" for group in ("tp", "pp", "ep", "etp") for what in ("size", "rank")]
     states = ParallelStates(
         vpp_size=groups.vpp_size, **{name: getattr(groups, name) for name in names}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from plugin.doctor import doctor_command, layout_agreement
+from plugin.doctor.configuration_checks import configuration_checks
 from plugin.doctor.environment_checks import environment_checks
 from plugin.doctor.layout_agreement import LayoutResult, default_layouts, parse_layout
 from plugin.errors import ConfigError
@@ -39,7 +40,8 @@ def test_a_hook_that_does_not_load_fails_and_says_why(capsys: pytest.CaptureFixt
 def test_a_bad_configuration_fails_with_the_rule_it_breaks(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("policy_loss: icepop\nuse_tis: true\n")
-    [check] = [c for c in environment_checks(None, str(file)) if c.name == "configuration"]
+    [check] = configuration_checks(str(file))
+    assert check.name == "configuration"
     assert check.status == "fail" and "--use-tis with --policy-loss icepop" in check.detail
 
 
@@ -48,7 +50,7 @@ def test_an_old_or_missing_package_is_named_with_its_remedy(
 ) -> None:
     wanted = {"torch": ("99.0", True, "all"), "no-such-package": (None, True, "tests")}
     monkeypatch.setattr("plugin.doctor.environment_checks._PACKAGES", wanted)
-    checks = {check.name: check for check in environment_checks(None, None)}
+    checks = {check.name: check for check in environment_checks(None)}
     assert checks["torch"].status == "fail" and "99.0" in checks["torch"].fix
     assert checks["no-such-package"].status == "fail"
 

@@ -1,0 +1,87 @@
+"""Which parallel layouts a model can be cut into: asked before a job starts, and by the builder.
+
+Nothing here imports Megatron, so that the driver has its answer before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from plugin.config import TrainerConfig
+from plugin.errors import ConfigError
+from plugin.megatron_backend.model.families import family_of, rotary_arguments
+
+_SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("virtual_pipeline_model_parallel_size", "expert_model_parallel_size"),
+    *("expert_tensor_parallel_size", "sequence_parallel"),
+    *("moe_token_dispatcher_type", "moe_router_fusion"),
+)
+
+
+def check_model(hf_config: Any, config: TrainerConfig) -> None:
+    """Refuse a model that Megatron cannot compute, or cannot cut as the configuration says."""
+    arguments = family_of(hf_config).transformer_arguments(hf_config)
+    rotary_arguments(hf_config)
+    layout = {name: getattr(config, name) for name in _SIZES}
+    variable = config.virtual_pipeline_model_parallel_size is None
+    check_layout(hf_config.model_type, arguments | layout | {"variable_seq_lengths": variable})
+
+
+def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse a layout that does not divide the model, or that the model has no use for.
+
+    A vocabulary of any size fits: it is padded to equal shares.
+
+    arguments: of Megatron's `TransformerConfig`
+    """
+    experts, tp_size = arguments.get("num_moe_experts", 0), arguments["tensor_model_parallel_size"]
+    ep_size, etp_size = (arguments[f"expert_{kind}_parallel_size"] for kind in ("model", "tensor"))
+    pp_size = arguments["pipeline_model_parallel_size"]
+    vpp_size = arguments["virtual_pipeline_model_parallel_size"] or 1
+    tensor = f"--tensor-model-parallel-size {tp_size}"
+    stages = f"--pipeline-model-parallel-size {pp_size}"
+    if vpp_size > 1:
+        stages += f" x --virtual-pipeline-model-parallel-size {vpp_size}"
+    for what, value, size, option in (
+        ("num_key_value_heads", arguments["num_query_groups"], tp_size, tensor),
+        ("num_attention_heads", arguments["num_attention_heads"], tp_size, tensor),
+        ("intermediate_size", arguments["ffn_hidden_size"], tp_size, tensor),
+        ("num_hidden_layers", arguments["num_layers"], pp_size * vpp_size, stages),
+        ("num_experts", experts, ep_size, f"--expert-model-parallel-size {ep_size}"),
+        (
+            "moe_intermediate_size",
+            arguments.get("moe_ffn_hidden_size", 0),
+            etp_size,
+            f"--expert-tensor-parallel-size {etp_size}",
+        ),
+    ):
+        if value % size:
+            fitting = [str(n) for n in range(1, min(value, 2 * size) + 1) if value % n == 0]
+            raise ConfigError(
+                f"{option}: the model's {what} is {value}, which cannot be divided by {size}; it "
+                f"can by {', '.join(fitting)}"
+            )
+    if not experts and ep_size > 1:
+        raise ConfigError(
+            f"--expert-model-parallel-size {ep_size} needs a MoE model, and {model_type} has no "
+            "experts; drop it"
+        )
+    if arguments["moe_token_dispatcher_type"] == "allgather" and arguments["variable_seq_lengths"]:
+        raise ConfigError(
+            "--moe-token-dispatcher-type allgather needs microbatches of one length, which only "
+            "--virtual-pipeline-model-parallel-size makes; use alltoall"
+        )
+    if experts and tp_size > 1 and not arguments["sequence_parallel"]:
+        raise ConfigError(
+            f"a MoE model with {tensor} needs --sequence-parallel; add it, or use expert ranks "
+            "instead (--expert-model-parallel-size)"
+        )
+    if tp_size == 1 and arguments["sequence_parallel"]:
+        raise ConfigError(
+            "--sequence-parallel splits the sequence over tensor parallel ranks, and there is "
+            "only one; drop it or raise --tensor-model-parallel-size"
+        )
+    if not experts and arguments["moe_router_fusion"]:
+        raise ConfigError(f"--moe-router-fusion needs a MoE model, not {model_type}; drop it")
