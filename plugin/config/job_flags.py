@@ -512,6 +512,14 @@ class JobConfig(
         self._check_estimator()
 
     @property
+    def rounds_rollout_weights(self) -> str | None:
+        """The flag that gives the engine coarser weights than the trainer's, if any."""
+        if self.rollout_quantization != "none":
+            return f"--rollout-quantization {self.rollout_quantization}"
+        coarser = self.rollout_dtype == "bfloat16" and self.train_dtype == "float32"
+        return f"--rollout-dtype {self.rollout_dtype}" if coarser else None
+
+    @property
     def engine_patience(self) -> float:
         """Seconds an engine may take for what it is sent at once."""
         return self.rollout_timeout or self.step_timeout

@@ -231,6 +231,12 @@ class LossConfig(
             return self.loss_traits.per_token
         return self.calculate_per_token_loss
 
+    @property
+    def corrects_mismatch(self) -> bool:
+        """Whether the loss accounts for tokens that another policy sampled."""
+        against_rollout = self.loss_traits.compares_with == "rollout"
+        return self.use_tis or self.use_rollout_logprobs or against_rollout
+
     def needs_rollout_log_probs(self) -> list[str]:
         """The features in use that cannot work without the engine's log-probs."""
         wanted = {

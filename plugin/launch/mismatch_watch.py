@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +15,8 @@ class MismatchWatch:
     """Runs the detectors on a step's log-probs and says what is new."""
 
     def __init__(self, config: JobConfig, files: RunFiles, say: Callable[[str], None]) -> None:
-        # Weights as old as the user allows are no news.
-        self._detectors = MismatchDetectors(
-            max_staleness=config.staleness_limit, custom_path=config.custom_detector_path
-        )
+        self._detectors = MismatchDetectors(config=config)
+        self._counts: Counter[str] = Counter()
         self._on = config.detect_mismatch
         self._files, self._say = files, say
 
@@ -38,5 +37,8 @@ class MismatchWatch:
             return
         findings = self._detectors.check(columns, step=step, trainer_version=trainer_version)
         self._files.log_findings(step, findings)
+        self._counts.update(finding.detector for finding in findings)
         for finding in self._detectors.news(findings, step):
-            self._say(f"step {step}: {finding}")
+            times = self._counts[finding.detector]
+            again = f"again ({times} times so far): {finding.title}"
+            self._say(f"step {step}: {finding if times == 1 else again}")

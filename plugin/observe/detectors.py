@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plugin.config import JobConfig
 from plugin.config.import_paths import load_called_with
 from plugin.errors import HookLoadError
 from plugin.observe.findings import Finding, Step, StepTokens, join_tokens
@@ -78,8 +79,12 @@ def zero_filled(step: Step, memory: Memory) -> Finding | None:
         f"{zero_share:.1%} of the tokens with a trainer probability below 0.37 have a rollout "
         f"log-prob of exactly 0; {constant} of {len(starts)} samples have one constant value",
         "the engine did not return log-probs for these tokens and something filled the gap",
-        "turn log-probs on in the sampling parameters; mask tokens that have none (tool output, "
-        "padding)",
+        (
+            "look at what the engine answers"
+            if step.config
+            else "turn log-probs on in the sampling parameters"
+        )
+        + "; mask tokens that have none (tool output, padding)",
         {"zero_share": float(zero_share), "constant_samples": float(constant)},
     )
 
@@ -113,9 +118,12 @@ def one_token_shift(step: Step, memory: Memory) -> Finding | None:
 def temperature(step: Step, memory: Memory) -> Finding | None:
     """One log-prob is a multiple of the other, and that explains their difference.
 
-    The scale is that of the reduced major axis.
+    The scale is that of the reduced major axis. A policy that has learned since is sharper, just
+    as one at a lower temperature: only tokens of the trainer's own weights are looked at.
     """
-    tokens = step.tokens
+    tokens = step.tokens.fresh()
+    if len(tokens) < MIN_TOKENS:
+        return None
     spread = float(tokens.train.std())
     correlation = _correlation(tokens.rollout, tokens.train)
     if spread < 1e-3 or correlation < 0.9:
@@ -132,7 +140,10 @@ def temperature(step: Step, memory: Memory) -> Finding | None:
         f"of {correlation:.4f}; equal temperatures give 1.000",
         f"the engine's log-probs are at a {lower} temperature than the trainer's ({below} the "
         f"trainer's by a factor of about {1 / scale:.2f} or {less})",
-        "set --rollout-temperature to the sampling temperature, and make the engine return "
+        f"the engine was asked for --rollout-temperature {step.config.rollout_temperature:g}: make "
+        "it return log-probs after temperature"
+        if step.config
+        else "set --rollout-temperature to the sampling temperature, and make the engine return "
         "log-probs after temperature",
         {"scale": scale, "correlation": correlation},
     )
@@ -153,16 +164,19 @@ def truncation(step: Step, memory: Memory) -> Finding | None:
     if mean > 0.995 or (1 - mean) < 6 * error or one_sided < 0.5:
         return None
     exact = float((tokens.rollout == 0).mean())
+    cause, remedy = "top-p or top-k sampling", "sample with top_p 1 and top_k off"
+    config = step.config
+    if config and config.rollout_top_p == 1 and config.rollout_top_k is None:
+        cause = "top-p or top-k of the engine's own, none was asked for"
+        remedy = "look for sampling defaults of the server or in the model's generation_config.json"
     return Finding(
         "rollout log-probs are of a truncated distribution",
         "warning",
         f"mean of pi_train/pi_rollout is {mean:.4f} (standard error {error:.4f}) where honest "
         f"log-probs give 1; the rollout log-prob is higher on {raised:.0%} of the tokens and lower "
         f"on {lowered:.0%}; exactly 0 on {exact:.1%}",
-        "top-p or top-k sampling: the engine renormalizes over the kept tokens, about "
-        f"{mean:.2f} of the mass",
-        "sample with top_p 1 and top_k off, or make the engine return log-probs of the full "
-        "distribution",
+        f"{cause}: the engine renormalizes over the kept tokens, about {mean:.2f} of the mass",
+        f"{remedy}, or make the engine return log-probs of the full distribution",
         {"mean_ratio": mean, "standard_error": error, "one_sided": one_sided},
     )
 
@@ -171,18 +185,23 @@ def staleness(step: Step, memory: Memory) -> Finding | None:
     """Weight versions behind the trainer and a KL to match, or more than the user allows."""
     if step.staleness is None or step.staleness <= 0:
         return None
-    k3 = step.tokens.k3()
+    k3, config = step.tokens.k3(), step.config
+    corrected = config is not None and config.corrects_mismatch
     over = step.max_staleness is not None and step.staleness > step.max_staleness
-    if not over and (step.staleness < 2 or k3 < 1e-3):
+    if not over and (corrected or step.staleness < 2 or k3 < 1e-3):
         return None
+    remedies = ["lower --max-weight-staleness"]
+    if config is None:
+        remedies.append("sync more often")
+    if not corrected:
+        remedies.append("correct for it (--use-tis, off_policy_is on reinforce)")
     return Finding(
         "rollouts come from old weights",
         "warning",
         f"samples are {step.staleness:.1f} weight versions behind the trainer on average and the "
         f"mismatch k3 is {k3:.1e}",
         "the engine generates while the trainer trains, or weight sync is slower than the steps",
-        "lower --max-weight-staleness, sync more often, or correct for it (--use-tis, "
-        "off_policy_is on reinforce)",
+        ", or ".join(remedies),
         {"staleness": step.staleness, "k3": k3},
     )
 
@@ -190,9 +209,12 @@ def staleness(step: Step, memory: Memory) -> Finding | None:
 def different_weights(step: Step, memory: Memory) -> Finding | None:
     """The same token id is off in the same direction every time; rounding noise is not.
 
-    memory: the tokens of recent steps
+    memory: the tokens of recent steps that the trainer's own weights sampled, by their versions
     """
-    memory.append(step.tokens)
+    fresh = step.tokens.fresh()
+    if not len(fresh):
+        return None
+    memory.append(fresh)
     total = sum(map(len, memory))
     while total - len(memory[0]) >= 4 * MIN_WEIGHT_TOKENS:
         total -= len(memory.pop(0))
@@ -203,32 +225,40 @@ def different_weights(step: Step, memory: Memory) -> Finding | None:
     # A bfloat16 copy of float32 weights reaches 0.0014; the bound must hold with confidence.
     if systematic - 2.5 * error < 0.0018**2:
         return None
-    size = math.sqrt(systematic)
+    size, config = math.sqrt(systematic), step.config
+    rounded = config.rounds_rollout_weights if config else None
+    corrected = config is not None and config.corrects_mismatch
+    remedies = [] if corrected else ["use --use-tis or a masking loss"]
+    if rounded is None:
+        remedies.append("check that a weight sync reached the engine")
     return Finding(
         "the engine's weights differ from the trainer's",
-        "warning",
+        "warning" if remedies else "info",
         f"the same token id is off in the same direction every time, by {size:.4f} in log-prob "
         f"({systematic / error:.0f} standard errors); rounding noise of equal weights changes "
         f"sign. k3 is {tokens.k3():.1e}",
-        "quantized (int8, fp8) or otherwise rounded weights in the engine, or weights of another "
-        "step",
-        "expect a larger mismatch: use --use-tis or a masking loss; check that a weight sync "
-        "reached the engine",
+        f"{rounded} rounds the engine's weights"
+        if rounded
+        else "quantized (int8, fp8) or otherwise rounded weights in the engine, or weights of "
+        "another step",
+        "expect a larger mismatch: " + ("; ".join(remedies) or "watch ESS; the loss corrects it"),
         {"systematic_error": size, "k3": tokens.k3()},
     )
 
 
 def frozen_weights(step: Step, memory: Memory) -> Finding | None:
-    """The version has not moved for four steps while the trainer's has.
+    """The version has not moved while the trainer's has, for longer than old weights are allowed.
 
-    memory: (newest version of the samples, version of the trainer) of the last four steps
+    memory: (newest version of the samples, version of the trainer) of the last steps, at least four
     """
     if step.version is None or step.trainer_version is None:
         return None
+    # Engines that run ahead stamp one version on as many rollouts as they are allowed to.
+    too_many = max(3, int(step.max_staleness or 0) + 1)
     memory.append((step.version, step.trainer_version))
-    del memory[:-4]
+    del memory[: -too_many - 1]
     moved = step.trainer_version - memory[0][1]
-    if len(memory) < 4 or moved < 3 or any(version != step.version for version, _ in memory):
+    if len(memory) < 4 or moved < too_many or any(version != step.version for version, _ in memory):
         return None
     return Finding(
         "the engine's weights never change",
@@ -254,12 +284,18 @@ def growing_mismatch(step: Step, memory: Memory) -> Finding | None:
     early, late = float(np.median(memory[:third])), float(np.median(memory[-third:]))
     if late < 1e-4 or late < 2 * early or _mann_kendall(np.array(memory)) < 3.5:
         return None
+    config = step.config
+    remedies = "tighten the correction, lower the learning rate, or sync weights more often"
+    if config is not None:
+        first = "tighten the correction" if config.corrects_mismatch else "correct it (--use-tis)"
+        last = ", or lower --max-weight-staleness" if config.staleness_limit else ""
+        remedies = f"{first}, lower the learning rate{last}"
     return Finding(
         "the mismatch grows",
         "warning",
         f"k3 rose from {early:.1e} to {late:.1e} over the last {len(memory)} steps",
         "the engine falls behind, or training moves to tokens on which engine and trainer disagree",
-        "watch ESS; tighten the correction, lower the learning rate, or sync weights more often",
+        f"watch ESS; {remedies}",
         {"early": early, "late": late, "steps": float(len(memory))},
     )
 
@@ -267,7 +303,10 @@ def growing_mismatch(step: Step, memory: Memory) -> Finding | None:
 def routing(step: Step, memory: Memory) -> Finding | None:
     """Engine and trainer choose different experts; swapped layers and shifted tokens are named."""
     columns = step.columns
-    return routing_finding(columns["rollout_routed_experts"], columns["train_routed_experts"])
+    found = routing_finding(columns["rollout_routed_experts"], columns["train_routed_experts"])
+    if found is None or step.config is None or not step.config.use_rollout_routing_replay:
+        return found
+    return replace(found, what_to_try="get the routes' order right; keep the router in float32")
 
 
 _LOG_PROBS = ("rollout_log_probs", "log_probs")
@@ -290,7 +329,9 @@ DETECTORS: tuple[Detector, ...] = (
 class MismatchDetectors:
     """Runs all detectors on the steps of one run, in order, and keeps their memories.
 
+    max_staleness: the staleness that the user allows
     custom_path: import paths of the user's own detectors, see `load_detectors`
+    config: the job's settings, from which both follow; advice then leaves out what is already on
     repeat_every: steps before a finding that stays is news again
     """
 
@@ -299,9 +340,12 @@ class MismatchDetectors:
         *,
         max_staleness: float | None = None,
         custom_path: str | None = None,
+        config: JobConfig | None = None,
         repeat_every: int = 20,
     ) -> None:
-        self.max_staleness, self.repeat_every = max_staleness, repeat_every
+        if config is not None:
+            max_staleness, custom_path = config.staleness_limit, config.custom_detector_path
+        self.max_staleness, self.config, self.repeat_every = max_staleness, config, repeat_every
         self.detectors = (*DETECTORS, *load_detectors(custom_path))
         self._memories: dict[str, Memory] = {detector.name: [] for detector in self.detectors}
         self._last_reported: dict[str, int] = {}
@@ -314,7 +358,7 @@ class MismatchDetectors:
         trainer_version: int | Sequence[int] | None = None,
     ) -> list[Finding]:
         """Findings of one step; the arguments are those of `Step`."""
-        seen = Step.of(step, columns, trainer_version, self.max_staleness)
+        seen = Step.of(step, columns, trainer_version, self.max_staleness, self.config)
         found: dict[str, Finding] = {}
         for detector in self.detectors:
             if found.keys().isdisjoint(detector.unless) and detector.can_run(seen):

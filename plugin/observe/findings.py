@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from plugin.config import JobConfig
+
 Severity = Literal["info", "warning", "error"]
 #: More tokens than this add no evidence; of a larger step every n-th sample is used.
 MAX_TOKENS = 1 << 17
@@ -45,6 +47,7 @@ class StepTokens:
 
     rollout, train: float64 log-probs; sample: int64 index
     position: int64 in the response (gaps where masked); ids: int64 token ids or None
+    age: int64 weight versions behind the trainer, 0 where unknown; None after joining steps
     """
 
     rollout: NDArray[np.float64]
@@ -52,6 +55,7 @@ class StepTokens:
     sample: NDArray[np.int64]
     position: NDArray[np.int64]
     ids: NDArray[np.int64] | None = None
+    age: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return int(self.rollout.size)
@@ -66,6 +70,22 @@ class StepTokens:
         ratio = self.log_ratio
         return float(np.mean(np.expm1(ratio) - ratio)) if len(self) else 0.0
 
+    def fresh(self) -> StepTokens:
+        """The tokens that the trainer's own weights sampled, as far as versions are known.
+
+        Older ones come from another policy: any difference may be what was learned since.
+        """
+        if self.age is None or not (self.age > 0).any():
+            return self
+        keep = self.age <= 0
+        return StepTokens(
+            self.rollout[keep],
+            self.train[keep],
+            self.sample[keep],
+            self.position[keep],
+            None if self.ids is None else self.ids[keep],
+        )
+
 
 @dataclass(frozen=True)
 class Step:
@@ -78,6 +98,7 @@ class Step:
     version: newest weight version of the samples; trainer_version: of the trainer. All three are
         None where versions are unknown
     max_staleness: the staleness that the user allows, or None
+    config: the settings of the job, None where they are unknown (a dump)
     """
 
     number: int
@@ -87,6 +108,7 @@ class Step:
     version: int | None = None
     trainer_version: int | None = None
     max_staleness: float | None = None
+    config: JobConfig | None = None
 
     @classmethod
     def of(
@@ -95,19 +117,21 @@ class Step:
         columns: Mapping[str, Sequence[Any]],
         trainer_version: int | Sequence[int] | None,
         max_staleness: float | None = None,
+        config: JobConfig | None = None,
     ) -> Step:
         """trainer_version: of the step, or one per sample; None or -1 where unknown."""
-        tokens = _tokens(columns)
         versions = np.array([int(v) for v in columns.get("weight_versions", ())], np.int64)
         trainer = np.broadcast_to(
             np.asarray(-1 if trainer_version is None else trainer_version), versions.shape
         )
         known = (versions >= 0) & (trainer >= 0)
-        if not known.any():
-            return cls(number, columns, tokens, max_staleness=max_staleness)
-        behind = float((trainer - versions)[known].mean())
-        newest, trainer_newest = int(versions[known].max()), int(trainer[known].max())
-        return cls(number, columns, tokens, behind, newest, trainer_newest, max_staleness)
+        ages = np.where(known, trainer - versions, 0)
+        tokens = _tokens(columns, ages if len(ages) else None)
+        behind, newest, trainer_newest = None, None, None
+        if known.any():
+            behind = float(ages[known].mean())
+            newest, trainer_newest = int(versions[known].max()), int(trainer[known].max())
+        return cls(number, columns, tokens, behind, newest, trainer_newest, max_staleness, config)
 
 
 def join_tokens(parts: Sequence[StepTokens]) -> StepTokens:
@@ -126,7 +150,7 @@ def join_tokens(parts: Sequence[StepTokens]) -> StepTokens:
     )
 
 
-def _tokens(columns: Mapping[str, Sequence[Any]]) -> StepTokens:
+def _tokens(columns: Mapping[str, Sequence[Any]], ages: NDArray[np.int64] | None) -> StepTokens:
     rollouts = columns.get("rollout_log_probs", ())
     stride = max(1, -(-sum(map(len, rollouts)) // MAX_TOKENS))
     chosen = range(0, len(rollouts), stride)
@@ -149,4 +173,5 @@ def _tokens(columns: Mapping[str, Sequence[Any]]) -> StepTokens:
         sample[mask],
         position[mask],
         flat("unconcat_tokens")[mask].astype(np.int64) if "unconcat_tokens" in columns else None,
+        None if ages is None else ages[list(chosen)][sample][mask],
     )

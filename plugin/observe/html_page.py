@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plugin.errors import ConfigError
+from plugin.observe.run_record import steps_text
 
 _TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -62,8 +63,7 @@ def series(run: int, label: str, x: list[Any], y: list[Any], **more: Any) -> dic
 
 def located(finding: Mapping[str, Any], run_name: str = "") -> dict[str, Any]:
     """A finding with the step or steps at which it was made."""
-    first, last = finding.get("step"), finding.get("last_step", finding.get("step"))
-    when = f"step {first}" if first == last else f"steps {first} to {last}"
+    when = steps_text(finding)
     return {**finding, "where": f"{run_name}, {when}" if run_name else when}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plugin.observe.html_page import located, page, series, write_page
-from plugin.observe.run_record import RunRecord, read_run
+from plugin.observe.run_record import RunRecord, group_findings, read_run
 
 #: A drawn line has at most twice this many points: the lowest and the highest of every stretch.
 MAX_STRETCHES = 600
@@ -205,7 +205,9 @@ def report_html(runs: Sequence[RunRecord]) -> str:
         "charts": [chart for panel in PANELS if (chart := _chart(panel, runs, names))],
         "slices": [chart for part in _SLICES if (chart := _slice_chart(*part, runs, names))],
         "findings": [
-            located(item, names[i]) for i, run in enumerate(runs) for item in run.findings[-50:]
+            located(item, names[i] if len(runs) > 1 else "")
+            for i, run in enumerate(runs)
+            for item in group_findings(run.findings)
         ],
         "checked": any((run.path / "findings.jsonl").exists() for run in runs),
         "settings": settings,

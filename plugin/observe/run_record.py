@@ -5,7 +5,7 @@ A broken line or file is named in `problems`, and the rest is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,34 @@ def read_prompts(run_dir: str | Path) -> list[dict[str, Any]]:
     lines = _read_lines(Path(run_dir) / "prompts.jsonl", [])
     by_rollout = {line["rollout"]: line for line in lines if isinstance(line.get("rollout"), int)}
     return [by_rollout[rollout] for rollout in sorted(by_rollout)]
+
+
+def group_findings(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per kind of finding, as it was found first, the gravest first.
+
+    records: as in findings.jsonl. An entry also has its `last_step` and the number of its `steps`.
+    """
+    groups: dict[Any, dict[str, Any]] = {}
+    for record in records:
+        step = record.get("step")
+        new = {**record, "last_step": step, "steps": 0}
+        entry = groups.setdefault((record.get("detector"), record.get("title")), new)
+        if entry["steps"] == 0 or entry["last_step"] != step:
+            entry["last_step"], entry["steps"] = step, entry["steps"] + 1
+    order = ("error", "warning", "info")
+    return sorted(
+        groups.values(),
+        key=lambda entry: order.index(s) if (s := entry.get("severity")) in order else len(order),
+    )
+
+
+def steps_text(entry: Mapping[str, Any]) -> str:
+    """At which steps a grouped finding was made, and how often."""
+    first, last = entry.get("step"), entry.get("last_step", entry.get("step"))
+    if first == last:
+        return f"step {first}"
+    times = f", {entry['steps']} times" if "steps" in entry else ""
+    return f"steps {first} to {last}{times}"
 
 
 def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
