@@ -188,7 +188,12 @@ class _FusedLmHead(torch.autograd.Function):
         tiles = _Tiles(used, weight, settings.budget)
         statistics = tiles.statistics(targets, settings)
         log_probs, normalizer = combine_shards(
-            statistics, targets, absent, scale=settings.scale, group=settings.group
+            statistics,
+            targets,
+            absent,
+            columns=weight.shape[0],
+            scale=settings.scale,
+            group=settings.group,
         )
         ctx.settings, ctx.kept, ctx.total_rows = settings, tiles.kept, hidden.shape[0]
         ctx.set_materialize_grads(False)

@@ -136,7 +136,9 @@ def _to_gradient(
     kernels, scale = row_kernels_for(logits), settings.scale
     targets, absent = locate_targets(tokens, logits.shape[1], group=None)
     statistics = kernels.forward_blocks(logits, targets, scale=scale, with_entropy=True)
-    log_probs, normalizer = combine_shards(statistics, targets, absent, scale=scale, group=None)
+    log_probs, normalizer = combine_shards(
+        statistics, targets, absent, columns=logits.shape[1], scale=scale, group=None
+    )
     assert normalizer.entropy is not None
     with torch.enable_grad():
         leaves = log_probs.requires_grad_(), normalizer.entropy.detach().requires_grad_()

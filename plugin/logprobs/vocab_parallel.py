@@ -8,6 +8,7 @@ collectives of `[T]` and `[2 or 3, T]` numbers forward, and none backward.
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ from plugin.logprobs.kernels import (
 )
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+#: The width that all shards of a group were last found to have.
+_even_widths: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def log_probs_and_entropy(
@@ -43,21 +47,23 @@ def log_probs_and_entropy(
             Never changed by the forward pass.
         tokens: `[T]` int64 ids in the whole vocabulary. Any other id (padding) has log-probability
             -inf; it is never an index error.
-        group: ranks over which the vocabulary is sharded, in order of the columns; None if it is
-            not.
+        group: ranks over which the vocabulary is sharded, in order of the columns and in equal
+            parts; None if it is not.
         temperature: divides the logits.
         with_entropy: also return the entropy; it carries a gradient only with `entropy_grad`.
         inplace_grad: the backward pass overwrites the logits with their gradient and so allocates
             nothing. Only for a caller that owns the logits and does not need them any more; a
             second backward pass raises.
         keep_mask: bool `[T, V/tp]`; the distribution is renormalized over the columns that are True
-            (top-k, top-p). A token that is not kept has log-probability -inf.
+            (top-k, top-p). A token that is not kept is a `BatchError` on every rank: it cannot have
+            been sampled. Give rows that were not sampled the id -1.
 
     Returns:
         `log_probs` `[T]` float32 and `entropy` `[T]` float32, or None without `with_entropy`.
 
     All arithmetic is float32. A row whose incoming gradient is exactly 0 gets a gradient of exactly
-    0, also when its logits hold NaN or inf.
+    0, also when its logits hold NaN or inf. A row that holds only -inf has no distribution: its
+    log-prob and its entropy are NaN.
     """
     _check_tensors(logits, tokens, keep_mask)
     check_settings(temperature, with_entropy, entropy_grad)
@@ -98,19 +104,20 @@ def combine_shards(
     targets: torch.Tensor,
     absent: torch.Tensor,
     *,
+    columns: int,
     scale: float,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, RowNormalizer]:
     """Join the statistics of all vocabulary shards: log-probs `[T]` and the normalizer.
 
-    `targets` and `absent` come from `locate_targets`. With `group` None or of one rank nothing is
-    communicated; otherwise one max, and one sum of everything else.
+    `targets` and `absent` come from `locate_targets` for this rank's `columns`. With `group` None
+    or of one rank nothing is communicated; otherwise one max, and one sum of everything else.
     """
     maximum = statistics.maximum
     sharded = group_size(group) > 1 and targets.numel() > 0
     if sharded:
-        maximum = maximum.clone()
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+        assert group is not None
+        maximum = _maximum_of_even_shards(maximum, columns, group)
     # A few numbers per row: in float64 the results are the exact ones, rounded once.
     target_exponent = (statistics.target_logit.double() - maximum) * scale
     target_exponent = target_exponent.masked_fill(targets < 0, 0.0).masked_fill(absent, -torch.inf)
@@ -125,6 +132,31 @@ def combine_shards(
     entropy = None if weighted_sum is None else (log_sum - weighted_sum / sum_exp).float()
     rows = RowNormalizer(maximum, sum_exp.float(), entropy)
     return (target_exponent - log_sum).float(), rows
+
+
+def _maximum_of_even_shards(
+    maximum: torch.Tensor, columns: int, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return the maximum `[T]` over all shards, which must be equally wide.
+
+    The widths travel with the maximum. An accelerator is asked only once for a width, because the
+    answer waits for it.
+    """
+    packed = maximum.new_empty(maximum.numel() + 2)
+    packed[:-2] = maximum
+    packed[-2].fill_(columns)
+    packed[-1].fill_(-columns)
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
+    if packed.device.type == "cpu" or _even_widths.get(group) != columns:
+        widest, narrowest = int(packed[-2]), -int(packed[-1])
+        if widest != narrowest:
+            raise ConfigError(
+                f"vocabulary shards have {narrowest} to {widest} columns, this rank's {columns}; "
+                "token ids are found by equal shards. Pad the vocabulary to a multiple of the "
+                f"{group_size(group)} ranks"
+            )
+        _even_widths[group] = columns
+    return packed[:-2]
 
 
 def merge_column_ranges(
@@ -173,9 +205,17 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             with_entropy=settings.with_entropy,
             keep_mask=keep_mask,
         )
+        columns = logits.shape[1]
         log_probs, rows = combine_shards(
-            statistics, targets, absent, scale=settings.scale, group=settings.group
+            statistics,
+            targets,
+            absent,
+            columns=columns,
+            scale=settings.scale,
+            group=settings.group,
         )
+        if keep_mask is not None:
+            _require_kept(log_probs, tokens, columns * group_size(settings.group))
         ctx.settings, ctx.kernels, ctx.consumed = settings, kernels, False
         ctx.set_materialize_grads(False)
         saved_entropy = rows.entropy if settings.entropy_grad else None
@@ -251,6 +291,18 @@ def _check_tensors(
             f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}; it must be bool "
             f"{list(logits.shape)}, like the logits. Slice it to this rank's columns of the "
             "vocabulary."
+        )
+
+
+def _require_kept(log_probs: torch.Tensor, tokens: torch.Tensor, vocabulary: int) -> None:
+    """Raise on every rank of the group, which all know the joined log-probs `[T]`."""
+    dropped = (log_probs == -torch.inf) & (tokens >= 0) & (tokens < vocabulary)
+    if bool(dropped.any()):
+        row = int(dropped.nonzero()[0])
+        raise BatchError(
+            f"token {int(tokens[row])} of row {row} has probability 0 under keep_mask; a sampled "
+            "token is always kept. Keep it in the mask, or give a row that was not sampled the id "
+            "-1"
         )
 
 

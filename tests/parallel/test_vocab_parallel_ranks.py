@@ -23,7 +23,7 @@ def whole_problem(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     keep = torch.rand(ROWS, COLUMNS, generator=generator) < 0.4
     keep[torch.arange(ROWS), tokens] = True
     keep[2, : COLUMNS // 2] = False  # at TP2 the first shard keeps nothing of this row
-    keep[2, tokens[2]] = False  # and its own token is dropped: log-probability -inf
+    tokens[2] = -1  # and it was not sampled: log-probability -inf
     keep[2, -1] = True
     logits[4, 9] = -torch.inf
     tokens[6] = COLUMNS + 3  # outside the vocabulary of every rank

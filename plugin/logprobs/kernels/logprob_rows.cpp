@@ -259,8 +259,10 @@ void forward(Matrix m, float scale, bool with_entropy, float* maximum, float* su
   for (int64_t i = 0; i < m.rows; ++i) {
     const Logit* logits = static_cast<const Logit*>(m.logits) + i * m.row_stride;
     const Row<Logit, kMasked> row{logits, m.keep_row(i)};
-    const RowSums sums = with_entropy ? row_sums<true>(row, m.columns, log2_scale)
-                                      : row_sums<false>(row, m.columns, log2_scale);
+    RowSums sums = with_entropy ? row_sums<true>(row, m.columns, log2_scale)
+                                : row_sums<false>(row, m.columns, log2_scale);
+    // Nothing above -inf: sums of exactly 0, as in the other kernels, unless they hold a NaN.
+    if (sums.maximum == kNegativeInfinity && !std::isnan(sums.sum_exp)) sums = RowSums{};
     maximum[i] = sums.maximum;
     sum_exp[i] = static_cast<float>(sums.sum_exp);
     if (with_entropy) weighted_sum[i] = static_cast<float>(sums.weighted_sum * kLn2);

@@ -25,7 +25,7 @@ class ShardStatistics(NamedTuple):
     """
 
     maximum: torch.Tensor  # largest kept logit, unscaled; -inf when the shard keeps no column
-    sum_exp: torch.Tensor  # sum of exp(z)
+    sum_exp: torch.Tensor  # sum of exp(z); 0, like weighted_sum, when the maximum is -inf
     weighted_sum: torch.Tensor | None  # sum of exp(z) * z; None when no entropy is asked for
     target_logit: torch.Tensor  # the target's logit, unscaled; 0 where `targets` is -1
 

@@ -77,6 +77,13 @@ def triton_rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @interpreted
+def test_a_row_of_minus_infinity_has_sums_of_zero(triton_rows: ModuleType) -> None:
+    logits = torch.full((1, 70), -torch.inf)
+    found = triton_rows.forward_blocks(logits, torch.tensor([-1]), scale=1.0, with_entropy=True)
+    assert [float(value) for value in found] == [-torch.inf, 0.0, 0.0, 0.0]
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [5, 300])
 @pytest.mark.parametrize("with_mask", [False, True])
