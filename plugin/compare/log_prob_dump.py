@@ -73,8 +73,8 @@ class LogProbDump:
         taken = [path for step, path in dump_files(self.directory) if step >= first_step]
         if taken and not force:
             raise ConfigError(
-                f"--dump-log-probs {self.directory} already holds {taken[0].name}; choose an empty "
-                "directory or add --force to replace its steps"
+                f"{self.directory} already holds {taken[0].name}; choose an empty directory, or "
+                "pass force=True to replace its steps"
             )
 
     def write(
@@ -91,7 +91,7 @@ class LogProbDump:
         try:
             # A job that goes back to a checkpoint comes by its own steps again.
             if path.exists() and not self.force and path not in self._written:
-                raise FileExistsError(17, "the file exists and --force was not given", str(path))
+                raise FileExistsError(17, "the file exists", str(path))
             self.directory.mkdir(parents=True, exist_ok=True)
             _write_table(_table(step, columns, trainer_version, self.with_routes), partial)
             os.replace(partial, path)
@@ -108,6 +108,13 @@ class LogProbDump:
             )
             return None
         return path
+
+    def remove_after(self, step: int) -> None:
+        """Delete the files of later steps: the job that wrote them has gone back to `step`."""
+        for later, path in dump_files(self.directory):
+            if later > step:
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 def dump_files(directory: Path) -> list[tuple[int, Path]]:

@@ -122,25 +122,29 @@ def _did_you_mean(name: str, known: set[str]) -> str:
     )
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file, safe-loaded, keys with underscores; an empty file has none."""
+def read_yaml(path: Path, option: str = "--config") -> dict[str, Any]:
+    """The settings in a YAML file, safe-loaded, keys with underscores; an empty file has none.
+
+    option: the flag that led to the file, for messages
+    """
     import yaml
 
     try:
         loaded = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
+        raise ConfigError(f"{option} {path}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"{option} {path}: not valid YAML: {problem}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
-        raise ConfigError(f"--config {path}: expected a mapping of setting names to values")
+        raise ConfigError(f"{option} {path}: expected a mapping of setting names to values")
     names = [key.replace("-", "_") for key in loaded]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ConfigError(
-            f"--config {path}: {twice[0]} is given twice, with - and with _; keep one"
+            f"{option} {path}: {twice[0]} is given twice, with - and with _; keep one"
         )
     return dict(zip(names, loaded.values(), strict=True))
 

@@ -458,6 +458,12 @@ class OutputFlags(FlagGroup):
     )
     keep_checkpoints: int = flag(2, "checkpoints to keep, the newest", at_least=1)
     resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
+    resume_from: str | None = flag(
+        None, "go on from this checkpoint in --run-dir instead, e.g. step_0000012"
+    )
+    overwrite: bool = flag(
+        False, "delete what an earlier run wrote to --run-dir and --dump-log-probs, then start"
+    )
     save_hf: bool = flag(False, "write the trained model as a Hugging Face directory at the end")
     detect_mismatch: bool = flag(
         True, "look for shifted, constant, tempered, truncated or stale log-probs at every step"
@@ -473,9 +479,29 @@ class OutputFlags(FlagGroup):
 
     def check(self) -> None:
         expect(
-            not self.resume or self.run_dir is not None,
+            not self.resumes or self.run_dir is not None,
             "--resume without --run-dir: name the run directory to go on with",
         )
+        expect(
+            self.resume_from is None or re.fullmatch(r"step_\d+", self.resume_from) is not None,
+            f"--resume-from is {self.resume_from}; name a checkpoint in --run-dir, such as "
+            "step_0000012",
+        )
+        expect(
+            not (self.overwrite and self.resumes),
+            "--overwrite with --resume: one deletes the run that the other goes on with; drop one "
+            "of the two",
+        )
+        expect(
+            not self.overwrite or self.run_dir is not None or self.dump_log_probs is not None,
+            "--overwrite without --run-dir: a run without it gets a new directory; drop it, or "
+            "name the directory",
+        )
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the job goes on with the run in its directory."""
+        return self.resume or self.resume_from is not None
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,17 @@ from plugin.launch.mismatch_watch import MismatchWatch
 from plugin.launch.placement import plan_on_cluster, plan_resources, reserve
 from plugin.launch.preflight import JobParts, check_job
 from plugin.launch.ray_cluster import cluster
-from plugin.launch.resuming import changed_settings, earlier_steps
+from plugin.launch.resuming import (
+    RunCheckpoints,
+    changed_settings,
+    earlier_steps,
+    find_checkpoint,
+)
 from plugin.launch.rollout_queue import RolloutQueue
+from plugin.launch.run_directory import CHECKPOINTS, MODEL, check_run_dir, claimed_run_dir
 from plugin.launch.trainer_actor import TrainedStep
 from plugin.launch.trainer_group import TrainerGroup
-from plugin.megatron_backend.checkpoint.directory import complete_checkpoints
+from plugin.megatron_backend.checkpoint.directory import set_aside_later
 from plugin.observe.run_files import RunFiles, new_run_dir, without_slices
 
 _STEPS_KEPT = 2000
@@ -57,14 +63,26 @@ def run_job(config: JobConfig, console: Console | None = None) -> JobResult:
     started = time.monotonic()
     console = console or Console()
     config = with_absolute_paths(config)
-    parts = check_job(config, console.say)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
+    check_run_dir(run_dir, config)
+    parts = check_job(config, console.say)
+    with claimed_run_dir(run_dir, config):
+        return _run_in(run_dir, config, parts, console, started)
+
+
+def _run_in(
+    run_dir: Path, config: JobConfig, parts: JobParts, console: Console, started: float
+) -> JobResult:
     result = JobResult(run_dir, [])
-    if config.resume:
-        result.history = earlier_steps(run_dir)
+    if config.resumes:
+        result.history, problems = earlier_steps(run_dir)
+        for problem in problems:
+            console.warn(problem)
         for change in changed_settings(run_dir, config):
             console.say(f"resumed with another setting: {change}")
-    files = RunFiles(run_dir, config.as_dict())
+    # How this part of the run was started is no setting of the run.
+    settings = config.as_dict() | {"resume": False, "resume_from": None, "overwrite": False}
+    files = RunFiles(run_dir, settings)
     try:
         with _running(config, parts, console) as (trainer, engines):
             console.say(
@@ -150,7 +168,7 @@ class _Job:
         self._files, self._console, self._history = files, console, history
         self._queue = RolloutQueue(parts.task, engines, parts.sampling, config, console.say)
         self._start_of_queue = self._queue.state()
-        self._checkpoints = (files.run_dir / "checkpoints").resolve()
+        self._checkpoints = RunCheckpoints((files.run_dir / CHECKPOINTS).resolve())
         self._at = _Position()
         self._last_sent = -1
         self._restarts, self._restarts_in_a_row, self._furthest = 0, 0, -1
@@ -166,12 +184,12 @@ class _Job:
         if config.dump_log_probs is not None:
             from plugin.compare.log_prob_dump import LogProbDump
 
-            self._dump = LogProbDump(config.dump_log_probs, force=config.resume)
+            self._dump = LogProbDump(config.dump_log_probs, force=config.resumes)
 
     def run(self) -> None:
         """All rollouts that are left, through losses of engines and of trainer ranks."""
-        if self._config.resume:
-            self._go_back_to_checkpoint()
+        if self._config.resumes:
+            self._resume()
         else:
             self._sync_weights(wait=True)
         self._engines.require_version(self._at.version)
@@ -183,7 +201,7 @@ class _Job:
             except ParallelError as error:
                 self._recover(error)
         if self._config.save_hf:
-            target = self._files.run_dir / "model"
+            target = self._files.run_dir / MODEL
             self._trainer.save_hf(str(target.resolve()), self._config.hf_checkpoint)
             self._console.say(f"model written to {target}")
 
@@ -207,7 +225,8 @@ class _Job:
         if config.save_interval and (last or self._at.rollouts % config.save_interval == 0):
             # Prompts and seeds follow from numbers, so there is no generator state to save.
             state = {"position": asdict(self._at), "queue": self._queue.state()}
-            self._trainer.save_checkpoint(str(self._checkpoints), self._at.updates, state)
+            self._checkpoints.add(self._at.updates)
+            self._trainer.save_checkpoint(str(self._checkpoints.root), self._at.updates, state)
         if not last:
             self._sync_weights(wait=not config.async_rollouts)
 
@@ -306,7 +325,7 @@ class _Job:
 
     def _count_restart(self, error: ParallelError) -> None:
         """Raise `error` without checkpoints, or after too many restarts without a new rollout."""
-        if self._config.save_interval is None and not self._has_checkpoint():
+        if self._config.save_interval is None and self._checkpoints.newest() is None:
             raise ParallelError(
                 f"{error}\nThe job keeps no checkpoints and ends; with --save-interval it would "
                 "restart from the last one"
@@ -323,19 +342,29 @@ class _Job:
         self._restarts_in_a_row += 1
         self._restarts += 1
 
-    def _has_checkpoint(self) -> bool:
-        return self._checkpoints.is_dir() and bool(complete_checkpoints(self._checkpoints))
+    def _resume(self) -> None:
+        """Go on from the checkpoint that was asked for, or from the latest, if there is any."""
+        chosen = find_checkpoint(self._checkpoints.root, self._config.resume_from)
+        if chosen is not None:
+            self._checkpoints.add_until(chosen)
+        self._go_back_to_checkpoint()
+        if chosen is not None and self._config.resume_from is not None:
+            for path in set_aside_later(chosen):
+                self._console.say(f"a checkpoint after {chosen.name} is kept as {path}")
 
     def _go_back_to_checkpoint(self) -> None:
-        """Load the newest checkpoint, or stand at the beginning if there is none yet."""
+        """Load the run's newest checkpoint, or stand at the beginning if there is none yet."""
         state: dict[str, Any] = {"position": {}, "queue": self._start_of_queue}
-        if self._has_checkpoint():
-            state = self._trainer.load_checkpoint(str(self._checkpoints))
+        newest = self._checkpoints.newest()
+        if newest is not None:
+            state = self._trainer.load_checkpoint(str(newest))
         self._at = _Position(**state["position"])
         # A version names one set of weights: what was sent after the checkpoint keeps its number.
         self._at.version = max(self._at.version, self._last_sent + 1)
         self._queue.restore(state["queue"])
         self._history[:] = [line for line in self._history if line["step"] <= self._at.updates]
+        if self._dump is not None:
+            self._dump.remove_after(self._at.updates)
         self._console.say(
             f"goes on after rollout {self._at.rollouts} of {self._config.num_rollouts}"
         )

@@ -9,6 +9,7 @@ from typing import Any
 from plugin.config import JobConfig
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.layout_rules import check_model
+from plugin.megatron_backend.model.weight_files import open_weights
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET
 
@@ -51,6 +52,8 @@ def directory_source(directory: str, option: str, config: JobConfig) -> ModelSou
         raise ConfigError(
             f"{option} {directory} holds no config.json; give a local Hugging Face model directory"
         )
+    for file in sorted(path.glob("*.safetensors")):
+        open_weights(file)
     try:
         loaded = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False

@@ -7,6 +7,7 @@
     findings.jsonl   what the mismatch detectors found, one object per finding
     events.out.*     TensorBoard
     report.html      written at the end, or by `megatron-tis report`
+    lock             held by the job that writes here
 
 Lines are appended and flushed to disk one by one, so a crash loses at most the line being written.
 A disk that cannot be written to costs one warning, never the training.
@@ -33,6 +34,13 @@ from plugin.observe.html_report import write_report
 REQUIRED_METRICS = (
     *("step", "reward", "loss", "grad_norm"),
     *("mismatch_kl", "staleness", "tokens_per_second"),
+)
+
+
+#: All that a run writes besides `checkpoints/` and `model/`, as patterns.
+RUN_FILES = (
+    *("config.yaml", "config.[0-9]*.yaml", "config.yaml.partial", "report.html"),
+    *("metrics.jsonl", "prompts.jsonl", "findings.jsonl", "events.out.tfevents.*"),
 )
 
 

@@ -19,8 +19,8 @@ from plugin.json_lines import read_json_lines
 class RunRecord:
     """What a run directory holds, as far as it could be read.
 
-    steps: metrics of every step in order; the last record of a step counts (a resumed run repeats
-        some)
+    steps: metrics of every step in order; a run that went back to a checkpoint repeats some, and
+        what it had recorded from there on no longer counts
     problems: what could not be read, with file and line
     """
 
@@ -41,14 +41,14 @@ def read_run(run_dir: str | Path) -> RunRecord:
     if not metrics.exists():
         raise ConfigError(f"{path} has no metrics.jsonl; give the run directory of a job")
     record = RunRecord(name=path.resolve().name, path=path)
-    by_step: dict[int, dict[str, Any]] = {}
+    numbered = []
     for line in _read_lines(metrics, record.problems):
         step = line.get("step")
         if isinstance(step, (int, float)) and abs(step) < 1 << 53:
-            by_step[int(step)] = line
+            numbered.append((int(step), line))
         else:
             record.problems.append(f"{metrics}: a line without a step was skipped")
-    record.steps = [by_step[step] for step in sorted(by_step)]
+    record.steps = _last_course(numbered)
     if (path / "findings.jsonl").exists():
         record.findings = list(_read_lines(path / "findings.jsonl", record.problems))
     record.config = _read_config(path / "config.yaml", record.problems)
@@ -56,10 +56,20 @@ def read_run(run_dir: str | Path) -> RunRecord:
 
 
 def read_prompts(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The records of prompts.jsonl by rollout; the last record of a rollout counts."""
+    """The records of prompts.jsonl by rollout; those of repeated rollouts as with steps."""
     lines = _read_lines(Path(run_dir) / "prompts.jsonl", [])
-    by_rollout = {line["rollout"]: line for line in lines if isinstance(line.get("rollout"), int)}
-    return [by_rollout[rollout] for rollout in sorted(by_rollout)]
+    numbered = [(line["rollout"], line) for line in lines if isinstance(line.get("rollout"), int)]
+    return _last_course(numbered)
+
+
+def _last_course(numbered: list[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The records in order, without those that a later record with a smaller number takes back."""
+    kept: list[tuple[int, dict[str, Any]]] = []
+    for number, record in numbered:
+        while kept and kept[-1][0] >= number:
+            kept.pop()
+        kept.append((number, record))
+    return [record for _, record in kept]
 
 
 def group_findings(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -106,7 +116,7 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
 
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         problems.append(
             f"{path}: not readable ({type(error).__name__}); the report shows no settings"
         )

@@ -8,6 +8,7 @@
         rng/rank_00000.safetensors
         model/                    Megatron-Core's own distributed checkpoint: model and optimizer
       step_0000013.incomplete/    a save that is running, or was killed
+      step_0000014.set_aside/     written after the checkpoint that --resume-from went back to
 
 A directory gets its final name in one rename, after everything in it has reached the disk. What is
 named `step_<number>` is therefore complete; a killed save leaves an `.incomplete` directory.
@@ -36,6 +37,7 @@ METADATA_FILE = "metadata.json"
 USER_STATE_FILE = "user_state.json"
 LATEST_FILE = "latest"
 INCOMPLETE = ".incomplete"
+SET_ASIDE = ".set_aside"
 
 _STEP_NAME = re.compile(r"step_(\d{7,})")
 _BLOCK = 1 << 22
@@ -124,7 +126,34 @@ def complete_checkpoints(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     named = [path for path in root.iterdir() if path.is_dir() and _STEP_NAME.fullmatch(path.name)]
-    return sorted(named, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(named, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a complete checkpoint is named after."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def set_aside_later(chosen: Path) -> list[Path]:
+    """Rename the checkpoints after `chosen`, which becomes the latest; returns the new names."""
+    _mark_latest(chosen)
+    aside = []
+    for path in complete_checkpoints(chosen.parent):
+        if step_of(path) > step_of(chosen):
+            aside.append(path.with_name(path.name + SET_ASIDE))
+            shutil.rmtree(aside[-1], ignore_errors=True)
+            os.rename(path, aside[-1])
+    return aside
+
+
+def remove_checkpoints(root: Path) -> None:
+    """Remove all that saves have written to `root`, and `root` itself if nothing else is in it."""
+    (root / LATEST_FILE).unlink(missing_ok=True)
+    set_aside = root.glob(f"step_*{SET_ASIDE}")
+    for directory in [*complete_checkpoints(root), *incomplete_saves(root), *set_aside]:
+        shutil.rmtree(directory)
+    if root.is_dir() and not any(root.iterdir()):
+        root.rmdir()
 
 
 def incomplete_saves(root: Path) -> list[Path]:
@@ -163,7 +192,7 @@ def resolve(directory: Path) -> Path:
     elif chosen != newest:
         logger.warning(
             "%s names %s, but %s is newer and complete; resuming from the former, give the path "
-            "of the latter to resume from that",
+            "of the latter to resume from that (--resume-from)",
             marker,
             marked,
             newest,
@@ -207,16 +236,16 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} has no {path.name}, so it is not a checkpoint of this software, or "
-            "files were removed; resume from another step_<number>"
+            "files were removed; resume from another, --resume-from step_<number>"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is not valid JSON ({error}); resume from another step_<number>"
+            f"{path} is not valid JSON ({error}); resume from another, --resume-from step_<number>"
         ) from None
     if not isinstance(content, dict):
         raise CheckpointError(
             f"{path} holds a {type(content).__name__} instead of an object; "
-            "resume from another step_<number>"
+            "resume from another, --resume-from step_<number>"
         )
     return content
 
@@ -249,7 +278,7 @@ def read_metadata(directory: Path) -> CheckpointMetadata:
         differing = sorted(set(content) ^ expected)
         raise CheckpointError(
             f"{path} should have exactly the keys {sorted(expected)} but differs in {differing}; "
-            "resume from another step_<number>"
+            "resume from another, --resume-from step_<number>"
         )
     return CheckpointMetadata(**content)
 
@@ -285,7 +314,7 @@ def check_files(directory: Path, recorded: Mapping[str, list[int]], names: Itera
             continue
         raise CheckpointError(
             f"{path} {problem}, so the checkpoint cannot be used; copy it again or resume from "
-            "another step_<number>"
+            "another, --resume-from step_<number>"
         )
 
 

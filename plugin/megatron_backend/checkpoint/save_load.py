@@ -249,7 +249,8 @@ def load_checkpoint(
     groups, chosen = parts.groups, Path()
     errors = _CheckpointErrors(
         parts.device,
-        "load it with the model it was saved from, or resume from another step_<number>",
+        "load it with the model it was saved from, or resume from another, "
+        "--resume-from step_<number>",
     )
     with errors.collecting():
         if groups.rank == 0:
@@ -293,7 +294,7 @@ def _check_fits(directory: Path, metadata: CheckpointMetadata, parts: TrainerPar
     if parts.optimizer is not None and metadata.optimizer_step is None:
         raise CheckpointError(
             f"{directory} was saved without an optimizer, and this trainer has one; resume from "
-            "another step_<number>"
+            "another, --resume-from step_<number>"
         )
 
 
@@ -320,7 +321,8 @@ def check_index(directory: Path) -> None:
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"the index of {directory} cannot be read safely: {error}; it is corrupt or was not "
-            "written by this software, so do not load it; resume from another step_<number>"
+            "written by this software, so do not load it; resume from another, "
+            "--resume-from step_<number>"
         ) from None
     if not isinstance(index, Metadata):
         raise CheckpointError(f"{path} holds a {type(index).__name__} instead of torch's index")

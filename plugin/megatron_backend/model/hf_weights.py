@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from mbridge.core import LLMBridge
 from mbridge.core.parallel_states import ParallelStates
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,6 +34,7 @@ from plugin.config.import_paths import load_function
 from plugin.errors import WeightError
 from plugin.megatron_backend.model.builder import padded_vocab_size
 from plugin.megatron_backend.model.families import FAMILIES
+from plugin.megatron_backend.model.weight_files import open_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 
@@ -235,7 +235,7 @@ class _Safetensors(Mapping[str, Tensor]):
                 f"{directory} holds no *.safetensors file; convert the model with "
                 "save_pretrained(safe_serialization=True)"
             )
-        opened = [safe_open(file, framework="pt") for file in files]
+        opened = [open_weights(file) for file in files]
         self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
     def __getitem__(self, name: str) -> Tensor:

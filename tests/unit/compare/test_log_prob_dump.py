@@ -57,7 +57,7 @@ def test_masked_garbage_survives_the_way_and_is_neutralised_on_reading(tmp_path:
 
 def test_an_existing_step_is_replaced_only_with_force(tmp_path: Path) -> None:
     LogProbDump(tmp_path).write(7, batch_columns(samples=2))
-    with pytest.raises(ConfigError, match=r"step-000007\.parquet.*--force"):
+    with pytest.raises(ConfigError, match=r"step-000007\.parquet.*force=True"):
         LogProbDump(tmp_path)
     LogProbDump(tmp_path, first_step=8).write(8, batch_columns(samples=2))
     LogProbDump(tmp_path, force=True).write(7, batch_columns(samples=5))

@@ -1,0 +1,94 @@
+"""Locks on directories that one process at a time may write.
+
+A lock is an `flock` on the file `lock` in the directory, on NFS too. It ends with its process,
+however that ends, so the file that a killed process leaves is no obstacle; its text says who holds
+the lock, or held it last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import socket
+import time
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+from plugin.errors import ConfigError
+
+LOCK_FILE = "lock"
+_REMOVAL_SECONDS = 5.0
+
+
+def lock_directory(directory: Path, option: str, mode: int = 0o777) -> TextIO:
+    """Make and lock a directory until the returned file is closed or this process ends.
+
+    option: the flag that named the directory, for the `ConfigError` that says who holds it
+    """
+    path = directory / LOCK_FILE
+    try:
+        directory.mkdir(mode, parents=True, exist_ok=True)
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {directory} cannot be written ({error.strerror}); choose another directory"
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "a process that has just started"
+        file.close()
+        raise ConfigError(
+            f"{option} {directory} is in use by {holder}; wait for it, end it, or choose another "
+            "directory"
+        ) from None
+    except OSError as error:
+        warnings.warn(
+            f"{path} cannot be locked ({error.strerror}); nothing keeps a second job out of this "
+            "directory",
+            stacklevel=2,
+        )
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+    file.flush()
+    return file
+
+
+class OwnedDirectory:
+    """A new directory `<root>/<prefix><random>` that is removed with its owner.
+
+    The owner removes it with `remove`. One whose owner was killed is removed when the next one is
+    made under the same root.
+    """
+
+    def __init__(self, root: Path, prefix: str, option: str, mode: int = 0o777) -> None:
+        _remove_abandoned(root, prefix)
+        self.path = root / f"{prefix}{secrets.token_hex(6)}"
+        # Locked under another name: nobody may find it unlocked and take it for abandoned.
+        draft = self.path.with_name(f".{self.path.name}")
+        self._lock = lock_directory(draft, option, mode)
+        draft.rename(self.path)
+
+    def remove(self) -> None:
+        """Remove the directory with all that is in it, also what a dying process still writes."""
+        deadline = time.monotonic() + _REMOVAL_SECONDS
+        while self.path.exists() and time.monotonic() < deadline:
+            shutil.rmtree(self.path, ignore_errors=True)
+            time.sleep(0.01)
+        self._lock.close()
+
+
+def _remove_abandoned(root: Path, prefix: str) -> None:
+    for path in root.glob(f"{prefix}*/{LOCK_FILE}"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid != os.getuid():
+                continue
+            with open(path, "a+", encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)

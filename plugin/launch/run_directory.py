@@ -1,0 +1,100 @@
+"""Who may write a run directory: one job at a time, and a new run only where none is."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from plugin.compare.log_prob_dump import dump_files
+from plugin.config import JobConfig
+from plugin.config.flags import expect
+from plugin.errors import ConfigError
+from plugin.launch.directory_lock import lock_directory
+from plugin.launch.resuming import earlier_settings, find_checkpoint
+from plugin.megatron_backend.checkpoint.directory import remove_checkpoints
+from plugin.observe.run_files import RUN_FILES
+
+CHECKPOINTS, MODEL = "checkpoints", "model"
+
+
+def check_run_dir(run_dir: Path, config: JobConfig) -> None:
+    """Refuse directories that hold what this job must neither continue nor delete."""
+    if not config.resumes and not config.overwrite:
+        found = [name for name in ("metrics.jsonl", CHECKPOINTS) if _holds(run_dir / name)]
+        expect(
+            not found,
+            f"--run-dir {run_dir} holds a run already ({', '.join(found)}); add --resume to go on "
+            "with it, choose another directory, or add --overwrite to delete that run first",
+        )
+    if config.resumes:
+        earlier_settings(run_dir)
+        find_checkpoint(run_dir / CHECKPOINTS, config.resume_from)
+    _check_model_target(run_dir, config)
+    _check_dump(run_dir, config)
+
+
+@contextlib.contextmanager
+def claimed_run_dir(run_dir: Path, config: JobConfig) -> Iterator[None]:
+    """Lock the directories that a job writes; --overwrite first deletes what a run wrote there."""
+    with contextlib.ExitStack() as locks:
+        locks.enter_context(lock_directory(run_dir, "--run-dir", 0o700))
+        if config.dump_log_probs is not None:
+            locks.enter_context(lock_directory(Path(config.dump_log_probs), "--dump-log-probs"))
+        # Another job may have come and gone since the first check.
+        check_run_dir(run_dir, config)
+        if config.overwrite:
+            _remove_earlier_run(run_dir, config)
+        yield
+
+
+def _check_model_target(run_dir: Path, config: JobConfig) -> None:
+    replaces = (config.resumes or config.overwrite) and _wrote_model(run_dir)
+    expect(
+        not config.save_hf or replaces or not _holds(run_dir / MODEL),
+        f"--save-hf would write to {run_dir / MODEL}, which is not empty and not of this run; move "
+        "it away, or choose another --run-dir",
+    )
+
+
+def _check_dump(run_dir: Path, config: JobConfig) -> None:
+    if config.dump_log_probs is None or config.overwrite:
+        return
+    target = Path(config.dump_log_probs)
+    if config.resumes:
+        before = earlier_settings(run_dir).get("dump_log_probs")
+        if before is not None and Path(before).resolve() == target.resolve():
+            return
+    files = dump_files(target)
+    expect(
+        not files,
+        f"--dump-log-probs {target} holds the dump of another run ({len(files)} steps); choose an "
+        "empty directory, or add --overwrite to delete it first",
+    )
+
+
+def _remove_earlier_run(run_dir: Path, config: JobConfig) -> None:
+    """Delete what a run writes, and nothing else."""
+    if _wrote_model(run_dir):
+        shutil.rmtree(run_dir / MODEL, ignore_errors=True)
+    remove_checkpoints(run_dir / CHECKPOINTS)
+    for pattern in RUN_FILES:
+        for path in run_dir.glob(pattern):
+            path.unlink()
+    if config.dump_log_probs is not None:
+        for _, path in dump_files(Path(config.dump_log_probs)):
+            path.unlink()
+
+
+def _wrote_model(run_dir: Path) -> bool:
+    """Whether `model/` is from the run in this directory."""
+    try:
+        return earlier_settings(run_dir).get("save_hf") is True
+    except ConfigError:
+        return False
+
+
+def _holds(path: Path) -> bool:
+    """Whether there is something in a file or directory."""
+    return any(path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
