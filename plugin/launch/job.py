@@ -171,6 +171,7 @@ class _Job:
         self._checkpoints = RunCheckpoints((files.run_dir / CHECKPOINTS).resolve())
         self._at = _Position()
         self._last_sent = -1
+        self._sync_seconds = 0.0  # of the sync before this rollout
         self._restarts, self._restarts_in_a_row, self._furthest = 0, 0, -1
         self._watch = MismatchWatch(config, files, console.say)
         self._wandb: Any = None
@@ -210,10 +211,16 @@ class _Job:
         groups = self._queue.take(self._at.version)
         self._queue.pump()
         generated = time.monotonic()
-        batch = self._with_log_probs(prepare_batch(config, groups, self._parts.route_shape))
-        scored = time.monotonic()
+        batch = prepare_batch(config, groups, self._parts.route_shape)
         described = describe_batch(batch, groups, self._at.version)
-        timings = {"seconds_waiting": generated - began, "seconds_log_probs": scored - generated}
+        prepared = time.monotonic()
+        batch = self._with_log_probs(batch)
+        timings = {
+            "seconds_waiting": generated - began,
+            "seconds_preparing": prepared - generated,
+            "seconds_log_probs": time.monotonic() - prepared,
+            "seconds_weight_sync": self._sync_seconds,
+        }
         for _ in range(config.num_updates_per_rollout):
             self._one_update(batch, described | timings, began)
             began, timings = time.monotonic(), {}
@@ -301,10 +308,12 @@ class _Job:
         return batch
 
     def _sync_weights(self, *, wait: bool) -> None:
+        began = time.monotonic()
         self._engines.send_weights(self._at.version, self._trainer.export_weights())
         self._last_sent = self._at.version
         if wait:
             self._engines.finish_loads()
+        self._sync_seconds = time.monotonic() - began
 
     def _recover(self, error: ParallelError) -> None:
         """Restart the trainer from its last checkpoint if it lost a rank; else raise `error`."""
