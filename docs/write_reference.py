@@ -1,6 +1,6 @@
 """Write what the docs repeat of the code: `python -m docs.write_reference`.
 
-The pages under docs/reference, the table of exact biases and the table of detectors.
+The pages under docs/reference, the tables of exact biases, of detectors and of slime's flags.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from plugin.compare.correction_catalog import CatalogEntry, catalog
 from plugin.config import FlagGroup, JobConfig
 from plugin.config.flags import field_type, option_name
+from plugin.config.slime_flags import SLIME_LOSS_FLAGS, slime_option
 from plugin.observe.detectors import DETECTORS
 from tests.unit.loss.test_bandit_expectation import (
     CUR,
@@ -250,6 +251,19 @@ def detector_table() -> str:
     return "\n".join(lines)
 
 
+def slime_table() -> str:
+    """What becomes of slime's flags that bear on the loss."""
+    lines = ["| flag of slime or miles | our loss | |", "|---|---|---|"]
+    for name, flag in SLIME_LOSS_FLAGS.items():
+        default = "" if flag.state != "refused" else f" unless {_shown(flag.default)}"
+        lines.append(f"| `{slime_option(name)}` | {flag.state}{default} | {flag.note} |")
+    return "\n".join(lines)
+
+
+def _shown(default: Any) -> str:
+    return "not set" if default in (None, False) else f"`{default}`"
+
+
 def with_table(page: Path, marker: str, table: str) -> str:
     """The text of `page` with `table` between the two comments of `marker`."""
     begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
@@ -260,12 +274,14 @@ def with_table(page: Path, marker: str, table: str) -> str:
 def pages() -> dict[Path, str]:
     """Every generated page with the content it must have."""
     decision, mismatch = DOCS / "which_correction.md", DOCS / "mismatch.md"
+    frameworks = DOCS / "frameworks.md"
     return {
         DOCS / "reference" / "flags.md": flags_page(),
         DOCS / "reference" / "corrections.md": corrections_page(),
         DOCS / "reference" / "api.md": api_page(),
         decision: with_table(decision, "exact biases", bias_table()),
         mismatch: with_table(mismatch, "detectors", detector_table()),
+        frameworks: with_table(frameworks, "slime's flags", slime_table()),
     }
 
 

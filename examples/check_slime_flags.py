@@ -3,29 +3,52 @@
     python examples/check_slime_flags.py --use-tis --tis-clip 2.0 \\
         --custom-tis-function-path plugin.ppo_utils.off_policy_is_function --advantage-estimator cispo
 
-Flags that the loss does not read are ignored. Exit code 0 if the first step would run.
+Flags that have nothing to do with the loss are ignored, unless they look like a misspelt one that has. Exit code 0 if
+the first step would run.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 
 import torch
 
 from plugin.config import LossConfig
 from plugin.config.foreign_namespace import loss_config_of
-from plugin.errors import MegatronTisError
+from plugin.config.slime_flags import SLIME_LOSS_FLAGS, slime_option
+from plugin.errors import ConfigError, MegatronTisError
 from plugin.loss import policy_loss_function
+
+#: Flags of slime and Megatron that resemble one of the loss without having to do with it.
+LOOK_ALIKES = {
+    *("--rollout-stop", "--use-rollout-indexer-replay"),
+    *("--custom-generate-function-path", "--custom-rollout-log-function-path"),
+}
 
 
 def read_flags(argv: list[str]) -> argparse.Namespace:
     """slime's namespace as far as the loss can see it."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     LossConfig.add_arguments(parser)
+    ours = {option for action in parser._actions for option in action.option_strings}
+    for name, flag in SLIME_LOSS_FLAGS.items():
+        if (option := slime_option(name)) in ours:
+            continue
+        if isinstance(flag.default, bool):
+            parser.add_argument(option, dest=name, action="store_const", const=not flag.default)
+        else:
+            parser.add_argument(option)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
     # Values of slime's own, which our flag of the same name does not know.
     parser.set_defaults(advantage_estimator="grpo")
-    known, _ = parser.parse_known_args(argv)
+    known, others = parser.parse_known_args(argv)
+    options = [option for action in parser._actions for option in action.option_strings]
+    for given in (word.split("=")[0] for word in others if word.startswith("--")):
+        near = difflib.get_close_matches(given.replace("_", "-"), options, n=1, cutoff=0.8)
+        if near and given not in LOOK_ALIKES:
+            raise ConfigError(f"{given} is not a flag of the loss; did you mean {near[0]}?")
     return argparse.Namespace(**{name: _typed(value) for name, value in vars(known).items()})
 
 
@@ -58,8 +81,8 @@ def one_call(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main(argv: list[str]) -> int:
-    args = read_flags(argv)
     try:
+        args = read_flags(argv)
         config = loss_config_of(args)
         metrics = one_call(args)
     except MegatronTisError as error:

@@ -19,6 +19,7 @@ from plugin.errors import ConfigError
 
 KlEstimatorName = Literal["k1", "abs", "k2", "k3"]
 ReferenceKlName = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
+VANILLA_TIS = "plugin.ppo_utils.vanilla_tis_function"
 
 
 @dataclass(frozen=True)
@@ -135,14 +136,18 @@ class CorrectionFlags(FlagGroup):
             "add --use-tis (or --get-mismatch-metrics for its metrics alone)",
         )
         expect(
-            not (self.use_tis and self.use_rollout_logprobs),
+            not (self.use_tis and self.use_rollout_logprobs) or self._only_compares_with_cur(),
             "--use-tis with --use-rollout-logprobs: the old policy is then the rollout policy and "
             "every weight is 1; drop one of the two",
         )
 
+    def _only_compares_with_cur(self) -> bool:
+        """Whether the corrections look at the old and the current policy alone."""
+        return all(name.endswith("opsm_function") for name in self.hook_names())
+
     def hook_names(self) -> list[str]:
         """Import paths of the corrections, in order; the vanilla one when none is named."""
-        path = self.custom_tis_function_path or "plugin.ppo_utils.vanilla_tis_function"
+        path = self.custom_tis_function_path or VANILLA_TIS
         return [part.strip() for part in path.split(",") if part.strip()]
 
 
@@ -158,7 +163,7 @@ class RegularizerFlags(FlagGroup):
     )
     use_kl_loss: bool = flag(False, "add a KL to the reference policy")
     kl_loss_coef: float = flag(0.0, "its coefficient; 0 = metric only", at_least=0)
-    kl_loss_type: ReferenceKlName = flag("k1", "its estimator (low_var_kl is another name of k3)")
+    kl_loss_type: ReferenceKlName = flag("k1", "its estimator (low_var_kl is k3, at most 10)")
     use_unbiased_kl: bool = flag(False, "weight the reference KL by exp(cur - train)")
     entropy_coef: float = flag(0.0, "entropy bonus", at_least=0)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from plugin.config import LossConfig
 from plugin.errors import BatchError, HookLoadError
@@ -110,7 +111,10 @@ def _try_out(path: str, hook: Callable[..., Any], args: Any) -> None:
     """
     inputs = example_inputs()
     pg_loss = torch.where(inputs.mask, 1.0, 0.0).requires_grad_()
-    with torch.enable_grad(), use_parallel_context(SINGLE_PROCESS), _some_process_group():
+    # In slime's recomputed loss the first call is inside torch's checkpoint, which counts the
+    # tensors that a graph saves; it does not see those saved under hooks of our own.
+    unseen = saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+    with torch.enable_grad(), unseen, use_parallel_context(SINGLE_PROCESS), _some_process_group():
         result = hook(args, **_arguments(inputs, pg_loss, inputs.loss_masks))
         new_loss, _, _ = _checked_result(path, result, pg_loss, inputs.loss_masks)
         if not new_loss.requires_grad:

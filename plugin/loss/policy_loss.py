@@ -32,6 +32,9 @@ def policy_loss_function(
     """
     config = loss_config_of(args)
     config.require_rollout_log_probs(batch.get("rollout_log_probs") is not None)
+    if getattr(args, "pg_loss_type", None) == "reinforce" and getattr(args, "use_tis", False):
+        # As in slime: where no ratio to the old policy is left, TIS weights the current policy.
+        batch = {**batch, "log_probs": None}
     shards = batch_shards(batch, logits.device)
     cur, entropy = _response_log_probs(config, batch, logits, shards)
     inputs = loss_inputs(config, batch, cur, entropy, shards=shards)

@@ -8,7 +8,7 @@ from plugin.config import LossConfig
 from plugin.errors import ConfigError
 from plugin.loss.interfaces import LossInputs, RegularizerTerm
 from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
-from plugin.ppo_utils.kl_estimators import kl_estimate
+from plugin.ppo_utils.kl_estimators import LOW_VAR_KL_BOUND, kl_estimate
 
 
 def regularizer_terms(
@@ -38,10 +38,12 @@ def reference_kl(inputs: LossInputs, config: LossConfig) -> Tensor:
             "drop it"
         )
     cur = _with_gradient_if(config.kl_loss_coef, inputs.cur_log_probs)
-    values = kl_estimate(cur, inputs.ref_log_probs, inputs.mask, config.kl_loss_type)
+    bounded = config.kl_loss_type == "low_var_kl"
+    estimator = "k3" if bounded else config.kl_loss_type
+    values = kl_estimate(cur, inputs.ref_log_probs, inputs.mask, estimator)
     if config.use_unbiased_kl:
         values = values * safe_exp(log_ratio(cur, inputs.train_log_probs, inputs.mask))
-    return values
+    return values.clamp(max=LOW_VAR_KL_BOUND) if bounded else values
 
 
 def rollout_kl(inputs: LossInputs, config: LossConfig, kept: Tensor) -> Tensor:

@@ -115,11 +115,14 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
         config = args if isinstance(args, LossConfig) else FlagsWithDefaults(args)
         with torch.no_grad():
             weight, keep, metrics = function(tokens, config)
+        observed = config.get_mismatch_metrics and not config.use_tis
         kept = mask if keep is None else mask & keep
         loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
         if keep is not None:
             metrics["is_masked"] = ~keep
-        if weight is not None:
+        if observed:  # slime calls a hook for its metrics alone and would train on its loss
+            loss = torch.where(mask, pg_loss, pg_loss.new_zeros(()))
+        elif weight is not None:
             loss = loss * weight.to(pg_loss.dtype)
         elif keep is not None:
             loss_masks = shards.masks_and(loss_masks, keep)

@@ -10,6 +10,9 @@ from torch import Tensor
 from plugin.errors import ConfigError
 from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, log_ratio
 
+#: slime bounds its low_var_kl here, after the weight of --use-unbiased-kl.
+LOW_VAR_KL_BOUND = 10.0
+
 
 def k1(difference: Tensor) -> Tensor:
     """d: unbiased, signed, high variance."""
@@ -33,12 +36,17 @@ def k3(difference: Tensor) -> Tensor:
     return torch.expm1(-bounded) + bounded
 
 
+def low_var_kl(difference: Tensor) -> Tensor:
+    """k3, at most `LOW_VAR_KL_BOUND` per token."""
+    return k3(difference).clamp(max=LOW_VAR_KL_BOUND)
+
+
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": k1,
     "abs": absolute,
     "k2": k2,
     "k3": k3,
-    "low_var_kl": k3,
+    "low_var_kl": low_var_kl,
 }
 
 

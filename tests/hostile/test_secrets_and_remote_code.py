@@ -97,7 +97,7 @@ def test_the_code_of_a_model_directory_is_neither_run_nor_asked_about(
     (tmp_path / "own.py").write_text("raise SystemExit('this code was run')\n")
     config: dict[str, Any] = {"model_type": "own_model", "auto_map": own_code}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="--hf-checkpoint .* code that comes with a model"):
+    with pytest.raises(ConfigError, match=r"--hf-checkpoint .* code that comes with a model"):
         directory_source(str(tmp_path), "--hf-checkpoint")
     known = FAMILIES["qwen3"]().to_dict() | {"auto_map": own_code, "_name_or_path": str(tmp_path)}
     (tmp_path / "config.json").write_text(json.dumps(known))

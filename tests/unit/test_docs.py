@@ -14,6 +14,7 @@ import yaml
 
 from docs.write_reference import pages
 from plugin.config import JobConfig, LossConfig
+from plugin.config.slime_flags import SLIME_LOSS_FLAGS, slime_option
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -77,9 +78,10 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_every_flag_that_is_named_exists() -> None:
     known = {name.replace("_", "-") for name in JobConfig.__dataclass_fields__}
-    # of slime, Ray, vLLM, torchrun, pip and of our other commands
+    known |= {slime_option(name).removeprefix("--") for name in SLIME_LOSS_FLAGS}
+    # of Ray, vLLM, torchrun, pip and of our other commands
     foreign = {
-        *("loss-type", "custom-loss-function-path", "tensor-parallel-size", "config", "plot"),
+        *("tensor-parallel-size", "config", "plot"),
         *("head", "port", "traceback", "help", "strict", "log-probs"),
         *("logprobs-mode", "generation-config", "enable-return-routed-experts"),
     }

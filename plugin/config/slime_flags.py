@@ -1,0 +1,142 @@
+"""Which flags of slime and miles that bear on the loss `policy_loss_function` honors or refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from plugin.config.flags import expect, option_name
+
+
+@dataclass(frozen=True)
+class SlimeFlag:
+    """One flag of slime or miles.
+
+    default: the value it has there when nobody sets it
+    state: honored by our loss, refused with any value but the default, or done by the framework
+        before or after the loss, whichever loss that is
+    note: what to know of it; for a refused flag the reason and the fix
+    """
+
+    default: Any
+    state: Literal["honored", "refused", "done by slime"]
+    note: str = ""
+
+
+def _honored(default: Any, note: str = "") -> SlimeFlag:
+    return SlimeFlag(default, "honored", note)
+
+
+def _refused(default: Any, reason_and_fix: str) -> SlimeFlag:
+    return SlimeFlag(default, "refused", reason_and_fix)
+
+
+def _done_by_slime(default: Any, note: str) -> SlimeFlag:
+    return SlimeFlag(default, "done by slime", note)
+
+
+SLIME_LOSS_FLAGS: dict[str, SlimeFlag] = {
+    "advantage_estimator": _honored("grpo", "the policy loss: gspo, cispo, otherwise PPO"),
+    "pg_loss_type": _honored(None, "with reinforce, TIS weights the current policy"),
+    "eps_clip": _honored(0.2),
+    "eps_clip_high": _honored(None),
+    "eps_clip_c": _honored(None, "PPO and GSPO"),
+    "entropy_coef": _honored(0.0),
+    "use_kl_loss": _honored(False),
+    "kl_loss_coef": _honored(0.0),
+    "kl_loss_type": _honored("k1", "low_var_kl is bounded at 10"),
+    "use_unbiased_kl": _honored(False),
+    "use_tis": _honored(False),
+    "tis_clip": _honored(2.0),
+    "tis_clip_low": _honored(0.0),
+    "custom_tis_function_path": _honored(None, "several, separated by commas, run in order"),
+    "get_mismatch_metrics": _honored(
+        False, "without TIS the corrections are observed, not applied; slime's loss applies them"
+    ),
+    "use_rollout_logprobs": _honored(False),
+    "use_opsm": _honored(False, "opsm_function before the other corrections"),
+    "opsm_delta": _honored(1e-4),
+    "rollout_temperature": _honored(1.0),
+    "recompute_loss_function": _honored(False, "the loss may run inside torch's checkpoint"),
+    "rollout_top_p": _refused(
+        1.0, "our log-probs are of the whole distribution, not of the sampled nucleus; set it to 1"
+    ),
+    "allgather_cp": _refused(
+        False, "with context parallelism our loss expects zigzag shards; drop one of the two"
+    ),
+    "qkv_format": _refused("thd", "our loss expects packed samples; use thd"),
+    "use_score_centering": _refused(
+        False, "our loss has no centering term; drop it or use slime's own loss"
+    ),
+    "custom_pg_loss_reducer_function_path": _refused(
+        None, "our loss reduces every term with slime's reducer; drop it or use slime's own loss"
+    ),
+    "true_on_policy_mode": _refused(
+        False, "our log-probs are not bitwise those of the engine; drop it or use miles's own loss"
+    ),
+    "calculate_per_token_loss": _done_by_slime(False, "the reducer that it gives our loss"),
+    "log_probs_chunk_size": _done_by_slime(-1, "its own log-prob passes; ours need no chunks"),
+    "use_rollout_entropy": _done_by_slime(False, "its own log-prob passes"),
+    "kl_coef": _done_by_slime(0.0, "advantages"),
+    "gamma": _done_by_slime(1.0, "advantages"),
+    "lambd": _done_by_slime(1.0, "advantages"),
+    "normalize_advantages": _done_by_slime(False, "advantages"),
+    "grpo_std_normalization": _done_by_slime(True, "advantages"),
+    "rewards_normalization": _done_by_slime(True, "advantages"),
+    "custom_advantage_function_path": _done_by_slime(None, "advantages"),
+    "use_opd": _done_by_slime(False, "advantages"),
+    "opd_kl_coef": _done_by_slime(1.0, "advantages"),
+    "value_clip": _done_by_slime(0.2, "the critic's loss"),
+    "score_centering_top_k": _done_by_slime(128, "what the engine records"),
+    "rollout_top_k": _done_by_slime(-1, "the engine; slime's loss does not look at it either"),
+    "mask_offpolicy_in_partial_rollout": _done_by_slime(False, "the loss masks"),
+    "use_routing_replay": _done_by_slime(False, "the model"),
+    "use_rollout_routing_replay": _done_by_slime(False, "the model"),
+    "loss_type": _done_by_slime("policy_loss", "custom_loss calls ours"),
+    "custom_loss_function_path": _done_by_slime(None, "plugin.loss.policy_loss_function is ours"),
+}
+
+
+def slime_option(name: str) -> str:
+    """The option that sets a field of slime's namespace to something else than its default."""
+    disables = SLIME_LOSS_FLAGS[name].default is True
+    return option_name(f"disable_{name}" if disables else name)
+
+
+def check_slime_flags(args: Any) -> None:
+    """Raise a `ConfigError` for flags in a foreign namespace that our loss would ignore."""
+    given = {
+        name: value
+        for name, flag in SLIME_LOSS_FLAGS.items()
+        if (value := getattr(args, name, None)) is not None and value != flag.default
+    }
+    if getattr(args, "context_parallel_size", 1) == 1:
+        given.pop("allgather_cp", None)
+    for name, value in given.items():
+        flag = SLIME_LOSS_FLAGS[name]
+        expect(flag.state != "refused", f"{option_name(name)} is {value}: {flag.note}")
+    expect(
+        not ("use_opsm" in given and "get_mismatch_metrics" in given and "use_tis" not in given),
+        "--use-opsm with --get-mismatch-metrics and without --use-tis: one masks, the other only "
+        "observes; add --use-tis or drop one of the two",
+    )
+    own = getattr(args, "policy_loss", None)
+    for name in ("use_opsm", "pg_loss_type") if own is not None else ():
+        expect(
+            name not in given,
+            f"{option_name(name)} is {given.get(name)} with --policy-loss {own}, which is read as "
+            "ours; drop one of the two (opsm_function is a correction by path)",
+        )
+    estimator, loss = given.get("advantage_estimator"), given.get("pg_loss_type")
+    expect(
+        loss is None or estimator != "cispo" or loss == "cispo",
+        f"--pg-loss-type is {loss} with --advantage-estimator cispo, which is another loss; drop "
+        "one of the two",
+    )
+    old_is_used = [name for name in ("use_opsm", "use_unbiased_kl") if name in given]
+    expect(
+        not (loss == "reinforce" and "use_tis" in given and old_is_used),
+        f"{', '.join(map(option_name, old_is_used))} with --pg-loss-type reinforce and --use-tis: "
+        "TIS then compares the current policy with the engine, and the old policy is not known; "
+        "drop one of them",
+    )
