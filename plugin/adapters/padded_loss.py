@@ -16,7 +16,13 @@ from torch import Tensor
 from plugin.config import LossConfig
 from plugin.errors import BatchError, ConfigError
 from plugin.loss import LossInputs, compute_loss, loss_inputs, reduce_loss
-from plugin.ppo_utils import ParallelContext, masked_mean, use_parallel_context
+from plugin.ppo_utils import (
+    ParallelContext,
+    masked_max,
+    masked_mean,
+    masked_min,
+    use_parallel_context,
+)
 
 MatrixReducer = Callable[[Tensor], Tensor]
 
@@ -96,6 +102,9 @@ def padded_loss(
     metrics = {
         name: masked_mean(metric.values, metric.over) for name, metric in outputs.metrics.items()
     }
+    for name, values in outputs.policy.extremes.items():
+        metrics[f"{name}_max"] = masked_max(values.detach(), inputs.mask)
+        metrics[f"{name}_min"] = masked_min(values.detach(), inputs.mask)
     for term in outputs.regularizers:
         metrics[term.name] = masked_mean(term.values.detach(), inputs.mask)
     return loss, metrics

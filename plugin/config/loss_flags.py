@@ -109,7 +109,10 @@ class CorrectionFlags(FlagGroup):
     opsm_delta: float = flag(
         1e-4, "opsm_function drops A < 0 with mean(train - cur) above this", at_least=0
     )
-    use_rollout_logprobs: bool = flag(False, "use the engine's log-probs in place of the trainer's")
+    use_rollout_logprobs: bool = flag(
+        False,
+        "use the engine's log-probs in place of the trainer's; mismatch metrics still compare both",
+    )
     get_mismatch_metrics: bool = flag(False, "report train/rollout mismatch without correcting it")
     rollout_temperature: float = flag(1.0, "temperature the rollouts were sampled at", above=0)
 

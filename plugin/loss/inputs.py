@@ -41,8 +41,8 @@ class KnownTokens:
     """What is known of the local response tokens before the forward pass.
 
     mask: [T] bool; fields: [T] float32 by the names of `LossInputs`, anything where masked, None
-        where the batch has none; `train_log_probs` is None where the update's own log-probs stand
-        for them
+        where the batch has none; `train_log_probs` or `recomputed_log_probs` is None where the
+        update's own log-probs stand for them
     """
 
     mask: Tensor
@@ -71,6 +71,8 @@ class KnownTokens:
             if config.use_rollout_logprobs
             else shards.flat("log_probs", batch.get("log_probs"))
         )
+        if config.use_rollout_logprobs:
+            fields["recomputed_log_probs"] = shards.flat("log_probs", batch.get("log_probs"))
         loss_masks = batch["loss_masks"]
         lengths = [mask.numel() for mask in loss_masks]
         if lengths != list(shards.response_lengths):
@@ -93,8 +95,9 @@ class KnownTokens:
                 "ones"
             )
         raw = {**self.fields, "cur_log_probs": cur}
-        if raw["train_log_probs"] is None:
-            raw["train_log_probs"] = cur.detach()
+        for name in ("train_log_probs", "recomputed_log_probs"):
+            if name in raw and raw[name] is None:
+                raw[name] = cur.detach()
         if check and config.validates_on(cur.device):
             check_tokens(raw, mask, self.shards)
         if entropy is not None:

@@ -26,6 +26,7 @@ class LossInputs:
     mask: [T] bool, the original loss mask
     cur_log_probs: [T] with gradient; train_log_probs, advantages: [T] without
     rollout_log_probs, ref_log_probs, teacher_log_probs: [T] without gradient, or None
+    recomputed_log_probs: [T] the trainer's own where `train_log_probs` are the engine's, else None
     entropy: [T] or None; carries a gradient only if its coefficient is not 0
     loss_masks: the full-response masks, one per sample, as hooks receive them
     """
@@ -40,6 +41,13 @@ class LossInputs:
     ref_log_probs: Tensor | None = None
     teacher_log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    recomputed_log_probs: Tensor | None = None
+
+    @property
+    def trainer_log_probs(self) -> Tensor:
+        """[T] computed by the trainer: what a mismatch with the engine is measured on."""
+        own = self.recomputed_log_probs
+        return self.train_log_probs if own is None else own
 
     def require_rollout(self) -> Tensor:
         """Return rollout_log_probs [T]; set-up has checked that they are there."""
@@ -65,6 +73,7 @@ class PolicyTerm:
 
     ratio, weight: [T] importance ratio before bounding and weight after, 0 where dropped; None
         where the loss is not weighted, or where nobody asked
+    extremes: name -> [T], of which `name_max` and `name_min` over the mask are reported
     """
 
     loss: Tensor
@@ -72,6 +81,7 @@ class PolicyTerm:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     ratio: Tensor | None = None
     weight: Tensor | None = None
+    extremes: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

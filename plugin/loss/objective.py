@@ -91,7 +91,7 @@ def _comparison_metrics(inputs: LossInputs, kept: Tensor) -> dict[str, TokenMetr
         metrics["teacher_kl"] = TokenMetric(log_ratio(cur, inputs.teacher_log_probs, mask), mask)
     if inputs.rollout_log_probs is None:
         return metrics
-    train_over_rollout = log_ratio(inputs.train_log_probs, inputs.rollout_log_probs, mask)
+    train_over_rollout = log_ratio(inputs.trainer_log_probs, inputs.rollout_log_probs, mask)
     mismatch = k3(log_ratio(inputs.rollout_log_probs, cur, mask))
     metrics |= {
         "train_rollout_logprob_abs_diff": TokenMetric(train_over_rollout.abs(), mask),

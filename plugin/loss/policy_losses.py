@@ -88,7 +88,11 @@ def cispo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     log_r = _cur_over_train(inputs).detach()
     weight = clipped_ratio(log_r, low, high)
     loss = -weight * inputs.advantages * inputs.cur_log_probs
-    return PolicyTerm(loss, inputs.mask, {"pg_clipfrac": (~inside_band(log_r, low, high)).float()})
+    metrics = {
+        "pg_clipfrac": (~inside_band(log_r, low, high)).float(),
+        "cispo/ratio_clamped_mean": weight,
+    }
+    return PolicyTerm(loss, inputs.mask, metrics, extremes={"cispo/ratio": safe_exp(log_r)})
 
 
 @token_separable

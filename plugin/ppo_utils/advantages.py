@@ -3,7 +3,8 @@
 Group estimators work on `rewards` [N] with `group_index` [N] (samples of one prompt share an index)
 and return [N]; `spread_over_tokens` gives every token of a sample its value. Token estimators
 (REINFORCE++, GAE) work on lists of 1-D tensors, one per sample; only unmasked tokens count as
-steps, so tool output between two turns is no step of the policy.
+steps, so tool output between two turns is no step of the policy. Results are float32, or float64
+where an input is.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def grpo_advantages(
     """
     centered = _centered_in_group(rewards, group_index)
     if not std_normalization:
-        return centered.float()
+        return centered.to(_result_dtype(rewards))
     count = _group_sum(torch.ones_like(centered), group_index)
     variance = _group_sum(centered.square(), group_index) / (count - 1).clamp(min=1)
-    return (centered / (variance.sqrt() + epsilon)).float()
+    return (centered / (variance.sqrt() + epsilon)).to(_result_dtype(rewards))
 
 
 def rloo_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ def rloo_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
     # r - mean(others) = (r - mean) * n / (n - 1).
     centered = _centered_in_group(rewards, group_index)
     count = _group_sum(torch.ones_like(centered), group_index)
-    return (centered * count / (count - 1).clamp(min=1)).float()
+    return (centered * count / (count - 1).clamp(min=1)).to(_result_dtype(rewards))
 
 
 def reinforce_plus_plus_returns(
@@ -61,12 +62,13 @@ def reinforce_plus_plus_returns(
     _check_count("loss_masks", loss_masks, rewards)
     if kl is not None:
         _check_lengths("kl", kl, loss_masks)
+    dtype = _result_dtype(rewards, *(kl or ()))
     results = []
-    for i, (reward, mask) in enumerate(zip(rewards.float(), loss_masks, strict=True)):
+    for i, (reward, mask) in enumerate(zip(rewards.to(dtype), loss_masks, strict=True)):
         steps = mask.nonzero().flatten()
-        step_rewards = torch.zeros(len(steps), dtype=torch.float32, device=mask.device)
+        step_rewards = torch.zeros(len(steps), dtype=dtype, device=mask.device)
         if kl is not None and kl_coef:
-            step_rewards -= kl_coef * kl[i].float()[steps]
+            step_rewards -= kl_coef * kl[i].to(dtype)[steps]
         if len(steps):
             step_rewards[-1] += reward
         results.append(_at_steps(discounted_suffix_sums(step_rewards, gamma), steps, mask))
@@ -95,7 +97,7 @@ def reinforce_plus_plus_baseline_advantages(
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]:
     """REINFORCE++-baseline: reward - group mean at every token, whitened over the whole batch."""
-    centered = _centered_in_group(rewards, group_index).float()
+    centered = _centered_in_group(rewards, group_index).to(_result_dtype(rewards))
     return whiten(spread_over_tokens(centered, loss_masks), loss_masks, group=group)
 
 
@@ -113,10 +115,11 @@ def gae_advantages(
     """
     _check_count("loss_masks", loss_masks, rewards)
     _check_lengths("values", values, loss_masks)
+    dtype = _result_dtype(rewards, *values)
     advantages, returns = [], []
-    for reward, value, mask in zip(rewards.float(), values, loss_masks, strict=True):
+    for reward, value, mask in zip(rewards.to(dtype), values, loss_masks, strict=True):
         steps = mask.nonzero().flatten()
-        step_values = value.float()[steps]
+        step_values = value.to(dtype)[steps]
         next_values = torch.cat([step_values[1:], step_values.new_zeros(min(1, len(steps)))])
         delta = gamma * next_values - step_values
         if len(steps):
@@ -179,9 +182,9 @@ def whiten(
     mean = total / count.clamp(min=1)
     squares = _reduced((flat - mean).square().sum(), group)
     scale = (squares / (count - 1).clamp(min=1) + epsilon).rsqrt()
-    offset = 0.0 if shift_mean else mean
+    offset, dtype = 0.0 if shift_mean else mean, _result_dtype(*values)
     return [
-        torch.where(mask != 0, ((value.double() - mean) * scale + offset).float(), 0.0)
+        torch.where(mask != 0, ((value.double() - mean) * scale + offset).to(dtype), 0.0)
         for value, mask in zip(values, loss_masks, strict=True)
     ]
 
@@ -199,7 +202,12 @@ def discounted_suffix_sums(values: Tensor, discount: float) -> Tensor:
         carried = carry * discount ** (n - position[:n])
         result[start : start + n] = weights[:n, :n] @ block + carried
         carry = result[start]
-    return result.float()
+    return result.to(_result_dtype(values))
+
+
+def _result_dtype(*inputs: Tensor) -> torch.dtype:
+    has_double = any(tensor.dtype == torch.float64 for tensor in inputs)
+    return torch.float64 if has_double else torch.float32
 
 
 def _group_sum(values: Tensor, group_index: Tensor) -> Tensor:
@@ -227,7 +235,7 @@ def _centered_in_group(rewards: Tensor, group_index: Tensor) -> Tensor:
 
 
 def _at_steps(step_values: Tensor, steps: Tensor, mask: Tensor) -> Tensor:
-    full = torch.zeros(mask.numel(), dtype=torch.float32, device=mask.device)
+    full = torch.zeros(mask.numel(), dtype=step_values.dtype, device=mask.device)
     full[steps] = step_values
     return full
 

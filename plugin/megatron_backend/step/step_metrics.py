@@ -38,6 +38,8 @@ def record_step(
             _add_weighted(own, term.name, term.values, weights, weights)
         for name, metric in outputs.metrics.items():
             own.add_mean(name, metric.values, metric.over)
+        for name, values in outputs.policy.extremes.items():
+            own.add_extremes(name, values, inputs.mask)
         own.add("num_tokens", inputs.mask.sum())
         if inputs.rollout_log_probs is not None:
             _record_mismatch(own, inputs, outputs, columns)
@@ -79,7 +81,7 @@ def _record_mismatch(
     record_mismatch(
         table,
         mask=inputs.mask,
-        train_log_probs=inputs.train_log_probs,
+        train_log_probs=inputs.trainer_log_probs,
         rollout_log_probs=inputs.require_rollout(),
         position=inputs.shards.positions,
         cur_log_probs=inputs.cur_log_probs,
