@@ -367,6 +367,12 @@ class ServerFlags(FlagGroup):
     rollout_request_retries: int = flag(
         3, "times a response is asked for again before it counts as failed", at_least=0
     )
+    max_answer_bytes: int = flag(
+        16 << 20,
+        "size of one answer, decompressed; a larger one is a bad answer. At most 16 are read at a "
+        "time",
+        at_least=1 << 10,
+    )
     rollout_api_key_env: str | None = flag(
         None, "environment variable with the servers' API key, which is sent as a bearer token"
     )
@@ -637,6 +643,11 @@ class JobConfig(
                 not http or bool(given) or name == "--rollout-api-key-env",
                 f"--rollout-engine {engine} needs {name}; add it",
             )
+        expect(
+            http or self.max_answer_bytes == ServerFlags.max_answer_bytes,
+            f"--max-answer-bytes is {self.max_answer_bytes} but --rollout-engine is {engine}, "
+            "which asks no server; drop it",
+        )
         expect(
             traits.quantizes or self.rollout_quantization == "none",
             f"--rollout-quantization {self.rollout_quantization} is done by the transformers "

@@ -33,7 +33,7 @@ from plugin.rollout.conversation.multi_turn import OpeningPrompts, run_multi_tur
 from plugin.rollout.conversation.single_turn import run_single_turn
 from plugin.rollout.conversation.trajectory import Trajectory
 from plugin.rollout.engines.choice import check_engine
-from plugin.rollout.engines.expert_routes import moe_layers
+from plugin.rollout.engines.expert_routes import RouteShape, moe_layers
 from plugin.rollout.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
 from plugin.rollout.tasks.copy_digits import CopyDigitsTask
 from plugin.rollout.tasks.jsonl import JsonlTask
@@ -81,6 +81,7 @@ def check_job(
     begin("models and parallel layout")
     policy = policy_source(config)
     _check_lengths(config, policy)
+    _check_answer_size(config, policy)
     reference = _other_policy(config, "--ref-hf-checkpoint", policy)
     teacher = _other_policy(config, "--teacher-hf-checkpoint", policy)
     route_shape = _route_shape(config, policy)
@@ -242,6 +243,24 @@ def _check_lengths(config: JobConfig, policy: ModelSource) -> None:
     if longest is not None and context is not None and context > longest:
         raise ConfigError(
             f"--max-context-length is {context}, the model has {longest} positions; lower it"
+        )
+
+
+def _check_answer_size(config: JobConfig, policy: ModelSource) -> None:
+    """Refuse a bound on servers' answers that the routes of the longest response would pass."""
+    if not (config.engine_traits.asks_servers and config.wants_rollout_routes):
+        return
+    shape = RouteShape.of(policy.hf_config)
+    tokens = config.max_context_length or config.max_prompt_length + config.max_response_length
+    tokens = min(tokens, int(policy.hf_config.get("max_position_embeddings") or tokens))
+    # SGLang sends int32 for every layer, vLLM at least a byte for every MoE layer; both in base64.
+    sglang = config.rollout_server == "sglang"
+    bytes_per_choice = 4 * (shape.num_layers or 0) if sglang else len(shape.layers)
+    needed = tokens * bytes_per_choice * shape.topk * 4 // 3
+    if needed > config.max_answer_bytes:
+        raise ConfigError(
+            f"--max-answer-bytes is {config.max_answer_bytes}, and the routed experts of {tokens} "
+            f"tokens alone have {needed}; raise it, or lower --max-response-length"
         )
 
 

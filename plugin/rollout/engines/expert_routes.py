@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugin.batch_types import route_dtype
+from plugin.batch_types import holds_experts, route_dtype, route_faults
 from plugin.errors import EngineError
 
 
@@ -18,17 +18,20 @@ class RouteShape:
     """What the routes of a model look like.
 
     layers: numbers of the layers that have experts; topk: experts per token; experts: of each layer
+    num_layers: of the model, dense ones included; None = unknown
     """
 
     layers: tuple[int, ...]
     topk: int
     experts: int
+    num_layers: int | None = None
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> RouteShape:
         """The shape for a Hugging Face config; a dense model has no layers."""
         experts = int(hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0)
-        return cls(moe_layers(hf_config), int(hf_config.get("num_experts_per_tok") or 0), experts)
+        topk = int(hf_config.get("num_experts_per_tok") or 0)
+        return cls(moe_layers(hf_config), topk, experts, int(hf_config["num_hidden_layers"]))
 
 
 def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -59,6 +62,22 @@ def complete_routes(routes: Tensor, length: int, shape: RouteShape) -> Tensor:
         raise EngineError(
             f"routed experts of {routes.shape[1]} layers for a model with {len(layers)} MoE layers"
         )
+    all_layers = shape.num_layers or max(routes.shape[1], layers[-1] + 1)
+    if routes.shape[1] not in (len(layers), all_layers):
+        raise EngineError(
+            f"routed experts of {routes.shape[1]} layers for a model with {len(layers)} MoE layers "
+            f"among {all_layers}"
+        )
+    if routes.shape[2] != shape.topk:
+        raise EngineError(
+            f"routed experts name {routes.shape[2]} experts per token, the model chooses "
+            f"{shape.topk}"
+        )
+    if not holds_experts(routes.dtype, shape.experts):
+        raise EngineError(
+            f"routed experts are {routes.dtype}; they must be integers that hold {shape.experts} "
+            "experts"
+        )
     routes = routes.to(torch.int64)
     if routes.shape[1] > len(layers):
         routes = routes[:, list(layers)]
@@ -67,6 +86,12 @@ def complete_routes(routes: Tensor, length: int, shape: RouteShape) -> Tensor:
     if int(routes.max()) >= shape.experts:
         raise EngineError(
             f"routed experts name expert {int(routes.max())} of a model with {shape.experts}"
+        )
+    repeated = route_faults(routes, shape.experts)[1]
+    if bool(repeated.any()):
+        token, layer = repeated.nonzero()[0].tolist()
+        raise EngineError(
+            f"routed experts {routes[token, layer].tolist()} of token {token} name one twice"
         )
     if len(routes) < length:
         routes = torch.cat([routes, routes[-1:]])

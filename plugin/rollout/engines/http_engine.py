@@ -12,9 +12,8 @@ import asyncio
 import random
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
-
-import aiohttp
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, WeightError
@@ -28,13 +27,12 @@ from plugin.rollout.engines.protocol import (
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.rollout.engines.server_answers import Ask, MalformedAnswer
+from plugin.rollout.engines.server_answers import Ask, MalformedAnswer, WrongLogProbs
 from plugin.rollout.engines.server_calls import (
     CallRefused,
     ServerGone,
+    ServerSession,
     ServerTrouble,
-    make_call,
-    new_session,
 )
 from plugin.rollout.engines.server_dialects import DIALECTS, Dialect, ResponseShape
 from plugin.rollout.engines.server_pool import Server, ServerPool
@@ -60,6 +58,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> H
         retries=config.rollout_request_retries,
         api_key=api_key(config),
         max_batch=config.rollout_max_batch,
+        max_answer_bytes=config.max_answer_bytes,
         max_model_len=config.max_context_length,
         name=name,
     )
@@ -76,6 +75,7 @@ class HttpEngine:
         time
     api_key: sent with every call as a bearer token
     max_batch: responses asked for at the same time
+    max_answer_bytes: of one answer, decompressed
     pool: the servers and their state
     """
 
@@ -92,6 +92,7 @@ class HttpEngine:
         backoff: float = 0.5,
         api_key: str | None = None,
         max_batch: int = 256,
+        max_answer_bytes: int = 16 << 20,
         max_model_len: int | None = None,
         name: str = "engine",
     ) -> None:
@@ -110,7 +111,8 @@ class HttpEngine:
         )
         self._request_timeout, self._update_timeout = request_timeout, update_timeout
         self._retries, self._backoff, self._max_batch = retries, backoff, max_batch
-        self._name, self._api_key = name, api_key
+        self._name = name
+        self._session = partial(ServerSession, max_answer_bytes, api_key)
         self._generated_tokens = 0
 
     def health(self) -> EngineHealth:
@@ -135,7 +137,7 @@ class HttpEngine:
         self._weights.remove_older()
 
     async def _distribute(self) -> None:
-        async with new_session(self._api_key) as session:
+        async with self._session() as session:
             updates = [self._update(session, server) for server in self.pool.servers]
             refusals = [refusal for refusal in await asyncio.gather(*updates) if refusal]
         if len(refusals) == len(self.pool.servers):
@@ -145,11 +147,11 @@ class HttpEngine:
                 "must be the same directory for job and servers"
             )
 
-    async def _update(self, session: aiohttp.ClientSession, server: Server) -> str | None:
+    async def _update(self, session: ServerSession, server: Server) -> str | None:
         """Give `server` the newest weights; the reason if it answered and refused."""
         try:
             for call in self._dialect.weight_update(self._weights.path, str(self._weights.label)):
-                await make_call(session, server.url, call, self._update_timeout)
+                await session.call(server.url, call, self._update_timeout)
         except ServerTrouble as trouble:
             self.pool.take_out(server, f"it did not load new weights: {trouble}")
         except (CallRefused, MalformedAnswer) as refusal:
@@ -159,11 +161,11 @@ class HttpEngine:
             self.pool.put_in(server)
         return None
 
-    async def _revive(self, session: aiohttp.ClientSession, server: Server) -> None:
+    async def _revive(self, session: ServerSession, server: Server) -> None:
         """Put a server back that answers, after loading the weights again if it has lost them."""
         label = self._dialect.weight_label(str(self._weights.label))
         try:
-            await make_call(session, server.url, label, _PROBE_TIMEOUT)
+            await session.call(server.url, label, _PROBE_TIMEOUT)
         except MalformedAnswer:
             server.tested = False
             await self._update(session, server)
@@ -172,12 +174,12 @@ class HttpEngine:
         else:
             self.pool.put_in(server)
 
-    async def _revive_due(self, session: aiohttp.ClientSession) -> None:
+    async def _revive_due(self, session: ServerSession) -> None:
         now = time.monotonic()
         due = [s for s in self.pool.servers if s.out_because is not None and s.probe_at <= now]
         await asyncio.gather(*(self._revive(session, server) for server in due))
 
-    async def _keep_reviving(self, session: aiohttp.ClientSession, end: asyncio.Event) -> None:
+    async def _keep_reviving(self, session: ServerSession, end: asyncio.Event) -> None:
         """Revive servers that are out of service until `end`; waits for a reload that has begun."""
         while not end.is_set():
             await self._revive_due(session)
@@ -205,7 +207,7 @@ class HttpEngine:
     async def _generate(
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> list[list[Answer]]:
-        async with new_session(self._api_key) as session:
+        async with self._session() as session:
             await self._revive_due(session)
             await self._self_test(session, parameters)
             if not self.pool.in_service:
@@ -219,26 +221,26 @@ class HttpEngine:
                 end.set()
                 await reviver
 
-    async def _self_test(
-        self, session: aiohttp.ClientSession, parameters: SamplingParameters
-    ) -> None:
+    async def _self_test(self, session: ServerSession, parameters: SamplingParameters) -> None:
         """Refuse a server whose log-probs are not those of the sampled distribution."""
         test = self._dialect.self_test(parameters)
         for server in self.pool.in_service if test is not None else ():
             if server.tested or test is None:
                 continue
-            try:
-                await make_call(session, server.url, test, self._request_timeout)
-            except ServerTrouble as trouble:
-                self.pool.take_out(server, str(trouble))
-            except (MalformedAnswer, CallRefused) as wrong:
-                raise ConfigError(f"--rollout-url {server.url}: {wrong}") from None
-            else:
-                server.tested = True
+            for attempt in range(self._retries + 1):
+                try:
+                    await session.call(server.url, test, self._request_timeout)
+                    server.tested = True
+                    break
+                except (WrongLogProbs, CallRefused) as wrong:
+                    raise ConfigError(f"--rollout-url {server.url}: {wrong}") from None
+                except (ServerTrouble, MalformedAnswer) as trouble:
+                    if attempt == self._retries:
+                        self.pool.take_out(server, str(trouble))
 
     async def _group(
         self,
-        session: aiohttp.ClientSession,
+        session: ServerSession,
         slots: asyncio.Semaphore,
         request: GenerationRequest,
         parameters: SamplingParameters,
@@ -260,7 +262,7 @@ class HttpEngine:
 
         return await _until_one_fails([respond(seed) for seed in request.seeds])
 
-    async def _response(self, session: aiohttp.ClientSession, ask: Ask) -> Answer:
+    async def _response(self, session: ServerSession, ask: Ask) -> Answer:
         """One response, after as many attempts as it takes and is allowed."""
         server: Server | None = None
         last = ""
@@ -289,24 +291,23 @@ class HttpEngine:
                     return answer
         return GenerationFailure(f"{self._retries + 1} attempts failed, the last at {last}")
 
-    async def _attempt(
-        self, session: aiohttp.ClientSession, server: Server, ask: Ask
-    ) -> Generation:
+    async def _attempt(self, session: ServerSession, server: Server, ask: Ask) -> Generation:
         """Ask, parse, and have the weights confirmed afterwards.
 
         A label is lost with the weights and only this object gives it, so a server that has it
         after the response had it during the response.
         """
         call = self._dialect.generation(ask)
-        body = await make_call(session, server.url, call, self._request_timeout)
+        body = await session.call(server.url, call, self._request_timeout)
         generation = self._dialect.parse(body, ask, self._shape, self._ledger.version)
         expected, said = str(self._weights.label), self._dialect.label_of_response(body)
+        del body  # not held while the server is asked again
         if said is not None and said != expected:
             raise ServerGone(f"the response came from weights {said!r}, not {expected!r}")
         if said is None:
             confirm = self._dialect.weight_label(expected)
             try:
-                await make_call(session, server.url, confirm, self._request_timeout)
+                await session.call(server.url, confirm, self._request_timeout)
             except (MalformedAnswer, CallRefused) as lost:
                 raise ServerGone(f"the response cannot be trusted: {lost}") from None
         return generation

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import math
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,24 @@ from plugin.rollout.engines.protocol import FinishReason, SamplingParameters
 #: vLLM writes this in place of minus infinity, which JSON does not have.
 _VLLM_MINUS_INFINITY = -9999.0
 
+_NPY_HEADERS = {
+    (1, 0): numpy.lib.format.read_array_header_1_0,
+    (2, 0): numpy.lib.format.read_array_header_2_0,
+}
 
-class MalformedAnswer(Exception):
+
+class MalformedAnswer(EngineError):
     """An answer that came in time and cannot be used; says what was wrong with it."""
+
+
+class WrongLogProbs(MalformedAnswer):
+    """A server that reports log-probs of another distribution than it samples from."""
+
+
+_short = reprlib.Repr()
+_short.maxstring = 200
+#: `repr` of what a server sent, cut where it is long or nested deeply.
+shown = _short.repr
 
 
 @dataclass(frozen=True)
@@ -53,14 +68,13 @@ def token_ids(value: Any, ask: Ask, vocab_size: int) -> Tensor:
         raise MalformedAnswer("the answer's token ids are not a list of integers")
     if not value:
         raise MalformedAnswer("the answer has no tokens")
-    longest = ask.parameters.max_response_length
-    if len(value) > longest:
+    if len(value) > ask.max_tokens:
         raise MalformedAnswer(
-            f"{len(value)} tokens came back where at most {longest} were asked for"
+            f"{len(value)} tokens came back where at most {ask.max_tokens} were asked for"
         )
     outside = [token for token in value if not 0 <= token < vocab_size]
     if outside:
-        raise MalformedAnswer(f"token {outside[0]} is not among the model's {vocab_size}")
+        raise MalformedAnswer(f"token {shown(outside[0])} is not among the model's {vocab_size}")
     return torch.tensor(value, dtype=torch.int64)
 
 
@@ -71,11 +85,10 @@ def log_probs(value: Any, length: int) -> Tensor:
     if len(value) != length:
         raise MalformedAnswer(f"{len(value)} log-probs came back for {length} tokens")
     for position, number in enumerate(value):
-        if type(number) not in (int, float) or not math.isfinite(number):
-            raise MalformedAnswer(f"log-prob {number!r} at token {position} is not a finite number")
-        if number <= _VLLM_MINUS_INFINITY or number > 1e-3:
+        # An int is compared as it is: one of 400 digits would not fit into a float.
+        if type(number) not in (int, float) or not _VLLM_MINUS_INFINITY < number <= 1e-3:
             raise MalformedAnswer(
-                f"log-prob {number} at token {position} cannot be that of a sample"
+                f"log-prob {shown(number)} at token {position} cannot be that of a sample"
             )
     return torch.tensor(value, dtype=torch.float32).clamp(max=0.0)
 
@@ -86,7 +99,7 @@ def finish_reason(value: Any, tokens: Tensor, ask: Ask) -> FinishReason:
     if bool(stops[:-1].any()):
         raise MalformedAnswer("the response goes on after a stop token")
     if value not in ("stop", "length"):
-        raise MalformedAnswer(f"finish reason {value!r}; expected stop or length")
+        raise MalformedAnswer(f"finish reason {shown(value)}; expected stop or length")
     if value == "stop" and not bool(stops[-1]):
         raise MalformedAnswer(
             f"finish reason stop, but the last token {int(tokens[-1])} is no stop token of the task"
@@ -100,11 +113,28 @@ def finish_reason(value: Any, tokens: Tensor, ask: Ask) -> FinishReason:
 
 def routes_of_npy(value: Any, length: int, shape: RouteShape) -> Tensor:
     """[length, MoE layers, topk] of a base64 text that holds an .npy file."""
+    data = _decoded(value)
+    stream = io.BytesIO(data)
     try:
-        array = numpy.load(io.BytesIO(_decoded(value)), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise MalformedAnswer(f"the routed experts are no .npy array ({error})") from None
-    return _completed(torch.from_numpy(array.astype(numpy.int64)), length, shape)
+        # numpy.load would allocate whatever the header claims, and read archives.
+        version = numpy.lib.format.read_magic(stream)
+        dimensions, fortran_order, dtype = _NPY_HEADERS[version](stream)
+    except Exception as error:  # of tokenizer, parser and dtype, whatever the header holds
+        raise MalformedAnswer(f"the routed experts are no .npy array ({error!r:.200})") from None
+    if dtype.kind not in "iu":
+        raise MalformedAnswer(f"the routed experts are {dtype!s:.50}; they must be integers")
+    if len(dimensions) != 3 or min(dimensions) < 0:
+        raise MalformedAnswer(
+            f"routed experts of shape {shown(dimensions)}; expected [tokens, layers, topk]"
+        )
+    found, claimed = len(data) - stream.tell(), math.prod(dimensions) * dtype.itemsize
+    if found != claimed:
+        raise MalformedAnswer(
+            f"the routed experts have {found} bytes where their header says {shown(claimed)}"
+        )
+    array = numpy.frombuffer(data, dtype, offset=stream.tell())
+    array = array.reshape(dimensions, order="F" if fortran_order else "C")
+    return _completed(torch.from_numpy(array.astype(dtype.newbyteorder("="))), length, shape)
 
 
 def routes_of_int32(value: Any, length: int, num_layers: int, shape: RouteShape) -> Tensor:
@@ -128,7 +158,7 @@ def _decoded(value: Any) -> bytes:
         )
     try:
         return base64.b64decode(value, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error is one; so is text that is not ASCII
         raise MalformedAnswer(f"the routed experts are not base64 ({error})") from None
 
 

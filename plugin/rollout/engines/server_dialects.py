@@ -11,11 +11,13 @@ from plugin.rollout.engines.protocol import Generation, SamplingParameters
 from plugin.rollout.engines.server_answers import (
     Ask,
     MalformedAnswer,
+    WrongLogProbs,
     field,
     finish_reason,
     log_probs,
     routes_of_int32,
     routes_of_npy,
+    shown,
     token_ids,
 )
 
@@ -176,7 +178,8 @@ class SglangDialect:
         prompt_tokens = field(meta, "prompt_tokens")
         if prompt_tokens != len(ask.prompt):
             raise MalformedAnswer(
-                f"the server read a prompt of {prompt_tokens} tokens instead of {len(ask.prompt)}"
+                f"the server read a prompt of {shown(prompt_tokens)} tokens instead of "
+                f"{len(ask.prompt)}"
             )
         tokens = token_ids(field(body, "output_ids"), ask, shape.vocab_size)
         finished = finish_reason(field(meta, "finish_reason", "type"), tokens, ask)
@@ -200,7 +203,8 @@ class SglangDialect:
         return ServerCall("/get_model_info", method="GET", check=_has_label(label))
 
     def label_of_response(self, body: Any) -> str | None:
-        return str(field(body, "meta_info", "weight_version"))
+        found = field(body, "meta_info", "weight_version")
+        return found if isinstance(found, str) else shown(found)
 
     def self_test(self, parameters: SamplingParameters) -> ServerCall | None:
         return None  # log-probs are after the temperature, and truncation is refused with the flags
@@ -219,7 +223,8 @@ def _only(choices: Any) -> Any:
 
 
 def _token_logprobs(choice: Any) -> Any:
-    return (choice.get("logprobs") or {}).get("token_logprobs")
+    found = choice.get("logprobs")
+    return found.get("token_logprobs") if isinstance(found, dict) else None
 
 
 def _sglang_log_probs(meta: Any, tokens: list[int]) -> list[Any]:
@@ -239,7 +244,7 @@ def _has_label(label: str) -> Callable[[Any], None]:
     def check(body: Any) -> None:
         found = field(body, "weight_version")
         if found != label:
-            raise MalformedAnswer(f"the server has weights {found!r}, not {label!r}")
+            raise MalformedAnswer(f"the server has weights {shown(found)}, not {label!r}")
 
     return check
 
@@ -251,13 +256,14 @@ def _reset_succeeded(body: Any) -> None:
 
 def _update_succeeded(body: Any) -> None:
     if field(body, "success") is not True:
-        raise MalformedAnswer(f"the server did not load the weights: {body.get('message')}")
+        reason = shown(body.get("message"))
+        raise MalformedAnswer(f"the server did not load the weights: {reason}")
 
 
 def _is_processed(body: Any) -> None:
-    number = field(_token_logprobs(_only(field(body, "choices"))), 0)
-    if not isinstance(number, (int, float)) or abs(number) > 1e-3:
-        raise MalformedAnswer(
+    [number] = log_probs(_token_logprobs(_only(field(body, "choices"))), 1).tolist()
+    if number < -1e-3:
+        raise WrongLogProbs(
             f"the only candidate has log-prob {number} instead of 0: the server reports log-probs "
             "before temperature and truncation; start it with --logprobs-mode processed_logprobs"
         )

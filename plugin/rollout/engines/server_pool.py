@@ -18,6 +18,7 @@ _FIRST_PROBE_SECONDS, _LAST_PROBE_SECONDS = 1.0, 30.0
 class Server:
     """One address and how it has been doing.
 
+    failed_calls: of all, with bad answers
     troubles: failures in a row, where those of calls that began before the last one was known count
         once
     out_because: why it is not asked; None while it is in service
@@ -27,6 +28,7 @@ class Server:
 
     url: str
     in_flight: int = 0
+    failed_calls: int = 0
     troubles: int = 0
     out_because: str | None = "no weights yet"
     probe_at: float = 0.0
@@ -62,7 +64,14 @@ class ServerPool:
             server.in_flight -= 1
 
     def trouble(self, server: Server, known_before: int, reason: str) -> None:
-        """Count a failed call; enough of them in a row take the server out."""
+        """Count a failed call or bad answer; enough of them in a row take the server out."""
+        server.failed_calls += 1
+        # The 1st, 2nd, 4th, 8th, ...: a broken server must not flood the log.
+        if server.failed_calls & (server.failed_calls - 1) == 0:
+            _LOG.warning(
+                "rollout server %s: failed call number %d: %s",
+                *(server.url, server.failed_calls, reason),
+            )
         if known_before == server.troubles:
             server.troubles += 1
         if server.troubles >= _TROUBLES_UNTIL_OUT:
