@@ -54,9 +54,9 @@ class HookChain:
         if with_weights and not before.requires_grad:
             before = before.detach().requires_grad_()
         with torch.set_grad_enabled(with_weights or torch.is_grad_enabled()):
-            corrected, loss_masks = replace(term, loss=before), inputs.loss_masks
-            for path, hook in self.hooks:
-                corrected, loss_masks = _apply(path, hook, args, corrected, inputs, loss_masks)
+            corrected = replace(term, loss=before)
+            for _, corrected in self.stages(args, corrected, inputs):
+                pass
             if not with_weights:
                 return corrected
             (weight,) = torch.autograd.grad(corrected.loss.sum(), before, retain_graph=True)
@@ -65,6 +65,15 @@ class HookChain:
         # A pure rejection keeps a token as it is: its ratio is 1, its weight 1 or 0.
         ratio = corrected.metrics.get("tis", torch.ones_like(weight))
         return replace(corrected, ratio=ratio, weight=weight)
+
+    def stages(
+        self, args: Any, term: PolicyTerm, inputs: LossInputs
+    ) -> Iterator[tuple[str, PolicyTerm]]:
+        """Run the hooks one after the other; yield the path and the term after each."""
+        loss_masks: Sequence[Tensor] = inputs.loss_masks
+        for path, hook in self.hooks:
+            term, loss_masks = _apply(path, hook, args, term, inputs, loss_masks)
+            yield path, term
 
 
 def _apply(

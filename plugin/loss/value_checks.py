@@ -82,11 +82,15 @@ def _bad_log_ratio(
     )
 
 
-def _place(index: int, shards: SequenceShards) -> str:
+def token_place(index: int, shards: SequenceShards) -> tuple[int, int]:
     """Sample and response position of a flat local index."""
     for sample, spans in enumerate(shards.spans):
         for start, end in spans:
             if index < end - start:
-                return f"sample {sample}, position {start + index}"
+                return sample, start + index
             index -= end - start
     raise AssertionError("index beyond the local tokens")
+
+
+def _place(index: int, shards: SequenceShards) -> str:
+    return "sample {}, position {}".format(*token_place(index, shards))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -63,6 +64,7 @@ from plugin.megatron_backend.step.schedule import (
     spread_from_last_stage,
 )
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
+from plugin.megatron_backend.step.skipped_step import cause_of_skip
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 
@@ -74,6 +76,7 @@ class StepResult:
     metrics: exact means, extremes and counts over the global batch
     updated: False if the step was skipped because the gradient was not finite or too large
     bad_parameter: the first parameter with a non-finite gradient, if any
+    cause: the field, loss or hook that was not finite first, if the step was skipped for one
     log_probs: [response] per sample of the global batch, of the weights the step started from, if
         asked for; undefined where the loss mask is 0
     live_routes: [tokens, moe_layers, topk] of the first samples, chosen by the routers themselves,
@@ -84,6 +87,7 @@ class StepResult:
     updated: bool
     grad_norm: float
     bad_parameter: str | None = None
+    cause: str | None = None
     log_probs: list[Tensor] | None = None
     live_routes: list[Tensor] | None = None
 
@@ -248,7 +252,7 @@ class MegatronTrainer:
         self.optimizer.optimizer.zero_grad()
         live = self._live_routes(step, batch) if with_live_routes else None
         replay = self._replay_session(step, live)
-        kept: list[Tensor | None] | None = [] if with_log_probs else None
+        kept: list[Tensor | None] = []
         forward_step = training_forward_step(
             self.config, self.groups, scale, table, errors, replay, kept
         )
@@ -263,17 +267,25 @@ class MegatronTrainer:
         metrics = spread_from_last_stage(metrics, self.groups)
         if replay is not None and self.config.replays_routes:
             metrics |= replay.metrics(self.groups, sequence_parallel=self.config.sequence_parallel)
-        result = self._apply(metrics, step)
-        if kept is not None:
+        result = self._apply(metrics, step, kept)
+        if with_log_probs:
             result = replace(result, log_probs=self._gathered(kept, step, batch))
         if live is not None:
             result = replace(result, live_routes=live.gathered())
         return result
 
-    def _apply(self, metrics: dict[str, float], step: _Step) -> StepResult:
+    def _apply(
+        self, metrics: dict[str, float], step: _Step, log_probs: list[Tensor | None]
+    ) -> StepResult:
         assert self.optimizer is not None
         updated, grad_norm = self.optimizer.step()
-        bad = None if updated else first_bad_parameter(self.chunks, self.groups)
+        bad, cause = None, None
+        if not updated and not math.isfinite(grad_norm):
+            bad = first_bad_parameter(self.chunks, self.groups)
+            samples = step.plan.ranks[self.groups.dp_rank]
+            cause = cause_of_skip(
+                self.config, self.groups, step.microbatches, samples, log_probs, metrics
+            )
         self.version += int(updated)
         metrics |= {
             "grad_norm": grad_norm,
@@ -281,7 +293,7 @@ class MegatronTrainer:
             "num_microbatches": float(step.plan.num_microbatches),
             "padding_microbatch_share": step.plan.padding_share(),
         }
-        return StepResult(metrics, updated, grad_norm, bad)
+        return StepResult(metrics, updated, grad_norm, bad, cause)
 
     def _check_batch(self, batch: RolloutBatch) -> None:
         """Find on every rank what would end only some of them inside the model."""
