@@ -37,6 +37,10 @@ class SenderLost(ActorLost):
     """Data did not arrive because the process that sent it is gone."""
 
 
+class TrainingError(MegatronTisError):
+    """Training goes on without changing the weights."""
+
+
 class WeightError(MegatronTisError):
     """Weights do not fit the model, or carry an unexpected version."""
 

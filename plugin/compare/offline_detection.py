@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from plugin.compare.dump_columns import DumpBlock
+from plugin.config import JobConfig
 from plugin.observe.detectors import MismatchDetectors
 from plugin.observe.findings import Finding
 
@@ -29,9 +30,9 @@ class RepeatedFinding:
 class OfflineDetection:
     """Feed it blocks in order; `findings` is what was found so far, by detector."""
 
-    def __init__(self, custom_path: str | None = None) -> None:
+    def __init__(self, custom_path: str | None = None, config: JobConfig | None = None) -> None:
         self.findings: dict[str, RepeatedFinding] = {}
-        self._detectors = MismatchDetectors(custom_path=custom_path)
+        self._detectors = MismatchDetectors(custom_path=custom_path, config=config)
 
     def add(self, block: DumpBlock) -> None:
         """Check every step of a block; one that is spread over blocks is checked once for each."""

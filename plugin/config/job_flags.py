@@ -133,6 +133,12 @@ class OptimizerFlags(FlagGroup):
     skip_on_grad_norm: float | None = flag(
         None, "skip a step whose gradient norm is above this", above=0
     )
+    max_skipped_steps: int = flag(
+        20,
+        "skipped steps in a row (gradient not finite, or above --skip-on-grad-norm) that end the "
+        "job",
+        at_least=1,
+    )
 
     def check(self) -> None:
         for name in ("adam_beta1", "adam_beta2"):

@@ -1,4 +1,4 @@
-"""`megatron-tis doctor`: can this machine train, and do the parallel layouts agree on it?"""
+"""`megatron-tis doctor`: can this machine train, do its layouts agree, what went wrong in a run?"""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from dataclasses import asdict
 from plugin.doctor.configuration_checks import configuration_checks
 from plugin.doctor.environment_checks import environment_checks
 from plugin.doctor.layout_agreement import default_layouts, parse_layout, run_layouts
+from plugin.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the sub-command."""
+    parser.add_argument(
+        "run_dir",
+        nargs="?",
+        metavar="RUN_DIR",
+        help="directory of a run: what went wrong in it, instead of checking this machine",
+    )
     parser.add_argument(
         "--layouts",
         metavar="LIST",
@@ -38,6 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 only if nothing failed and every layout agrees with one process."""
+    if args.run_dir is not None:
+        return _run_on_run_dir(args)
     named = [] if args.layouts in (None, "none") else args.layouts.split(",")
     specs = [parse_layout(name) for name in named]
     # With --json there is nothing but the object on standard output.
@@ -68,3 +77,17 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(content, indent=1))
     return 0 if healthy else 1
+
+
+def _run_on_run_dir(args: argparse.Namespace) -> int:
+    """0 if the run's findings hold no error."""
+    from plugin.doctor.run_diagnosis import as_text, diagnose
+
+    if args.layouts or args.config or args.custom_tis_function_path:
+        raise ConfigError(
+            f"doctor {args.run_dir} looks at a finished or running job and checks nothing else; "
+            "drop --layouts, --config and --custom-tis-function-path"
+        )
+    diagnosis = diagnose(args.run_dir)
+    print(json.dumps(diagnosis, indent=1, default=str) if args.json else as_text(diagnosis))
+    return 0 if diagnosis["healthy"] else 1

@@ -20,7 +20,7 @@ from typing import Any
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
-from plugin.errors import ActorLost, ParallelError
+from plugin.errors import ActorLost, ParallelError, TrainingError
 from plugin.launch.batch_preparation import describe_batch, prepare_batch
 from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
@@ -40,9 +40,13 @@ from plugin.launch.run_directory import CHECKPOINTS, MODEL, check_run_dir, claim
 from plugin.launch.trainer_actor import TrainedStep
 from plugin.launch.trainer_group import TrainerGroup
 from plugin.megatron_backend.checkpoint.directory import set_aside_later
+from plugin.observe.findings import Finding
+from plugin.observe.learning import learning_findings
 from plugin.observe.run_files import RunFiles, new_run_dir, without_slices
 
 _STEPS_KEPT = 2000
+#: After so many steps a person is told if nothing is learned; once more at the end.
+_STEPS_JUDGED = 20
 
 
 @dataclass
@@ -173,6 +177,7 @@ class _Job:
         self._last_sent = -1
         self._sync_seconds = 0.0  # of the sync before this rollout
         self._restarts, self._restarts_in_a_row, self._furthest = 0, 0, -1
+        self._skipped_in_a_row = 0
         self._watch = MismatchWatch(config, files, console.say)
         self._wandb: Any = None
         self._dump: Any = None
@@ -266,15 +271,41 @@ class _Job:
             **described,
             **trained.metrics,
         }
-        if trained.skipped is not None:
-            self._console.say(f"step {self._at.updates} was skipped: {trained.skipped}")
+        line["skipped"] = float(trained.skipped is not None)
         self._record(line, batch, trained)
+        self._note_skipped(trained.skipped)
+
+    def _note_skipped(self, cause: str | None) -> None:
+        """Report a step that changed nothing; a `TrainingError` after too many in a row."""
+        if cause is None:
+            self._skipped_in_a_row = 0
+            return
+        self._skipped_in_a_row += 1
+        self._console.say(f"step {self._at.updates} was skipped: {cause}")
+        found = Finding(
+            "steps were skipped",
+            "error",
+            cause,
+            "a value that is not finite reached the gradient, or the gradient exploded",
+            "repair what the evidence names",
+            detector="skipped_step",
+        )
+        self._files.log_findings(self._at.updates, [found])
+        if self._skipped_in_a_row >= self._config.max_skipped_steps:
+            raise TrainingError(
+                f"the last {self._skipped_in_a_row} steps were skipped, the limit of "
+                f"--max-skipped-steps; the last one: {cause}. Repair that and go on from the last "
+                "checkpoint with --resume"
+            )
 
     def _record(self, line: dict[str, Any], batch: RolloutBatch, trained: TrainedStep) -> None:
         # All of it is in the file; kept here it would fill the driver of a long run.
         self._history.append(without_slices(line))
         if len(self._history) > _STEPS_KEPT:
             del self._history[1]
+        if len(self._history) == _STEPS_JUDGED:
+            for finding in learning_findings(self._history, self._config):
+                self._console.say(f"step {self._at.updates}: {finding}")
         self._files.log_step(line)
         total = self._config.num_rollouts * self._config.num_updates_per_rollout
         self._console.step(line, total)

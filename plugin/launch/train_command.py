@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, HookLoadError, MegatronTisError
+
+if TYPE_CHECKING:
+    from plugin.launch.console import Console
+    from plugin.launch.job import JobResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 at the end, 2 for a mistake of the user, 1 for a failure, 130 after Ctrl-C."""
+    """Exit code 0 at the end, 2 for a mistake of the user, 1 for a failure, 130 after Ctrl-C.
+
+    A job whose steps were all skipped or without gradient has failed.
+    """
     from plugin.launch.console import Console, capture_warnings
 
     console = Console()
@@ -34,10 +42,21 @@ def run(args: argparse.Namespace) -> int:
             raise
         console.complain("error", str(error))
         return 2 if isinstance(error, (ConfigError, HookLoadError)) else 1
-    if result.history:
-        first, last = result.history[0], result.history[-1]
-        console.say(
-            f"reward {first['reward']:.3f} -> {last['reward']:.3f} in {last['step']} steps; "
-            f"report: {result.run_dir / 'report.html'}"
-        )
-    return 130 if result.interrupted else 0
+    learned = _summarize(result, config, console) if result.history else True
+    return 130 if result.interrupted else 0 if learned else 1
+
+
+def _summarize(result: JobResult, config: JobConfig, console: Console) -> bool:
+    """Say how a job ended; whether its weights can have changed."""
+    from plugin.observe.learning import any_step_applied, learning_findings
+
+    first, last = result.history[0], result.history[-1]
+    skipped = int(last.get("skipped_steps") or 0)
+    console.say(
+        f"reward {first['reward']:.3f} -> {last['reward']:.3f} in {last['step']} steps"
+        f"{f', {skipped} of them skipped' if skipped else ''}; "
+        f"report: {result.run_dir / 'report.html'}"
+    )
+    for finding in learning_findings(result.history, config):
+        console.say(str(finding))
+    return any_step_applied(result.history)

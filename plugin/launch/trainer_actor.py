@@ -6,6 +6,7 @@ returned by rank 0 alone.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import tempfile
@@ -172,8 +173,7 @@ class TrainerRank(ReportingActor):
             return None
         skipped, log_probs = None, None
         if not result.updated:
-            where = result.bad_parameter or "no single parameter"
-            skipped = f"gradient norm {result.grad_norm} ({where})"
+            skipped = _why_skipped(result, self._config.skip_on_grad_norm)
         if result.log_probs is not None:
             log_probs = torch.cat(result.log_probs).numpy()
         return TrainedStep(result.metrics, skipped, log_probs, result.live_routes)
@@ -212,3 +212,14 @@ class TrainerRank(ReportingActor):
         from plugin.megatron_backend.parallel_groups import destroy_parallel
 
         destroy_parallel()
+
+
+def _why_skipped(result: Any, largest: float | None) -> str:
+    if math.isfinite(result.grad_norm):
+        return f"the gradient norm is {result.grad_norm:.4g}, above --skip-on-grad-norm {largest}"
+    if result.cause is not None:
+        return f"{result.cause}; the gradient norm is {result.grad_norm}"
+    return (
+        f"the gradient norm is {result.grad_norm} although the loss and its inputs are finite; the "
+        f"first such gradient is that of {result.bad_parameter}"
+    )

@@ -54,9 +54,7 @@ class HookChain:
         if with_weights and not before.requires_grad:
             before = before.detach().requires_grad_()
         with torch.set_grad_enabled(with_weights or torch.is_grad_enabled()):
-            corrected = replace(term, loss=before)
-            for _, corrected in self.stages(args, corrected, inputs):
-                pass
+            *_, (_, corrected) = self.stages(args, replace(term, loss=before), inputs)
             if not with_weights:
                 return corrected
             (weight,) = torch.autograd.grad(corrected.loss.sum(), before, retain_graph=True)

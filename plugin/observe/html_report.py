@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from plugin.observe.html_page import located, page, series, write_page
-from plugin.observe.run_record import RunRecord, group_findings, read_run
+from plugin.observe.learning import run_findings
+from plugin.observe.run_record import RunRecord, read_run
 
 #: A drawn line has at most twice this many points: the lowest and the highest of every stretch.
 MAX_STRETCHES = 600
@@ -207,7 +208,7 @@ def report_html(runs: Sequence[RunRecord]) -> str:
         "findings": [
             located(item, names[i] if len(runs) > 1 else "")
             for i, run in enumerate(runs)
-            for item in group_findings(run.findings)
+            for item in run_findings(run)
         ],
         "checked": any((run.path / "findings.jsonl").exists() for run in runs),
         "settings": settings,

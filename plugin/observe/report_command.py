@@ -8,7 +8,6 @@ from pathlib import Path
 
 from plugin.errors import ConfigError
 from plugin.observe.html_page import refuse_overwriting, write_page
-from plugin.observe.html_report import report_html
 from plugin.observe.run_record import read_run
 
 
@@ -27,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the report; the one inside a run directory is rebuilt without --force."""
+    from plugin.observe.html_report import report_html
+
     single = len(args.run_dirs) == 1 and args.output is None
     output = Path(args.run_dirs[0], "report.html") if single else Path(args.output or "report.html")
     refuse_overwriting(output, args.force or single)

@@ -5,13 +5,16 @@ A broken line or file is named in `problems`, and the rest is used.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from plugin.config import JobConfig
 from plugin.config.flags import without_credentials
-from plugin.errors import ConfigError
+from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS
+from plugin.errors import ConfigError, MegatronTisError
 from plugin.json_lines import read_json_lines
 
 
@@ -30,6 +33,20 @@ class RunRecord:
     steps: list[dict[str, Any]] = field(default_factory=list)
     findings: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    def job_config(self) -> JobConfig | None:
+        """The settings as a configuration; None if they are missing or of another version.
+
+        Code that they name by import path is not run: the directory may be somebody else's.
+        """
+        if self.config.get("policy_loss") not in POLICY_LOSS_TRAITS:
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return JobConfig(**{**self.config, "custom_detector_path": None})
+        except (MegatronTisError, TypeError, ValueError):
+            return None
 
 
 def read_run(run_dir: str | Path) -> RunRecord:
@@ -77,11 +94,11 @@ def group_findings(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
 
     records: as in findings.jsonl. An entry also has its `last_step` and the number of its `steps`.
     """
-    groups: dict[Any, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for record in records:
         step = record.get("step")
         new = {**record, "last_step": step, "steps": 0}
-        entry = groups.setdefault((record.get("detector"), record.get("title")), new)
+        entry = groups.setdefault(f"{record.get('detector')}/{record.get('title')}", new)
         if entry["steps"] == 0 or entry["last_step"] != step:
             entry["last_step"], entry["steps"] = step, entry["steps"] + 1
     order = ("error", "warning", "info")

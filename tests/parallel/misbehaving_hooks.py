@@ -57,3 +57,21 @@ def metric_of_one_microbatch(
     """Records one more metric for one microbatch, on every rank."""
     odd = _bad_rank is not None and BAD_RESPONSE in response_lengths
     return pg_loss, loss_masks, {"odd": torch.zeros_like(pg_loss)} if odd else {}
+
+
+def nan_for_one_sample(
+    args: Any,
+    *,
+    pg_loss: torch.Tensor,
+    loss_masks: Any,
+    cur_log_probs: Any,
+    response_lengths: Any,
+    **_: Any,
+) -> Any:
+    """Multiplies one sample's loss by NaN, on whichever ranks hold it."""
+    if _bad_rank is None or BAD_RESPONSE not in response_lengths:
+        return pg_loss, loss_masks, {}
+    parts = list(pg_loss.split([len(values) for values in cur_log_probs]))
+    index = response_lengths.index(BAD_RESPONSE)
+    parts[index] = parts[index] * float("nan")
+    return torch.cat(parts), loss_masks, {}

@@ -1,0 +1,137 @@
+"""Does a run learn at all? Judged by its metrics alone, so a finished run can be asked as well."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from plugin.config import JobConfig
+from plugin.config.estimator_traits import estimator_traits
+from plugin.observe.findings import Finding
+from plugin.observe.run_record import RunRecord, group_findings
+
+Reason = Literal["skipped", "masked", "rejected", "equal rewards", "no gradient"]
+#: A gradient below this is rounding of a zero.
+_NO_GRADIENT = 1e-9
+#: Fewer steps than this share of a run that teach nothing are no finding.
+_MANY = 0.5
+
+
+def was_skipped(step: Mapping[str, Any]) -> bool:
+    """Whether the weights were left alone because the gradient was not finite or too large."""
+    norm = _number(step, "grad_norm")
+    return _number(step, "skipped") == 1 or (norm is not None and not math.isfinite(norm))
+
+
+def any_step_applied(steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the weights can have changed at all."""
+    return any(not was_skipped(step) and not _without_gradient(step) for step in steps)
+
+
+def learning_findings(
+    steps: Sequence[Mapping[str, Any]], config: JobConfig | None = None
+) -> list[Finding]:
+    """What kept most steps from teaching anything, if so.
+
+    steps: the metrics of a run; config: its settings, where known
+    """
+    reasons = [_reason(step, config) for step in steps]
+    counts = Counter(reason for reason in reasons if reason is not None)
+    idle = sum(counts.values())
+    if not steps or idle < _MANY * len(steps):
+        return []
+    [(main, _)] = counts.most_common(1)
+    title, cause, remedy = _explanation(main, [s for s, r in zip(steps, reasons, strict=True) if r])
+    everywhere = idle == len(steps)
+    by_reason = ", ".join(f"{number} {_WORDS[reason]}" for reason, number in counts.most_common())
+    return [
+        Finding(
+            f"nothing is learned: {title}" if everywhere else f"many steps teach nothing: {title}",
+            "error" if everywhere else "warning",
+            f"of {len(steps)} steps: {by_reason}",
+            cause,
+            remedy,
+            {"steps": float(len(steps)), "idle": float(idle)},
+            detector="learning",
+        )
+    ]
+
+
+def run_findings(run: RunRecord) -> list[dict[str, Any]]:
+    """What was found while a run went on and what its metrics say, one entry per kind."""
+    last = run.steps[-1]["step"] if run.steps else None
+    judged = learning_findings(run.steps, run.job_config())
+    return group_findings([*run.findings, *({"step": last, **f.as_dict()} for f in judged)])
+
+
+_WORDS: dict[Reason, str] = {
+    "skipped": "were skipped",
+    "masked": "had no token with a loss mask of 1",
+    "rejected": "had every token rejected",
+    "equal rewards": "had equal rewards in every group",
+    "no gradient": "had a gradient of 0",
+}
+
+
+def _number(step: Mapping[str, Any], name: str) -> float | None:
+    value = step.get(name)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _without_gradient(step: Mapping[str, Any]) -> bool:
+    norm = _number(step, "grad_norm")
+    return norm is not None and norm <= _NO_GRADIENT
+
+
+def _reason(step: Mapping[str, Any], config: JobConfig | None) -> Reason | None:
+    """Why a step taught nothing; None if it did."""
+    if was_skipped(step):
+        return "skipped"
+    if _number(step, "num_tokens") == 0:
+        return "masked"
+    if _number(step, "mismatch/kept_share") == 0 or _number(step, "is_masked") == 1:
+        return "rejected"
+    by_group = config is None or estimator_traits(config.advantage_estimator).group
+    if _number(step, "reward_std") == 0 or (by_group and _number(step, "uniform_group_share") == 1):
+        return "equal rewards"
+    return "no gradient" if _without_gradient(step) else None
+
+
+def _explanation(reason: Reason, steps: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
+    """Title, likely cause and what to try."""
+    if reason == "skipped":
+        return (
+            "steps are skipped",
+            "a gradient that is not finite, or above --skip-on-grad-norm",
+            "repair what the finding of the skipped steps names",
+        )
+    if reason == "masked":
+        return (
+            "every token is masked",
+            "the task or environment marks no token as the policy's own",
+            "look at the loss masks of a few samples; a sampled token has 1",
+        )
+    if reason == "rejected":
+        return (
+            "the loss or a correction rejects every token",
+            "the mismatch is larger than the band, or the band is too narrow",
+            "look at the ratio percentiles; widen the band, or repair the mismatch's cause",
+        )
+    if reason == "no gradient":
+        return (
+            "the gradient is 0",
+            "advantages of 0, or every token clipped",
+            "look at the rewards and at pg_clipfrac",
+        )
+    rewards = [value for step in steps if (value := _number(step, "reward")) is not None]
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    truncated = sum(_number(step, "truncated_share") or 0.0 for step in steps) / len(steps)
+    cause = "the reward does not tell the responses of a prompt apart, so every advantage is 0"
+    if low == high:
+        cause += f"; the reward is always {low:g}"
+    remedy = "look at some responses and their rewards; use prompts solved sometimes but not always"
+    if truncated > _MANY:
+        remedy += f"; {truncated:.0%} of the responses are cut off: raise --max-response-length"
+    return "all rewards are equal", cause, remedy
