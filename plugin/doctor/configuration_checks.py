@@ -22,7 +22,8 @@ def configuration_checks(file: str | None) -> list[Check]:
         check_job(config, begin=begun.append)
         if config.address is not None:
             begun.append("room in the cluster")
-            with cluster(config, 0):
+            with cluster(config) as connected:
+                connected()
                 plan_on_cluster(config)
     except Exception as error:
         # The user's own task or engine may raise anything.

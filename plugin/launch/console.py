@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import math
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 _SECONDS_BETWEEN_LINES = 2.0
+_SPINNER, _SECONDS_BETWEEN_MARKS = "|/-\\", 0.2
 
 
 def progress_line(metrics: Mapping[str, Any], total: int) -> str:
@@ -39,6 +43,7 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, errors: TextIO | None = None) -> None:
         self._stream, self._errors = stream or sys.stdout, errors or sys.stderr
+        self.began = time.monotonic()
         self._last = -math.inf
         self._open_line = False
         self._warned: set[str] = set()
@@ -54,6 +59,34 @@ class Console:
             self._stream.write(line + "\n")
             self._last = time.monotonic()
         self._stream.flush()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show what is going on and, at its end, the seconds it took; a terminal counts them."""
+        began, over = time.monotonic(), threading.Event()
+
+        def spin() -> None:
+            for mark in itertools.cycle(_SPINNER):
+                self._stream.write(f"\r{mark} {name} {time.monotonic() - began:.0f} s ")
+                self._stream.flush()
+                self._open_line = True
+                if over.wait(_SECONDS_BETWEEN_MARKS):
+                    return
+
+        spinner = threading.Thread(target=spin, daemon=True)
+        if self._stream.isatty():
+            spinner.start()
+        end = "failed after"
+        try:
+            yield
+            end = "took"
+        finally:
+            over.set()
+            if spinner.ident:
+                spinner.join()
+                self._stream.write("\r")
+                self._open_line = False
+            self.say(f"{name} {end} {time.monotonic() - began:.1f} s")
 
     def say(self, text: str) -> None:
         """Print a message on a line of its own."""

@@ -13,7 +13,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
 from plugin.launch.job_paths import with_absolute_paths
 from plugin.launch.mismatch_watch import MismatchWatch
-from plugin.launch.placement import plan_on_cluster, plan_resources, reserve
+from plugin.launch.placement import plan_on_cluster, reserve
 from plugin.launch.preflight import JobParts, check_job
 from plugin.launch.ray_cluster import cluster
 from plugin.launch.resuming import (
@@ -62,20 +62,34 @@ class JobResult:
     interrupted: bool = False
 
 
-def run_job(config: JobConfig, console: Console | None = None) -> JobResult:
-    """Run a whole job; Ctrl-C ends it early with its report written."""
-    started = time.monotonic()
+def run_job(
+    config: JobConfig,
+    console: Console | None = None,
+    connected: Callable[[], None] | None = None,
+) -> JobResult:
+    """Run a whole job; Ctrl-C ends it early with its report written.
+
+    connected: waits for the `cluster` that the caller has begun to start; none = start one
+    """
+    if connected is None:
+        with cluster(config) as connected:
+            return run_job(config, console, connected)
     console = console or Console()
     config = with_absolute_paths(config)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
     check_run_dir(run_dir, config)
-    parts = check_job(config, console.say)
+    with console.phase("checking the job"):
+        parts = check_job(config, console.say)
     with claimed_run_dir(run_dir, config):
-        return _run_in(run_dir, config, parts, console, started)
+        return _run_in(run_dir, config, parts, console, connected)
 
 
 def _run_in(
-    run_dir: Path, config: JobConfig, parts: JobParts, console: Console, started: float
+    run_dir: Path,
+    config: JobConfig,
+    parts: JobParts,
+    console: Console,
+    connected: Callable[[], None],
 ) -> JobResult:
     result = JobResult(run_dir, [])
     if config.resumes:
@@ -88,10 +102,10 @@ def _run_in(
     settings = config.as_dict() | {"resume": False, "resume_from": None, "overwrite": False}
     files = RunFiles(run_dir, settings)
     try:
-        with _running(config, parts, console) as (trainer, engines):
+        with _running(config, parts, console, connected) as (trainer, engines):
             console.say(
                 f"trainer ranks: {trainer.places_as_text()}; engines: {len(engines)}; started in "
-                f"{time.monotonic() - started:.0f} s; run directory: {run_dir}"
+                f"{time.monotonic() - console.began:.0f} s; run directory: {run_dir}"
             )
             _Job(config, parts, trainer, engines, files, console, result.history).run()
     except KeyboardInterrupt:
@@ -106,12 +120,13 @@ def _run_in(
 
 @contextlib.contextmanager
 def _running(
-    config: JobConfig, parts: JobParts, console: Console
+    config: JobConfig, parts: JobParts, console: Console, connected: Callable[[], None]
 ) -> Iterator[tuple[TrainerGroup, EnginePool]]:
     """The ranks and the engines of a job, ready to work; ended whatever happens."""
-    slots = plan_resources(config, use_gpus=False).cpu_slots
+    with console.phase("starting Ray"):
+        connected()
     # The handler comes after Ray's own, which ends the process without a word.
-    with cluster(config, slots), _sigterm_as_ctrl_c(), contextlib.ExitStack() as cleanup:
+    with _sigterm_as_ctrl_c(), contextlib.ExitStack() as cleanup:
         plan = plan_on_cluster(config)
         reservation = reserve(plan, config.start_timeout)
         cleanup.callback(reservation.release)
@@ -119,13 +134,16 @@ def _running(
         cleanup.callback(trainer.close)
         engines = EnginePool(config, parts.policy.hf_config, plan, reservation, console)
         cleanup.callback(engines.close)
-        trainer.join()
-        trainer.build("policy", parts.policy)
-        if parts.reference is not None:
-            trainer.build("reference", parts.reference)
-        if parts.teacher is not None:
-            trainer.build("teacher", parts.teacher)
-        engines.wait_until_ready()
+        with console.phase(f"starting ranks ({config.world_size})"):
+            trainer.join()
+        with console.phase("building models"):
+            trainer.build("policy", parts.policy)
+            if parts.reference is not None:
+                trainer.build("reference", parts.reference)
+            if parts.teacher is not None:
+                trainer.build("teacher", parts.teacher)
+        with console.phase("waiting for engines"):
+            engines.wait_until_ready()
         yield trainer, engines
 
 

@@ -1,10 +1,11 @@
-"""Which models a job uses: from a Hugging Face directory, or tiny ones built on the spot."""
+"""Which models a job uses: from a Hugging Face directory, or a tiny one with random weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError
@@ -12,6 +13,9 @@ from plugin.megatron_backend.model.layout_rules import check_model
 from plugin.megatron_backend.model.weight_files import open_weights
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _HIDDEN, _HEAD_DIM, _LAYERS, _HEADS, _QUERY_GROUPS, _EXPERTS = 64, 16, 2, 4, 2, 4
 
@@ -22,12 +26,12 @@ class ModelSource:
 
     hf_config: the config as a mapping, `model_type` included
     directory: Hugging Face directory that every trainer node can read, or None
-    weights: the weights themselves as safetensors, where there is no directory
+    seed: of random weights, where there is no directory
     """
 
     hf_config: dict[str, Any]
     directory: str | None = None
-    weights: bytes | None = None
+    seed: int = 0
 
     def as_config(self) -> Any:
         """The config as transformers' object."""
@@ -35,11 +39,26 @@ class ModelSource:
 
         return AutoConfig.for_model(**self.hf_config)
 
+    def random_weights(self) -> dict[str, Tensor]:
+        """Weights that depend on the config and the seed only, by their Hugging Face names."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = AutoModelForCausalLM.from_config(
+                self.as_config(), dtype=torch.float32, trust_remote_code=False
+            )
+        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
 
 def policy_source(config: JobConfig) -> ModelSource:
     """The policy that is trained."""
     if config.hf_checkpoint is None:
-        return _built_on_the_spot(config)
+        tiny = _tiny_config(config)
+        # Not through transformers, whose import the driver would wait for.
+        check_model(SimpleNamespace(**tiny), config)
+        return ModelSource(tiny, seed=config.seed)
     return directory_source(config.hf_checkpoint, "--hf-checkpoint", config)
 
 
@@ -84,24 +103,8 @@ def load_tokenizer(config: JobConfig) -> Any:
         ) from error
 
 
-def _built_on_the_spot(config: JobConfig) -> ModelSource:
-    """A model of about 0.1 M parameters with random weights that depend on the seed only."""
-    import safetensors.torch
-    import torch
-    import transformers
-
-    built = transformers.AutoConfig.for_model(**_tiny_config(config))
-    check_model(built, config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        model = transformers.AutoModelForCausalLM.from_config(
-            built, dtype=torch.float32, trust_remote_code=False
-        )
-    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    return ModelSource(built.to_dict(), weights=safetensors.torch.save(weights))
-
-
 def _tiny_config(config: JobConfig) -> dict[str, Any]:
+    """The config of a model of about 0.1 M parameters that the layout can cut."""
     tensor = config.tensor_model_parallel_size
     chunks = config.pipeline_model_parallel_size * (
         config.virtual_pipeline_model_parallel_size or 1
@@ -120,6 +123,8 @@ def _tiny_config(config: JobConfig) -> dict[str, Any]:
         ),
         "tie_word_embeddings": False,
         "initializer_range": 0.05,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
     }
     if config.embedded_model == "qwen3_moe":
         tiny |= {

@@ -49,6 +49,11 @@ def plan_resources(config: JobConfig, *, use_gpus: bool) -> ResourcePlan:
     return ResourcePlan([node] * config.num_nodes, [], rank, engine)
 
 
+def most_cpu_slots(cores: int) -> int:
+    """Ranks and engines that a machine without GPUs may hold."""
+    return max(_FEWEST_SLOTS, _SLOTS_PER_CORE * cores)
+
+
 def check_machine(config: JobConfig, *, cores: int, gpus: int) -> None:
     """Refuse a job without `--address` that this one machine cannot hold.
 
@@ -72,7 +77,7 @@ def check_machine(config: JobConfig, *, cores: int, gpus: int) -> None:
         f"{wanted}, each with a GPU of its own, and this machine has {gpus}; {fix}, or share them "
         "with --colocate",
     )
-    most = max(_FEWEST_SLOTS, _SLOTS_PER_CORE * cores)
+    most = most_cpu_slots(cores)
     expect(
         gpus > 0 or plan.cpu_slots <= most,
         f"{wanted}, {plan.cpu_slots} processes on {cores} CPU cores, and more than {most} would "

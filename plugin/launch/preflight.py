@@ -33,7 +33,7 @@ from plugin.rollout.conversation.multi_turn import OpeningPrompts, run_multi_tur
 from plugin.rollout.conversation.single_turn import run_single_turn
 from plugin.rollout.conversation.trajectory import Trajectory
 from plugin.rollout.engines.choice import check_engine
-from plugin.rollout.engines.expert_routes import RouteShape, moe_layers
+from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
 from plugin.rollout.tasks.copy_digits import CopyDigitsTask
 from plugin.rollout.tasks.jsonl import JsonlTask
@@ -266,14 +266,13 @@ def _check_answer_size(config: JobConfig, policy: ModelSource) -> None:
 
 def _route_shape(config: JobConfig, source: ModelSource) -> tuple[int, int, int] | None:
     """(MoE layers, experts per token, experts); None if dense, which refuses flags about routes."""
-    hf_config = source.as_config()
-    experts = getattr(hf_config, "num_experts", 0)
-    if not experts:
+    shape = RouteShape.of(source.hf_config)
+    if not shape.layers:
         if config.looks_at_routes:
             raise ConfigError(
-                f"routing replay or --detect-routing with a {hf_config.model_type} model, which "
-                "has no experts; drop the flag or use a MoE model (--embedded-model qwen3_moe "
-                "builds a tiny one)"
+                f"routing replay or --detect-routing with a {source.hf_config['model_type']} "
+                "model, which has no experts; drop the flag or use a MoE model (--embedded-model "
+                "qwen3_moe builds a tiny one)"
             )
         return None
-    return len(moe_layers(hf_config.to_dict())), hf_config.num_experts_per_tok, experts
+    return len(shape.layers), shape.topk, shape.experts

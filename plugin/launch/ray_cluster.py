@@ -11,11 +11,13 @@ import logging
 import os
 import socket
 import sys
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from plugin.config import JobConfig
 from plugin.errors import ClusterError, ConfigError
+from plugin.launch.placement import most_cpu_slots, plan_resources
 
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _START_ATTEMPTS = 3
@@ -23,28 +25,57 @@ _CONNECT_SECONDS = 5.0
 
 
 @contextlib.contextmanager
-def cluster(config: JobConfig, cpu_slots: int) -> Iterator[None]:
-    """A connection to Ray for the time of a job.
+def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
+    """A connection to Ray for the time of a job, made while the caller goes on.
 
-    cpu_slots: what the job reserves; the private cluster offers at least as many, however few cores
-        the machine has
+    Yields a function that waits until it is there, and raises what went wrong with it.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if config.address is None:
-        _start_private(cpu_slots)
-    else:
-        _join(config.address)
+    if config.address is None and "ray" not in sys.modules:
+        os.environ[_LOOPBACK_SWITCH] = "0"
     import ray
 
+    slots = plan_resources(config, use_gpus=False).cpu_slots
+    tried, over = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            if config.address is None:
+                _start_private(slots)
+            else:
+                _join(config.address)
+        except BaseException as error:
+            failures.append(error)
+        tried.set()
+        # The processes of a private Ray die with the thread that started them.
+        over.wait()
+
+    thread = threading.Thread(target=connect, name="ray", daemon=True)
+
+    def connected() -> None:
+        if not thread.ident:
+            thread.start()
+        tried.wait()
+        if failures:
+            raise failures[0]
+
+    # Ray starts a process per slot: of more than fit here, the checks of the job come first.
+    if slots <= most_cpu_slots(os.cpu_count() or 1):
+        thread.start()
     try:
-        yield
+        yield connected
     finally:
-        ray.shutdown()
+        if thread.ident:
+            tried.wait()
+            if not failures:
+                ray.shutdown()
+            over.set()
+            thread.join()
 
 
 def _start_private(cpu_slots: int) -> None:
-    if "ray" not in sys.modules:
-        os.environ[_LOOPBACK_SWITCH] = "0"
+    """Start Ray with at least `cpu_slots` slots, however few cores the machine has."""
     import ray
 
     if ray.is_initialized():

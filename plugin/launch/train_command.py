@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, HookLoadError, MegatronTisError
+from plugin.launch.console import Console, capture_warnings
 
 if TYPE_CHECKING:
-    from plugin.launch.console import Console
     from plugin.launch.job import JobResult
 
 
@@ -26,22 +27,31 @@ def run(args: argparse.Namespace) -> int:
 
     A job whose steps were all skipped or without gradient has failed.
     """
-    from plugin.launch.console import Console, capture_warnings
-
     console = Console()
     capture_warnings(console.warn)
     known = {item for group in JobConfig.groups() for item in vars(group)["__annotations__"]}
     flags = {name: value for name, value in vars(args).items() if name in known}
     try:
         config = JobConfig.from_sources(flags, getattr(args, "config", None))
-        from plugin.launch.job import run_job
+        from plugin.launch.ray_cluster import cluster
 
-        result = run_job(config, console)
+        # Ray starts while torch is imported and the job is checked.
+        with cluster(config) as connected:
+            return _run(config, console, connected, args)
     except MegatronTisError as error:
-        if getattr(args, "traceback", False):
-            raise
-        console.complain("error", str(error))
-        return 2 if isinstance(error, (ConfigError, HookLoadError)) else 1
+        return _complain(error, console, args)
+
+
+def _run(
+    config: JobConfig, console: Console, connected: Callable[[], None], args: argparse.Namespace
+) -> int:
+    try:
+        with console.phase("loading torch"):
+            from plugin.launch.job import run_job
+        result = run_job(config, console, connected)
+    except MegatronTisError as error:
+        # Here, so that nobody waits for Ray's end to read it.
+        return _complain(error, console, args)
     learned = _summarize(result, config, console) if result.history else True
     return 130 if result.interrupted else 0 if learned else 1
 
@@ -60,3 +70,10 @@ def _summarize(result: JobResult, config: JobConfig, console: Console) -> bool:
     for finding in learning_findings(result.history, config):
         console.say(str(finding))
     return any_step_applied(result.history)
+
+
+def _complain(error: MegatronTisError, console: Console, args: argparse.Namespace) -> int:
+    if getattr(args, "traceback", False):
+        raise error
+    console.complain("error", str(error))
+    return 2 if isinstance(error, (ConfigError, HookLoadError)) else 1

@@ -13,7 +13,6 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from plugin.config import JobConfig
 from plugin.launch.array_transport import Arrays, batch_from_arrays
 from plugin.launch.model_source import ModelSource
 from plugin.launch.remote_calls import ReportingActor
+from plugin.megatron_backend.cpu_runtime import import_megatron
 
 PolicyName = Literal["policy", "reference", "teacher"]
 
@@ -59,6 +59,9 @@ class TrainerRank(ReportingActor):
         self._trainers: dict[PolicyName, Any] = {}
         self._rank = -1
         self._store: Any = None
+        import_megatron()
+        # While other actors still import theirs, and before `join`, which waits for all of them.
+        import plugin.megatron_backend.trainer  # noqa: F401
 
     def place(self) -> RankPlace:
         """The node and the device of this actor."""
@@ -144,10 +147,7 @@ class TrainerRank(ReportingActor):
             trainable=name == "policy",
             seed=config.seed,
         )
-        if source.directory is not None:
-            trainer.load_hf_weights(source.directory)
-        elif source.weights is not None:
-            trainer.load_hf_weights(safetensors.torch.load(source.weights))
+        trainer.load_hf_weights(source.directory or source.random_weights())
         self._trainers[name] = trainer
 
     def log_probs(self, name: PolicyName, arrays: Arrays) -> Any:

@@ -287,6 +287,22 @@ SHIMS: tuple[Shim, ...] = (
 _installed = False
 
 
+def import_megatron() -> None:
+    """Import Megatron-Core; without CUDA, with `torch.compile` left out of its fused functions.
+
+    It decorates them when it is imported, which loads all of inductor, and on CPU no model uses
+    them. Code that has imported Megatron before keeps what it has.
+    """
+    if torch.cuda.is_available():
+        return
+    compiler = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = compiler
+
+
 def activate() -> bool:
     """Install every shim once per process; return whether this process runs on the CPU runtime."""
     global _installed

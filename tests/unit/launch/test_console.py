@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import subprocess
 import sys
@@ -80,3 +81,23 @@ def test_warnings_and_our_loggers_are_captured_in_a_process() -> None:
         [sys.executable, "-c", WARNS_IN_A_PROCESS], capture_output=True, text=True
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def test_a_phase_is_one_line_with_its_seconds_also_when_it_fails() -> None:
+    stream = io.StringIO()
+    console = Console(stream)
+    with console.phase("loading"):
+        pass
+    with contextlib.suppress(ValueError), console.phase("checking"):
+        raise ValueError
+    assert stream.getvalue() == "loading took 0.0 s\nchecking failed after 0.0 s\n"
+
+
+def test_on_a_terminal_a_phase_is_rewritten_in_place_and_leaves_a_line() -> None:
+    stream = Terminal()
+    console = Console(stream)
+    with console.phase("loading"):
+        console.say("2 rows left out")
+    first, *others = stream.getvalue().split("\n")
+    assert first.startswith("\r| loading 0 s")
+    assert others[-2].split("\r")[-1] == "loading took 0.0 s" and others[-1] == ""

@@ -28,7 +28,7 @@ def test_the_default_job_passes() -> None:
     parts = check_job(JobConfig.from_sources({}))
     assert parts.sampling.log_probs
     assert parts.reference is None and parts.teacher is None
-    assert parts.policy.weights
+    assert parts.policy.directory is None
 
 
 def test_a_feature_that_needs_log_probs_turns_them_on_with_a_warning() -> None:
@@ -49,9 +49,19 @@ def test_sampling_follows_the_flags() -> None:
 
 
 def test_the_weights_of_the_tiny_model_depend_on_the_seed_only() -> None:
-    first = check_job(JobConfig.from_sources({})).policy
-    assert first == check_job(JobConfig.from_sources({})).policy
-    assert first != check_job(JobConfig.from_sources({"seed": 5})).policy
+    sources = [check_job(JobConfig.from_sources({"seed": seed})).policy for seed in (1, 1, 5)]
+    first, again, other = (source.random_weights()["lm_head.weight"] for source in sources)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+def test_what_the_driver_checks_of_the_tiny_model_is_what_transformers_makes_of_it(
+    family: str,
+) -> None:
+    source = check_job(JobConfig.from_sources({"embedded_model": family})).policy
+    config = source.as_config()
+    assert source.hf_config == {name: getattr(config, name) for name in source.hf_config}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,28 @@
+"""What the driver loads before its actors start: neither Megatron nor transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+CHECKS_THE_DEFAULT_JOB = """
+import sys
+from plugin.config import JobConfig
+from plugin.launch.job import check_job
+check_job(JobConfig.from_sources({}))
+print([name for name in ("megatron", "mbridge", "transformers", "ray") if name in sys.modules])
+"""
+
+
+def test_the_default_job_is_checked_without_megatron_and_transformers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKS_THE_DEFAULT_JOB], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_the_command_line_is_read_without_torch() -> None:
+    code = "import sys, plugin.launch.train_command, plugin.launch.ray_cluster as _\n"
+    code += "print([name for name in ('torch', 'ray', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
