@@ -239,6 +239,11 @@ class RolloutFlags(FlagGroup):
         "rows of --prompt-data that are no JSON, too long or not rendered by the template: error = "
         "end before the start and name them; skip = leave them out",
     )
+    reward_timeout: float = flag(
+        60.0,
+        "seconds that the reward of one response may take; then its group is sampled again",
+        above=0,
+    )
     rollout_engine: str = flag(
         "transformers", "what generates the tokens; http = servers at --rollout-url", names=ENGINES
     )
@@ -266,7 +271,7 @@ class RolloutFlags(FlagGroup):
     max_error_reschedule_attempts: int | None = flag(
         None,
         "times a group with a failed or empty response is sampled again before it is dropped; "
-        "none = for ever",
+        "none = for ever, or 3 times where the reward failed",
         at_least=0,
     )
     rollout_timeout: float | None = flag(

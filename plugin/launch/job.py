@@ -283,6 +283,7 @@ class _Job:
             "dropped_stale": counts.dropped_stale,
             "dropped_failed": counts.dropped_failed,
             "groups_resampled": counts.resampled,
+            "failed_rewards": counts.failed_rewards,
             "groups_resent": counts.resent,
             "engine_restarts": self._engines.restarts,
             "trainer_restarts": self._restarts,

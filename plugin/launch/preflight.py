@@ -134,11 +134,16 @@ def _tried_task(config: JobConfig, say: Callable[[str], None]) -> Task:
     tokenizer = load_tokenizer(config)
     task = load_task(config, tokenizer, say)
     if isinstance(task, MultiTurnTask):
+        if config.reward_timeout != JobConfig.reward_timeout:
+            raise ConfigError(
+                f"--reward-timeout is {config.reward_timeout:g}, but the environments of "
+                "--task-path give the rewards; use --environment-timeout"
+            )
         prompts = OpeningPrompts(task, tokenizer, config)
         checked_prompt(prompts, 0, config.max_prompt_length)
         return prompts
     first = checked_prompt(task, 0, config.max_prompt_length)
-    checked_reward(task, first, list(task.stop_token_ids)[:1])
+    checked_reward(task, first, list(task.stop_token_ids)[:1], config.reward_timeout)
     return task
 
 

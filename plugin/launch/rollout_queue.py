@@ -4,7 +4,7 @@ A group is one prompt with all its responses. Groups are sent in chunks, at most
 an engine, and how many groups may be under way is bounded so that none can be older than allowed
 when its turn comes. Those that are nevertheless (an engine that fell behind) are dropped and
 counted. What an engine that died or hung was working on is sent again as it was; a group with a
-failed response is sampled again with other seeds.
+failed response, or with one that could not be scored, is sampled again with other seeds.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from typing import Any, Protocol
 
 from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
-from plugin.errors import ActorLost
+from plugin.errors import ActorLost, BatchError
 from plugin.rollout.conversation.trajectory import Trajectory
 from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt, checked_reward
 
 _CHUNKS_PER_ENGINE = 2
 _POLL_SECONDS = 1.0
+#: A reward that fails on a row usually fails on it again, and a batch waits for all its groups.
+_REWARD_ATTEMPTS = 3
 
 
 class Engines(Protocol):
@@ -74,7 +76,8 @@ class _Chunk:
 class QueueCounts:
     """Prompts issued, trained on and dropped; at any time issued = taken + dropped + under way.
 
-    resampled: groups sampled again because a response failed
+    resampled: groups sampled again because a response or its reward failed
+    failed_rewards: groups of which a reward failed
     resent: groups sent again because an engine died
     """
 
@@ -84,6 +87,7 @@ class QueueCounts:
     dropped_failed: int = 0
     resampled: int = 0
     resent: int = 0
+    failed_rewards: int = 0
 
 
 @dataclass
@@ -105,6 +109,7 @@ class RolloutQueue:
     _last_answer: dict[int, float] = field(default_factory=dict)
     _dropped: dict[str, list[int]] = field(default_factory=dict)
     _batch_is_out: bool = False
+    _reward_errors: list[str] = field(default_factory=list)
 
     def take(self, version: int) -> list[Group]:
         """The next batch of `rollout_batch_size` groups, oldest prompts first; waits for it.
@@ -221,18 +226,37 @@ class RolloutQueue:
             if errors:
                 self._resample_or_drop(one_try, errors)
                 continue
-            rewards = []
-            for trajectory in trajectories:
-                reward = trajectory.reward
-                if reward is None:
-                    last = trajectory.samples[-1]
-                    response = last.tokens[-last.response_length :].tolist()
-                    reward = checked_reward(self.task, prompt, response)
-                rewards.append(reward)
+            try:
+                rewards = [self._reward(prompt, trajectory) for trajectory in trajectories]
+            except BatchError as error:
+                self._count_failed_reward(str(error))
+                self._resample_or_drop(one_try, [str(error)], _REWARD_ATTEMPTS)
+                continue
+            self._reward_errors.clear()
             self._ready.append(Group(one_try.index, trajectories, rewards))
 
-    def _resample_or_drop(self, failed: _Try, errors: list[str]) -> None:
+    def _reward(self, prompt: Prompt, trajectory: Trajectory) -> float:
+        if trajectory.reward is not None:
+            return trajectory.reward
+        last = trajectory.samples[-1]
+        response = last.tokens[-last.response_length :].tolist()
+        return checked_reward(self.task, prompt, response, self.config.reward_timeout)
+
+    def _count_failed_reward(self, error: str) -> None:
+        """Raise if as many groups as a batch has, and 8 at least, failed with none between them."""
+        self.counts.failed_rewards += 1
+        self._reward_errors.append(error)
+        if len(self._reward_errors) >= max(8, self.config.rollout_batch_size):
+            raise BatchError(
+                f"no reward could be computed for {len(self._reward_errors)} groups in a row; the "
+                f"first error: {self._reward_errors[0]}"
+            )
+
+    def _resample_or_drop(
+        self, failed: _Try, errors: list[str], default_limit: int | None = None
+    ) -> None:
         failures, limit = failed.failures + 1, self.config.max_error_reschedule_attempts
+        limit = default_limit if limit is None else limit
         cause = f"{len(errors)} of {self.config.n_samples_per_prompt} responses failed: {errors[0]}"
         if limit is not None and failures > limit:
             self.counts.dropped_failed += 1

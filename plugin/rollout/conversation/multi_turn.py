@@ -7,7 +7,7 @@ environments take their step side by side.
 from __future__ import annotations
 
 import hashlib
-import math
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +34,7 @@ from plugin.rollout.engines.protocol import (
     SamplingParameters,
     check_generations,
 )
-from plugin.rollout.tasks.protocol import Prompt
+from plugin.rollout.tasks.protocol import Prompt, as_reward
 
 T = TypeVar("T")
 
@@ -159,14 +159,16 @@ class _Player:
         """Ask the environments for the rewards."""
         calls = [partial(e.environment.reward, e.ending or "done") for e in episodes]
         for episode, reward in self._called(episodes, calls, "the environment's reward"):
-            if isinstance(reward, (int, float)) and math.isfinite(reward):
+            value = as_reward(reward) if isinstance(reward, (int, float)) else None
+            if value is not None:
                 talk = episode.conversation
                 episode.result = Trajectory(
-                    talk.samples(), float(reward), turns=talk.turns, truncated=talk.truncated
+                    talk.samples(), value, turns=talk.turns, truncated=talk.truncated
                 )
             else:
                 episode.result = failed(
-                    f"the environment's reward is {reward!r}; it must be a finite number"
+                    f"the environment's reward is {reprlib.repr(reward)}; it must be a finite "
+                    "number"
                 )
 
     def close(self, episodes: Sequence[_Episode]) -> None:

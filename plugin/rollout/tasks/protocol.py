@@ -7,12 +7,16 @@ code.
 
 from __future__ import annotations
 
-import math
+import functools
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from plugin.errors import BatchError, ConfigError
+from plugin.rollout.conversation.deadline_calls import CallFailure, call_here
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
 
 
@@ -79,16 +83,27 @@ def checked_prompt(task: Task, index: int, max_length: int) -> Prompt:
     return prompt
 
 
-def checked_reward(task: Task, prompt: Prompt, response: Sequence[int]) -> float:
-    """The reward as a finite number, or a `BatchError` that shows the response."""
-    reward = task.reward(prompt, response)
-    try:
-        value = float(reward)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise BatchError(
-            f"the task's reward for response {list(response)[:20]} is {reward!r}; it must be a "
-            "finite number"
-        )
+def checked_reward(
+    task: Task, prompt: Prompt, response: Sequence[int], seconds: float = 60.0
+) -> float:
+    """The reward as a finite number, or a `BatchError` that shows the response.
+
+    A reward that raises, or takes longer than `seconds`, is such an error too.
+    """
+    reward = call_here(functools.partial(task.reward, prompt, response), seconds=seconds)
+    shown = f"the task's reward for response {list(response)[:20]}"
+    if isinstance(reward, CallFailure):
+        raise BatchError(f"{shown} failed: {reward.reason}")
+    value = as_reward(reward)
+    if value is None:
+        raise BatchError(f"{shown} is {reprlib.repr(reward)}; it must be a finite number")
     return value
+
+
+def as_reward(value: Any) -> float | None:
+    """A reward as a number that float32 holds; None if it is none."""
+    try:
+        number = float(value)
+    except Exception:  # of whatever type the value has
+        return None
+    return number if abs(number) <= torch.finfo(torch.float32).max else None
