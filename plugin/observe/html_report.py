@@ -174,6 +174,14 @@ _SLICES = (
         "k3 of the tokens whose probability was in this range when sampled.",
     ),
 )
+#: Not drawn: numbers that only count, and the slices and totals behind the panels.
+_BOOKKEEPING = (
+    *("step", "rollout", "weight_version", "lr", "turns", "skipped", "samples_per_trajectory"),
+    *("engine_restarts", "trainer_restarts", "padding_microbatch_share"),
+)
+_BOOKKEEPING_PREFIXES = ("mismatch/", "seconds", "prompts_", "dropped_", "groups_", "num_")
+#: Settings that differ between any two runs.
+_OF_ONE_RUN = ("run_dir", "name")
 #: The numbers above the charts.
 TILES = {
     "reward": "reward",
@@ -194,7 +202,7 @@ def report_html(runs: Sequence[RunRecord]) -> str:
     names = [run.name for run in runs]
     names = [n if names.count(n) == 1 else f"{n} ({i + 1})" for i, n in enumerate(names)]
     settings = [
-        [key, *("none" if (v := run.config.get(key, "")) is None else str(v) for run in runs)]
+        [key, *(_setting(run, key) for run in runs)]
         for key in dict.fromkeys(key for run in runs for key in run.config)
     ]
     data = {
@@ -204,6 +212,7 @@ def report_html(runs: Sequence[RunRecord]) -> str:
         ],
         "tiles": _tiles(runs, names),
         "charts": [chart for panel in PANELS if (chart := _chart(panel, runs, names))],
+        "other": [chart for panel in _other_panels(runs) if (chart := _chart(panel, runs, names))],
         "slices": [chart for part in _SLICES if (chart := _slice_chart(*part, runs, names))],
         "findings": [
             located(item, names[i] if len(runs) > 1 else "")
@@ -212,13 +221,33 @@ def report_html(runs: Sequence[RunRecord]) -> str:
         ],
         "checked": any((run.path / "findings.jsonl").exists() for run in runs),
         "settings": settings,
-        "different": [row for row in settings if len(set(row[1:])) > 1],
+        "different": [
+            row for row in settings if row[0] not in _OF_ONE_RUN and len(set(row[1:])) > 1
+        ],
         "problems": [problem for run in runs for problem in run.problems],
         "footer": f"megatron-tis · written {time.strftime('%Y-%m-%d %H:%M')} · works offline",
     }
     steps = ", ".join(str(len(run.steps)) for run in runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     return page(title, f"megatron-tis report · {steps} steps", data, "report.js")
+
+
+def _setting(run: RunRecord, key: str) -> str:
+    if key not in run.config:
+        return "not recorded"
+    return "none" if run.config[key] is None else str(run.config[key])
+
+
+def _other_panels(runs: Sequence[RunRecord]) -> list[Panel]:
+    """One panel for every further metric, whoever recorded it: a hook, a loss, the user's code."""
+    drawn = {name for panel in PANELS for names in panel.lines.values() for name in names}
+    drawn |= {name for panel in PANELS for low, high, _ in panel.bands for name in (low, high)}
+    found = {name for run in runs for record in run.steps for name in record}
+    return [
+        Panel(f"metric/{name}", name, "", {name: (name,)}, optional=True)
+        for name in sorted(found - drawn - {*_BOOKKEEPING})
+        if not name.startswith(_BOOKKEEPING_PREFIXES)
+    ]
 
 
 def thinned(steps: Sequence[float], values: Sequence[float | None]) -> tuple[list, list]:

@@ -35,11 +35,16 @@ function findings() {
   addFindings(main, data.findings);
 }
 
-function settings() {
-  element("h2", {}, main, data.runs.length > 1 ? "Settings that differ" : "Settings");
-  const headers = ["setting", ...data.runs.map((run) => run.name)];
+const headers = ["setting", ...data.runs.map((run) => run.name)];
+
+function differences() {
+  element("h2", {}, main, "Settings that differ");
   if (data.different.length) addTable(main, headers, data.different, headers.map((_, i) => i));
-  else if (data.runs.length > 1) element("p", { class: "soft" }, main, "The runs have the same settings.");
+  else element("p", { class: "soft" }, main, "The runs have the same settings.");
+}
+
+function settings() {
+  element("h2", {}, main, "Settings");
   const details = element("details", {}, main);
   element("summary", {}, details, `all ${data.settings.length} settings`);
   addTable(details, headers, data.settings, headers.map((_, i) => i));
@@ -47,6 +52,9 @@ function settings() {
 
 tiles();
 toolbar();
+if (data.runs.length > 1) differences();
+const grave = data.findings.some((item) => item.severity === "error");
+if (grave) findings();
 const grid = element("div", { class: "grid" }, main);
 for (const chart of data.charts) addChart(grid, chart);
 if (data.slices.length) {
@@ -54,6 +62,11 @@ if (data.slices.length) {
   const slices = element("div", { class: "grid" }, main);
   for (const chart of data.slices) addChart(slices, chart);
 }
-findings();
+if (data.other.length) {
+  element("h2", {}, main, "Other metrics");
+  const others = element("div", { class: "grid" }, main);
+  for (const chart of data.other) addChart(others, chart);
+}
+if (!grave) findings();
 settings();
 finish();
