@@ -233,7 +233,7 @@ def fail_inside_schedule(
 
 
 def misnumber_routers(groups: ParallelGroups, hf_config: Any) -> dict[str, str]:
-    """What is said about an orphan router, one that aliases another, and one that never asks for its routes."""
+    """What is said about an orphan router, one that aliases another, one that never asks for its routes, bad routes."""
     settings = {"lr": 1e-2, "use_rollout_routing_replay": True}
     trainer = MegatronTrainer(TrainerConfig(**settings), hf_config, groups)
     model = trainer.routed_model
@@ -252,6 +252,11 @@ def misnumber_routers(groups: ParallelGroups, hf_config: Any) -> dict[str, str]:
         trainer.compute_log_probs(batch)
     except router_replay.ReplayError as error:
         messages["bypassed"] = str(error)
+    batch.columns["rollout_routed_experts"][-1][0, 0] = 99
+    try:
+        trainer.compute_log_probs(batch)
+    except router_replay.ReplayError as error:
+        messages["out of range"] = str(error)
     return messages
 
 

@@ -154,6 +154,8 @@ def test_routers_that_cannot_be_matched_to_routes_are_refused(run_ranks) -> None
     assert "is no MoE layer" in messages["orphan"]
     assert "both say they are layer 1" in messages["alias"]
     assert "instead of once" in messages["bypassed"]
+    # Its place in the global batch; every microbatch has one sample.
+    assert "routes of sample 8, token 0" in messages["out of range"]
 
 
 def test_routes_recorded_on_one_layout_are_used_token_by_token_on_another(run_ranks) -> None:

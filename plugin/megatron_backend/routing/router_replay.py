@@ -228,7 +228,7 @@ def check_routes(routes: Any, sample: int, total: int, model: RoutedModel) -> No
 def batch_fingerprint(batch: RolloutBatch, plan: MicrobatchPlan) -> tuple[Any, ...]:
     """What routes depend on besides the weights: every token, and the cut into microbatches."""
     tokens = torch.cat([torch.as_tensor(ids).long() for ids in batch.columns["unconcat_tokens"]])
-    digest = hashlib.blake2b(tokens.numpy().tobytes()).digest()
+    digest = hashlib.blake2b(tokens.cpu().numpy().tobytes()).digest()
     return tuple(batch.columns["total_lengths"]), digest, plan
 
 
