@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError
+from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.layout_rules import check_model
-from plugin.megatron_backend.model.weight_files import open_weights
+from plugin.megatron_backend.model.weight_files import HfDirectory
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET
 
@@ -71,8 +72,6 @@ def directory_source(directory: str, option: str, config: JobConfig) -> ModelSou
         raise ConfigError(
             f"{option} {directory} holds no config.json; give a local Hugging Face model directory"
         )
-    for file in sorted(path.glob("*.safetensors")):
-        open_weights(file)
     try:
         loaded = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
@@ -84,7 +83,17 @@ def directory_source(directory: str, option: str, config: JobConfig) -> ModelSou
             f"family ({error})"
         ) from error
     check_model(loaded, config)
-    return ModelSource(loaded.to_dict(), directory=str(path.resolve()))
+    if any(path.glob("*.safetensors")):
+        unknown = family_of(loaded).unknown_tensors(HfDirectory(path))
+        if unknown:
+            raise ConfigError(
+                f"{option} {directory} holds {len(unknown)} tensors that a {loaded.model_type} "
+                f"model has no place for, the first of them {unknown[0]}; give weights that belong "
+                "to config.json, unquantized or in block-wise float8"
+            )
+    # The trainer dequantizes what it reads, and engines get plain weights from the trainer.
+    plain = {k: v for k, v in loaded.to_dict().items() if k != "quantization_config"}
+    return ModelSource(plain, directory=str(path.resolve()))
 
 
 def load_tokenizer(config: JobConfig) -> Any:

@@ -98,10 +98,10 @@ def test_the_code_of_a_model_directory_is_neither_run_nor_asked_about(
     config: dict[str, Any] = {"model_type": "own_model", "auto_map": own_code}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"--hf-checkpoint .* code that comes with a model"):
-        directory_source(str(tmp_path), "--hf-checkpoint")
+        directory_source(str(tmp_path), "--hf-checkpoint", JobConfig())
     known = FAMILIES["qwen3"]().to_dict() | {"auto_map": own_code, "_name_or_path": str(tmp_path)}
     (tmp_path / "config.json").write_text(json.dumps(known))
-    source = directory_source(str(tmp_path), "--hf-checkpoint")
+    source = directory_source(str(tmp_path), "--hf-checkpoint", JobConfig())
     assert source.as_config().model_type == "qwen3"
     TransformersEngine(source.hf_config)
     weight_ledger(source.hf_config)

@@ -6,7 +6,8 @@ code works from the entry. (`--embedded-model` lists those of which a tiny model
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,20 @@ _REFUSED = (
         "use_sliding_window",
         "set it to false in config.json if the sequences are shorter than the window",
     ),
+)
+
+_LAYER = "model.layers.#."
+#: The tensors of a checkpoint, with # for the numbers of layers and experts.
+_DENSE_TENSORS = (
+    *("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"),
+    *(f"{_LAYER}{norm}_layernorm.weight" for norm in ("input", "post_attention")),
+    *(f"{_LAYER}self_attn.{part}_proj.weight" for part in "qkvo"),
+    *(f"{_LAYER}mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+)
+_QWEN3_TENSORS = (*_DENSE_TENSORS, *(f"{_LAYER}self_attn.{part}_norm.weight" for part in "qk"))
+_QWEN3_MOE_TENSORS = (
+    *(*_QWEN3_TENSORS, f"{_LAYER}mlp.gate.weight"),
+    *(f"{_LAYER}mlp.experts.#.{part}_proj.weight" for part in ("gate", "up", "down")),
 )
 
 _SHAPE_FIELDS = (
@@ -42,12 +57,23 @@ class ModelFamily:
         `TransformerConfig` that the model decides; with `num_moe_experts` the model has routers
     refused: settings that must be off, because Megatron would silently compute something else, and
         what to do about each
+    tensors: what a checkpoint holds, with # for numbers; anything else would be ignored
     """
 
     architecture: str
     weights: str
     transformer_arguments: Callable[[Any], dict[str, Any]]
     refused: tuple[tuple[str, str], ...] = _REFUSED
+    tensors: tuple[str, ...] = _DENSE_TENSORS
+
+    def unknown_tensors(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that the model has no place for; old checkpoints hold `inv_freq`."""
+        return [
+            name
+            for name in names
+            if re.sub(r"\d+", "#", name) not in self.tensors
+            and not name.endswith(".rotary_emb.inv_freq")
+        ]
 
 
 def decoder_arguments(hf_config: Any) -> dict[str, Any]:
@@ -93,11 +119,17 @@ def _qwen3_moe_arguments(hf_config: Any) -> dict[str, Any]:
 
 FAMILIES: dict[str, ModelFamily] = {
     "llama": ModelFamily("LlamaForCausalLM", "mbridge.models.llama:LLaMABridge", decoder_arguments),
-    "qwen3": ModelFamily("Qwen3ForCausalLM", "mbridge.models.qwen3:Qwen3Bridge", _qwen3_arguments),
+    "qwen3": ModelFamily(
+        "Qwen3ForCausalLM",
+        "mbridge.models.qwen3:Qwen3Bridge",
+        _qwen3_arguments,
+        tensors=_QWEN3_TENSORS,
+    ),
     "qwen3_moe": ModelFamily(
         "Qwen3MoeForCausalLM",
         "plugin.megatron_backend.model.weight_tables:Qwen3MoEWeights",
         _qwen3_moe_arguments,
+        tensors=_QWEN3_MOE_TENSORS,
     ),
 }
 

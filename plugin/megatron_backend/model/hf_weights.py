@@ -34,7 +34,7 @@ from plugin.config.import_paths import load_function
 from plugin.errors import WeightError
 from plugin.megatron_backend.model.builder import padded_vocab_size
 from plugin.megatron_backend.model.families import FAMILIES
-from plugin.megatron_backend.model.weight_files import open_weights
+from plugin.megatron_backend.model.weight_files import HfDirectory
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 
@@ -43,6 +43,7 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
+_PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
 
 
@@ -68,13 +69,18 @@ def load_hf_weights(
     hf_config, bridge = models[0].hf_config, _bridge(models[0], groups)
     where = "the given state dict" if isinstance(source, Mapping) else str(source)
     weights: Mapping[str, Tensor] = (
-        _with_split_experts(source) if isinstance(source, Mapping) else _Safetensors(Path(source))
+        _with_split_experts(source) if isinstance(source, Mapping) else HfDirectory(Path(source))
     )
     layers = {int(match.group(1)) for match in map(_HF_LAYER.match, weights) if match}
     if layers != set(range(hf_config.num_hidden_layers)):
         raise WeightError(
             f"{where} holds {len(layers)} layers but the model has {hf_config.num_hidden_layers}; "
             "load weights that belong to the config"
+        )
+    if unknown := FAMILIES[hf_config.model_type].unknown_tensors(weights):
+        raise WeightError(
+            f"{where} holds {unknown[0]}, for which a {hf_config.model_type} model has no place "
+            f"({len(unknown)} such tensors); load weights that belong to the config"
         )
     for model in models:
         first_expert = groups.ep_rank * _experts_per_rank(model, groups)
@@ -87,6 +93,12 @@ def load_hf_weights(
                     "weights that belong to the config"
                 )
             tensors = {hf_name: weights[hf_name] for hf_name in hf_names}
+            for hf_name, tensor in tensors.items():
+                if tensor.dtype not in _PLAIN_DTYPES:
+                    raise WeightError(
+                        f"{where}: {hf_name} is {tensor.dtype}, which is not a plain number; "
+                        "dequantize the weights before they are loaded"
+                    )
             with torch.no_grad():
                 parameter.copy_(_local_shard(canonical, parameter, tensors, bridge, groups))
 
@@ -219,36 +231,6 @@ def _with_split_experts(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
             tensors[f"{prefix}.{expert}.up_proj.weight"] = up
             tensors[f"{prefix}.{expert}.down_proj.weight"] = down[expert]
     return tensors
-
-
-class _Safetensors(Mapping[str, Tensor]):
-    """The weights of a Hugging Face directory, read tensor by tensor."""
-
-    def __init__(self, directory: Path) -> None:
-        if not directory.is_dir():
-            raise WeightError(
-                f"{directory} is not a directory; pass a local Hugging Face model directory"
-            )
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise WeightError(
-                f"{directory} holds no *.safetensors file; convert the model with "
-                "save_pretrained(safe_serialization=True)"
-            )
-        opened = [open_weights(file) for file in files]
-        self._file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
 
 
 def _local_shard(

@@ -1,20 +1,120 @@
-"""Opening the weight files of a Hugging Face directory; imports nothing of Megatron."""
+"""The weight files of a Hugging Face directory, read tensor by tensor; no Megatron is imported.
+
+Of the quantized formats, float8 with one scale per block of the weight is read (`quant_method` fp8
+with `weight_block_size`: DeepSeek-V3, Qwen3-FP8). Everything else that is not a plain weight of the
+model is an error that names it: read as plain numbers, quantized weights would train a wrong model.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from plugin.errors import WeightError
+
+_PLAIN = {"F64", "F32", "F16", "BF16"}
+_FLOAT8, _SCALE = "F8_E4M3", "_scale_inv"
+_FIX = "give the model's unquantized checkpoint, or one in block-wise float8"
 
 
 def open_weights(file: Path) -> Any:
     """An open safetensors file; reads its header, which also shows whether it is whole."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
         raise WeightError(
             f"{file} is not a whole safetensors file ({error}); copy or download it again"
         ) from error
+
+
+class HfDirectory(Mapping[str, Tensor]):
+    """The weights of a Hugging Face directory by name; checked when it is opened."""
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise WeightError(
+                f"{directory} is not a directory; pass a local Hugging Face model directory"
+            )
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise WeightError(
+                f"{directory} holds no *.safetensors file; convert the model with "
+                "save_pretrained(safe_serialization=True)"
+            )
+        opened = [open_weights(file) for file in files]
+        held = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        self._directory = directory
+        self._block = _block_size(directory)
+        self._scales = {name: file for name, file in held.items() if name.endswith(_SCALE)}
+        self._file_of = {name: file for name, file in held.items() if name not in self._scales}
+        for name in self._file_of:
+            self._check_format(name)
+        for scale in self._scales:
+            if scale.removesuffix(_SCALE) not in self._file_of:
+                raise WeightError(f"{directory}: {scale} scales a weight that is not there; {_FIX}")
+
+    def _check_format(self, name: str) -> None:
+        stored = self._file_of[name].get_slice(name)
+        kind, where = stored.get_dtype(), f"{self._directory}: {name} is stored as"
+        scale = self._scales.get(name + _SCALE)
+        if kind in _PLAIN and scale is None:
+            return
+        if kind != _FLOAT8 or scale is None or self._block is None:
+            lacks = "" if kind != _FLOAT8 or scale is not None else f" without {name}{_SCALE}"
+            raise WeightError(
+                f"{where} {kind}{lacks}; weights are read from {', '.join(sorted(_PLAIN))} or "
+                f"from {_FLOAT8} with scales per block that quantization_config describes; {_FIX}"
+            )
+        shape, of_scale = stored.get_shape(), scale.get_slice(name + _SCALE)
+        blocks = [-(-size // block) for size, block in zip(shape, self._block, strict=False)]
+        if len(shape) != 2 or of_scale.get_shape() != blocks or of_scale.get_dtype() not in _PLAIN:
+            raise WeightError(
+                f"{where} {kind} {shape} with scales {of_scale.get_dtype()} "
+                f"{of_scale.get_shape()}; blocks of {self._block} need {blocks}; {_FIX}"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored = self._file_of[name].get_tensor(name)
+        scale = self._scales.get(name + _SCALE)
+        if scale is None or self._block is None:
+            return stored
+        return dequantized(stored, scale.get_tensor(name + _SCALE), self._block)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """float32 [rows, columns] of a weight whose blocks [block] are multiplied by `scale` each."""
+    rows, columns = weight.shape
+    by_row = scale.float().repeat_interleave(block[0], 0)[:rows]
+    return weight.float() * by_row.repeat_interleave(block[1], 1)[:, :columns]
+
+
+def _block_size(directory: Path) -> tuple[int, int] | None:
+    """The blocks of a float8 checkpoint; None of one that is not quantized."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    settings = config.get("quantization_config")
+    if settings is None:
+        return None
+    found = settings if isinstance(settings, dict) else {}
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    sizes = [n for n in block if isinstance(n, int) and n > 0] if isinstance(block, list) else []
+    if method != "fp8" or len(sizes) != 2:
+        raise WeightError(
+            f"{file} has a quantization_config of method {method} (weight_block_size {block}), "
+            f"which is not read; {_FIX} (quant_method fp8 with weight_block_size)"
+        )
+    return sizes[0], sizes[1]
