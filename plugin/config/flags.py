@@ -15,12 +15,31 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
 from plugin.config.import_paths import is_import_path
 from plugin.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What a flag has no effect without: for people, and as a test of a configuration."""
+
+    what: str
+    are_met: Callable[[Any], bool]
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(
+            f"{self.what} or {other.what}",
+            lambda config: self.are_met(config) or other.are_met(config),
+        )
+
+
+def needs_flag(name: str) -> Needs:
+    """The flag called `name` has to be given, or on."""
+    return Needs(option_name(name), lambda config: bool(getattr(config, name)))
 
 
 def flag(
@@ -30,13 +49,21 @@ def flag(
     at_least: float | None = None,
     above: float | None = None,
     names: Iterable[str] = (),
+    needs: Needs | None = None,
 ) -> Any:
     """A field with its default, its help text and an optional lower bound.
 
     names: the built-in members of an open set; the value is one of them or the import path of the
         user's own
+    needs: without this the flag does nothing, and is refused where the user gives it
     """
-    metadata = {"help": help, "at_least": at_least, "above": above, "names": tuple(names)}
+    metadata = {
+        "help": help,
+        "at_least": at_least,
+        "above": above,
+        "names": tuple(names),
+        "needs": needs,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -105,6 +132,28 @@ class FlagGroup:
             f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)
         }
         return cls(**found)
+
+    def refuse_idle_flags(self, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Refuse what the user has given and what would do nothing with the other flags.
+
+        flags: of the command line; one that is turned off, or set to none, is always welcome
+        settings: of a YAML file, which may be another run's and name every flag: those at their
+            default are welcome too
+        """
+        for item in dataclasses.fields(self):
+            needs: Needs | None = item.metadata["needs"]
+            if needs is None or not (item.name in flags or item.name in settings):
+                continue
+            value = getattr(self, item.name)
+            asked_for = item.name in flags and value is not None and value is not False
+            if (asked_for or value != item.default) and not needs.are_met(self):
+                name = option_name(item.name)
+                shown = name.replace("--", "--no-") if value is False else name
+                value = "" if isinstance(value, bool) else f" {value}"
+                raise ConfigError(
+                    f"{shown}{value} would do nothing: it needs {needs.what}; add that, or drop "
+                    f"{shown}"
+                )
 
     def as_dict(self) -> dict[str, Any]:
         """Flat mapping of every field, as written to a run's `config.yaml`."""

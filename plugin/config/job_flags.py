@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from plugin.config.engine_traits import ENGINES, EngineTraits, engine_traits
 from plugin.config.estimator_traits import ESTIMATOR_TRAITS, estimator_traits
-from plugin.config.flags import FlagGroup, expect, flag, read_yaml
+from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag, read_yaml
 from plugin.config.loss_flags import LossConfig
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -72,6 +72,7 @@ class ModelFlags(FlagGroup):
     detect_routing: bool = flag(
         False,
         "MoE: have the engine report its routes and compare them with the trainer's own choices",
+        needs=needs_flag("detect_mismatch"),
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
         "alltoall", "how tokens reach their experts"
@@ -117,7 +118,14 @@ class OptimizerFlags(FlagGroup):
     title: ClassVar[str] = "optimizer"
 
     lr: float = flag(1e-6, "learning rate", above=0)
-    min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0)
+    min_lr: float = flag(
+        0.0,
+        "learning rate at the end of the decay",
+        at_least=0,
+        needs=Needs(
+            "--lr-decay-style linear or cosine", lambda config: config.lr_decay_style != "constant"
+        ),
+    )
     lr_decay_style: Literal["constant", "linear", "cosine"] = flag(
         "constant", "from lr to min-lr over the job"
     )
@@ -233,7 +241,11 @@ class RolloutFlags(FlagGroup):
     reward_function_path: str | None = flag(
         None, "fn(response, row) -> float for --prompt-data; none = exact match; runs that code"
     )
-    apply_chat_template: bool = flag(False, "render --prompt-data through the chat template")
+    apply_chat_template: bool = flag(
+        False,
+        "render --prompt-data through the chat template",
+        needs=needs_flag("prompt_data") | needs_flag("task_path"),
+    )
     bad_rows: Literal["error", "skip"] = flag(
         "error",
         "rows of --prompt-data that are no JSON, too long or not rendered by the template: error = "
@@ -312,22 +324,31 @@ class RolloutFlags(FlagGroup):
         return 1 if self.max_weight_staleness is None else self.max_weight_staleness
 
 
+#: A task of the user's own may read any flag, and only such a task has several turns.
+_OWN_TASK = Needs("--task-path with a multi-turn task", lambda config: config.task_path is not None)
+
+
 @dataclass(frozen=True)
 class ConversationFlags(FlagGroup):
     title: ClassVar[str] = "several turns (multi-turn tasks)"
 
-    max_turns: int = flag(16, "replies of the policy in one trajectory", at_least=1)
+    max_turns: int = flag(
+        16, "replies of the policy in one trajectory", at_least=1, needs=_OWN_TASK
+    )
     max_context_length: int | None = flag(
         None,
         "a turn starts only if its context and --max-response-length fit into so many tokens; "
         "none = no limit",
         at_least=2,
+        needs=_OWN_TASK,
     )
     preserve_all_thinking: bool = flag(
-        False, "keep the thinking of older turns that the chat template would strip"
+        False,
+        "keep the thinking of older turns that the chat template would strip",
+        needs=_OWN_TASK,
     )
     preserve_thinking_between_tool_calls: bool = flag(
-        False, "keep it until a new user message arrives"
+        False, "keep it until a new user message arrives", needs=_OWN_TASK
     )
     chat_template_kwargs: str | None = flag(
         None,
@@ -335,10 +356,16 @@ class ConversationFlags(FlagGroup):
         "tasks and --apply-chat-template",
     )
     environment_timeout: float = flag(
-        60.0, "seconds that one step of an environment may take; then its trajectory fails", above=0
+        60.0,
+        "seconds that one step of an environment may take; then its trajectory fails",
+        above=0,
+        needs=_OWN_TASK,
     )
     environment_threads: int = flag(
-        16, "environments of an engine that take a step at the same time", at_least=1
+        16,
+        "environments of an engine that take a step at the same time",
+        at_least=1,
+        needs=_OWN_TASK,
     )
 
     def check(self) -> None:
@@ -361,6 +388,13 @@ class ConversationFlags(FlagGroup):
         return dict(arguments)
 
 
+#: An engine of the user's own may read any flag.
+_SERVERS = Needs(
+    "--rollout-engine http",
+    lambda config: config.engine_traits.asks_servers or config.rollout_engine not in ENGINES,
+)
+
+
 @dataclass(frozen=True)
 class ServerFlags(FlagGroup):
     title: ClassVar[str] = "rollout servers (--rollout-engine http)"
@@ -368,15 +402,21 @@ class ServerFlags(FlagGroup):
     rollout_url: str | None = flag(
         None, "URLs of inference servers, separated by commas; requests are balanced over them"
     )
-    rollout_server: Literal["vllm", "sglang"] = flag("vllm", "what the servers are")
+    rollout_server: Literal["vllm", "sglang"] = flag("vllm", "what the servers are", needs=_SERVERS)
     rollout_weights_dir: str | None = flag(
         None, "directory that job and servers share, through which the servers get new weights"
     )
     rollout_request_timeout: float = flag(
-        600.0, "seconds a server may take for one response, to its last byte", above=0
+        600.0,
+        "seconds a server may take for one response, to its last byte",
+        above=0,
+        needs=_SERVERS,
     )
     rollout_request_retries: int = flag(
-        3, "times a response is asked for again before it counts as failed", at_least=0
+        3,
+        "times a response is asked for again before it counts as failed",
+        at_least=0,
+        needs=_SERVERS,
     )
     max_answer_bytes: int = flag(
         16 << 20,
@@ -486,13 +526,15 @@ class OutputFlags(FlagGroup):
         True, "look for shifted, constant, tempered, truncated or stale log-probs at every step"
     )
     custom_detector_path: str | None = flag(
-        None, "import paths of your own mismatch detectors, comma-separated"
+        None,
+        "import paths of your own mismatch detectors, comma-separated",
+        needs=needs_flag("detect_mismatch"),
     )
     dump_log_probs: str | None = flag(
         None, "directory for the log-probs of every step, for `megatron-tis compare`"
     )
     use_wandb: bool = flag(False, "also log to Weights & Biases, if it is installed")
-    wandb_project: str = flag("megatron-tis", "its project")
+    wandb_project: str = flag("megatron-tis", "its project", needs=needs_flag("use_wandb"))
 
     def check(self) -> None:
         expect(
@@ -540,12 +582,15 @@ class JobConfig(
     @classmethod
     def from_sources(cls, flags: Mapping[str, Any], yaml_file: str | Path | None = None) -> Self:
         """As `FlagGroup.from_sources`, over the built-in job's defaults without a model."""
-        given = {**(read_yaml(Path(yaml_file)) if yaml_file else {}), **flags}
+        settings = read_yaml(Path(yaml_file)) if yaml_file else {}
+        given = {**settings, **flags}
         own_model = given.get("hf_checkpoint") or given.get("hf-checkpoint")
         below = {} if own_model else EMBEDDED_DEFAULTS
         named = {key.replace("-", "_") for key in given}
         extra = {key: value for key, value in below.items() if key not in named}
-        return super().from_sources({**extra, **flags}, yaml_file)
+        config = super().from_sources({**extra, **flags}, yaml_file)
+        config.refuse_idle_flags(flags, settings)
+        return config
 
     def check(self) -> None:
         self._check_world()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from plugin.config.estimator_traits import ESTIMATOR_TRAITS
-from plugin.config.flags import FlagGroup, expect, flag
+from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
 from plugin.config.policy_loss_traits import (
     POLICY_LOSS_TRAITS,
     ROLLOUT_LOSSES,
@@ -22,30 +22,107 @@ ReferenceKlName = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
 VANILLA_TIS = "plugin.ppo_utils.vanilla_tis_function"
 
 
+def _losses(*names: str) -> Needs:
+    """One of these policy losses, or the user's own, which may read any flag."""
+    return Needs(
+        f"--policy-loss {' or '.join(names)}",
+        lambda config: config.policy_loss in names or config.policy_loss not in POLICY_LOSS_TRAITS,
+    )
+
+
+def _estimators(*names: str) -> Needs:
+    """One of these estimators, or the user's own."""
+    return Needs(
+        f"--advantage-estimator {' or '.join(names)}",
+        lambda config: (
+            config.advantage_estimator in names
+            or config.advantage_estimator not in ESTIMATOR_TRAITS
+        ),
+    )
+
+
+def _hooks(*names: str) -> Needs:
+    """One of these corrections in use, or one of the user's own."""
+    built_in = "plugin.ppo_utils."
+
+    def are_met(config: CorrectionFlags) -> bool:
+        paths = [path.replace(":", ".") for path in config.hook_names()]
+        return (config.use_tis or config.get_mismatch_metrics) and any(
+            not path.startswith(built_in) or path.rsplit(".", 1)[-1] in names for path in paths
+        )
+
+    shown = " or ".join(
+        f"{name} (the default)" if name == "vanilla_tis_function" else f"{built_in}{name}"
+        for name in names
+    )
+    return Needs(f"--use-tis with {shown}", are_met)
+
+
+_CLIP = _losses("ppo", "gspo", "cispo") | _hooks("off_policy_is_function")
+
+
 @dataclass(frozen=True)
 class PolicyLossFlags(FlagGroup):
     title: ClassVar[str] = "policy loss"
 
     policy_loss: str = flag("ppo", "the per-token policy loss", names=POLICY_LOSS_TRAITS)
-    eps_clip: float = flag(0.2, "lower clip: ratio >= 1 - eps; 1.0 removes the bound", above=0)
-    eps_clip_high: float | None = flag(
-        None, "upper clip: ratio <= 1 + eps; none = eps-clip", above=0
+    eps_clip: float = flag(
+        0.2, "lower clip: ratio >= 1 - eps; 1.0 removes the bound", above=0, needs=_CLIP
     )
-    eps_clip_c: float | None = flag(None, "dual-clip bound for negative advantages", above=1)
-    icepop_ratio_low: float = flag(0.2, "icepop keeps ratios from here ...", at_least=0)
-    icepop_ratio_high: float = flag(5.0, "... to here", above=0)
-    dppo_diff_low: float = flag(0.2, "dppo_tv keeps pi_cur - pi_rollout >= -this", at_least=0)
-    dppo_diff_high: float = flag(0.2, "dppo_tv keeps pi_cur - pi_rollout <= this", at_least=0)
-    dppo_ratio_cap: float | None = flag(None, "dppo_tv: cap on the ratio of a kept token", above=1)
-    dppo_mask_low: float = flag(0.2, "dppo drops A <= 0 below -this", at_least=0)
-    dppo_mask_high: float = flag(0.2, "dppo drops A > 0 above this", at_least=0)
-    ipo_ratio_low: float = flag(0.2, "ipo_kl keeps ratios from here ...", at_least=0)
-    ipo_ratio_high: float = flag(5.0, "... to here", above=0)
-    kl_tau: float = flag(1e-3, "squared log-ratio penalty of dppo and ipo_kl", at_least=0)
-    adv_tau: float = flag(1.0, "scale of the advantage (icepop, dppo_tv, dppo, ipo_kl)", at_least=0)
+    eps_clip_high: float | None = flag(
+        None, "upper clip: ratio <= 1 + eps; none = eps-clip", above=0, needs=_CLIP
+    )
+    eps_clip_c: float | None = flag(
+        None, "dual-clip bound for negative advantages", above=1, needs=_losses("ppo", "gspo")
+    )
+    icepop_ratio_low: float = flag(
+        0.2, "icepop keeps ratios from here ...", at_least=0, needs=_losses("icepop")
+    )
+    icepop_ratio_high: float = flag(5.0, "... to here", above=0, needs=_losses("icepop"))
+    dppo_diff_low: float = flag(
+        0.2,
+        "dppo_tv keeps pi_cur - pi_rollout >= -this",
+        at_least=0,
+        needs=_losses("dppo_tv") | _hooks("dppo_tv_mask_function"),
+    )
+    dppo_diff_high: float = flag(
+        0.2,
+        "dppo_tv keeps pi_cur - pi_rollout <= this",
+        at_least=0,
+        needs=_losses("dppo_tv") | _hooks("dppo_tv_mask_function"),
+    )
+    dppo_ratio_cap: float | None = flag(
+        None, "dppo_tv: cap on the ratio of a kept token", above=1, needs=_losses("dppo_tv")
+    )
+    dppo_mask_low: float = flag(
+        0.2, "dppo drops A <= 0 below -this", at_least=0, needs=_losses("dppo")
+    )
+    dppo_mask_high: float = flag(
+        0.2, "dppo drops A > 0 above this", at_least=0, needs=_losses("dppo")
+    )
+    ipo_ratio_low: float = flag(
+        0.2, "ipo_kl keeps ratios from here ...", at_least=0, needs=_losses("ipo_kl")
+    )
+    ipo_ratio_high: float = flag(5.0, "... to here", above=0, needs=_losses("ipo_kl"))
+    kl_tau: float = flag(
+        1e-3,
+        "squared log-ratio penalty of dppo and ipo_kl",
+        at_least=0,
+        needs=_losses("dppo", "ipo_kl"),
+    )
+    adv_tau: float = flag(
+        1.0,
+        "scale of the advantage (icepop, dppo_tv, dppo, ipo_kl)",
+        at_least=0,
+        needs=_losses(*ROLLOUT_LOSSES),
+    )
     teacher_tau: float = flag(0.0, "scale of the teacher term (same losses)", at_least=0)
-    sapo_tau_pos: float = flag(1.0, "sapo gate temperature where A > 0", above=0)
-    sapo_tau_neg: float = flag(1.05, "sapo gate temperature elsewhere", above=0)
+    sapo_tau_pos: float = flag(
+        1.0, "sapo gate temperature where A > 0", above=0, needs=_losses("sapo")
+    )
+    sapo_tau_neg: float = flag(
+        1.05, "sapo gate temperature elsewhere", above=0, needs=_losses("sapo")
+    )
 
     def check(self) -> None:
         _check_band("icepop-ratio", self.icepop_ratio_low, self.icepop_ratio_high)
@@ -81,33 +158,64 @@ class CorrectionFlags(FlagGroup):
     title: ClassVar[str] = "off-policy correction"
 
     use_tis: bool = flag(False, "weight the policy loss by a correction")
-    tis_clip: float = flag(2.0, "upper bound of the correction weight", above=0)
-    tis_clip_low: float = flag(0.0, "lower bound of the correction weight", at_least=0)
+    tis_clip: float = flag(
+        2.0,
+        "upper bound of the correction weight",
+        above=0,
+        needs=_hooks("vanilla_tis_function", "icepop_function"),
+    )
+    tis_clip_low: float = flag(
+        0.0,
+        "lower bound of the correction weight",
+        at_least=0,
+        needs=_hooks("vanilla_tis_function", "icepop_function"),
+    )
     custom_tis_function_path: str | None = flag(
         None,
         "correction to use: pkg.mod.fn, pkg.mod:fn or file.py:fn, comma-separated; none = vanilla "
         "TIS",
     )
     allow_biased_correction: bool = flag(
-        False, "allow off_policy_is_function on a loss that already carries a ratio"
+        False,
+        "allow off_policy_is_function on a loss that already carries a ratio",
+        needs=_hooks("off_policy_is_function"),
     )
-    sequence_tis_clip: float = flag(2.0, "upper bound of the sequence weight", above=0)
-    sequence_tis_clip_low: float = flag(0.0, "lower bound of the sequence weight", at_least=0)
+    sequence_tis_clip: float = flag(
+        2.0, "upper bound of the sequence weight", above=0, needs=_hooks("sequence_tis_function")
+    )
+    sequence_tis_clip_low: float = flag(
+        0.0, "lower bound of the sequence weight", at_least=0, needs=_hooks("sequence_tis_function")
+    )
     sequence_tis_level: Literal["sequence", "geometric"] = flag(
-        "sequence", "sequence_tis_function: product or geometric mean of the token ratios"
+        "sequence",
+        "sequence_tis_function: product or geometric mean of the token ratios",
+        needs=_hooks("sequence_tis_function"),
     )
     geometric_mask_low: float = flag(
-        0.99, "geometric_mask_function keeps sequences from here ...", at_least=0
+        0.99,
+        "geometric_mask_function keeps sequences from here ...",
+        at_least=0,
+        needs=_hooks("geometric_mask_function"),
     )
-    geometric_mask_high: float = flag(1.01, "... to here", above=0)
+    geometric_mask_high: float = flag(
+        1.01, "... to here", above=0, needs=_hooks("geometric_mask_function")
+    )
     rejection_rules: str = flag(
-        "token_ratio=0.5:2.0", "rejection_function: level_statistic=low:high, comma-separated"
+        "token_ratio=0.5:2.0",
+        "rejection_function: level_statistic=low:high, comma-separated",
+        needs=_hooks("rejection_function"),
     )
     veto_threshold: float = flag(
-        1e-4, "veto_function drops a sequence with any ratio below this", above=0
+        1e-4,
+        "veto_function drops a sequence with any ratio below this",
+        above=0,
+        needs=_hooks("veto_function"),
     )
     opsm_delta: float = flag(
-        1e-4, "opsm_function drops A < 0 with mean(train - cur) above this", at_least=0
+        1e-4,
+        "opsm_function drops A < 0 with mean(train - cur) above this",
+        at_least=0,
+        needs=_hooks("opsm_function"),
     )
     use_rollout_logprobs: bool = flag(
         False,
@@ -160,14 +268,20 @@ class RegularizerFlags(FlagGroup):
 
     use_rollout_kl_loss: bool = flag(False, "add a KL between the current and the rollout policy")
     rollout_kl_loss_coef: float = flag(0.0, "its coefficient; 0 = metric only", at_least=0)
-    rollout_kl_estimator_type: KlEstimatorName = flag("k2", "its estimator")
+    rollout_kl_estimator_type: KlEstimatorName = flag(
+        "k2", "its estimator", needs=needs_flag("use_rollout_kl_loss")
+    )
     rollout_kl_scope: Literal["all", "kept"] = flag(
-        "all", "over every token, or those the loss keeps"
+        "all", "over every token, or those the loss keeps", needs=needs_flag("use_rollout_kl_loss")
     )
     use_kl_loss: bool = flag(False, "add a KL to the reference policy")
     kl_loss_coef: float = flag(0.0, "its coefficient; 0 = metric only", at_least=0)
-    kl_loss_type: ReferenceKlName = flag("k1", "its estimator (low_var_kl is k3, at most 10)")
-    use_unbiased_kl: bool = flag(False, "weight the reference KL by exp(cur - train)")
+    kl_loss_type: ReferenceKlName = flag(
+        "k1", "its estimator (low_var_kl is k3, at most 10)", needs=needs_flag("use_kl_loss")
+    )
+    use_unbiased_kl: bool = flag(
+        False, "weight the reference KL by exp(cur - train)", needs=needs_flag("use_kl_loss")
+    )
     entropy_coef: float = flag(0.0, "entropy bonus", at_least=0)
 
     def check(self) -> None:
@@ -189,9 +303,11 @@ class AdvantageFlags(FlagGroup):
     title: ClassVar[str] = "advantages"
 
     advantage_estimator: str = flag("grpo", "how rewards become advantages", names=ESTIMATOR_TRAITS)
-    grpo_std_normalization: bool = flag(True, "grpo: divide by the group's standard deviation")
+    grpo_std_normalization: bool = flag(
+        True, "grpo: divide by the group's standard deviation", needs=_estimators("grpo")
+    )
     normalize_advantages: bool = flag(False, "whiten advantages over the whole batch")
-    gamma: float = flag(1.0, "discount", at_least=0)
+    gamma: float = flag(1.0, "discount", at_least=0, needs=_estimators("reinforce_plus_plus"))
     lambd: float = flag(1.0, "GAE lambda, for estimators with a value model", at_least=0)
 
     def check(self) -> None:

@@ -276,7 +276,7 @@ def test_an_estimator_that_the_job_cannot_feed_is_refused(settings: Any, message
 
 
 def test_template_arguments_without_a_template_are_refused() -> None:
-    settings = {"chat_template_kwargs": '{"enable_thinking": false}', "apply_chat_template": True}
+    settings = {"chat_template_kwargs": '{"enable_thinking": false}'}
     with pytest.raises(ConfigError, match="no chat template is rendered; add --prompt-data"):
         check_job(JobConfig.from_sources(settings))
 
