@@ -8,6 +8,7 @@ this package that `run` raises are printed here, or shown whole with `--tracebac
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -48,12 +49,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in words if not word.startswith("-")), "")
     try:
         module = _load(command) if command in COMMANDS else None
-        parser = _parser(command, module)
-        args = parser.parse_args(words)
+        parser, used = _parser(command, module)
+        args, unknown = parser.parse_known_args(words)
+        if unknown:
+            used.error(_unknown(unknown, used))
         if module is None:
             parser.print_help()
             return 0
-        return int(module.run(args))
+        try:
+            return int(module.run(args))
+        except ModuleNotFoundError as error:
+            if "--traceback" in words or (error.name or "plugin").split(".")[0] == "plugin":
+                raise
+            raise _missing_package(command, error) from error
     except MegatronTisError as error:
         if "--traceback" in words:
             raise
@@ -67,8 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
-    """The top-level parser; only the sub-command in use gets its arguments."""
+def _parser(
+    command: str, module: ModuleType | None
+) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The top-level parser and that of the command in use, the only one that gets its arguments."""
     parser = argparse.ArgumentParser(
         prog="megatron-tis",
         description="RL post-training on Megatron-Core with loadable off-policy corrections.",
@@ -77,6 +87,7 @@ def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megatron-tis {__version__}")
     _add_traceback(parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    used = parser
     for name, (_, summary) in COMMANDS.items():
         sub = commands.add_parser(
             name,
@@ -87,7 +98,18 @@ def _parser(command: str, module: ModuleType | None) -> argparse.ArgumentParser:
         if name == command and module is not None:
             _add_traceback(sub)
             module.add_arguments(sub)
-    return parser
+            used = sub
+    return parser, used
+
+
+def _unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What to say about arguments that no parser has taken."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    if not flags:
+        return f"unexpected argument {words[0]!r}"
+    known = [name for action in parser._actions for name in action.option_strings]
+    near = difflib.get_close_matches(flags[0], known, n=1)
+    return f"unknown flag {flags[0]}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _add_traceback(parser: argparse.ArgumentParser) -> None:
@@ -110,9 +132,11 @@ def _load(command: str) -> ModuleType:
             raise ConfigError(
                 f"the command {command!r} is not part of this installation ({name} is missing)"
             ) from error
-        package = missing.split(".")[0]
-        extra = _EXTRAS.get(package)
-        fix = f"pip install 'megatron-tis[{extra}]'" if extra else f"install {package}"
-        raise ConfigError(
-            f"the command {command!r} needs the package {package!r}; {fix}"
-        ) from error
+        raise _missing_package(command, error) from error
+
+
+def _missing_package(command: str, error: ModuleNotFoundError) -> ConfigError:
+    package = (error.name or "").split(".")[0]
+    extra = _EXTRAS.get(package)
+    fix = f"pip install 'megatron-tis[{extra}]'" if extra else f"install {package}"
+    return ConfigError(f"the command {command!r} needs the package {package!r}; {fix}")

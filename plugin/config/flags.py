@@ -15,7 +15,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
@@ -105,13 +105,25 @@ class FlagGroup:
         ]
 
     @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Add one argument per field, grouped; what is not given is absent from the namespace."""
+    def add_arguments(
+        cls, parser: argparse.ArgumentParser, in_short_help: Container[str] | None = None
+    ) -> None:
+        """Add one argument per field, grouped; what is not given is absent from the namespace.
+
+        in_short_help: the fields that `--help` shows, where it does not show all; then `--help-all`
+            does
+        """
+        if in_short_help is not None:
+            parser.add_argument(
+                "--help-all", action=_HelpAll, nargs=0, help="show every flag and exit"
+            )
         for group in cls.groups():
             section = parser.add_argument_group(group.title)
             for name in vars(group).get("__annotations__", {}):
                 if name in {f.name for f in dataclasses.fields(cls)}:
-                    _add_argument(section, cls, name)
+                    action = _add_argument(section, cls, name)
+                    if in_short_help is not None and name not in in_short_help:
+                        _HelpAll.hide(action)
 
     @classmethod
     def from_sources(cls, flags: Mapping[str, Any], yaml_file: str | Path | None = None) -> Self:
@@ -167,7 +179,7 @@ def _did_you_mean(name: str, known: set[str]) -> str:
     return (
         f"; did you mean {near[0]!r}?"
         if near
-        else "; `megatron-tis train --help` lists all settings"
+        else "; `megatron-tis train --help-all` lists all settings"
     )
 
 
@@ -212,7 +224,22 @@ def field_type(owner: type, name: str) -> tuple[Any, bool]:
     return hint, False
 
 
-def _add_argument(section: Any, owner: type, name: str) -> None:
+class _HelpAll(argparse.Action):
+    """Prints the help with the flags that `--help` hides."""
+
+    @staticmethod
+    def hide(action: argparse.Action) -> None:
+        action.full_help, action.help = action.help, argparse.SUPPRESS  # type: ignore[attr-defined]
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for action in parser._actions:
+            action.help = getattr(action, "full_help", action.help)
+        parser.epilog = None
+        parser.print_help()
+        parser.exit()
+
+
+def _add_argument(section: Any, owner: type, name: str) -> argparse.Action:
     item = next(f for f in dataclasses.fields(owner) if f.name == name)
     kind, _ = field_type(owner, name)
     shown = "none" if item.default is None else item.default
@@ -226,7 +253,8 @@ def _add_argument(section: Any, owner: type, name: str) -> None:
         options["metavar"] = "{" + ",".join(item.metadata["names"]) + ",PATH}"
     else:
         options["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")
-    section.add_argument(option_name(name), **options)
+    action: argparse.Action = section.add_argument(option_name(name), **options)
+    return action
 
 
 def _coerced(owner: type, item: dataclasses.Field, value: Any) -> Any:

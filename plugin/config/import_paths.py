@@ -6,6 +6,7 @@ Three spellings: `package.module.function`, `package.module:function` and
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import importlib
@@ -85,6 +86,10 @@ def try_on_example(what: str, function: Callable[..., Any], *values: Any, **name
 
 
 def _split(path: str) -> tuple[str, str]:
+    if path.endswith(".py"):
+        raise HookLoadError(
+            f"{path!r} is a file, and :function is missing; write {path}:{_functions_in(path)}"
+        )
     module_name, separator, function_name = path.rpartition(":")
     if not separator:
         module_name, _, function_name = path.rpartition(".")
@@ -95,6 +100,16 @@ def _split(path: str) -> tuple[str, str]:
             "or path/to/file.py:function"
         )
     return module_name, function_name
+
+
+def _functions_in(file: str) -> str:
+    """The public functions and classes in a file, which is read and not run."""
+    try:
+        body = ast.parse(Path(file).expanduser().read_text()).body
+    except (OSError, ValueError, SyntaxError):
+        body = []
+    named = [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+    return " or :".join(name for name in named if name[0] != "_") or "NAME"
 
 
 def _import(path: str, module_name: str) -> ModuleType:

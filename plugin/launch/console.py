@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import logging
 import math
+import os
+import shutil
 import sys
 import threading
 import time
@@ -15,49 +17,76 @@ from typing import Any, TextIO
 
 _SECONDS_BETWEEN_LINES = 2.0
 _SPINNER, _SECONDS_BETWEEN_MARKS = "|/-\\", 0.2
+_BAR_WIDTH = 20
+_NARROW = 80
+_COLORS = {"warning": "\x1b[33m", "error": "\x1b[31m", "bar": "\x1b[32m", "off": "\x1b[0m"}
 
 
-def progress_line(metrics: Mapping[str, Any], total: int) -> str:
-    """Step, reward, loss, mismatch KL, clipped fraction, tokens/s and staleness."""
-    names = ("is_masked", "tis_clipfrac", "pg_clipfrac")
+def progress_line(
+    metrics: Mapping[str, Any],
+    total: int,
+    *,
+    seconds_left: float | None = None,
+    width: int | None = None,
+) -> str:
+    """Step, time left, and what tells a good run from a bad one, the most telling first.
+
+    width: columns there are; fields at the end that do not fit are left out
+    """
+    masked = ("is_masked", "tis_clipfrac", "pg_clipfrac")
     fields = (
         ("reward", metrics.get("reward"), "{:.3f}"),
-        ("loss", metrics.get("loss"), "{:+.4f}"),
+        ("length", metrics.get("response_length"), "{:.0f}"),
+        ("truncated", metrics.get("truncated_share"), "{:.0%}"),
+        ("grad norm", metrics.get("grad_norm"), "{:.3g}"),
         ("mismatch kl", metrics.get("mismatch_kl"), "{:.1e}"),
-        ("clipped", next((metrics[n] for n in names if n in metrics), None), "{:.1%}"),
+        ("clipped", next((metrics[n] for n in masked if n in metrics), None), "{:.1%}"),
+        ("loss", metrics.get("loss"), "{:+.4f}"),
         ("tokens/s", metrics.get("tokens_per_second"), "{:.0f}"),
         ("staleness", metrics.get("staleness"), "{:.1f}"),
     )
-    shown = [
-        f"{name} {'-' if value is None or math.isnan(value) else form.format(value)}"
-        for name, value, form in fields
-    ]
-    return f"step {int(metrics['step']):4d}/{total}  " + "  ".join(shown)
+    line = f"step {int(metrics['step']):4d}/{total}"
+    if seconds_left is not None:
+        line += f"  {_duration(seconds_left)} left"
+    for name, value, form in fields:
+        field = f"  {name} {'-' if value is None or math.isnan(value) else form.format(value)}"
+        if width is not None and len(line) + len(field) > width:
+            break
+        line += field
+    return line if width is None else line[:width]
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class Console:
     """Steps and messages on `stream`, warnings on `errors`.
 
-    Steps rewrite one line of a terminal; elsewhere there is at most one line in two seconds.
+    Steps rewrite one line of a terminal, with a bar where there is room; elsewhere there is at most
+    one line in two seconds, and never a color (nor with NO_COLOR in the environment).
     """
 
     def __init__(self, stream: TextIO | None = None, errors: TextIO | None = None) -> None:
         self._stream, self._errors = stream or sys.stdout, errors or sys.stderr
         self.began = time.monotonic()
         self._last = -math.inf
+        self._first: tuple[int, float] | None = None
         self._open_line = False
         self._warned: set[str] = set()
 
     def step(self, metrics: Mapping[str, Any], total: int) -> None:
         """Show one step of `total`."""
-        line = progress_line(metrics, total)
-        is_last = int(metrics["step"]) >= total
-        if self._stream.isatty():
-            self._stream.write("\r" + line.ljust(118))
+        step, now = int(metrics["step"]), time.monotonic()
+        left = self._seconds_left(step, total, now, float(metrics.get("seconds", 0.0)))
+        if _is_terminal(self._stream):
+            self._stream.write(f"\r{self._with_bar(metrics, total, left)}\x1b[K")
             self._open_line = True
-        elif is_last or time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
-            self._stream.write(line + "\n")
-            self._last = time.monotonic()
+        elif step >= total or now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._stream.write(progress_line(metrics, total, seconds_left=left) + "\n")
+            self._last = now
         self._stream.flush()
 
     @contextlib.contextmanager
@@ -74,7 +103,7 @@ class Console:
                     return
 
         spinner = threading.Thread(target=spin, daemon=True)
-        if self._stream.isatty():
+        if _is_terminal(self._stream):
             spinner.start()
         end = "failed after"
         try:
@@ -84,9 +113,28 @@ class Console:
             over.set()
             if spinner.ident:
                 spinner.join()
-                self._stream.write("\r")
+                self._stream.write("\r\x1b[K")
                 self._open_line = False
             self.say(f"{name} {end} {time.monotonic() - began:.1f} s")
+
+    def _seconds_left(self, step: int, total: int, now: float, seconds: float) -> float:
+        """By the mean of the steps since the first; going back to a checkpoint starts anew."""
+        if self._first is None or step <= self._first[0]:
+            self._first = (step - 1, now - seconds)
+        begun, start = self._first
+        return max(0, total - step) * (now - start) / (step - begun)
+
+    def _with_bar(self, metrics: Mapping[str, Any], total: int, left: float) -> str:
+        # One column stays free: some terminals wrap when the last one is written.
+        width = shutil.get_terminal_size((120, 24)).columns - 1
+        if width < _NARROW:
+            return progress_line(metrics, total, seconds_left=left, width=width)
+        filled = min(_BAR_WIDTH, _BAR_WIDTH * int(metrics["step"]) // total)
+        bar = self._colored("bar", "━" * filled) + "╌" * (_BAR_WIDTH - filled)
+        if "utf" not in (getattr(self._stream, "encoding", None) or "utf-8").lower():
+            bar = "#" * filled + "." * (_BAR_WIDTH - filled)
+        room = width - _BAR_WIDTH - 1
+        return f"{bar} {progress_line(metrics, total, seconds_left=left, width=room)}"
 
     def say(self, text: str) -> None:
         """Print a message on a line of its own."""
@@ -105,7 +153,36 @@ class Console:
         """Print `kind: text` where errors go."""
         if self._open_line:
             self.say("")
-        print(f"{kind}: {text}", file=self._errors, flush=True)
+        print(f"{self._colored(kind, f'{kind}:', self._errors)} {text}", file=self._errors)
+        self._errors.flush()
+
+    def _colored(self, kind: str, text: str, stream: TextIO | None = None) -> str:
+        if os.environ.get("NO_COLOR") or not _is_terminal(stream or self._stream):
+            return text
+        return f"{_COLORS[kind]}{text}{_COLORS['off']}" if kind in _COLORS else text
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    """Whether lines can be rewritten and colored there."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class PrintedLines:
+    """Stands in for `sys.stdout` of an actor: lines go where they went, and to `deliver`."""
+
+    def __init__(self, stream: Any, deliver: Callable[[str], None]) -> None:
+        self._stream, self._deliver, self._rest = stream, deliver, ""
+
+    def write(self, text: str) -> int:
+        """Pass `text` on, and every line that it completes."""
+        self._stream.write(text)
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._deliver(line)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def capture_warnings(deliver: Callable[[str], None]) -> None:

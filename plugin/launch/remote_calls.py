@@ -1,27 +1,51 @@
-"""Calls of Ray actors: the first failure at once, warnings along with the results."""
+"""Calls of Ray actors: the first failure at once; warnings and prints along with the results."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TextIO, cast
 
 import torch
 
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, MegatronTisError, ParallelError, SenderLost
-from plugin.launch.console import Console, capture_warnings
+from plugin.launch.console import Console, PrintedLines, capture_warnings
 
 _POLL_SECONDS = 0.05
+_MESSAGES = "megatron_tis_messages"
+
+
+#: How many lines that an actor prints during one call are shown.
+_LINES_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What an actor has warned of and printed since the call before."""
+
+    warnings: list[str]
+    printed: list[str]
+
+    def show(self, console: Console, name: str) -> None:
+        """Show them on the driver's console with the name of the actor."""
+        for text in self.warnings:
+            console.warn(text, name)
+        shown = self.printed[:_LINES_SHOWN]
+        if len(self.printed) > len(shown):
+            shown.append(f"... and {len(self.printed) - len(shown)} more lines")
+        for line in shown:
+            console.say(f"{name}: {line}")
 
 
 @dataclass(frozen=True)
 class Reported:
-    """The value of a call, and what its actor has warned of since the call before."""
+    """The value of a call, with the messages of its actor."""
 
     value: Any
-    warnings: list[str]
+    messages: Messages
 
 
 class ReportingActor:
@@ -29,16 +53,26 @@ class ReportingActor:
 
     def __init__(self, config: JobConfig) -> None:
         self._warnings: list[str] = []
+        self._printed: list[str] = []
         capture_warnings(self._warnings.append)
+        sys.stdout = cast(TextIO, PrintedLines(sys.stdout, self._printed.append))
         if not torch.cuda.is_available():
             torch.set_num_threads(config.threads_per_rank)
 
     def call(self, method: str, *arguments: Any) -> Reported:
-        """The result of `method`, with the warnings so far."""
-        value = getattr(self, method)(*arguments)
-        warned = self._warnings[:]
-        del self._warnings[: len(warned)]
-        return Reported(value, warned)
+        """The result of `method` with the messages so far; an error carries them, too."""
+        try:
+            value = getattr(self, method)(*arguments)
+        except Exception as error:
+            error.__dict__[_MESSAGES] = self._take_messages()
+            raise
+        return Reported(value, self._take_messages())
+
+    def _take_messages(self) -> Messages:
+        taken = Messages(self._warnings[:], self._printed[:])
+        del self._warnings[: len(taken.warnings)]
+        del self._printed[: len(taken.printed)]
+        return taken
 
 
 def wait_for_all(
@@ -85,6 +119,9 @@ def result_of(reference: Any, name: str, console: Console) -> Any:
         reported = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
+        messages = getattr(cause, _MESSAGES, None)
+        if messages is not None:
+            messages.show(console, name)
         if isinstance(cause, MegatronTisError):
             raise cause from error
         if isinstance(cause, ray.exceptions.ObjectLostError):
@@ -92,6 +129,5 @@ def result_of(reference: Any, name: str, console: Console) -> Any:
         raise ParallelError(f"{name} failed:\n{error}") from error
     except ray.exceptions.RayError as error:
         raise ActorLost(f"{name} died: {error}") from error
-    for text in reported.warnings:
-        console.warn(text, name)
+    reported.messages.show(console, name)
     return reported.value

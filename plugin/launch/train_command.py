@@ -13,13 +13,25 @@ from plugin.launch.console import Console, capture_warnings
 if TYPE_CHECKING:
     from plugin.launch.job import JobResult
 
+#: What most people set; `--help-all` shows the rest.
+COMMON_FLAGS = (
+    *("hf_checkpoint", "prompt_data", "reward_function_path", "task_path"),
+    *("policy_loss", "use_tis", "custom_tis_function_path", "advantage_estimator"),
+    *("lr", "num_rollouts", "rollout_batch_size"),
+    *("n_samples_per_prompt", "max_response_length", "max_tokens_per_gpu", "rollout_engine"),
+    *("async_rollouts", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("num_gpus_per_node", "address", "run_dir", "resume"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One argument per setting, and the YAML file below them."""
+    parser.usage = "megatron-tis train [-h | --help-all] [--config FILE] [--FLAG VALUE ...]"
+    parser.epilog = "These are the flags that most people set; --help-all shows every flag."
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with settings; flags on the command line win"
     )
-    JobConfig.add_arguments(parser)
+    JobConfig.add_arguments(parser, in_short_help=COMMON_FLAGS)
 
 
 def run(args: argparse.Namespace) -> int:

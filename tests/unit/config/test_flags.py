@@ -79,7 +79,7 @@ def test_an_empty_yaml_file_is_fine(tmp_path: Path) -> None:
     "text, message",
     [
         ("tis_clipp: 3", "unknown setting 'tis_clipp'; did you mean 'tis_clip'"),
-        ("zzzzzz: 3", "unknown setting 'zzzzzz'; `megatron-tis train --help` lists"),
+        ("zzzzzz: 3", "unknown setting 'zzzzzz'; `megatron-tis train --help-all` lists"),
         ("- a\n- b", "expected a mapping"),
         ("1: 2", "expected a mapping"),
         ("a: [", "not valid YAML"),
