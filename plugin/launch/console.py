@@ -73,7 +73,7 @@ class Console:
         self._stream, self._errors = stream or sys.stdout, errors or sys.stderr
         self.began = time.monotonic()
         self._last = -math.inf
-        self._first: tuple[int, float] | None = None
+        self._first, self._latest = (0, 0.0), sys.maxsize
         self._open_line = False
         self._warned: set[str] = set()
 
@@ -119,8 +119,9 @@ class Console:
 
     def _seconds_left(self, step: int, total: int, now: float, seconds: float) -> float:
         """By the mean of the steps since the first; going back to a checkpoint starts anew."""
-        if self._first is None or step <= self._first[0]:
+        if step <= self._latest:
             self._first = (step - 1, now - seconds)
+        self._latest = step
         begun, start = self._first
         return max(0, total - step) * (now - start) / (step - begun)
 

@@ -67,7 +67,9 @@ def test_no_package_missing_inside_a_command_is_a_traceback(
     monkeypatch.setitem(sys.modules, "needy_inside", module)
     monkeypatch.setitem(cli.COMMANDS, "needy", ("needy_inside", "needs Ray"))
     assert cli.main(["needy"]) == 2
-    line = "megatron-tis: the command 'needy' needs the package 'ray'; pip install 'megatron-tis[job]'"
+    line = (
+        "megatron-tis: the command 'needy' needs the package 'ray'; pip install 'megatron-tis[job]'"
+    )
     assert capsys.readouterr().err == f"{line}\n"
     with pytest.raises(ModuleNotFoundError):
         cli.main(["needy", "--traceback"])

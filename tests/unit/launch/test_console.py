@@ -12,6 +12,9 @@ from plugin.launch.console import Console, progress_line
 METRICS = {
     "step": 3,
     "reward": 0.5,
+    "response_length": 41.2,
+    "truncated_share": 0.12,
+    "grad_norm": 0.1234,
     "loss": -0.01,
     "mismatch_kl": 1.5e-3,
     "pg_clipfrac": 0.25,
@@ -21,9 +24,9 @@ METRICS = {
 
 
 def test_the_line_shows_what_the_job_promises() -> None:
-    assert progress_line(METRICS, 9) == (
-        "step    3/9  reward 0.500  loss -0.0100  mismatch kl 1.5e-03  clipped 25.0%  tokens/s 1234  "
-        "staleness 2.0"
+    assert progress_line(METRICS, 9, seconds_left=3671) == (
+        "step    3/9  1:01:11 left  reward 0.500  length 41  truncated 12%  grad norm 0.123  "
+        "mismatch kl 1.5e-03  clipped 25.0%  loss -0.0100  tokens/s 1234  staleness 2.0"
     )
 
 
