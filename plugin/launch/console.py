@@ -113,7 +113,7 @@ class Console:
             over.set()
             if spinner.ident:
                 spinner.join()
-                self._stream.write("\r\x1b[K")
+                self._stream.write("\r")
                 self._open_line = False
             self.say(f"{name} {end} {time.monotonic() - began:.1f} s")
 
