@@ -90,8 +90,9 @@ format: venv ## let ruff rewrite the files
 train: venv ## a complete RL job on this machine, on CPU
 	$(BIN)/megatron-tis train
 
-bench: venv ## kernels, losses and training steps against peers and the memory floor, 40 minutes: benchmarks/results.md
+bench: venv ## kernels, losses, training steps and whole jobs against peers and the memory floor, 50 minutes: benchmarks/results.md
 	$(BIN)/python -m benchmarks --with-peers
+	$(BIN)/python -m benchmarks.job_figure
 
 soak: venv ## an hour of asynchronous training with random kills: does every prompt add up?
 	$(BIN)/python -m benchmarks.soak

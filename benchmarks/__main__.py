@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import peer_environment, report
 from benchmarks.batching_bench import measure_batching
+from benchmarks.job_bench import measure_job_growth, measure_jobs
 from benchmarks.lm_head_bench import measure_lm_head
 from benchmarks.logprob_bench import measure_cases, measure_growths, measure_targets
 from benchmarks.profile_bench import measure_profile
@@ -31,6 +32,8 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "lm-head": measure_lm_head,
     "steps": measure_steps,
     "batching": measure_batching,
+    "jobs": measure_jobs,
+    "job-growth": measure_job_growth,
     "grid": measure_cases,
 }
 

@@ -21,6 +21,8 @@ def render(parts: dict[str, dict[str, Any]]) -> str:
             absent |= {line for case in part["data"] for line in case["absent"]}
         if name == "lm-head":
             absent |= {f"LM head of {line}" for line in part["data"]["absent"]}
+        if name == "jobs":
+            absent |= set(part["data"]["absent"])
     missing = [f"part {name}" for name in SECTIONS if name not in parts]
     if absent or missing:
         lines = [*sorted(absent), *missing]
@@ -108,6 +110,96 @@ def _batching_section(data: dict[str, Any]) -> list[str]:
         for row in data["rows"]
     ]
     return ["\n".join(lines)]
+
+
+PHASES = {
+    "waiting": "generation",
+    "preparing": "preparing",
+    "log_probs": "log-probs",
+    "training": "training",
+    "weight_sync": "weight sync",
+}
+
+
+def phase_shares(row: dict[str, Any]) -> dict[str, float]:
+    """The phases of a job's step as shares of it; `other` is what no phase covers. TRL's training is the rest."""
+    shares = {
+        title: row["phases"].get(name, 0.0) / row["seconds"] for name, title in PHASES.items()
+    }
+    rest = max(0.0, 1 - sum(shares.values()))
+    return shares | ({"training": rest, "other": 0.0} if row["kind"] == "TRL" else {"other": rest})
+
+
+def _jobs_section(data: dict[str, Any]) -> list[str]:
+    lines = [
+        "## Whole steps of a job, against TRL\n",
+        f"`megatron-tis train` and TRL's `GRPOTrainer` (transformers' generate, one process) on {data['cores']} cores: the same Qwen3 and "
+        f"initial weights in float32, prompts, reward, batch ({data['samples_per_prompt']} responses per prompt), microbatches, sampling, loss "
+        "(clipped, one token denominator), AdamW and clipping. Nothing ends a response early, so all generate the same number of tokens. "
+        "Jobs take turns; medians of whole steps, from the end of one to the end of the next. *speed*: TRL's time divided by this one's. "
+        "The phases are shares of the step; *generation* is for ours the time that the driver waits for it. *reward*: of the first and the last "
+        "step, to see that both learn.\n",
+        "| model | prompts | response | microbatch | job | speed | least to most | "
+        + " | ".join(PHASES.values())
+        + " | other | reward |",
+        "|" + "---|" * (8 + len(PHASES) + 1),
+    ]
+    for case in data["sizes"]:
+        size, rows = case["size"], case["rows"]
+        peer = next((row for row in rows if row["kind"] == "TRL"), None)
+        for row in rows:
+            speed = "-" if peer is None else f"{peer['seconds'] / row['seconds']:.2f}"
+            low, high = (value / row["seconds"] for value in row["range"])
+            shares = " | ".join(f"{share:.0%}" for share in phase_shares(row).values())
+            first, last = row["rewards"]
+            lines.append(
+                f"| {size['name']} | {size['prompts']} | {size['response']} | {size['microbatch']} | {row['kind']} | {speed} "
+                f"| {low:.2f} to {high:.2f} | {shares} | {first:.3f}, {last:.3f} |"
+            )
+    return ["\n".join(lines)]
+
+
+def _job_growth_section(data: dict[str, Any]) -> list[str]:
+    return [_grown_jobs(data["jobs"]), _grown_driver(data["driver"])]
+
+
+def _grown_jobs(jobs: list[dict[str, Any]]) -> str:
+    base = jobs[0]
+    lines = [
+        "## Growth of a job's step\n",
+        "Synchronous jobs of the quick start's model. All times in units of the first line; *per token*: the step divided by the tokens "
+        "generated. Ranks share the cores of one machine, so more of them cannot be faster.\n",
+        "| samples | response | ranks | step | per token | preparing | training | weight sync |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in jobs:
+        per_token = row["seconds"] / row["tokens"] / (base["seconds"] / base["tokens"])
+        phases = " | ".join(
+            f"{row['phases'].get(name, 0.0) / max(base['phases'].get(name, 0.0), 1e-9):.2f}"
+            for name in ("preparing", "training", "weight_sync")
+        )
+        lines.append(
+            f"| {row['samples']:,} | {row['response']} | {row['ranks']} | {row['seconds'] / base['seconds']:.2f} "
+            f"| {per_token:.2f} | {phases} |"
+        )
+    return "\n".join(lines)
+
+
+def _grown_driver(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "## Growth of the batch's way to a rank\n",
+        "Without models: from the engines' answers to one rank's microbatches of 64 samples; prompts of 4 tokens. *preparing*: checks, advantages and "
+        "description on the driver; *cutting*: what is put into the object store; *a rank*: what one rank does to get its microbatches, and the "
+        "bytes that it gets.\n",
+        "| samples | response | ranks | preparing, us per sample | cutting, us per sample | a rank, ms | a rank gets, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['samples']:,} | {row['length']:,} | {row['ranks']} | {row['preparing'] / row['samples'] * 1e6:.1f} "
+        f"| {row['cutting'] / row['samples'] * 1e6:.1f} | {row['rank'] * 1e3:.1f} | {row['rank_bytes'] / 1e6:.2f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
 
 
 def _targets(case: dict[str, Any]) -> str:
@@ -205,6 +297,8 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "lm-head": lambda heads: [_head_table(heads)],
     "steps": _steps_section,
     "batching": _batching_section,
+    "jobs": _jobs_section,
+    "job-growth": _job_growth_section,
     "grid": lambda cases: [_case_table(case) for case in cases],
 }
 

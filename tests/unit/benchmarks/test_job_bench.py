@@ -1,0 +1,74 @@
+"""Jobs of the benchmark take turns, and their report copes with what was not measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import job_figure, report
+from benchmarks.job_task import EndlessDigits
+from benchmarks.job_worker import JobSpec, Turns
+
+
+def test_the_first_step_of_the_job_and_of_each_round_does_not_count(tmp_path: Path) -> None:
+    spec = JobSpec("synchronous", str(tmp_path), "", 1, 1, 1, 1, 1e-3, rounds=2, steps=3)
+    for number in range(3):
+        (tmp_path / f"go-{number}").touch()
+    turns = Turns(spec)
+    for _ in range(spec.all_steps):
+        turns.end_of_step({}, 0.0, 1)
+    counts = [json.loads(line)["counts"] for line in (tmp_path / "steps.jsonl").open()]
+    # start | round 1: warm-up, 2 steps | round 2: warm-up, 2 steps
+    assert counts == [False, False, True, True, False, True, True]
+    assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1", "done-2"]
+
+
+def test_no_token_ends_a_response_of_the_task() -> None:
+    task = EndlessDigits()
+    assert task.stop_token_ids == ()
+    prompt = task.prompt(0)
+    digits = [int(character) for character in prompt.data["answer"]]
+    # 3 digits are right, the end is not among 8 tokens
+    assert task.reward(prompt, [*digits, 0, 0, 0, 0, 0]) == 3 / 8
+
+
+@pytest.mark.parametrize("kind", ["synchronous", "TRL"])
+def test_the_shares_of_a_step_add_up_to_the_step(kind: str) -> None:
+    shares = report.phase_shares(
+        {"kind": kind, "seconds": 2.0, "phases": {"waiting": 0.5, "preparing": 0.1}}
+    )
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert shares["training" if kind == "TRL" else "other"] == pytest.approx(0.7)
+
+
+def test_jobs_without_trl_are_reported_without_a_speed() -> None:
+    size = {"name": "small", "prompts": 1, "response": 2, "microbatch": 1}
+    row = {
+        "kind": "synchronous",
+        "seconds": 1.0,
+        "range": [0.9, 1.1],
+        "phases": {"training": 0.4},
+        "rewards": [0.0, 0.1],
+    }
+    data = {
+        "samples_per_prompt": 8,
+        "cores": 2,
+        "sizes": [{"size": size, "rows": [row]}],
+        "absent": ["TRL's jobs: trl not installed"],
+    }
+    part = {"data": data, "seconds": 1.0, "made": "today", "load_before": 0.0, "quick": True}
+    text = report.render({"jobs": part})
+    assert "| small | 1 | 2 | 1 | synchronous | - | 0.90 to 1.10 |" in text
+    assert "- TRL's jobs: trl not installed" in text
+    assert "- part job-growth" in text
+
+
+def test_a_quick_run_makes_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "results.json"
+    results.write_text(json.dumps({"jobs": {"quick": True, "data": {"absent": []}}}))
+    monkeypatch.setattr(job_figure, "RESULTS", results)
+    before = job_figure.PAGE.read_text()
+    assert job_figure.main() == 1
+    assert job_figure.PAGE.read_text() == before
