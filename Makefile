@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: docs test-gpu test-slow test-adapters test-skyrl test-vllm soak
+.PHONY: bench-jobs docs test-gpu test-slow test-adapters test-skyrl test-vllm soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -92,6 +92,10 @@ train: venv ## a complete RL job on this machine, on CPU
 
 bench: venv ## kernels, losses, training steps and whole jobs against peers and the memory floor, 50 minutes: benchmarks/results.md
 	$(BIN)/python -m benchmarks --with-peers
+	$(BIN)/python -m benchmarks.job_figure
+
+bench-jobs: venv ## of these, whole jobs alone: about 10 minutes
+	$(BIN)/python -m benchmarks --with-peers --only jobs job-growth
 	$(BIN)/python -m benchmarks.job_figure
 
 soak: venv ## an hour of asynchronous training with random kills: does every prompt add up?

@@ -66,7 +66,11 @@ def draw(jobs: dict[str, Any], growth: dict[str, Any], file: Path) -> None:
     for name in ("preparing", "cutting"):
         values = [row[name] / row["samples"] * 1e6 for row in by_axis["samples"]]
         samples.plot([row["samples"] for row in by_axis["samples"]], values, "o-", label=name)
-    samples.set_xscale("log", base=4)
+    samples.set_xscale("log")
+    places = [row["samples"] for row in by_axis["samples"]]
+    samples.set_xticks(places, [f"{place:,}" for place in places], fontsize=7)
+    samples.minorticks_off()
+    samples.set_ylim(bottom=0)
     samples.set_xlabel("samples")
     samples.set_title("driver, microseconds per sample", fontsize=9)
     counts = [row["ranks"] for row in by_axis["ranks"]]
@@ -74,12 +78,13 @@ def draw(jobs: dict[str, Any], growth: dict[str, Any], file: Path) -> None:
         first = by_axis["ranks"][0][name]
         ranks.plot(counts, [row[name] / first for row in by_axis["ranks"]], "o-", label=title)
     ranks.plot(counts, [1 / count for count in counts], ":", color="gray", label="1 / ranks")
-    ranks.set_xscale("log", base=2)
-    ranks.set_yscale("log", base=2)
+    ranks.set_xscale("log")
+    ranks.set_xticks(counts, [str(count) for count in counts])
+    ranks.minorticks_off()
+    ranks.set_yscale("log")
     ranks.set_xlabel("data-parallel ranks")
     ranks.set_title("a rank's part, one rank = 1", fontsize=9)
     for axes in (samples, ranks):
-        axes.set_ylim(bottom=None if axes is ranks else 0)
         axes.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
@@ -121,9 +126,7 @@ def main() -> int:
     missing = [name for name, part in parts.items() if part is None or part["quick"]]
     if missing or parts["jobs"]["data"]["absent"]:
         what = ", ".join(missing) or parts["jobs"]["data"]["absent"][0]
-        print(
-            f"no full measurement of {what}: python -m benchmarks --with-peers --only jobs job-growth"
-        )
+        print(f"no full measurement of {what}: make bench-jobs")
         return 1
     jobs, growth = (part["data"] for part in parts.values())
     draw(jobs, growth, PAGE.parent / IMAGE)
