@@ -223,7 +223,7 @@ def _stack_samples(
     for row, sample in samples.items():
         try:
             good[row] = _sample_arrays(sample)
-        except (BatchError, TypeError, ValueError) as error:
+        except (BatchError, TypeError, ValueError, OverflowError) as error:
             problems.append(f"{path}: row {row}: {short(error)}; skipped")
     if good:
         columns: Columns = {}
@@ -258,5 +258,5 @@ def _sample_arrays(sample: Mapping[str, Any]) -> Columns:
         arrays["tokens"] = np.asarray(sample["tokens"], np.int64).reshape(-1)
     for name in ("step", "trainer_version", "weight_version"):
         if name in sample:
-            arrays[name] = int(sample[name])
+            arrays[name] = int(np.int64(sample[name]))  # refuses what 64 bits do not hold
     return arrays

@@ -20,9 +20,10 @@ import json
 import logging
 import os
 import re
+import reprlib
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -232,13 +233,13 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} has no {path.name}, so it is not a checkpoint of this software, or "
             "files were removed; resume from another, --resume-from step_<number>"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(
             f"{path} is not valid JSON ({error}); resume from another, --resume-from step_<number>"
         ) from None
@@ -263,24 +264,66 @@ def read_metadata(directory: Path) -> CheckpointMetadata:
     found = content.pop("format", None)
     if found != FORMAT:
         raise CheckpointError(
-            f"{path} has format {found!r} instead of {FORMAT!r}: another program wrote "
+            f"{path} has format {reprlib.repr(found)} instead of {FORMAT!r}: another program wrote "
             f"{directory}; convert it to a Hugging Face directory and start from that with "
             "--hf-checkpoint"
         )
     version = content.pop("format_version", None)
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {version!r}; this release reads version {FORMAT_VERSION}; "
-            f"use the release that wrote it ({content.get('software', {})})"
+            f"{path} has format version {reprlib.repr(version)}; this release reads version "
+            f"{FORMAT_VERSION}; use the release that wrote it "
+            f"({reprlib.repr(content.get('software'))})"
         )
     expected = {entry.name for entry in fields(CheckpointMetadata)}
     if set(content) != expected:
-        differing = sorted(set(content) ^ expected)
+        differing = reprlib.repr(sorted(set(content) ^ expected))
         raise CheckpointError(
             f"{path} should have exactly the keys {sorted(expected)} but differs in {differing}; "
             "resume from another, --resume-from step_<number>"
         )
-    return CheckpointMetadata(**content)
+    metadata = CheckpointMetadata(**content)
+    for entry in fields(CheckpointMetadata):
+        value = getattr(metadata, entry.name)
+        if not _VALID[str(entry.type)](value):
+            raise CheckpointError(
+                f"{path} has {entry.name} {reprlib.repr(value)}; expected {entry.type}; resume "
+                "from another, --resume-from step_<number>"
+            )
+    strange = [name for name, seal in metadata.files.items() if not _is_seal(name, seal)]
+    if strange:
+        raise CheckpointError(
+            f"{path} has among its files {reprlib.repr(strange[0])}: "
+            f"{reprlib.repr(metadata.files[strange[0]])}; expected the path of a file in the "
+            "checkpoint with its size and checksum; resume from another, --resume-from "
+            "step_<number>"
+        )
+    return metadata
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+#: By the type of a field of `CheckpointMetadata`.
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "int": _is_count,
+    "int | None": lambda value: value is None or _is_count(value),
+    "str": lambda value: isinstance(value, str),
+    "dict[str, Any]": lambda value: isinstance(value, dict),
+    "dict[str, int]": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
+    "dict[str, str]": lambda value: (
+        isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+    ),
+    "dict[str, list[int]]": lambda value: isinstance(value, dict),
+}
+
+
+def _is_seal(name: str, seal: Any) -> bool:
+    """Whether a file of the metadata is inside the checkpoint and has [size, CRC-32]."""
+    inside = name.isprintable() and len(name) < 1000 and not name.startswith("/")
+    is_pair = isinstance(seal, list) and len(seal) == 2 and all(map(_is_count, seal))
+    return inside and ".." not in name.split("/") and is_pair
 
 
 def files_of(directory: Path) -> list[str]:
@@ -303,7 +346,10 @@ def check_files(directory: Path, recorded: Mapping[str, list[int]], names: Itera
     for name in names:
         path = directory / name
         size, checksum = recorded[name]
-        found = path.stat().st_size if path.is_file() else None
+        try:
+            found = path.stat().st_size if path.is_file() else None
+        except OSError:  # a name that no file can have
+            found = None
         if found is None:
             problem = "is missing"
         elif found != size:
