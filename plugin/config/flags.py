@@ -15,7 +15,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
@@ -224,6 +224,13 @@ def field_type(owner: type, name: str) -> tuple[Any, bool]:
     return hint, False
 
 
+def number_words(owner: type, name: str) -> tuple[str, ...]:
+    """The words that a flag for numbers takes besides them: auto for `int | Literal["auto"]`."""
+    kind, _ = field_type(owner, name)
+    members = get_args(_HINTS[owner][name]) if kind in (int, float) else ()
+    return tuple(w for m in members if get_origin(m) is Literal for w in get_args(m))
+
+
 class _HelpAll(argparse.Action):
     """Prints the help with the flags that `--help` hides."""
 
@@ -253,6 +260,8 @@ def _add_argument(section: Any, owner: type, name: str) -> argparse.Action:
         options["metavar"] = "{" + ",".join(item.metadata["names"]) + ",PATH}"
     else:
         options["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")
+        if words := number_words(owner, name):
+            options["metavar"] = "{" + ",".join([options["metavar"], *words]) + "}"
     action: argparse.Action = section.add_argument(option_name(name), **options)
     return action
 
@@ -277,13 +286,17 @@ def _coerced(owner: type, item: dataclasses.Field, value: Any) -> Any:
         f"{option_name(item.name)} is {value!r}; choose one of {', '.join(names)}, or give the "
         "import path of your own: pkg.mod.fn, pkg.mod:fn or file.py:fn",
     )
-    value = _converted(kind, item.name, value)
+    words = number_words(owner, item.name)
+    if value in words:
+        return value
+    value = _converted(kind, item.name, value, words)
     _check_bounds(item, value)
     return value
 
 
-def _converted(kind: Any, name: str, value: Any) -> Any:
-    wanted = f"{option_name(name)} is {value!r}; expected {getattr(kind, '__name__', kind)}"
+def _converted(kind: Any, name: str, value: Any, words: Sequence[str]) -> Any:
+    expected = " or ".join([getattr(kind, "__name__", str(kind)), *words])
+    wanted = f"{option_name(name)} is {value!r}; expected {expected}"
     if kind is bool:
         expect(isinstance(value, bool), f"{wanted} (true or false)")
         return value

@@ -490,7 +490,12 @@ class LaunchFlags(FlagGroup):
         False, "engines share the trainer's GPUs (or CPU slots) instead of having their own"
     )
     cpus_per_rank: int = flag(1, "CPU slots that a rank or engine reserves", at_least=1)
-    threads_per_rank: int = flag(1, "torch threads of a rank or engine on CPU", at_least=1)
+    threads_per_rank: int | Literal["auto"] = flag(
+        "auto",
+        "torch threads of a rank or engine on CPU; auto = the node's cores over its ranks, or over "
+        "the engines; asynchronous: over both; 1 for a model of hidden size below 256",
+        at_least=1,
+    )
     start_timeout: float = flag(300.0, "seconds the actors may take to start", above=0)
     step_timeout: float = flag(1800.0, "seconds a step of trainer or engine may take", above=0)
     max_restarts: int = flag(

@@ -34,6 +34,7 @@ class EngineActor(ReportingActor):
         secrets: Mapping[str, str],
     ) -> None:
         super().__init__(config)
+        self.use_threads(config, "engine", hf_config)
         os.environ.update(secrets)
         self._engine = make_engine(config, hf_config, name)
         self._rollouts = choose_rollouts(config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from plugin.config import JobConfig
 from plugin.config.flags import expect
@@ -19,6 +19,9 @@ COLOCATED_RANK_GPU, COLOCATED_ENGINE_GPU = 0.6, 0.4
 
 #: How many processes of a job may share the cores of a machine without GPUs.
 _SLOTS_PER_CORE, _FEWEST_SLOTS = 8, 16
+
+#: Hidden size below which threads lose more to waiting for each other than they gain.
+_SMALLEST_FOR_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,24 @@ def plan_resources(config: JobConfig, *, use_gpus: bool) -> ResourcePlan:
     rank = {"CPU": cpus, **({"GPU": COLOCATED_RANK_GPU} if use_gpus else {})}
     engine = {"CPU": 0.0, **({"GPU": COLOCATED_ENGINE_GPU} if use_gpus else {})}
     return ResourcePlan([node] * config.num_nodes, [], rank, engine)
+
+
+def torch_threads(
+    config: JobConfig, kind: Literal["rank", "engine"], *, hidden_size: int, cores: int
+) -> int:
+    """Threads of one rank or engine on a node with `cores` cores and no GPUs.
+
+    In a synchronous job ranks and engines take turns, so each kind may use every core; in an
+    asynchronous one they share. Engines are counted as if they were all on this node.
+    """
+    if config.threads_per_rank != "auto":
+        return config.threads_per_rank
+    if hidden_size < _SMALLEST_FOR_THREADS:
+        return 1
+    ranks, engines = config.ranks_per_node, config.num_rollout_engines
+    if config.async_rollouts:
+        return max(1, cores // (ranks + engines))
+    return max(1, cores // (ranks if kind == "rank" else engines))
 
 
 def most_cpu_slots(cores: int) -> int:

@@ -31,6 +31,9 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
     Yields a function that waits until it is there, and raises what went wrong with it.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Inherited by the actors: threads that wait for each other give up their core. Ranks, engines
+    # and other jobs share the cores, and one thread that spins in vain holds up all the others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if config.address is None and "ray" not in sys.modules:
         os.environ[_LOOPBACK_SWITCH] = "0"
     import ray

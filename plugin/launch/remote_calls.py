@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 import torch
 
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, MegatronTisError, ParallelError, SenderLost
 from plugin.launch.console import Console, PrintedLines, capture_warnings
+from plugin.launch.placement import torch_threads
 
 _POLL_SECONDS = 0.05
 _MESSAGES = "megatron_tis_messages"
@@ -56,8 +58,17 @@ class ReportingActor:
         self._printed: list[str] = []
         capture_warnings(self._warnings.append)
         sys.stdout = cast(TextIO, PrintedLines(sys.stdout, self._printed.append))
-        if not torch.cuda.is_available():
-            torch.set_num_threads(config.threads_per_rank)
+
+    def use_threads(
+        self, config: JobConfig, kind: Literal["rank", "engine"], hf_config: Mapping[str, Any]
+    ) -> None:
+        """Set torch's threads for a model on CPU; on a GPU they stay as they are."""
+        if torch.cuda.is_available():
+            return
+        linux = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
+        hidden = int(hf_config["hidden_size"])
+        torch.set_num_threads(torch_threads(config, kind, hidden_size=hidden, cores=cores))
 
     def call(self, method: str, *arguments: Any) -> Reported:
         """The result of `method` with the messages so far; an error carries them, too."""

@@ -20,7 +20,7 @@ _HARMLESS = {
     *("start_timeout", "step_timeout", "rollout_timeout", "max_restarts", "network_interface"),
     *("use_wandb", "wandb_project"),
     *("rollout_url", "rollout_weights_dir", "rollout_request_timeout", "rollout_request_retries"),
-    "rollout_api_key_env",
+    *("rollout_api_key_env", "threads_per_rank"),
 }
 
 

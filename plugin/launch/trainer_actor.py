@@ -130,6 +130,8 @@ class TrainerRank(ReportingActor):
         from plugin.megatron_backend.trainer import MegatronTrainer
 
         config = self._config
+        if name == "policy":
+            self.use_threads(config, "rank", source.hf_config)
         # Megatron's local attention would compute all pairs of a packed row, so its rows are
         # padded. Context parallelism exists for packed rows only, and the interleaved schedule
         # wants all microbatches of one shape, which packed rows are filled up to.

@@ -170,3 +170,12 @@ def test_a_percent_sign_in_a_help_text_does_not_break_help() -> None:
 def test_a_job_configuration_runs_the_checks_of_the_loss_too() -> None:
     with pytest.raises(ConfigError, match="--tis-clip-low"):
         JobConfig.from_sources({"tis_clip_low": 5.0})
+
+
+def test_a_flag_for_numbers_may_take_a_word() -> None:
+    assert JobConfig.from_sources({}).threads_per_rank == "auto"
+    assert JobConfig.from_sources({"threads_per_rank": "3"}).threads_per_rank == 3
+    with pytest.raises(ConfigError, match="--threads-per-rank is 'many'; expected int or auto"):
+        JobConfig.from_sources({"threads_per_rank": "many"})
+    with pytest.raises(ConfigError, match="--threads-per-rank is 0; it must be at least 1"):
+        JobConfig.from_sources({"threads_per_rank": 0})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from plugin.config import JobConfig
 from plugin.errors import ClusterError
-from plugin.launch.placement import _numeric, check_cluster, plan_resources
+from plugin.launch.placement import _numeric, check_cluster, plan_resources, torch_threads
 
 SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
@@ -58,3 +60,30 @@ def test_a_too_small_cluster_is_told_what_it_has_and_what_is_needed(
 
 def test_addresses_sort_as_numbers() -> None:
     assert _numeric("10.0.0.9") < _numeric("10.0.0.10")
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_rank", "of_engine"),
+    [
+        # 8 cores; 2 ranks and 3 engines take turns: 8 // 2 and 8 // 3.
+        ({}, 4, 2),
+        # Together: 8 // (2 + 3).
+        ({"async_rollouts": True}, 1, 1),
+        ({"async_rollouts": True, "num_rollout_engines": 2}, 2, 2),
+        ({"num_rollout_engines": 9}, 4, 1),
+        ({"threads_per_rank": 5}, 5, 5),
+    ],
+)
+def test_threads_follow_the_cores_that_are_free_in_a_phase(
+    settings: dict[str, Any], of_rank: int, of_engine: int
+) -> None:
+    base = {"tensor_model_parallel_size": 2, "num_rollout_engines": 3}
+    config = JobConfig.from_sources({**base, **settings})
+    assert torch_threads(config, "rank", hidden_size=256, cores=8) == of_rank
+    assert torch_threads(config, "engine", hidden_size=256, cores=8) == of_engine
+
+
+def test_a_small_model_has_one_thread_unless_told_otherwise() -> None:
+    assert torch_threads(JobConfig(), "rank", hidden_size=255, cores=8) == 1
+    told = JobConfig.from_sources({"threads_per_rank": 2})
+    assert torch_threads(told, "rank", hidden_size=255, cores=8) == 2
