@@ -28,6 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "plugin.compare.compare_command",
         "replay every loss and correction on dumped log-probs, offline",
     ),
+    "export": (
+        "plugin.launch.export_command",
+        "write a checkpoint of a run as a Hugging Face model",
+    ),
     "report": ("plugin.observe.report_command", "write the HTML report of one or several runs"),
     "corrections": (
         "plugin.compare.corrections_command",

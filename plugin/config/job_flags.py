@@ -518,6 +518,11 @@ class OutputFlags(FlagGroup):
     save_interval: int | None = flag(
         None, "rollouts between checkpoints; a lost trainer rank restarts from the last", at_least=1
     )
+    save_at_end: bool | None = flag(
+        None,
+        "write a checkpoint at the end and on Ctrl-C; none = with --hf-checkpoint or "
+        "--save-interval",
+    )
     keep_checkpoints: int = flag(2, "checkpoints to keep, the newest", at_least=1)
     resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
     resume_from: str | None = flag(
@@ -611,6 +616,13 @@ class JobConfig(
             return f"--rollout-quantization {self.rollout_quantization}"
         coarser = self.rollout_dtype == "bfloat16" and self.train_dtype == "float32"
         return f"--rollout-dtype {self.rollout_dtype}" if coarser else None
+
+    @property
+    def saves_at_end(self) -> bool:
+        """Whether the last weights are kept, of a whole and of an interrupted run."""
+        if self.save_at_end is not None:
+            return self.save_at_end
+        return self.hf_checkpoint is not None or self.save_interval is not None
 
     @property
     def engine_patience(self) -> float:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, ClusterError, EngineError, ParallelError, SenderLost
 from plugin.launch.array_transport import Arrays, trajectories_from_arrays, trajectories_to_arrays
 from plugin.launch.console import Console
+from plugin.launch.directory_lock import OwnedDirectory
 from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.preflight import choose_rollouts
 from plugin.launch.remote_calls import ReportingActor, result_of, wait_for_all
@@ -57,12 +59,22 @@ class _Running:
 
     birth: the call that answers when it has started; None once it has
     failures_in_a_row: restarts in a row without an answer in between
+    weights: its own directory below --rollout-weights-dir
     """
 
     actor: Any
     birth: Any | None
     deadline: float
     failures_in_a_row: int = 0
+    weights: OwnedDirectory | None = None
+
+    def end(self) -> None:
+        """End the process and remove the weights that it wrote for its servers."""
+        import ray
+
+        ray.kill(self.actor)
+        if self.weights is not None:
+            self.weights.remove()
 
 
 class EnginePool:
@@ -101,14 +113,19 @@ class EnginePool:
         if group is None:
             nodes = self._reservation.trainer_nodes
             group, bundle = self._reservation.trainer, nodes[number % len(nodes)]
+        config, weights = self._config, None
+        if config.rollout_weights_dir is not None:
+            root = Path(config.rollout_weights_dir)
+            weights = OwnedDirectory(root, "megatron_tis_", "--rollout-weights-dir")
+            config = replace(config, rollout_weights_dir=str(weights.path))
         body: Any = ray.remote(EngineActor)
         actor = body.options(
             num_cpus=self._plan.engine["CPU"],
             num_gpus=self._plan.engine.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
-        ).remote(self._config, self._hf_config, f"engine {number}", self._secrets)
-        deadline = time.monotonic() + self._config.start_timeout
-        return _Running(actor, actor.call.remote("health"), deadline, failures_in_a_row)
+        ).remote(config, self._hf_config, f"engine {number}", self._secrets)
+        deadline = time.monotonic() + config.start_timeout
+        return _Running(actor, actor.call.remote("health"), deadline, failures_in_a_row, weights)
 
     def wait_until_ready(self) -> list[EngineHealth]:
         """Every engine's health, once all have started."""
@@ -161,8 +178,6 @@ class EnginePool:
 
     def replace(self, engine: int, reason: str) -> None:
         """End an engine and start another for it; an `EngineError` if that keeps happening."""
-        import ray
-
         old = self._engines[engine]
         if old.failures_in_a_row >= self._config.max_restarts:
             raise EngineError(
@@ -170,7 +185,7 @@ class EnginePool:
                 f"request, the limit of --max-restarts; the last time it {reason}"
             )
         self._console.say(f"engine {engine} is replaced: {reason.splitlines()[0]}")
-        ray.kill(old.actor)
+        old.end()
         self.restarts += 1
         self._loads = {ref: owner for ref, owner in self._loads.items() if owner[0] != engine}
         self._asked = {ref: owner for ref, owner in self._asked.items() if owner[0] != engine}
@@ -259,7 +274,5 @@ class EnginePool:
 
     def close(self) -> None:
         """End the actors."""
-        import ray
-
         for engine in self._engines:
-            ray.kill(engine.actor)
+            engine.end()

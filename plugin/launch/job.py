@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,10 +18,11 @@ from typing import Any
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
-from plugin.errors import ActorLost, ParallelError, TrainingError
+from plugin.errors import ActorLost, MegatronTisError, ParallelError, TrainingError
 from plugin.launch.batch_preparation import describe_batch, prepare_batch
 from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
+from plugin.launch.interrupts import Interrupts, ignored_interrupts
 from plugin.launch.job_paths import with_absolute_paths
 from plugin.launch.mismatch_watch import MismatchWatch
 from plugin.launch.placement import plan_on_cluster, reserve
@@ -35,7 +34,7 @@ from plugin.launch.resuming import (
     earlier_steps,
     find_checkpoint,
 )
-from plugin.launch.rollout_queue import RolloutQueue
+from plugin.launch.rollout_queue import Group, RolloutQueue
 from plugin.launch.run_directory import CHECKPOINTS, MODEL, check_run_dir, claimed_run_dir
 from plugin.launch.trainer_actor import TrainedStep
 from plugin.launch.trainer_group import TrainerGroup
@@ -55,11 +54,13 @@ class JobResult:
 
     history: the metrics of the first and the latest steps, without their slices by position, age
         and probability
+    checkpoint: the newest one
     """
 
     run_dir: Path
     history: list[dict[str, Any]]
     interrupted: bool = False
+    checkpoint: Path | None = None
 
 
 def run_job(
@@ -101,32 +102,41 @@ def _run_in(
     # How this part of the run was started is no setting of the run.
     settings = config.as_dict() | {"resume": False, "resume_from": None, "overwrite": False}
     files = RunFiles(run_dir, settings)
+    checkpoints = RunCheckpoints((run_dir / CHECKPOINTS).resolve())
+    interrupts = Interrupts(console.say)
     try:
-        with _running(config, parts, console, connected) as (trainer, engines):
+        with _running(config, parts, console, connected, interrupts) as (trainer, engines):
             console.say(
                 f"trainer ranks: {trainer.places_as_text()}; engines: {len(engines)}; started in "
                 f"{time.monotonic() - console.began:.0f} s; run directory: {run_dir}"
             )
-            _Job(config, parts, trainer, engines, files, console, result.history).run()
+            job = _Job(config, parts, trainer, engines, files, checkpoints, console, result.history)
+            job.run(interrupts)
     except KeyboardInterrupt:
         result.interrupted = True
         console.say("interrupted")
     finally:
-        if result.history:
-            files.write_report()
-        files.close()
+        with ignored_interrupts():
+            result.checkpoint = checkpoints.newest()
+            if result.history:
+                files.write_report()
+            files.close()
     return result
 
 
 @contextlib.contextmanager
 def _running(
-    config: JobConfig, parts: JobParts, console: Console, connected: Callable[[], None]
+    config: JobConfig,
+    parts: JobParts,
+    console: Console,
+    connected: Callable[[], None],
+    interrupts: Interrupts,
 ) -> Iterator[tuple[TrainerGroup, EnginePool]]:
     """The ranks and the engines of a job, ready to work; ended whatever happens."""
     with console.phase("starting Ray"):
         connected()
     # The handler comes after Ray's own, which ends the process without a word.
-    with _sigterm_as_ctrl_c(), contextlib.ExitStack() as cleanup:
+    with interrupts.handled(), contextlib.ExitStack() as cleanup:
         plan = plan_on_cluster(config)
         reservation = reserve(plan, config.start_timeout)
         cleanup.callback(reservation.release)
@@ -145,23 +155,6 @@ def _running(
         with console.phase("waiting for engines"):
             engines.wait_until_ready()
         yield trainer, engines
-
-
-@contextlib.contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """`ray job stop` and most schedulers end a job with SIGTERM: leave as on Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(_signal: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass
@@ -183,6 +176,7 @@ class _Job:
         trainer: TrainerGroup,
         engines: EnginePool,
         files: RunFiles,
+        checkpoints: RunCheckpoints,
         console: Console,
         history: list[dict[str, Any]],
     ) -> None:
@@ -190,8 +184,12 @@ class _Job:
         self._files, self._console, self._history = files, console, history
         self._queue = RolloutQueue(parts.task, engines, parts.sampling, config, console.say)
         self._start_of_queue = self._queue.state()
-        self._checkpoints = RunCheckpoints((files.run_dir / CHECKPOINTS).resolve())
+        self._checkpoints = checkpoints
         self._at = _Position()
+        # What a checkpoint would hold now; None while the trainer's weights are between rollouts.
+        self._boundary: dict[str, Any] | None = None
+        self._reach_boundary()
+        self._saved = 0
         self._last_sent = -1
         self._sync_seconds = 0.0  # of the sync before this rollout
         self._restarts, self._restarts_in_a_row, self._furthest = 0, 0, -1
@@ -210,7 +208,16 @@ class _Job:
 
             self._dump = LogProbDump(config.dump_log_probs, force=config.resumes)
 
-    def run(self) -> None:
+    def run(self, interrupts: Interrupts) -> None:
+        """All rollouts that are left; an interrupted job is saved where it stands."""
+        try:
+            self._train(interrupts)
+        except KeyboardInterrupt:
+            if self._config.saves_at_end:
+                self._save_interrupted()
+            raise
+
+    def _train(self, interrupts: Interrupts) -> None:
         """All rollouts that are left, through losses of engines and of trainer ranks."""
         if self._config.resumes:
             self._resume()
@@ -221,17 +228,28 @@ class _Job:
             self._trainer.while_waiting(self._queue.pump)
         while self._at.rollouts < self._config.num_rollouts:
             try:
-                self._one_rollout()
+                self._one_rollout(interrupts)
             except ParallelError as error:
                 self._recover(error)
         if self._config.save_hf:
             target = self._files.run_dir / MODEL
-            self._trainer.save_hf(str(target.resolve()), self._config.hf_checkpoint)
+            self._trainer.save_hf(
+                str(target.resolve()), self._config.hf_checkpoint, replace=self._config.resumes
+            )
             self._console.say(f"model written to {target}")
 
-    def _one_rollout(self) -> None:
-        config, began = self._config, time.monotonic()
+    def _one_rollout(self, interrupts: Interrupts) -> None:
+        began = time.monotonic()
         groups = self._queue.take(self._at.version)
+        with contextlib.ExitStack() as stack:
+            if self._config.saves_at_end:
+                until = "the job ends and saves after the training on this rollout"
+                stack.enter_context(interrupts.held_back(until))
+            self._train_on(groups, began)
+
+    def _train_on(self, groups: list[Group], began: float) -> None:
+        """Train on a rollout, save if it is time to, and send the weights to the engines."""
+        config, self._boundary = self._config, None
         self._queue.pump()
         generated = time.monotonic()
         batch = prepare_batch(config, groups, self._parts.route_shape)
@@ -251,14 +269,35 @@ class _Job:
         self._files.log_prompts(self._at.rollouts, trained, self._queue.take_dropped())
         self._at.rollouts += 1
         self._at.version += 1
+        self._reach_boundary()
         last = self._at.rollouts == config.num_rollouts
-        if config.save_interval and (last or self._at.rollouts % config.save_interval == 0):
-            # Prompts and seeds follow from numbers, so there is no generator state to save.
-            state = {"position": asdict(self._at), "queue": self._queue.state()}
-            self._checkpoints.add(self._at.updates)
-            self._trainer.save_checkpoint(str(self._checkpoints.root), self._at.updates, state)
+        due = config.save_interval and self._at.rollouts % config.save_interval == 0
+        if due or (last and config.saves_at_end):
+            self._save()
         if not last:
             self._sync_weights(wait=not config.async_rollouts)
+
+    def _reach_boundary(self) -> None:
+        # Prompts and seeds follow from numbers, so there is no generator state to save.
+        self._boundary = {"position": asdict(self._at), "queue": self._queue.state()}
+
+    def _save(self) -> None:
+        assert self._boundary is not None
+        self._checkpoints.add(self._at.updates)
+        root = str(self._checkpoints.root)
+        self._trainer.save_checkpoint(root, self._at.updates, self._boundary)
+        self._saved = self._at.rollouts
+
+    def _save_interrupted(self) -> None:
+        """Save the weights after the last whole rollout, unless that has been done."""
+        if self._boundary is None:
+            self._console.say("what was trained since the last checkpoint is not saved")
+        elif self._at.rollouts > self._saved:
+            self._console.say(f"saves the weights after rollout {self._at.rollouts}")
+            try:
+                self._save()
+            except MegatronTisError as error:
+                self._console.complain("error", f"the weights are not saved: {error}")
 
     def _one_update(self, batch: RolloutBatch, described: dict[str, float], began: float) -> None:
         started = time.monotonic()
@@ -374,6 +413,7 @@ class _Job:
             self._count_restart(error)
             who = ", ".join(dead) or str(error).splitlines()[0]
             self._console.say(f"the trainer is restarted, it lost {who}")
+            self._boundary = None
             try:
                 self._engines.forget()
                 self._trainer.restart()
@@ -428,6 +468,8 @@ class _Job:
             f"goes on after rollout {self._at.rollouts} of {self._config.num_rollouts}"
         )
         self._sync_weights(wait=True)
+        self._saved = self._at.rollouts
+        self._reach_boundary()
 
 
 def learning_rate(config: JobConfig, update: int) -> float:

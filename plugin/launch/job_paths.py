@@ -14,7 +14,7 @@ _CODE = (
 )
 _FILES = (
     *("hf_checkpoint", "ref_hf_checkpoint", "teacher_hf_checkpoint", "prompt_data"),
-    "rollout_weights_dir",
+    *("rollout_weights_dir", "dump_log_probs"),
 )
 
 

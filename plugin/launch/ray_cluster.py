@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import socket
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from plugin.config import JobConfig
 from plugin.errors import ClusterError, ConfigError
@@ -41,11 +43,12 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
     slots = plan_resources(config, use_gpus=False).cpu_slots
     tried, over = threading.Event(), threading.Event()
     failures: list[BaseException] = []
+    sessions: list[str] = []
 
     def connect() -> None:
         try:
             if config.address is None:
-                _start_private(slots)
+                sessions.append(_start_private(slots))
             else:
                 _join(config.address)
         except BaseException as error:
@@ -68,6 +71,9 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
         thread.start()
     try:
         yield connected
+    except Exception:
+        sessions.clear()  # its logs may tell why
+        raise
     finally:
         if thread.ident:
             tried.wait()
@@ -75,10 +81,15 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
                 ray.shutdown()
             over.set()
             thread.join()
+        for session in sessions:
+            shutil.rmtree(session, ignore_errors=True)
 
 
-def _start_private(cpu_slots: int) -> None:
-    """Start Ray with at least `cpu_slots` slots, however few cores the machine has."""
+def _start_private(cpu_slots: int) -> str:
+    """Start Ray with at least `cpu_slots` slots, however few cores the machine has.
+
+    Returns the directory of its logs and sockets.
+    """
     import ray
 
     if ray.is_initialized():
@@ -87,7 +98,7 @@ def _start_private(cpu_slots: int) -> None:
         )
     for attempt in range(_START_ATTEMPTS):
         try:
-            ray.init(
+            context: Any = ray.init(
                 address="local",
                 num_cpus=max(cpu_slots, os.cpu_count() or 1),
                 include_dashboard=False,
@@ -110,6 +121,7 @@ def _start_private(cpu_slots: int) -> None:
             f"set {_LOOPBACK_SWITCH}=0 before importing ray to keep it on loopback",
             stacklevel=4,
         )
+    return str(context.address_info["session_dir"])
 
 
 def check_address(address: str) -> None:

@@ -53,17 +53,17 @@ def changed_settings(run_dir: Path, config: JobConfig) -> Iterator[str]:
             yield f"--{name.replace('_', '-')} was {before[name]}, is {now[name]}"
 
 
-def find_checkpoint(root: Path, name: str | None) -> Path | None:
-    """The checkpoint to resume from: the one named, or the latest; None if there is none yet."""
+def find_checkpoint(root: Path, name: str | None, option: str = "--resume-from") -> Path | None:
+    """The checkpoint that `option` names, or the latest; None if there is none yet."""
     complete = complete_checkpoints(root)
     if name is None:
         return resolve(root) if complete else None
     for path in complete:
-        if step_of(path) == int(name.removeprefix("step_")):
+        if name.removeprefix("step_").lstrip("0") == str(step_of(path)):
             return path
     there = ", ".join(path.name for path in complete) or "none"
     raise ConfigError(
-        f"--resume-from {name}: {root} holds no such checkpoint; complete ones there: {there}"
+        f"{option} {name}: {root} holds no such checkpoint; complete ones there: {there}"
     )
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plugin.config import JobConfig
@@ -65,6 +67,8 @@ def _run(
         # Here, so that nobody waits for Ray's end to read it.
         return _complain(error, console, args)
     learned = _summarize(result, config, console) if result.history else True
+    if result.checkpoint is not None:
+        _say_how_to_go_on(result.checkpoint, result, config, console)
     return 130 if result.interrupted else 0 if learned else 1
 
 
@@ -82,6 +86,19 @@ def _summarize(result: JobResult, config: JobConfig, console: Console) -> bool:
     for finding in learning_findings(result.history, config):
         console.say(str(finding))
     return any_step_applied(result.history)
+
+
+def _say_how_to_go_on(
+    checkpoint: Path, result: JobResult, config: JobConfig, console: Console
+) -> None:
+    run_dir = shlex.quote(str(result.run_dir))
+    more = "" if result.interrupted else f" --num-rollouts {2 * config.num_rollouts}"
+    console.say(
+        f"weights: {checkpoint}\n"
+        f"  go on:  megatron-tis train --config {run_dir}/config.yaml --run-dir {run_dir} "
+        f"--resume{more}\n"
+        f"  export: megatron-tis export {run_dir} {run_dir}/model_{checkpoint.name}"
+    )
 
 
 def _complain(error: MegatronTisError, console: Console, args: argparse.Namespace) -> int:

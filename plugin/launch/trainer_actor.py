@@ -11,6 +11,7 @@ import os
 import socket
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from plugin.config import JobConfig
 from plugin.launch.array_transport import Arrays, batch_from_arrays
+from plugin.launch.directory_lock import OwnedDirectory
 from plugin.launch.model_source import ModelSource
 from plugin.launch.remote_calls import ReportingActor
 from plugin.megatron_backend.cpu_runtime import import_megatron
@@ -75,11 +77,13 @@ class TrainerRank(ReportingActor):
     def open_rendezvous(self) -> str:
         """An address at which all ranks can meet; called on rank 0.
 
-        On one node that is a file. Across nodes it is a TCP store that listens on this node's
-        address only; torch's own would listen on every interface.
+        On one node that is a file, which the driver removes. Across nodes it is a TCP store that
+        listens on this node's address only; torch's own would listen on every interface.
         """
         if self._config.num_nodes == 1:
-            return f"file://{tempfile.mkdtemp(prefix='megatron_tis_')}/rendezvous"
+            root = Path(tempfile.gettempdir())
+            self._meeting = OwnedDirectory(root, "megatron_tis_", "TMPDIR", 0o700)
+            return f"file://{self._meeting.path}/rendezvous"
         from torch.distributed import TCPStore
 
         address = self.place().address
@@ -193,12 +197,14 @@ class TrainerRank(ReportingActor):
             return None
         return [ray.put(bucket) for bucket in pack_buckets(exported)]
 
-    def save_hf(self, directory: str, tokenizer_from: str | None) -> None:
+    def save_hf(self, directory: str, tokenizer_from: str | None, replace: bool) -> None:
         """Write the policy as a Hugging Face directory, from rank 0."""
         from plugin.megatron_backend.model.hf_weights import save_hf_checkpoint
 
         chunks = self._trainers["policy"].chunks
-        save_hf_checkpoint(directory, chunks, self._groups, tokenizer_from=tokenizer_from)
+        save_hf_checkpoint(
+            directory, chunks, self._groups, tokenizer_from=tokenizer_from, replace=replace
+        )
 
     def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any], keep: int) -> None:
         """Write `<root>/step_<step>` with the driver's state in it and keep the last `keep`."""

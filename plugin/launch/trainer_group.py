@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ class TrainerGroup:
         self._config, self._console = config, console
         self._plan, self._reservation = plan, reservation
         self._idle: Callable[[], None] | None = None
+        self._rendezvous = ""
         self._built: dict[PolicyName, ModelSource] = {}
         self._ranks = self._start()
 
@@ -87,8 +90,10 @@ class TrainerGroup:
         )
         self._ranks = [self._ranks[i] for i in order]
         self.places = [places[i] for i in order]
-        [rendezvous] = self._wait([self._ranks[0].call.remote("open_rendezvous")], ["rank 0"])
-        calls = [rank.call.remote("join", i, rendezvous) for i, rank in enumerate(self._ranks)]
+        [self._rendezvous] = self._wait([self._ranks[0].call.remote("open_rendezvous")], ["rank 0"])
+        calls = [
+            rank.call.remote("join", i, self._rendezvous) for i, rank in enumerate(self._ranks)
+        ]
         self._wait(calls, self._names())
 
     def _wait(self, calls: list[Any], names: list[str]) -> list[Any]:
@@ -128,9 +133,9 @@ class TrainerGroup:
         """Load the newest checkpoint in `root` and return the driver's state."""
         return self._call("load_checkpoint", root, timeout=self._config.start_timeout)[0]
 
-    def save_hf(self, directory: str, tokenizer_from: str | None) -> None:
+    def save_hf(self, directory: str, tokenizer_from: str | None, *, replace: bool) -> None:
         """Write the policy as a Hugging Face directory."""
-        self._call("save_hf", directory, tokenizer_from)
+        self._call("save_hf", directory, tokenizer_from, replace)
 
     def close(self) -> None:
         """End the actors; what they compute is lost."""
@@ -138,6 +143,10 @@ class TrainerGroup:
 
         for rank in self._ranks:
             ray.kill(rank)
+        if self._rendezvous.startswith("file://"):
+            # On a machine other than the driver's, the next job there removes it.
+            directory = Path(self._rendezvous.removeprefix("file://")).parent
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _call(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
         calls = [rank.call.remote(method, *arguments) for rank in self._ranks]

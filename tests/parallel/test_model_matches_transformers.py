@@ -319,19 +319,20 @@ def test_a_checkpoint_directory_loads_like_its_state_dict(run_ranks: Any, tmp_pa
 
 def save_with_tokenizer_on_rank(groups: ParallelGroups, tokenizer: str, target: str) -> None:
     chunks = build_model(tiny_llama(), TrainerConfig(), groups)
-    save_hf_checkpoint(target, chunks, groups, tokenizer_from=tokenizer)
+    for replace in (False, True):
+        save_hf_checkpoint(target, chunks, groups, tokenizer_from=tokenizer, replace=replace)
 
 
 def test_a_saved_checkpoint_takes_the_tokenizer_along(run_ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+    kept = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    for name in (*kept, "model.safetensors"):
         (tmp_path / "base" / name).write_text(name)
     target = tmp_path / "saved"
     run_ranks(save_with_tokenizer_on_rank, 2, str(tmp_path / "base"), str(target), **{TP: 2})
-    assert (target / "tokenizer.json").read_text() == "tokenizer.json"
-    assert (target / "tokenizer_config.json").exists()
+    assert [(target / name).read_text() for name in kept] == list(kept)
     assert not (target / "model.safetensors").exists(), "weights come from the model only"
-    assert not (tmp_path / "saved.partial").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "saved"}
 
 
 def test_a_tied_model_leaves_no_trace_on_an_untied_one_built_later(run_ranks: Any) -> None:

@@ -46,8 +46,12 @@ BUILD_SECONDS = 120
 def load_library() -> ctypes.CDLL | None:
     """Return the compiled kernels, built if not cached; None, with a warning, if impossible."""
     try:
-        path = cache_directory() / f"logprob_rows-{_build_key()}.so"
-        return _with_signatures(_open_or_build(path))
+        name, directory = f"logprob_rows-{_build_key()}.so", cache_directory()
+        if directory is not None:
+            return _with_signatures(_open_or_build(directory / name))
+        # A loaded library does not need its file any more.
+        with tempfile.TemporaryDirectory(prefix="megatron-tis-") as temporary:
+            return _with_signatures(_open_or_build(Path(temporary) / name))
     except (OSError, subprocess.SubprocessError) as error:
         details = getattr(error, "stderr", None) or error
         warnings.warn(
@@ -70,19 +74,15 @@ def _open_or_build(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def cache_directory() -> Path:
-    """Return where compiled kernels are kept: the user's cache, or a temporary directory."""
+def cache_directory() -> Path | None:
+    """Return where compiled kernels are kept in the user's cache; None if it is not writable."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = root / "megatron-tis"
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="megatron-tis-"))
-    return (
-        directory
-        if os.access(directory, os.W_OK)
-        else Path(tempfile.mkdtemp(prefix="megatron-tis-"))
-    )
+        return None
+    return directory if os.access(directory, os.W_OK) else None
 
 
 def build_library(path: Path) -> None:

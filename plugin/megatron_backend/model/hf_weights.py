@@ -44,7 +44,11 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 _PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
+#: What an exported model takes along from the one it was trained from.
+_COMPANIONS = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "*.jinja", "chat_template.json", "generation_config.json"),
+)
 
 
 def unwrap(chunk: torch.nn.Module) -> Any:
@@ -146,15 +150,18 @@ def save_hf_checkpoint(
     *,
     tokenizer_from: str | Path | None = None,
     shard_bytes: int = 4 * 1024**3,
+    replace: bool = False,
 ) -> None:
     """Write config and sharded safetensors that `transformers` loads; collective, rank 0 writes.
 
-    The directory must not exist yet, or be empty; it appears complete or not at all. A failure to
-    write is raised on every rank.
+    The directory must not exist yet, or be empty, unless `replace`; it appears complete or not at
+    all. A failure to write is raised on every rank.
+
+    tokenizer_from: model directory whose tokenizer and generation settings are copied
     """
     errors, writer = ErrorCollector(), None
     with errors.collecting():
-        writer = _Writer(Path(directory), shard_bytes) if groups.rank == 0 else None
+        writer = _Writer(Path(directory), shard_bytes, replace) if groups.rank == 0 else None
     # Rank 0 keeps iterating after a failed write, so that nobody waits for it in a collective.
     for name, tensor in export_hf_weights(chunks, groups):
         with errors.collecting():
@@ -328,8 +335,8 @@ def _all_gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 class _Writer:
     """Collects tensors into shards and makes the finished directory appear at once."""
 
-    def __init__(self, directory: Path, shard_bytes: int) -> None:
-        if directory.exists() and any(directory.iterdir()):
+    def __init__(self, directory: Path, shard_bytes: int, replace: bool) -> None:
+        if not replace and directory.exists() and any(directory.iterdir()):
             raise WeightError(f"{directory} exists and is not empty; choose a new directory")
         self._directory, self._shard_bytes = directory, shard_bytes
         self._partial = directory.with_name(directory.name + ".partial")
@@ -371,9 +378,13 @@ class _Writer:
             FAMILIES[hf_config.model_type].architecture
         ]
         named.save_pretrained(self._partial)
-        for pattern in _TOKENIZER_FILES if tokenizer_from else ():
-            for tokenizer_file in Path(str(tokenizer_from)).glob(pattern):
-                shutil.copy(tokenizer_file, self._partial)
+        for pattern in _COMPANIONS if tokenizer_from else ():
+            for companion in Path(str(tokenizer_from)).glob(pattern):
+                shutil.copy(companion, self._partial)
         if self._directory.exists():
-            self._directory.rmdir()
-        self._partial.rename(self._directory)
+            replaced = self._directory.with_name(self._directory.name + ".replaced")
+            self._directory.rename(replaced)
+            self._partial.rename(self._directory)
+            shutil.rmtree(replaced)
+        else:
+            self._partial.rename(self._directory)

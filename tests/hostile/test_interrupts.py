@@ -1,0 +1,80 @@
+"""Ctrl-C saves no half-trained weights, and a second one is obeyed at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from plugin.config import JobConfig
+from plugin.launch import job as jobs
+from plugin.launch.console import Console
+from plugin.launch.interrupts import Interrupts, ignored_interrupts
+
+
+def press(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_waits_for_the_end_of_an_update(number: int) -> None:
+    said: list[str] = []
+    interrupts, finished = Interrupts(said.append), False
+    with interrupts.handled(), pytest.raises(KeyboardInterrupt):
+        with interrupts.held_back("the update is finished first"):
+            press(number)
+            finished = True
+        raise AssertionError("the interrupt was lost")
+    assert finished and said == ["interrupted: the update is finished first; again to end at once"]
+    with interrupts.handled(), pytest.raises(KeyboardInterrupt):
+        press(number)
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    interrupts, reached = Interrupts(lambda text: None), []
+    with (
+        interrupts.handled(),
+        pytest.raises(KeyboardInterrupt),
+        interrupts.held_back("finishes"),
+    ):
+        press()
+        reached.append(1)
+        press()
+        reached.append(2)
+    assert reached == [1]
+    with interrupts.handled(), interrupts.held_back("finishes"):
+        pass
+
+
+def test_a_second_interrupt_does_not_lose_the_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        def __enter__(self) -> None:
+            raise KeyboardInterrupt
+
+        def __exit__(self, *_: object) -> None: ...
+
+    def report(files: jobs.RunFiles) -> None:
+        press()
+        press(signal.SIGTERM)
+
+    monkeypatch.setattr(jobs, "check_job", lambda config, say: None)
+    monkeypatch.setattr(jobs, "_running", lambda *_: Interrupted())
+    monkeypatch.setattr(jobs, "earlier_steps", lambda run_dir: ([{"step": 1}], []))
+    monkeypatch.setattr(jobs.RunFiles, "write_report", report)
+    config = JobConfig.from_sources({"run_dir": str(tmp_path), "resume": True})
+    result = jobs.run_job(config, Console())
+    assert result.interrupted and result.history == [{"step": 1}]
+    with ignored_interrupts():
+        press()
+
+
+def test_weights_of_an_own_model_are_not_thrown_away_by_default() -> None:
+    own = {"hf_checkpoint": "model", "prompt_data": "rows.jsonl"}
+    assert not JobConfig.from_sources({}).saves_at_end
+    assert JobConfig.from_sources(own).saves_at_end
+    assert JobConfig.from_sources({"save_interval": 5}).saves_at_end
+    assert not JobConfig.from_sources({**own, "save_at_end": False}).saves_at_end
