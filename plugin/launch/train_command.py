@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plugin.config import JobConfig
-from plugin.errors import ConfigError, HookLoadError, MegatronTisError
+from plugin.errors import ConfigError, HookLoadError, MegatronTisError, ParallelError
 from plugin.launch.console import Console, capture_warnings
 
 if TYPE_CHECKING:
@@ -63,9 +64,14 @@ def _run(
         with console.phase("loading torch"):
             from plugin.launch.job import run_job
         result = run_job(config, console, connected)
+    except ParallelError:
+        raise  # through the cluster, which then keeps Ray's logs
     except MegatronTisError as error:
         # Here, so that nobody waits for Ray's end to read it.
         return _complain(error, console, args)
+    if result.interrupted:
+        # What is left are the summary and the end of Ray.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     learned = _summarize(result, config, console) if result.history else True
     if result.checkpoint is not None:
         _say_how_to_go_on(result.checkpoint, result, config, console)
