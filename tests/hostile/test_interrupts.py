@@ -66,7 +66,7 @@ def test_a_second_interrupt_does_not_lose_the_summary(
     monkeypatch.setattr(jobs, "earlier_steps", lambda run_dir: ([{"step": 1}], []))
     monkeypatch.setattr(jobs.RunFiles, "write_report", report)
     config = JobConfig.from_sources({"run_dir": str(tmp_path), "resume": True})
-    result = jobs.run_job(config, Console())
+    result = jobs.run_job(config, Console(), lambda: None)
     assert result.interrupted and result.history == [{"step": 1}]
     with ignored_interrupts():
         press()
