@@ -25,8 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the model."""
-    # Before torch is imported: one GPU might be too small for what several trained.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from plugin.launch.console import Console, capture_warnings
 
     console = Console()
@@ -53,6 +51,8 @@ def export(run_dir: Path, target: Path, name: str | None = None) -> Path:
             f"{run_dir} holds no complete checkpoint; give the run directory of a job that saved "
             "one (--save-interval, or at the end)"
         )
+    # Before anything asks for CUDA: one GPU might be too small for what several trained.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     config = JobConfig.from_sources(settings)
     source = policy_source(config)
     _convert(chosen, target, config.train_dtype, source.as_config(), config.hf_checkpoint)
