@@ -6,14 +6,17 @@ sides generate and train on the same number of tokens however their policies dev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from plugin.config import JobConfig
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET, CopyDigitsTask
+from plugin.rollout.tasks.protocol import Prompt
 
 SEED = 1234
+_CHARACTERS = CharacterTokenizer(ALPHABET)
 
 
 class Model(NamedTuple):
@@ -22,15 +25,23 @@ class Model(NamedTuple):
     hidden: int
     layers: int
     heads: int
-    vocabulary: int = CharacterTokenizer(ALPHABET).vocab_size
+    vocabulary: int = _CHARACTERS.vocab_size
 
 
 class EndlessDigits(CopyDigitsTask):
-    """Copy three digits; nothing ends a response before its greatest length."""
+    """Copy three digits; nothing ends a response before its greatest length.
+
+    In a larger vocabulary every token stands for the character of its id modulo the alphabet, or a random policy
+    would never earn a reward and its gradient would be 0.
+    """
 
     def __init__(self) -> None:
-        super().__init__(CharacterTokenizer(ALPHABET), seed=SEED)
+        super().__init__(_CHARACTERS, seed=SEED)
         self.stop_token_ids = ()
+
+    def reward(self, prompt: Prompt, response: Sequence[int]) -> float:
+        """Right positions divided by the longer of response and answer."""
+        return super().reward(prompt, [token % _CHARACTERS.vocab_size for token in response])
 
 
 def make_task(config: JobConfig, tokenizer: Any) -> EndlessDigits:
@@ -63,8 +74,7 @@ def write_model(model: Model, longest: int, directory: Path) -> None:
     torch.manual_seed(SEED)
     weights = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights.save_pretrained(directory)
-    characters = CharacterTokenizer(ALPHABET)
-    words = [characters.decode([i]) for i in range(characters.vocab_size)]
+    words = [_CHARACTERS.decode([i]) for i in range(_CHARACTERS.vocab_size)]
     words += [f"<{i}>" for i in range(len(words), model.vocabulary)] + ["<end>"]
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=words[0]))

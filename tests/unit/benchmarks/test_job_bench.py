@@ -32,6 +32,8 @@ def test_no_token_ends_a_response_of_the_task() -> None:
     digits = [int(character) for character in prompt.data["answer"]]
     # 3 digits are right, the end is not among 8 tokens
     assert task.reward(prompt, [*digits, 0, 0, 0, 0, 0]) == 3 / 8
+    # of a larger vocabulary, ids modulo 15 characters
+    assert task.reward(prompt, [digit + 15 for digit in digits]) == 3 / 4
 
 
 @pytest.mark.parametrize("kind", ["synchronous", "TRL"])
