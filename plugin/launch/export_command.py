@@ -44,7 +44,8 @@ def export(run_dir: Path, target: Path, name: str | None = None) -> Path:
 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty; choose a new directory")
-    settings = read_yaml(run_dir / "config.yaml", "RUN_DIR")
+    settings_file = run_dir / "config.yaml"
+    read_yaml(settings_file, "RUN_DIR")
     chosen = find_checkpoint(run_dir / CHECKPOINTS, name, "--checkpoint")
     if chosen is None:
         raise ConfigError(
@@ -53,7 +54,7 @@ def export(run_dir: Path, target: Path, name: str | None = None) -> Path:
         )
     # Before anything asks for CUDA: one GPU might be too small for what several trained.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    config = JobConfig.from_sources(settings)
+    config = JobConfig.from_sources({}, settings_file)
     source = policy_source(config)
     _convert(chosen, target, config.train_dtype, source.as_config(), config.hf_checkpoint)
     return chosen
