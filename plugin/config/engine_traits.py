@@ -12,6 +12,7 @@ class EngineTraits:
     factory: import path of `fn(config, hf_config, name) -> RolloutEngine`
     asks_servers: generates on the servers at --rollout-url, which load weights from a directory
     quantizes: reads --rollout-quantization
+    reads_views: takes weight buckets as read-only views of shared memory instead of bytes
     package: what has to be installed where the engine runs, and how to install it
     lowest_temperature: what it raises lower temperatures to
     smallest_head_dim: of the models it can run on CPU
@@ -20,6 +21,7 @@ class EngineTraits:
     factory: str
     asks_servers: bool = False
     quantizes: bool = False
+    reads_views: bool = False
     package: tuple[str, str] | None = None
     lowest_temperature: float = 0.0
     smallest_head_dim: int = 1
@@ -27,7 +29,7 @@ class EngineTraits:
 
 ENGINES: dict[str, EngineTraits] = {
     "transformers": EngineTraits(
-        "plugin.rollout.engines.transformers_engine:make_engine", quantizes=True
+        "plugin.rollout.engines.transformers_engine:make_engine", quantizes=True, reads_views=True
     ),
     "vllm": EngineTraits(
         "plugin.rollout.engines.vllm_engine:make_engine",
@@ -36,7 +38,10 @@ ENGINES: dict[str, EngineTraits] = {
         smallest_head_dim=32,
     ),
     "http": EngineTraits(
-        "plugin.rollout.engines.http_engine:make_engine", asks_servers=True, smallest_head_dim=32
+        "plugin.rollout.engines.http_engine:make_engine",
+        asks_servers=True,
+        reads_views=True,
+        smallest_head_dim=32,
     ),
 }
 

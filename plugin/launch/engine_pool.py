@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, ClusterError, EngineError, ParallelError, SenderLost
 from plugin.launch.array_transport import Arrays, trajectories_from_arrays, trajectories_to_arrays
@@ -35,8 +37,9 @@ class EngineActor(ReportingActor):
         name: str,
         secrets: Mapping[str, str],
     ) -> None:
-        super().__init__(config)
+        super().__init__()
         self.use_threads(config, "engine", hf_config)
+        self._reads_views = config.engine_traits.reads_views
         os.environ.update(secrets)
         self._engine = make_engine(config, hf_config, name)
         self._rollouts = choose_rollouts(config)
@@ -48,9 +51,10 @@ class EngineActor(ReportingActor):
         """One trajectory per seed of every request."""
         return trajectories_to_arrays(self._rollouts(self._engine, requests, parameters))
 
-    def load_weights(self, version: int, bucket: bytes, last: bool) -> None:
-        """As `RolloutEngine.load_weights`; Ray passes only positional arguments on."""
-        self._engine.load_weights(version, bucket, last=last)
+    def load_weights(self, version: int, bucket: np.ndarray, last: bool) -> None:
+        """As `RolloutEngine.load_weights`, from the object store's own memory where it can be."""
+        given: Any = bucket if self._reads_views else bucket.tobytes()
+        self._engine.load_weights(version, given, last=last)
 
 
 @dataclass

@@ -53,7 +53,7 @@ class Reported:
 class ReportingActor:
     """Base of the job's actors. The driver calls every method through `call`."""
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self) -> None:
         self._warnings: list[str] = []
         self._printed: list[str] = []
         capture_warnings(self._warnings.append)

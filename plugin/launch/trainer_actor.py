@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,7 +57,7 @@ class TrainerRank(ReportingActor):
     """Holds the policy and, where the loss needs them, the reference and the teacher."""
 
     def __init__(self, config: JobConfig) -> None:
-        super().__init__(config)
+        super().__init__()
         self._config = config
         self._trainers: dict[PolicyName, Any] = {}
         self._rank = -1
@@ -195,7 +196,8 @@ class TrainerRank(ReportingActor):
             for _ in exported:
                 pass
             return None
-        return [ray.put(bucket) for bucket in pack_buckets(exported)]
+        # Ray copies arrays once, into shared memory, and bytes on the way in and on the way out.
+        return [ray.put(np.frombuffer(bucket, np.uint8)) for bucket in pack_buckets(exported)]
 
     def save_hf(self, directory: str, tokenizer_from: str | None, replace: bool) -> None:
         """Write the policy as a Hugging Face directory, from rank 0."""

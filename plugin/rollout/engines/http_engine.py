@@ -15,6 +15,8 @@ from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, WeightError
 from plugin.rollout.engines.choice import api_key
@@ -121,7 +123,7 @@ class HttpEngine:
 
     # -- weights
 
-    def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
+    def load_weights(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
         """Take a bucket of version `version`; the last one has every server load it from disk.
 
         A server that does not confirm the version is out of service until it does.

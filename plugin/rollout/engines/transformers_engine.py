@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,7 +71,7 @@ class TransformersEngine:
         self._name = name
         self._generated_tokens = 0
 
-    def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
+    def load_weights(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
         """One bucket of version `version`; see `RolloutEngine`."""
         self._loader.load(version, bucket, last=last)
 

@@ -6,10 +6,13 @@ into two tensors; per-expert names are written into their slices.
 
 from __future__ import annotations
 
+import json
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,14 @@ from plugin.rollout.engines.int8_weights import Int8Linear, through_int8
 
 #: Version of an engine that has received no weights yet; the first real one is 0.
 NO_WEIGHTS = -1
+
+#: How a safetensors header names what trainers export.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 
@@ -38,6 +49,23 @@ def pack_buckets(
         size += tensor.nbytes
     if held:
         yield safetensors.torch.save(held)
+
+
+def read_bucket(bucket: bytes | np.ndarray) -> dict[str, Tensor]:
+    """The tensors of a bucket as views of its memory, which may be read-only."""
+    raw = np.frombuffer(bucket, np.uint8)
+    start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+    header = json.loads(raw[8:start].tobytes())
+    with warnings.catch_warnings():
+        # torch warns of memory that it must not write to.
+        warnings.simplefilter("ignore")
+        data = torch.from_numpy(raw[start:])
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            tensors[name] = data[begin:end].view(_DTYPES[entry["dtype"]]).view(entry["shape"])
+    return tensors
 
 
 class WeightLoader:
@@ -68,7 +96,7 @@ class WeightLoader:
             state = "half of a new version" if self.is_partial else "no weights"
             raise EngineError(f"{name} has {state}; finish load_weights before generate")
 
-    def load(self, version: int, bucket: bytes, *, last: bool) -> None:
+    def load(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
         """Take one bucket of `version`; the last one makes it current."""
         if self._loading is None:
             if version <= self.version:
@@ -82,7 +110,7 @@ class WeightLoader:
                 f"a bucket of version {version} arrived while version {self._loading} is incomplete"
             )
         with torch.no_grad():
-            for name, tensor in safetensors.torch.load(bucket).items():
+            for name, tensor in read_bucket(bucket).items():
                 self._store(name, tensor)
         if not last:
             return

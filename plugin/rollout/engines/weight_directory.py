@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 
 class WeightDirectory:
     """Writes `<label>` directories below `root`; one that has this name is complete.
@@ -37,10 +39,11 @@ class WeightDirectory:
         self._buckets = 0
         self._partial.mkdir()
 
-    def add(self, bucket: bytes) -> None:
+    def add(self, bucket: bytes | np.ndarray) -> None:
         """Write one more safetensors file of the version that was begun."""
         self._buckets += 1
-        (self._partial / f"model-{self._buckets:05d}.safetensors").write_bytes(bucket)
+        whole: Any = bucket
+        (self._partial / f"model-{self._buckets:05d}.safetensors").write_bytes(whole)
 
     def finish(self, version: int) -> None:
         """Make the version visible under its label."""
