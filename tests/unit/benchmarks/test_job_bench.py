@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import job_figure, report
+from benchmarks.job_bench import _driver_costs
 from benchmarks.job_task import EndlessDigits
 from benchmarks.job_worker import JobSpec, Turns
 
@@ -74,3 +75,10 @@ def test_a_quick_run_makes_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyP
     before = job_figure.PAGE.read_text()
     assert job_figure.main() == 1
     assert job_figure.PAGE.read_text() == before
+
+
+def test_the_way_of_a_batch_can_be_followed_to_every_number_of_ranks() -> None:
+    for ranks in (1, 4):
+        costs = _driver_costs(samples=64, length=4, ranks=ranks, repeats=1)
+        assert costs.keys() == {"preparing", "cutting", "rank", "rank_bytes"}
+        assert costs["rank_bytes"] > 0
