@@ -6,16 +6,17 @@ construction of padding microbatches all walk it, so that a field added here is 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from plugin.errors import BatchError
+from plugin.ragged import Integers, Ragged, as_integers
 
 Shape = Literal["tokens", "response", "routes", "scalar"]
 
@@ -86,18 +87,24 @@ class RolloutSample:
     metadata: dict[str, Any] = dataclass_field(default_factory=dict)
 
 
-@dataclass
 class RolloutBatch:
-    """Samples as columns: `columns[name][i]` belongs to sample i; only used fields are present."""
+    """Samples as columns: `columns[name][i]` belongs to sample i; only used fields are present.
 
-    columns: dict[str, list[Any]]
+    Per-token columns are `Ragged`: one tensor with all samples end to end, and their lengths.
+    Columns of one number per sample are tensors [N]. Lists of tensors or numbers are joined.
+    """
+
+    columns: dict[str, Any]
+
+    def __init__(self, columns: Mapping[str, Sequence[Any] | Tensor]) -> None:
+        self.columns = {name: _as_column(name, values) for name, values in columns.items()}
 
     @classmethod
     def from_samples(cls, samples: Sequence[RolloutSample]) -> RolloutBatch:
         """Columns from samples; an optional field that only some samples have is an error."""
         columns: dict[str, list[Any]] = {
             "unconcat_tokens": [sample.tokens for sample in samples],
-            "total_lengths": [int(sample.tokens.numel()) for sample in samples],
+            "total_lengths": [sample.tokens.numel() for sample in samples],
             "response_lengths": [sample.response_length for sample in samples],
             "loss_masks": [sample.loss_mask for sample in samples],
             "rewards": [sample.reward for sample in samples],
@@ -126,13 +133,18 @@ class RolloutBatch:
     def __contains__(self, name: str) -> bool:
         return name in self.columns
 
-    def select(self, indices: Sequence[int]) -> RolloutBatch:
-        """The samples at `indices`, in that order."""
+    def select(self, indices: Sequence[int] | Integers) -> RolloutBatch:
+        """The samples at `indices`, in that order; neighbors are views."""
+        places = as_integers(indices)
+        numbers = torch.from_numpy(places)
         return RolloutBatch(
-            {name: [values[i] for i in indices] for name, values in self.columns.items()}
+            {
+                name: values.select(places) if isinstance(values, Ragged) else values[numbers]
+                for name, values in self.columns.items()
+            }
         )
 
-    def with_column(self, name: str, values: list[Any]) -> RolloutBatch:
+    def with_column(self, name: str, values: Sequence[Any] | Tensor) -> RolloutBatch:
         """A batch with one more (or a replaced) column."""
         if name not in FIELDS:
             raise BatchError(f"unknown field {name!r}; fields are {', '.join(FIELDS)}")
@@ -140,16 +152,21 @@ class RolloutBatch:
             raise BatchError(f"{name} has {len(values)} entries for {len(self)} samples")
         return RolloutBatch({**self.columns, name: values})
 
-    def concatenated(self, other: RolloutBatch) -> RolloutBatch:
-        """This batch followed by another with the same fields."""
-        if self.columns.keys() != other.columns.keys():
-            different = sorted(self.columns.keys() ^ other.columns.keys())
-            raise BatchError(
-                f"batches differ in the fields {', '.join(different)}; both must carry the same"
+    def concatenated(self, *others: RolloutBatch) -> RolloutBatch:
+        """This batch followed by others with the same fields."""
+        for other in others:
+            if self.columns.keys() != other.columns.keys():
+                different = sorted(self.columns.keys() ^ other.columns.keys())
+                raise BatchError(
+                    f"batches differ in the fields {', '.join(different)}; both must carry the same"
+                )
+        joined: dict[str, Any] = {}
+        for name, values in self.columns.items():
+            parts = [values, *(other.columns[name] for other in others)]
+            joined[name] = (
+                Ragged.concatenated(parts) if isinstance(values, Ragged) else torch.cat(parts)
             )
-        return RolloutBatch(
-            {name: self.columns[name] + other.columns[name] for name in self.columns}
-        )
+        return RolloutBatch(joined)
 
     def check(self) -> None:
         """Check lengths and values of every field; a `BatchError` names field, sample and position.
@@ -168,70 +185,105 @@ class RolloutBatch:
         unknown = sorted(self.columns.keys() - FIELDS.keys())
         if unknown:
             raise BatchError(f"unknown field {unknown[0]!r}; fields are {', '.join(FIELDS)}")
-        for i in range(len(self)):
-            self._check_lengths(i)
-            self._check_values(i)
+        if len(self):
+            self._check_lengths()
+            self._check_tokens()
+            self._check_numbers()
 
-    def _check_lengths(self, i: int) -> None:
-        total, response = self.columns["total_lengths"][i], self.columns["response_lengths"][i]
-        if not 0 <= response < max(total, 1):
+    def _check_lengths(self) -> None:
+        totals, responses = (
+            as_integers(self.columns[name]) for name in ("total_lengths", "response_lengths")
+        )
+        for i in np.flatnonzero((responses < 0) | (responses >= np.maximum(totals, 1)))[:1]:
             raise BatchError(
-                f"sample {i} has total length {total} and response length {response}; a response "
-                "follows at least one prompt token"
+                f"sample {i} has total length {totals[i]} and response length {responses[i]}; a "
+                "response follows at least one prompt token"
             )
         for name, values in self.columns.items():
             shape = FIELDS[name].shape
-            expected = response if shape == "response" else total
-            if shape != "scalar" and len(values[i]) != expected:
+            if shape == "scalar":
+                continue
+            expected = responses if shape == "response" else totals
+            for i in np.flatnonzero(values.lengths != expected)[:1]:
                 raise BatchError(
-                    f"{name} of sample {i} has length {len(values[i])}, expected {expected} (total "
-                    f"{total}, response {response})"
+                    f"{name} of sample {i} has length {values.lengths[i]}, expected {expected[i]} "
+                    f"(total {totals[i]}, response {responses[i]})"
                 )
 
-    def _check_values(self, i: int) -> None:
-        ids = torch.as_tensor(self.columns["unconcat_tokens"][i])
+    def _check_tokens(self) -> None:
+        tokens: Ragged = self.columns["unconcat_tokens"]
+        ids = tokens.values
         if not _is_integer(ids.dtype):
             raise BatchError(
-                f"unconcat_tokens of sample {i} are {ids.dtype}; token ids are integers, convert "
-                "them"
+                f"unconcat_tokens are {ids.dtype}; token ids are integers, convert them"
             )
         if bool((ids < 0).any()):
-            position = int((ids < 0).nonzero()[0])
+            sample, position, value = _first(ids < 0, tokens)
             raise BatchError(
-                f"unconcat_tokens of sample {i} is {int(ids[position])} at position {position}; a "
-                "token id is at least 0. Drop padding before building the batch"
+                f"unconcat_tokens of sample {sample} is {value} at position {position}; a token id "
+                "is at least 0. Drop padding before building the batch"
             )
-        mask = torch.as_tensor(self.columns["loss_masks"][i]) != 0
+
+    def _check_numbers(self) -> None:
+        mask = self.columns["loss_masks"].values != 0
         for name, column in self.columns.items():
             field = FIELDS[name]
-            if field.shape == "routes":
-                dtype = torch.as_tensor(column[i]).dtype
-                if not _is_integer(dtype):
-                    raise BatchError(
-                        f"{name} of sample {i} are {dtype}; experts are integers, convert them"
-                    )
+            if field.shape == "routes" and not _is_integer(column.values.dtype):
+                raise BatchError(
+                    f"{name} are {column.values.dtype}; experts are integers, convert them"
+                )
             if field.dtype != torch.float32:
                 continue
             if field.shape == "scalar":
-                if not math.isfinite(column[i]):
+                if not bool(column.isfinite().all()):
+                    i = int((~column.isfinite()).nonzero()[0])
                     raise BatchError(
                         f"{name} of sample {i} is {float(column[i])}; it must be finite. Repair "
                         "its source or drop the sample"
                     )
                 continue
-            values = torch.as_tensor(column[i])
+            values = column.values
             bad = mask & ~(values.abs() <= 1e4)
             bound = "finite"
             if field.log_prob:
                 bad |= mask & ~(values <= MAX_LOG_PROB)
                 bound = f"a log-probability (finite, at most {MAX_LOG_PROB})"
             if bool(bad.any()):
-                position = int(bad.nonzero()[0])
+                sample, position, value = _first(bad, column)
                 raise BatchError(
-                    f"{name} of sample {i} is {float(values[position])} at position {position}, "
-                    f"where the loss mask is 1; it must be {bound}. Mask the token or repair the "
-                    f"source of {name}"
+                    f"{name} of sample {sample} is {value} at position {position}, where the loss "
+                    f"mask is 1; it must be {bound}. Mask the token or repair the source of {name}"
                 )
+
+
+def _as_column(name: str, values: Sequence[Any] | Tensor) -> Ragged | Tensor | Sequence[Any]:
+    field = FIELDS.get(name)
+    if field is None:
+        return values  # `check` names it
+    if field.shape == "scalar":
+        return torch.as_tensor(values, dtype=field.dtype)
+    if isinstance(values, Ragged):
+        return values
+    wrong = [i for i, value in enumerate(values) if not isinstance(value, (Tensor, list, tuple))]
+    if wrong:
+        raise BatchError(
+            f"{name} of sample {wrong[0]} is {values[wrong[0]]!r}; give one tensor per sample"
+        )
+    if not len(values):
+        return Ragged(torch.zeros(0, dtype=field.dtype or torch.int64), [])
+    if field.shape == "routes" and len({value.dtype for value in values}) > 1:
+        # Engines may differ in the type of their routes; torch joins not every pair.
+        values = [value.to(torch.int64) for value in values]
+    try:
+        return Ragged.of(values)
+    except (RuntimeError, ValueError) as error:
+        raise BatchError(f"{name} of the samples do not fit together: {error}") from error
+
+
+def _first(wrong: Tensor, column: Ragged) -> tuple[int, int, float]:
+    """Sample, position in it and value of the first place of `column` where `wrong` is True."""
+    place = int(wrong.nonzero()[0])
+    return *column.place_of(place), column.values[place].item()
 
 
 def no_route(routes: Tensor) -> Tensor:
@@ -286,8 +338,8 @@ class Microbatch:
         return cls(RolloutBatch(columns), True)
 
 
-def _padding(field: Field, examples: list[Any]) -> Any:
-    """The value of `field` for one prompt and one response token, in the type of `examples`."""
+def _padding(field: Field, like: Any) -> Any:
+    """The value of `field` for one prompt and one response token, in the type of `like`."""
     if field.name == "total_lengths":
         return 2
     if field.name == "response_lengths":
@@ -295,7 +347,7 @@ def _padding(field: Field, examples: list[Any]) -> Any:
     if field.shape == "scalar":
         return int(field.padding) if field.dtype == torch.int64 else float(field.padding)
     if field.shape == "routes":
-        layers, topk = examples[0].shape[1:]
+        layers, topk = like.values.shape[1:]
         # Distinct experts: a duplicate would send a token twice to one expert.
-        return torch.arange(topk).expand(2, layers, topk).contiguous().to(examples[0].dtype)
+        return torch.arange(topk).expand(2, layers, topk).contiguous().to(like.values.dtype)
     return torch.full((2 if field.shape == "tokens" else 1,), field.padding, dtype=field.dtype)

@@ -2,63 +2,53 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from plugin.batch_types import RolloutBatch, holds_experts, no_route, route_dtype, route_faults
 from plugin.config import JobConfig
 from plugin.errors import BatchError
-from plugin.launch.rollout_queue import Group, samples_of
 from plugin.ppo_utils.advantages import estimator_of, whiten
+from plugin.ragged import Ragged
+from plugin.rollout.conversation.trajectory import Rollouts
 
 
-def prepare_batch(config: JobConfig, groups: list[Group], route_shape: Any = None) -> RolloutBatch:
-    """The groups' samples as a batch with advantages, or a `BatchError` before any rank sees it.
+def prepare_batch(config: JobConfig, rollouts: Rollouts, route_shape: Any = None) -> RolloutBatch:
+    """The samples as a batch with advantages, or a `BatchError` before any rank sees it.
 
     route_shape: (moe_layers, topk, experts) that replayed routes must have
     """
-    batch = RolloutBatch.from_samples(samples_of(groups))
+    batch = rollouts.batch.with_column(
+        "rewards", np.repeat(rollouts.rewards, rollouts.samples)
+    ).with_column("group_index", np.repeat(rollouts.groups, rollouts.samples))
     config.require_rollout_log_probs("rollout_log_probs" in batch)
     if config.use_rollout_routing_replay:
         batch = with_checked_routes(batch, route_shape)
-    counts = [len(t.samples) for group in groups for t in group.trajectories]
-    batch = batch.with_column("advantages", advantages_of(config, batch, counts))
+    batch = batch.with_column("advantages", advantages_of(config, rollouts))
     batch.check()
     return batch
 
 
-def advantages_of(
-    config: JobConfig, batch: RolloutBatch, samples_per_trajectory: Sequence[int]
-) -> list[Tensor]:
+def advantages_of(config: JobConfig, rollouts: Rollouts) -> Ragged:
     """One [response] tensor per sample, by the estimator of the configuration.
 
     A trajectory counts once, however many samples it was split into: it is scored as the one
     sequence of steps that it was, and its advantages are then split over its samples.
     """
-    masks = batch.columns["loss_masks"]
-    ends = list(itertools.accumulate(samples_per_trajectory))
-    parts = [
-        masks[end - count : end] for end, count in zip(ends, samples_per_trajectory, strict=True)
-    ]
-    last = [end - 1 for end in ends]
-    whole_masks = [torch.cat(part) for part in parts]
+    masks: Ragged = rollouts.batch.columns["loss_masks"]
+    ends = np.cumsum([0, *masks.lengths])[np.append(rollouts.sample_starts, len(masks))]
+    whole_masks = Ragged(masks.values, np.diff(ends))
     advantages = estimator_of(config.advantage_estimator)(
-        torch.tensor([batch.columns["rewards"][i] for i in last], dtype=torch.float32),
-        torch.tensor([batch.columns["group_index"][i] for i in last]),
+        torch.from_numpy(rollouts.rewards).float(),
+        torch.from_numpy(rollouts.groups),
         whole_masks,
         config,
     )
     if config.normalize_advantages:
         advantages = whiten(advantages, whole_masks)
-    return [
-        sample
-        for whole, part in zip(advantages, parts, strict=True)
-        for sample in whole.split([len(mask) for mask in part])
-    ]
+    return masks.like(Ragged.of(advantages).values)
 
 
 def with_checked_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> RolloutBatch:
@@ -72,51 +62,49 @@ def with_checked_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> Rol
             "use an engine that reports them, or --use-routing-replay"
         )
     layers, topk, experts = shape
-    for i, routes in enumerate(batch.columns["rollout_routed_experts"]):
-        if tuple(routes.shape[1:]) != (layers, topk):
-            raise BatchError(
-                f"rollout_routed_experts of sample {i} has shape {list(routes.shape)}; the model "
-                f"has {layers} MoE layers and routes each token to {topk} experts"
-            )
-        if not holds_experts(routes.dtype, experts):
-            raise BatchError(
-                f"rollout_routed_experts of sample {i} are {routes.dtype}, which does not hold "
-                f"experts 0..{experts - 1}; make the engine report {route_dtype(experts)}"
-            )
-        outside, repeated = route_faults(routes, experts)
-        if bool((outside | repeated).any()):
-            raise BatchError(
-                f"rollout_routed_experts of sample {i} repeats an expert or names one above "
-                f"{experts - 1}; repair the engine's routes (no route is a row of -1 in a signed "
-                "type)"
-            )
-        missing = no_route(routes)
-        if bool((missing.any(dim=1) & ~missing.all(dim=1)).any()):
-            raise BatchError(
-                f"rollout_routed_experts of sample {i} has a token with routes in some MoE layers "
-                "only; give all or none"
-            )
-    return batch.with_column(
-        "rollout_routed_experts",
-        [routes.to(route_dtype(experts)) for routes in batch.columns["rollout_routed_experts"]],
-    )
+    column: Ragged = batch.columns["rollout_routed_experts"]
+    routes = column.values
+    if tuple(routes.shape[1:]) != (layers, topk):
+        raise BatchError(
+            f"rollout_routed_experts have shape {list(routes.shape[1:])} per token; the model has "
+            f"{layers} MoE layers and routes each token to {topk} experts"
+        )
+    if not holds_experts(routes.dtype, experts):
+        raise BatchError(
+            f"rollout_routed_experts are {routes.dtype}, which does not hold experts "
+            f"0..{experts - 1}; make the engine report {route_dtype(experts)}"
+        )
+    outside, repeated = route_faults(routes, experts)
+    missing = no_route(routes)
+    partly = missing.any(dim=1) & ~missing.all(dim=1)
+    for wrong, problem in (
+        (
+            (outside | repeated).any(dim=1),
+            f"repeats an expert or names one above {experts - 1}; repair the engine's routes (no "
+            "route is a row of -1 in a signed type)",
+        ),
+        (partly, "has a token with routes in some MoE layers only; give all or none"),
+    ):
+        if bool(wrong.any()):
+            sample = column.sample_index[int(wrong.nonzero()[0])]
+            raise BatchError(f"rollout_routed_experts of sample {sample} {problem}")
+    return batch.with_column("rollout_routed_experts", column.like(routes.to(route_dtype(experts))))
 
 
-def describe_batch(batch: RolloutBatch, groups: Sequence[Group], version: int) -> dict[str, float]:
+def describe_batch(batch: RolloutBatch, rollouts: Rollouts, version: int) -> dict[str, float]:
     """What the driver knows about a batch: rewards, lengths, ends, turns and staleness."""
-    rewards = torch.tensor([r for group in groups for r in group.rewards], dtype=torch.float64)
-    lengths = torch.tensor(batch.columns["response_lengths"], dtype=torch.float64)
-    behind = version - torch.tensor(batch.columns["weight_versions"], dtype=torch.float64)
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    uniform = sum(max(group.rewards) == min(group.rewards) for group in groups)
+    rewards = rollouts.rewards
+    behind = version - batch.columns["weight_versions"].double()
+    starts = np.flatnonzero(np.diff(rollouts.groups, prepend=-1))
+    uniform = np.maximum.reduceat(rewards, starts) == np.minimum.reduceat(rewards, starts)
     return {
         "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std(correction=0)),
-        "uniform_group_share": uniform / len(groups),
-        "response_length": float(lengths.mean()),
-        "truncated_share": sum(t.truncated for t in trajectories) / len(trajectories),
-        "turns": sum(t.turns for t in trajectories) / len(trajectories),
-        "samples_per_trajectory": len(batch) / len(trajectories),
+        "reward_std": float(rewards.std()),
+        "uniform_group_share": float(uniform.mean()),
+        "response_length": float(batch.columns["response_lengths"].double().mean()),
+        "truncated_share": float(rollouts.truncated.mean()),
+        "turns": float(rollouts.turns.mean()),
+        "samples_per_trajectory": len(batch) / len(rollouts),
         "staleness": float(behind.mean()),
         "staleness_max": float(behind.max()),
     }

@@ -13,13 +13,13 @@ import numpy as np
 
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, ClusterError, EngineError, ParallelError, SenderLost
-from plugin.launch.array_transport import Arrays, trajectories_from_arrays, trajectories_to_arrays
+from plugin.launch.array_transport import Arrays, rollouts_from_arrays, rollouts_to_arrays
 from plugin.launch.console import Console
 from plugin.launch.directory_lock import OwnedDirectory
 from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.preflight import choose_rollouts
 from plugin.launch.remote_calls import ReportingActor, result_of, wait_for_all
-from plugin.rollout.conversation.trajectory import Trajectory
+from plugin.rollout.conversation.trajectory import Rollouts
 from plugin.rollout.engines.choice import api_key, make_engine
 from plugin.rollout.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters
 
@@ -49,7 +49,7 @@ class EngineActor(ReportingActor):
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> Arrays:
         """One trajectory per seed of every request."""
-        return trajectories_to_arrays(self._rollouts(self._engine, requests, parameters))
+        return rollouts_to_arrays(Rollouts.of(self._rollouts(self._engine, requests, parameters)))
 
     def load_weights(self, version: int, bucket: np.ndarray, last: bool) -> None:
         """As `RolloutEngine.load_weights`, from the object store's own memory where it can be."""
@@ -164,7 +164,7 @@ class EnginePool:
         wanted = 1 if wait_seconds else len(tickets)
         return ray.wait(tickets, num_returns=wanted, timeout=wait_seconds)[0]
 
-    def answer(self, ticket: Any) -> list[list[Trajectory]]:
+    def answer(self, ticket: Any) -> Rollouts:
         """The answer of a finished ticket; `ActorLost` if its engine is gone and has been replaced.
 
         Our own errors (a wrong answer, a configuration that cannot work) are not tried again.
@@ -173,7 +173,7 @@ class EnginePool:
             raise ActorLost("the engine was replaced before it answered")
         number, actor = self._asked.pop(ticket)
         try:
-            answer = trajectories_from_arrays(result_of(ticket, f"engine {number}", self._console))
+            answer = rollouts_from_arrays(result_of(ticket, f"engine {number}", self._console))
         except ParallelError as error:
             self._replace_unless_done(number, actor, str(error))
             raise ActorLost(str(error)) from error

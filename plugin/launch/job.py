@@ -34,7 +34,7 @@ from plugin.launch.resuming import (
     earlier_steps,
     find_checkpoint,
 )
-from plugin.launch.rollout_queue import Group, RolloutQueue
+from plugin.launch.rollout_queue import Group, RolloutQueue, joined
 from plugin.launch.run_directory import CHECKPOINTS, MODEL, check_run_dir, claimed_run_dir
 from plugin.launch.trainer_actor import TrainedStep
 from plugin.launch.trainer_group import TrainerGroup
@@ -252,8 +252,9 @@ class _Job:
         config, self._boundary = self._config, None
         self._queue.pump()
         generated = time.monotonic()
-        batch = prepare_batch(config, groups, self._parts.route_shape)
-        described = describe_batch(batch, groups, self._at.version)
+        rollouts = joined(groups)
+        batch = prepare_batch(config, rollouts, self._parts.route_shape)
+        described = describe_batch(batch, rollouts, self._at.version)
         prepared = time.monotonic()
         batch = self._with_log_probs(batch)
         timings = {
@@ -305,7 +306,7 @@ class _Job:
         trained = self._trainer.train(batch, self._at.version, rate)
         self._at.updates += 1
         now = time.monotonic()
-        tokens = sum(int(length) for length in batch.columns["response_lengths"])
+        tokens = int(batch.columns["response_lengths"].sum())
         counts = self._queue.counts
         line = {
             "step": self._at.updates,

@@ -12,14 +12,17 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from plugin.batch_types import RolloutSample
+import numpy as np
+from numpy.typing import NDArray
+
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, BatchError
-from plugin.rollout.conversation.trajectory import Trajectory
+from plugin.ragged import ragged_range
+from plugin.rollout.conversation.trajectory import Rollouts
 from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt, checked_reward
 
@@ -38,22 +41,30 @@ class Engines(Protocol):
         self, engine: int, requests: list[GenerationRequest], parameters: SamplingParameters
     ) -> Any: ...
     def finished(self, tickets: list[Any], *, wait_seconds: float) -> list[Any]: ...
-    def answer(self, ticket: Any) -> list[list[Trajectory]]: ...
+    def answer(self, ticket: Any) -> Rollouts: ...
     def replace(self, engine: int, reason: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class Group:
-    """The number of a prompt, and its scored responses."""
+    """The number of a prompt, and its scored responses: trajectories `place` of `rollouts`.
+
+    rollouts: an engine's whole answer, shared by the groups in it
+    """
 
     index: int
-    trajectories: list[Trajectory]
-    rewards: list[float]
+    rollouts: Rollouts
+    place: slice
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        """[n] float64."""
+        return self.rollouts.rewards[self.place]
 
     @property
     def weight_version(self) -> int:
         """The oldest weights that any of the responses came from."""
-        return min(trajectory.weight_version for trajectory in self.trajectories)
+        return int(self.rollouts.oldest_version[self.place].min())
 
 
 @dataclass(frozen=True, order=True)
@@ -213,34 +224,39 @@ class RolloutQueue:
             chunk = self._in_flight.pop(ticket)
             self._last_answer[chunk.engine] = time.monotonic()
             try:
-                answers = self.engines.answer(ticket)
+                answer = self.engines.answer(ticket)
             except ActorLost:
                 self._send_again(chunk)
             else:
-                self._accept(chunk, answers)
+                self._accept(chunk, answer)
         self._replace_hung_engines()
 
-    def _accept(self, chunk: _Chunk, answers: list[list[Trajectory]]) -> None:
-        for one_try, prompt, trajectories in zip(chunk.tries, chunk.prompts, answers, strict=True):
-            errors = [t.error for t in trajectories if t.error is not None]
+    def _accept(self, chunk: _Chunk, answer: Rollouts) -> None:
+        # Arrays of another process are read-only, and rewards are filled in here.
+        answer = replace(answer, rewards=answer.rewards.copy())
+        ends = np.searchsorted(answer.groups, np.arange(len(chunk.tries) + 1))
+        for number, (one_try, prompt) in enumerate(zip(chunk.tries, chunk.prompts, strict=True)):
+            place = slice(int(ends[number]), int(ends[number + 1]))
+            errors = [error for error in answer.errors[place].tolist() if error]
             if errors:
                 self._resample_or_drop(one_try, errors)
                 continue
             try:
-                rewards = [self._reward(prompt, trajectory) for trajectory in trajectories]
+                self._score(answer, place, prompt)
             except BatchError as error:
                 self._count_failed_reward(str(error))
                 self._resample_or_drop(one_try, [str(error)], _REWARD_ATTEMPTS)
                 continue
             self._reward_errors.clear()
-            self._ready.append(Group(one_try.index, trajectories, rewards))
+            self._ready.append(Group(one_try.index, answer, place))
 
-    def _reward(self, prompt: Prompt, trajectory: Trajectory) -> float:
-        if trajectory.reward is not None:
-            return trajectory.reward
-        last = trajectory.samples[-1]
-        response = last.tokens[-last.response_length :].tolist()
-        return checked_reward(self.task, prompt, response, self.config.reward_timeout)
+    def _score(self, answer: Rollouts, place: slice, prompt: Prompt) -> None:
+        """Fill in the rewards that the task gives."""
+        for i in range(place.start, place.stop):
+            if np.isnan(answer.rewards[i]):
+                answer.rewards[i] = checked_reward(
+                    self.task, prompt, answer.response(i), self.config.reward_timeout
+                )
 
     def _count_failed_reward(self, error: str) -> None:
         """Raise if as many groups as a batch has, and 8 at least, failed with none between them."""
@@ -297,11 +313,13 @@ class RolloutQueue:
             self._ready = deque(group for group in self._ready if group.index not in set(stale))
 
 
-def samples_of(groups: list[Group]) -> list[RolloutSample]:
-    """Training samples with reward and group; groups are numbered from 0 within the batch."""
-    return [
-        replace(sample, reward=reward, group_index=number)
-        for number, group in enumerate(groups)
-        for trajectory, reward in zip(group.trajectories, group.rewards, strict=True)
-        for sample in trajectory.samples
-    ]
+def joined(groups: Sequence[Group]) -> Rollouts:
+    """The rollouts of all groups, numbered from 0 in their order."""
+    answers = {id(group.rollouts): group.rollouts for group in groups}
+    firsts = dict(zip(answers, np.cumsum([0, *map(len, answers.values())]), strict=False))
+    starts = np.array([firsts[id(group.rollouts)] + group.place.start for group in groups])
+    counts = np.array([group.place.stop - group.place.start for group in groups])
+    everything = Rollouts.concatenated(list(answers.values()))
+    return everything.select(
+        ragged_range(starts, counts), np.repeat(np.arange(len(groups)), counts)
+    )

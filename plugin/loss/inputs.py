@@ -14,6 +14,7 @@ from plugin.errors import BatchError, ConfigError
 from plugin.loss.interfaces import LossInputs
 from plugin.loss.value_checks import check_tokens
 from plugin.ppo_utils.masked_ops import zero_masked
+from plugin.ragged import Ragged
 from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
 
@@ -73,13 +74,12 @@ class KnownTokens:
         )
         if config.use_rollout_logprobs:
             fields["recomputed_log_probs"] = shards.flat("log_probs", batch.get("log_probs"))
-        loss_masks = batch["loss_masks"]
-        lengths = [mask.numel() for mask in loss_masks]
-        if lengths != list(shards.response_lengths):
+        loss_masks = Ragged.of(batch["loss_masks"])
+        lengths = loss_masks.lengths.tolist()
+        if lengths != shards.response_lengths:
             raise BatchError(
-                f"loss_masks have lengths {lengths} but the responses "
-                f"{list(shards.response_lengths)}; give one mask per sample, as long as its whole "
-                "response"
+                f"loss_masks have lengths {lengths} but the responses {shards.response_lengths}; "
+                "give one mask per sample, as long as its whole response"
             )
         mask = shards.local_mask(loss_masks)
         return cls(mask, shards, loss_masks, fields)
@@ -124,7 +124,7 @@ class KnownTokens:
             self,
             mask=mask,
             shards=SequenceShards.of(length, length, mask.device, SINGLE_PROCESS),
-            loss_masks=[mask.long()],
+            loss_masks=Ragged(mask.long(), length),
             fields={k: None if v is None else v[index] for k, v in self.fields.items()},
         )
 

@@ -17,24 +17,26 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from plugin.ragged import Ragged
 from plugin.sharding.sequence_shards import SequenceShards
 
 Reducer = Callable[[Tensor], Tensor]
 
 
 def sample_denominators(
-    loss_masks: Sequence[Tensor], mask_sums: Sequence[Tensor | float] | None = None
+    loss_masks: Sequence[Tensor], mask_sums: Sequence[float] | Tensor | None = None
 ) -> Tensor:
     """[N] float32: the token count that each sample is divided by, at least 1.
 
     `mask_sums` overrides the sample's own count, e.g. with the count of all samples of one rollout.
     """
     if mask_sums is not None:
-        counts = torch.tensor([float(value) for value in mask_sums])
-    elif loss_masks:
-        counts = torch.stack([(mask != 0).sum() for mask in loss_masks]).float()
+        counts = torch.as_tensor(mask_sums, dtype=torch.float32)
     else:
-        counts = torch.zeros(0)
+        masks = Ragged.of(loss_masks)
+        carries = (masks.values != 0).float()
+        samples = torch.from_numpy(masks.sample_index).to(carries.device, non_blocking=True)
+        counts = carries.new_zeros(len(masks)).index_add_(0, samples, carries)
     return counts.clamp(min=1)
 
 
@@ -44,7 +46,7 @@ def token_weights(
     loss_masks: Sequence[Tensor],
     *,
     per_token: bool,
-    mask_sums: Sequence[Tensor | float] | None = None,
+    mask_sums: Sequence[float] | Tensor | None = None,
 ) -> Tensor:
     """w_t [T], 0 where masked."""
     if per_token:

@@ -84,12 +84,7 @@ def _bad_log_ratio(
 
 def token_place(index: int, shards: SequenceShards) -> tuple[int, int]:
     """Sample and response position of a flat local index."""
-    for sample, spans in enumerate(shards.spans):
-        for start, end in spans:
-            if index < end - start:
-                return sample, start + index
-            index -= end - start
-    raise AssertionError("index beyond the local tokens")
+    return int(shards.sample_index[index]), int(shards.positions[index])
 
 
 def _place(index: int, shards: SequenceShards) -> str:

@@ -67,6 +67,7 @@ from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.megatron_backend.step.skipped_step import cause_of_skip
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
+from plugin.ragged import Ragged, as_integers
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class StepResult:
     grad_norm: float
     bad_parameter: str | None = None
     cause: str | None = None
-    log_probs: list[Tensor] | None = None
+    log_probs: Ragged | None = None
     live_routes: list[Tensor] | None = None
 
 
@@ -186,7 +187,7 @@ class MegatronTrainer:
         optimizer = None if self.optimizer is None else self.optimizer.optimizer
         return TrainerParts(self.chunks, optimizer, self.hf_config, self.groups, self.device)
 
-    def compute_log_probs(self, batch: RolloutBatch) -> list[Tensor]:
+    def compute_log_probs(self, batch: RolloutBatch) -> Ragged:
         """Return log-probs [response] of every sample, on every rank, by a forward-only pass."""
         errors = ErrorCollector(self.device)
         step = self._prepared(batch, errors)
@@ -206,14 +207,12 @@ class MegatronTrainer:
         errors.agree("the log-prob pass")
         return self._gathered(results, step, batch)
 
-    def _gathered(
-        self, results: list[Tensor | None], step: _Step, batch: RolloutBatch
-    ) -> list[Tensor]:
+    def _gathered(self, results: list[Tensor | None], step: _Step, batch: RolloutBatch) -> Ragged:
         return gather_responses(
             results,
             step.microbatches,
-            step.plan.ranks[self.groups.dp_rank],
-            batch.columns["response_lengths"],
+            [as_integers(samples) for samples in step.plan.ranks[self.groups.dp_rank]],
+            as_integers(batch.columns["response_lengths"]),
             self.groups,
             self.device,
         )
@@ -299,12 +298,15 @@ class MegatronTrainer:
         """Find on every rank what would end only some of them inside the model."""
         batch.check()
         vocabulary = self.hf_config.vocab_size
-        for i, ids in enumerate(batch.columns["unconcat_tokens"]):
-            if len(ids) and int(ids.max()) >= vocabulary:
-                raise BatchError(
-                    f"unconcat_tokens of sample {i} holds token {int(ids.max())}, the model has "
-                    f"{vocabulary}; the tokenizer and the model do not belong together"
-                )
+        tokens: Ragged = batch.columns["unconcat_tokens"]
+        outside = (tokens.values >= vocabulary).nonzero()
+        if len(outside):
+            place = int(outside[0])
+            raise BatchError(
+                f"unconcat_tokens of sample {tokens.sample_index[place]} holds token "
+                f"{int(tokens.values[place])}, the model has {vocabulary}; the tokenizer and the "
+                "model do not belong together"
+            )
 
     def _warn_of_oversize(self, plan: MicrobatchPlan) -> None:
         if plan.oversize and not self._warned_of_oversize and self.groups.rank == 0:
@@ -319,7 +321,7 @@ class MegatronTrainer:
     def _live_routes(self, step: _Step, batch: RolloutBatch) -> LiveRoutes:
         model, lengths = self.routed_model, batch.columns["total_lengths"]
         assert model is not None, "live routes need --detect-routing or a replay flag"
-        starts = torch.tensor([0, *lengths]).cumsum(0)
+        starts = torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)
         places = [
             # A padding microbatch starts after the last token.
             token_places(
@@ -329,7 +331,7 @@ class MegatronTrainer:
                 step.microbatches, step.plan.ranks[self.groups.dp_rank], strict=True
             )
         ]
-        return LiveRoutes(model.num_layers, model.topk, lengths, places, self.device)
+        return LiveRoutes(model.num_layers, model.topk, lengths.tolist(), places, self.device)
 
     def _replay_session(
         self, step: _Step, live: LiveRoutes | None = None

@@ -10,7 +10,9 @@ where an input is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,12 +20,11 @@ from torch import Tensor
 from plugin.config import AdvantageFlags
 from plugin.config.import_paths import load_function
 from plugin.errors import BatchError
+from plugin.ragged import Integers, Ragged
 
 #: fn(rewards [N], group_index [N], loss_masks, config) -> advantages; `loss_masks` and the result
 #: have one [response] tensor per sample.
 Estimator = Callable[[Tensor, Tensor, Sequence[Tensor], AdvantageFlags], Sequence[Tensor]]
-
-_SCAN_BLOCK = 128
 
 
 def grpo_advantages(
@@ -57,22 +58,16 @@ def reinforce_plus_plus_returns(
     gamma: float = 1.0,
     kl: Sequence[Tensor] | None = None,
     kl_coef: float = 0.0,
-) -> list[Tensor]:
+) -> Ragged:
     """Discounted returns per token: the reward comes at the last unmasked token, the KL at each."""
     _check_count("loss_masks", loss_masks, rewards)
+    steps, dtype = _Steps.of(loss_masks), _result_dtype(rewards, *(kl or ()))
+    step_rewards = steps.at_last(rewards)
     if kl is not None:
         _check_lengths("kl", kl, loss_masks)
-    dtype = _result_dtype(rewards, *(kl or ()))
-    results = []
-    for i, (reward, mask) in enumerate(zip(rewards.to(dtype), loss_masks, strict=True)):
-        steps = mask.nonzero().flatten()
-        step_rewards = torch.zeros(len(steps), dtype=dtype, device=mask.device)
-        if kl is not None and kl_coef:
-            step_rewards -= kl_coef * kl[i].to(dtype)[steps]
-        if len(steps):
-            step_rewards[-1] += reward
-        results.append(_at_steps(discounted_suffix_sums(step_rewards, gamma), steps, mask))
-    return results
+        if kl_coef:
+            step_rewards -= kl_coef * Ragged.of(kl).values.double()[steps.places]
+    return steps.spread(discounted_suffix_sums(step_rewards, gamma, steps.counts), dtype)
 
 
 def reinforce_plus_plus_advantages(
@@ -83,7 +78,7 @@ def reinforce_plus_plus_advantages(
     kl: Sequence[Tensor] | None = None,
     kl_coef: float = 0.0,
     group: dist.ProcessGroup | None = None,
-) -> list[Tensor]:
+) -> Ragged:
     """REINFORCE++: token returns, whitened over the whole batch."""
     returns = reinforce_plus_plus_returns(rewards, loss_masks, gamma=gamma, kl=kl, kl_coef=kl_coef)
     return whiten(returns, loss_masks, group=group)
@@ -95,7 +90,7 @@ def reinforce_plus_plus_baseline_advantages(
     loss_masks: Sequence[Tensor],
     *,
     group: dist.ProcessGroup | None = None,
-) -> list[Tensor]:
+) -> Ragged:
     """REINFORCE++-baseline: reward - group mean at every token, whitened over the whole batch."""
     centered = _centered_in_group(rewards, group_index).to(_result_dtype(rewards))
     return whiten(spread_over_tokens(centered, loss_masks), loss_masks, group=group)
@@ -108,26 +103,21 @@ def gae_advantages(
     *,
     gamma: float = 1.0,
     lambd: float = 1.0,
-) -> tuple[list[Tensor], list[Tensor]]:
+) -> tuple[Ragged, Ragged]:
     """Generalized advantage estimation; returns (advantages, returns), one tensor per sample.
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum_k (gamma lambda)^k delta_{t+k}, V = 0 at the end.
     """
     _check_count("loss_masks", loss_masks, rewards)
     _check_lengths("values", values, loss_masks)
-    dtype = _result_dtype(rewards, *values)
-    advantages, returns = [], []
-    for reward, value, mask in zip(rewards.to(dtype), values, loss_masks, strict=True):
-        steps = mask.nonzero().flatten()
-        step_values = value.to(dtype)[steps]
-        next_values = torch.cat([step_values[1:], step_values.new_zeros(min(1, len(steps)))])
-        delta = gamma * next_values - step_values
-        if len(steps):
-            delta[-1] += reward
-        step_advantages = discounted_suffix_sums(delta, gamma * lambd)
-        advantages.append(_at_steps(step_advantages, steps, mask))
-        returns.append(_at_steps(step_advantages + step_values, steps, mask))
-    return advantages, returns
+    steps, joined = _Steps.of(loss_masks), Ragged.of(values).values
+    dtype = _result_dtype(rewards, joined)
+    step_values = joined.double()[steps.places]
+    next_values = torch.cat([step_values[1:], step_values.new_zeros(min(1, len(step_values)))])
+    next_values[steps.last] = 0.0
+    delta = gamma * next_values - step_values + steps.at_last(rewards)
+    step_advantages = discounted_suffix_sums(delta, gamma * lambd, steps.counts)
+    return steps.spread(step_advantages, dtype), steps.spread(step_advantages + step_values, dtype)
 
 
 #: The estimators of `--advantage-estimator` that need no value model, see `ESTIMATOR_TRAITS`.
@@ -152,13 +142,12 @@ def estimator_of(name: str) -> Estimator:
     return ESTIMATORS.get(name) or load_function(name)
 
 
-def spread_over_tokens(per_sample: Tensor, loss_masks: Sequence[Tensor]) -> list[Tensor]:
+def spread_over_tokens(per_sample: Tensor, loss_masks: Sequence[Tensor]) -> Ragged:
     """Every unmasked token of sample i gets `per_sample[i]`, masked tokens 0."""
     _check_count("loss_masks", loss_masks, per_sample)
-    return [
-        torch.where(mask != 0, value, torch.zeros_like(value))
-        for value, mask in zip(per_sample, loss_masks, strict=True)
-    ]
+    masks = Ragged.of(loss_masks)
+    samples = torch.from_numpy(masks.sample_index).to(per_sample.device)
+    return masks.like(torch.where(masks.values != 0, per_sample[samples], 0.0))
 
 
 def whiten(
@@ -168,46 +157,87 @@ def whiten(
     shift_mean: bool = True,
     group: dist.ProcessGroup | None = None,
     epsilon: float = 1e-8,
-) -> list[Tensor]:
+) -> Ragged:
     """Zero mean and unit variance over all unmasked tokens, of every rank of `group` if given.
 
     The variance is unbiased. Masked tokens become 0. `shift_mean=False` keeps the mean.
     """
     _check_lengths("values", values, loss_masks)
-    device = values[0].device if values else torch.device("cpu")
-    kept = [value.double()[mask != 0] for value, mask in zip(values, loss_masks, strict=True)]
-    flat = torch.cat(kept) if kept else torch.zeros(0, dtype=torch.float64, device=device)
+    joined, mask = Ragged.of(values), Ragged.of(loss_masks).values != 0
+    exact = joined.values.double()
+    flat = exact[mask]
     # Two rounds, mean first: a sum of squares of uncentered values cancels.
     total, count = _reduced(torch.stack([flat.sum(), flat.new_tensor(flat.numel())]), group)
     mean = total / count.clamp(min=1)
     squares = _reduced((flat - mean).square().sum(), group)
     scale = (squares / (count - 1).clamp(min=1) + epsilon).rsqrt()
-    offset, dtype = 0.0 if shift_mean else mean, _result_dtype(*values)
-    return [
-        torch.where(mask != 0, ((value.double() - mean) * scale + offset).to(dtype), 0.0)
-        for value, mask in zip(values, loss_masks, strict=True)
-    ]
+    offset = 0.0 if shift_mean else mean
+    white = ((exact - mean) * scale + offset).to(_result_dtype(joined.values))
+    return joined.like(torch.where(mask, white, 0.0))
 
 
-def discounted_suffix_sums(values: Tensor, discount: float) -> Tensor:
-    """y_t = sum over k >= t of discount^(k - t) * values_k [L], computed in blocks."""
-    result = torch.empty_like(values, dtype=torch.float64)
-    position = torch.arange(_SCAN_BLOCK, dtype=torch.float64, device=values.device)
-    exponent = position[None, :] - position[:, None]
-    weights = torch.where(exponent >= 0, discount ** exponent.clamp(min=0), 0.0)
-    carry = values.new_zeros((), dtype=torch.float64)
-    for start in range((len(values) - 1) // _SCAN_BLOCK * _SCAN_BLOCK, -1, -_SCAN_BLOCK):
-        block = values[start : start + _SCAN_BLOCK].double()
-        n = len(block)
-        carried = carry * discount ** (n - position[:n])
-        result[start : start + n] = weights[:n, :n] @ block + carried
-        carry = result[start]
-    return result.to(_result_dtype(values))
+def discounted_suffix_sums(
+    values: Tensor, discount: float, lengths: Integers | None = None
+) -> Tensor:
+    """y_t = sum over k >= t of discount^(k - t) * values_k [L] float64, within each sequence.
+
+    lengths: of the sequences that lie end to end in `values`; None = one. Sums of 1, 2, 4, ...
+    terms are joined to sums of twice as many.
+    """
+    result = values.double()
+    counts = np.array([len(values)]) if lengths is None else lengths
+    # How many values of its sequence follow each one.
+    ends = np.repeat(np.cumsum(counts), counts)
+    after = torch.from_numpy(ends - np.arange(len(values)) - 1).to(values.device)
+    reach = 1
+    while reach < counts.max(initial=0):
+        beyond = torch.where(after[:-reach] >= reach, result[reach:], 0.0)
+        result = torch.cat([result[:-reach] + discount**reach * beyond, result[-reach:]])
+        reach *= 2
+    return result
 
 
-def _result_dtype(*inputs: Tensor) -> torch.dtype:
-    has_double = any(tensor.dtype == torch.float64 for tensor in inputs)
-    return torch.float64 if has_double else torch.float32
+@dataclass(frozen=True)
+class _Steps:
+    """The unmasked tokens of a batch: what the policy chose.
+
+    places: [S] int64, where they are among all tokens; counts: [N] of each sample
+    last: [samples with a step] int64, which of the S steps is the last of its sample
+    """
+
+    masks: Ragged
+    places: Tensor
+    counts: Integers
+    last: Tensor
+    has_steps: Tensor
+
+    @classmethod
+    def of(cls, loss_masks: Sequence[Tensor]) -> _Steps:
+        masks = Ragged.of(loss_masks)
+        places = (masks.values != 0).nonzero()[:, 0]
+        samples = masks.sample_index[places.numpy(force=True)]
+        counts = np.bincount(samples, minlength=len(masks))
+        last = np.cumsum(counts)[counts > 0] - 1
+        device = places.device
+        return cls(
+            masks,
+            places,
+            counts,
+            torch.from_numpy(last).to(device),
+            torch.from_numpy(counts > 0).to(device),
+        )
+
+    def at_last(self, rewards: Tensor) -> Tensor:
+        """[S] float64: every sample's reward at its last step, 0 elsewhere."""
+        values = torch.zeros(len(self.places), dtype=torch.float64, device=self.places.device)
+        values[self.last] = rewards.double()[self.has_steps]
+        return values
+
+    def spread(self, step_values: Tensor, dtype: torch.dtype) -> Ragged:
+        """Values [S] at their tokens, 0 where masked."""
+        full = torch.zeros(len(self.masks.values), dtype=dtype, device=step_values.device)
+        full[self.places] = step_values.to(dtype)
+        return self.masks.like(full)
 
 
 def _group_sum(values: Tensor, group_index: Tensor) -> Tensor:
@@ -234,10 +264,9 @@ def _centered_in_group(rewards: Tensor, group_index: Tensor) -> Tensor:
     return rewards - _group_sum(rewards, group_index) / count
 
 
-def _at_steps(step_values: Tensor, steps: Tensor, mask: Tensor) -> Tensor:
-    full = torch.zeros(mask.numel(), dtype=step_values.dtype, device=mask.device)
-    full[steps] = step_values
-    return full
+def _result_dtype(*inputs: Tensor) -> torch.dtype:
+    has_double = any(tensor.dtype == torch.float64 for tensor in inputs)
+    return torch.float64 if has_double else torch.float32
 
 
 def _check_count(name: str, per_sample: Sequence[Tensor], rewards: Tensor) -> None:
@@ -248,7 +277,7 @@ def _check_count(name: str, per_sample: Sequence[Tensor], rewards: Tensor) -> No
 
 
 def _check_lengths(name: str, per_token: Sequence[Tensor], loss_masks: Sequence[Tensor]) -> None:
-    lengths, expected = ([value.numel() for value in values] for values in (per_token, loss_masks))
+    lengths, expected = (Ragged.of(values).lengths.tolist() for values in (per_token, loss_masks))
     if lengths != expected:
         raise BatchError(
             f"{name} have lengths {lengths} but the loss masks {expected}; give one tensor per "

@@ -9,36 +9,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from plugin.errors import BatchError
+from plugin.ragged import Integers, Ragged, as_integers, ragged_range
 from plugin.sharding.parallel_context import ParallelContext, current_parallel_context
-from plugin.sharding.zigzag import Span, padded_length, prediction_rows, response_spans
+from plugin.sharding.zigzag import padded_length, prediction_rows, response_spans, spans_of
+
+__all__ = ["SequenceShards", "response_spans"]
 
 
 @dataclass(frozen=True)
 class SequenceShards:
     """The local share of every sample of a microbatch; made once and passed on.
 
-    total_lengths, response_lengths: per sample, tokens of prompt and response, and of the response
-    spans: per sample, the ranges of its response that are local, in order
+    totals, responses: [N] tokens of prompt and response, and of the response alone
+    spans: [N, chunks held, 2] the ranges of each response that are local, in order
     """
 
-    total_lengths: tuple[int, ...]
-    response_lengths: tuple[int, ...]
-    spans: tuple[tuple[Span, ...], ...]
+    totals: Integers
+    responses: Integers
+    spans: Integers
     device: torch.device
     context: ParallelContext
 
     @classmethod
     def of(
         cls,
-        total_lengths: Sequence[int] | None,
-        response_lengths: Sequence[int],
+        total_lengths: Sequence[int] | Integers | Tensor | None,
+        response_lengths: Sequence[int] | Integers | Tensor,
         device: torch.device,
         context: ParallelContext | None = None,
     ) -> SequenceShards:
@@ -50,116 +53,140 @@ class SequenceShards:
                 "tokens a rank holds depends on the length of prompt and response together, so "
                 "pass them"
             )
-        responses = tuple(int(length) for length in response_lengths)
-        totals = tuple(int(n) for n in total_lengths) if total_lengths is not None else responses
+        responses = as_integers(response_lengths)
+        totals = responses if total_lengths is None else as_integers(total_lengths)
         if len(totals) != len(responses):
             raise BatchError(
                 f"{len(totals)} total_lengths for {len(responses)} response_lengths; give one of "
                 "each per sample"
             )
-        spans = tuple(
-            tuple(response_spans(total, response, context.cp_rank, context.cp_size))
-            for total, response in zip(totals, responses, strict=True)
-        )
+        spans = spans_of(totals, responses, context.cp_rank, context.cp_size)
         return cls(totals, responses, spans, device, context)
+
+    @cached_property
+    def total_lengths(self) -> list[int]:
+        """Tokens of prompt and response of every sample."""
+        return self.totals.tolist()
+
+    @cached_property
+    def response_lengths(self) -> list[int]:
+        """Response tokens of every sample, on all context parallel ranks together."""
+        return self.responses.tolist()
+
+    @cached_property
+    def held(self) -> Integers:
+        """[N]: local response tokens of every sample."""
+        return (self.spans[..., 1] - self.spans[..., 0]).sum(1)
 
     @cached_property
     def local_lengths(self) -> list[int]:
         """Local response tokens of every sample."""
-        return [sum(end - start for start, end in spans) for spans in self.spans]
+        return self.held.tolist()
 
     @property
     def num_samples(self) -> int:
-        return len(self.spans)
+        return len(self.responses)
 
     @cached_property
     def sample_index(self) -> Tensor:
         """[T] int64: the sample of every local token."""
-        lengths = torch.tensor(self.local_lengths, dtype=torch.int64, device=self.device)
-        samples = torch.arange(self.num_samples, device=self.device)
-        return torch.repeat_interleave(samples, lengths, output_size=sum(self.local_lengths))
+        index = np.repeat(np.arange(self.num_samples), self.held)
+        return torch.from_numpy(index).to(self.device, non_blocking=True)
+
+    @cached_property
+    def _positions(self) -> Integers:
+        return ragged_range(
+            self.spans[..., 0].flatten(), (self.spans[..., 1] - self.spans[..., 0]).flatten()
+        )
 
     @cached_property
     def positions(self) -> Tensor:
         """[T] int64: the index of every local token in its response."""
-        spans = [torch.arange(*span) for sample in self.spans for span in sample]
-        return (torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)).to(self.device)
+        return torch.from_numpy(self._positions).to(self.device, non_blocking=True)
 
-    def rows(self, starts: Sequence[int] | None = None) -> Tensor:
+    @cached_property
+    def in_responses(self) -> Tensor | None:
+        """[T] int64: each local token's place in all responses end to end; None = all are local."""
+        if self.context.cp_size == 1:
+            return None
+        starts = np.cumsum(self.responses) - self.responses
+        return torch.from_numpy(self._positions + np.repeat(starts, self.held))
+
+    def rows(self, starts: Sequence[int] | Integers | None = None) -> Tensor:
         """[T] int64 on the CPU: the row of the model's flat output that predicts each local token.
 
         starts: the first row of every sample; by default samples are packed one after the other
         """
         rank, size = self.context.cp_rank, self.context.cp_size
         if starts is None:
-            held = [padded_length(total, size) // size for total in self.total_lengths]
-            starts = [0, *accumulate(held)][:-1]
-        rows = [
-            start + prediction_rows(total, response, rank, size)
-            for start, total, response in zip(
-                starts, self.total_lengths, self.response_lengths, strict=True
-            )
-        ]
-        return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+            held = padded_length(self.totals, size) // size
+            starts = np.cumsum(held) - held
+        inside = prediction_rows(self.totals, self.responses, self.spans, rank, size)
+        return torch.from_numpy(inside + np.repeat(starts, self.held))
 
     def response_tokens(self, tokens: Sequence[Tensor]) -> Tensor:
         """[T] int64: the ids of the local tokens, from those of every whole sample."""
-        for i, (ids, length) in enumerate(zip(tokens, self.response_lengths, strict=True)):
-            if len(ids) < length:
-                raise BatchError(
-                    f"sample {i} has {len(ids)} tokens but a response of {length}; unconcat_tokens "
-                    "holds prompt and response"
-                )
-        responses = [
-            ids[len(ids) - length :]
-            for ids, length in zip(tokens, self.response_lengths, strict=True)
-        ]
-        return self.local(responses).to(device=self.device, dtype=torch.int64)
+        whole = Ragged.of(tokens)
+        if len(whole) != self.num_samples:
+            raise BatchError(f"unconcat_tokens of {len(whole)} samples for {self.num_samples}")
+        short = np.flatnonzero(whole.lengths < self.responses)
+        if len(short):
+            i = short[0]
+            raise BatchError(
+                f"sample {i} has {whole.lengths[i]} tokens but a response of {self.responses[i]}; "
+                "unconcat_tokens holds prompt and response"
+            )
+        first = whole.starts + whole.lengths - self.responses
+        places = torch.from_numpy(self._positions + np.repeat(first, self.held))
+        ids = whole.values[places.to(whole.values.device)]
+        return ids.to(device=self.device, dtype=torch.int64)
 
     def flat(self, name: str, local: Sequence[Tensor] | None) -> Tensor | None:
         """[T] float32 without gradient from one local tensor per sample; None stays None."""
         if local is None:
             return None
-        lengths = [values.numel() for values in local]
-        if lengths != self.local_lengths:
+        joined = Ragged.of(
+            local if isinstance(local, Ragged) else [v.detach().reshape(-1) for v in local]
+        )
+        if joined.lengths.tolist() != self.local_lengths:
             raise BatchError(
-                f"{name} has lengths {lengths} but the samples have {self.local_lengths} local "
-                "response tokens; give one tensor per sample, as long as its response"
+                f"{name} has lengths {joined.lengths.tolist()} but the samples have "
+                f"{self.local_lengths} local response tokens; give one tensor per sample, as long "
+                "as its response"
             )
-        values = torch.cat([v.detach().reshape(-1) for v in local]) if local else torch.zeros(0)
-        return values.to(device=self.device, dtype=torch.float32)
+        return joined.values.detach().to(device=self.device, dtype=torch.float32)
 
     def local(self, full: Sequence[Tensor]) -> Tensor:
         """[T]: the local part of one full-response tensor per sample."""
-        lengths = [value.numel() for value in full]
-        if lengths != list(self.response_lengths):
-            raise BatchError(
-                f"full-response tensors (loss masks, tokens) have lengths {lengths} but the "
-                f"responses {list(self.response_lengths)}; give one tensor per sample, as long as "
-                "its whole response"
-            )
-        parts = [
-            value[start:end]
-            for value, spans in zip(full, self.spans, strict=True)
-            for start, end in spans
-        ]
-        return torch.cat(parts) if parts else torch.zeros(0, device=self.device)
+        whole = self._whole(full)
+        if self.in_responses is None:
+            return whole.values
+        return whole.values[self.in_responses.to(whole.values.device)]
 
     def local_mask(self, loss_masks: Sequence[Tensor]) -> Tensor:
         """[T] bool: the local part of the full-response loss masks."""
         return self.local(loss_masks).to(self.device) != 0
 
-    def masks_and(self, loss_masks: Sequence[Tensor], keep: Tensor) -> list[Tensor]:
+    def masks_and(self, loss_masks: Sequence[Tensor], keep: Tensor) -> Ragged:
         """New full-response masks, zeroed at the local positions where `keep` [T] is False."""
-        masks, offset = [], 0
-        for mask, spans in zip(loss_masks, self.spans, strict=True):
-            mask = mask.clone()
-            for start, end in spans:
-                dropped = ~keep[offset : offset + end - start]
-                mask[start:end] = mask[start:end].masked_fill(dropped.to(mask.device), 0)
-                offset += end - start
-            masks.append(mask)
-        return masks
+        whole = self._whole(loss_masks)
+        values, dropped = whole.values.clone(), ~keep.to(whole.values.device)
+        if self.in_responses is None:
+            return whole.like(values.masked_fill_(dropped, 0))
+        places = self.in_responses.to(values.device)
+        values[places] = values[places].masked_fill(dropped, 0)
+        return whole.like(values)
+
+    def _whole(self, full: Sequence[Tensor]) -> Ragged:
+        """One tensor per sample as long as its whole response, joined."""
+        whole = Ragged.of(full)
+        if whole.lengths.tolist() != self.response_lengths:
+            raise BatchError(
+                f"full-response tensors (loss masks, tokens) have lengths "
+                f"{whole.lengths.tolist()} but the responses {self.response_lengths}; give one "
+                "tensor per sample, as long as its whole response"
+            )
+        return whole
 
     def sequence_sums(self, *values: Tensor) -> list[Tensor]:
         """Sums [N] of each `values` [T] over whole sequences; one collective under CP.

@@ -32,6 +32,7 @@ from plugin.megatron_backend.routing.router_replay import (
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.step.sequence_packing import model_inputs
 from plugin.observe.routing_agreement import routing_finding
+from plugin.ragged import Ragged
 from tests.unit.megatron_backend.rank_places import place
 
 #: 256 experts, one per token: a full row of 255 is an expert's row.
@@ -86,9 +87,9 @@ def test_routes_never_wrap_into_another_expert() -> None:
     assert route_dtype((1 << 15) + 1) is torch.int32
     # In 8 signed bits expert 255 is -1 and expert 128 is -128.
     narrow = routes([255, 255, 255], torch.int8)
-    with pytest.raises(ReplayError, match=r"sample 4 are torch.int8.* give torch.int16"):
-        check_routes(narrow, 4, 3, MODEL)
-    with pytest.raises(BatchError, match=r"sample 0 are torch.int8.* report torch.int16"):
+    with pytest.raises(ReplayError, match=r"routes are torch.int8.* give torch.int16"):
+        check_routes(Ragged.of([narrow]), [3], MODEL)
+    with pytest.raises(BatchError, match=r"routed_experts are torch.int8.* report torch.int16"):
         with_checked_routes(batch_with(narrow), (1, 1, 256))
     with pytest.raises(BatchError, match="sample 0 repeats an expert or names one above 3"):
         with_checked_routes(batch_with(routes([0, 256, 1], torch.int64)), (1, 1, 4))
@@ -100,7 +101,7 @@ def test_routes_never_wrap_into_another_expert() -> None:
 def test_the_largest_value_of_an_unsigned_type_is_refused_where_no_expert_has_it() -> None:
     few = RoutedModel(routers={}, num_layers=1, num_experts=4, topk=1)
     with pytest.raises(ReplayError, match=r"are \[255\]; .* a row of -1 in a signed type"):
-        check_routes(routes([0, 255, 1], torch.uint8), 0, 3, few)
+        check_routes(Ragged.of([routes([0, 255, 1], torch.uint8)]), [3], few)
 
 
 def test_a_replay_error_never_numbers_samples_within_a_microbatch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -169,7 +170,9 @@ def unpacked_logits_on_rank(
 ) -> Tensor:
     """[B, S_local, V] of whole rows [B, S], each cut zigzag, without a layout."""
     (model,) = loaded_model(config, state, groups)
-    positions = local_positions(rows.shape[1], groups.cp_rank, groups.cp_size)
+    positions = torch.from_numpy(
+        local_positions(np.array([rows.shape[1]]), groups.cp_rank, groups.cp_size)
+    )
     with torch.no_grad():
         return model(rows[:, positions], positions.expand(rows.shape[0], -1), None)
 

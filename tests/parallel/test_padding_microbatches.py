@@ -228,7 +228,7 @@ def test_a_field_added_to_the_table_appears_in_padding_microbatches_on_ranks(
     assert columns["token_weights"][0].tolist() == [0.5, 0.5]
     assert columns["token_weights"][0].dtype == torch.float16
     assert columns["critic_values"][0].tolist() == [0.0]
-    assert columns["difficulty"] == [-1.0]
+    assert columns["difficulty"].tolist() == [-1.0]
 
 
 def step_without_responses(

@@ -15,6 +15,7 @@ PLUGIN = ROOT / "plugin"
 
 CORE = {
     "errors",
+    "ragged",
     "json_lines",
     "batch_types",
     "config",
@@ -28,14 +29,15 @@ CORE = {
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "json_lines": set(),
-    "batch_types": {"errors"},
+    "ragged": set(),
+    "batch_types": {"errors", "ragged"},
     "config": {"errors"},
-    "sharding": {"errors", "batch_types", "config"},
-    "ppo_utils": {"errors", "batch_types", "config", "sharding"},
+    "sharding": {"errors", "ragged", "batch_types", "config"},
+    "ppo_utils": {"errors", "ragged", "batch_types", "config", "sharding"},
     "logprobs": {"errors", "batch_types", "config", "sharding", "ppo_utils"},
     "loss": CORE,
     "megatron_backend": CORE,
-    "rollout": {"errors", "json_lines", "batch_types", "config"},
+    "rollout": {"errors", "json_lines", "ragged", "batch_types", "config"},
     "adapters": CORE,
     "observe": CORE,
     "compare": {*CORE, "observe"},

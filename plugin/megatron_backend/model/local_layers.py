@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -32,6 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from plugin.errors import BatchError, ConfigError
+from plugin.ragged import Integers
 from plugin.sharding.zigzag import local_positions
 
 TAIL_PADDING = -1
@@ -59,7 +61,7 @@ class PackedLayout(PackedSeqParams):
     @classmethod
     def from_lengths(
         cls,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | Integers,
         *,
         row_length: int | None = None,
         cp_size: int = 1,
@@ -70,24 +72,20 @@ class PackedLayout(PackedSeqParams):
 
         `row_length` counts the tokens of all CP ranks; what the samples leave free is tail padding.
         """
-        total = sum(lengths)
+        total = int(sum(lengths))
         row_length = total if row_length is None else row_length
         if row_length < total:
             raise BatchError(
                 f"samples of {list(lengths)} tokens need {total} positions but the row has "
                 f"{row_length}; raise the row length or pack fewer samples"
             )
-        pieces = [*lengths, row_length - total]
-        by_rank = [
-            torch.cat([local_positions(piece, rank, cp_size, device) for piece in pieces])
-            for rank in range(cp_size)
-        ]
-        ids = torch.tensor([*range(len(lengths)), TAIL_PADDING])
-        held = torch.tensor([piece // cp_size for piece in pieces])
+        pieces = np.array([*lengths, row_length - total])
+        by_rank = [local_positions(pieces, rank, cp_size) for rank in range(cp_size)]
+        ids = np.array([*range(len(lengths)), TAIL_PADDING])
         return cls(
-            positions=by_rank[cp_rank],
-            sample_ids=torch.repeat_interleave(ids, held).to(device),
-            gathered_positions=torch.cat(by_rank),
+            positions=torch.from_numpy(by_rank[cp_rank]).to(device),
+            sample_ids=torch.from_numpy(np.repeat(ids, pieces // cp_size)).to(device),
+            gathered_positions=torch.from_numpy(np.concatenate(by_rank)).to(device),
         )
 
     @cached_property

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
@@ -46,6 +47,7 @@ from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.live_routes import LiveRoutes
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.step.sequence_packing import ModelInputs
+from plugin.ragged import Ragged, as_integers
 
 
 @dataclass(frozen=True)
@@ -140,16 +142,15 @@ def routes_of(
             "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; "
             "make the engine return its routed experts"
         )
-    samples, totals = columns["rollout_routed_experts"], columns["total_lengths"]
-    numbers = sample_numbers or range(len(samples))
-    for number, routes, total in zip(numbers, samples, totals, strict=True):
-        check_routes(routes, number, int(total), model)
+    routes: Ragged = columns["rollout_routed_experts"]
+    check_routes(routes, columns["total_lengths"], model, sample_numbers)
     dummy = torch.arange(model.topk).expand(1, model.num_layers, model.topk)
     # The dummy comes last: padding is at place -1.
-    flat = torch.cat([*(routes.long() for routes in samples), dummy])
-    routed = [~no_route(routes).all(dim=1) for routes in samples]
-    places = token_places(inputs, torch.tensor([0, *totals]).cumsum(0), groups, sequence_parallel)
-    has_route = torch.cat([*routed, torch.ones(1, dtype=torch.bool)])[places]
+    flat = torch.cat([routes.values.long(), dummy])
+    routed = torch.cat([~no_route(routes.values).all(dim=1), torch.ones(1, dtype=torch.bool)])
+    starts = torch.from_numpy(np.append(routes.starts, 0))
+    places = token_places(inputs, starts, groups, sequence_parallel)
+    has_route = routed[places]
     experts = torch.where(has_route[:, None, None], flat[places], dummy)
     device = inputs.tokens.device
     experts = experts.to(route_dtype(model.num_experts)).to(device)
@@ -180,24 +181,28 @@ def router_order(values: Tensor, groups: ParallelGroups, sequence_parallel: bool
     return ordered.reshape(-1)
 
 
-def check_routes(routes: Any, sample: int, total: int, model: RoutedModel) -> None:
-    """Check shape, range and distinctness of a sample's routes; a `ReplayError` names the place."""
-    if routes is None:
+def check_routes(
+    routes: Ragged,
+    total_lengths: Sequence[int] | Tensor,
+    model: RoutedModel,
+    sample_numbers: Sequence[int] | None = None,
+) -> None:
+    """Check shape, range and distinctness of samples' routes; a `ReplayError` names the place."""
+    numbers = sample_numbers or range(len(routes))
+    per_token, expected = tuple(routes.values.shape[1:]), (model.num_layers, model.topk)
+    wrong_shape = (routes.lengths != as_integers(total_lengths)) | (per_token != expected)
+    for i in np.flatnonzero(wrong_shape)[:1]:
         raise ReplayError(
-            f"sample {sample} has no routes but others have; every sample must carry them"
+            f"routes of sample {numbers[i]} have shape {(int(routes.lengths[i]), *per_token)}, "
+            f"expected {(int(total_lengths[i]), *expected)}: [tokens, moe layers, topk]; the "
+            "engine and the trainer must run the same model"
         )
-    expected = (total, model.num_layers, model.topk)
-    if tuple(routes.shape) != expected:
+    if not holds_experts(routes.values.dtype, model.num_experts):
         raise ReplayError(
-            f"routes of sample {sample} have shape {tuple(routes.shape)}, expected {expected}: "
-            "[tokens, moe layers, topk]; the engine and the trainer must run the same model"
-        )
-    if not holds_experts(routes.dtype, model.num_experts):
-        raise ReplayError(
-            f"routes of sample {sample} are {routes.dtype}, which does not hold experts "
+            f"routes are {routes.values.dtype}, which does not hold experts "
             f"0..{model.num_experts - 1}; give {route_dtype(model.num_experts)}"
         )
-    outside, repeated = route_faults(routes, model.num_experts)
+    outside, repeated = route_faults(routes.values, model.num_experts)
     for wrong, problem in (
         (
             outside,
@@ -209,27 +214,30 @@ def check_routes(routes: Any, sample: int, total: int, model: RoutedModel) -> No
             f"name an expert twice: {{}}; each token goes to {model.topk} different experts",
         ),
     ):
-        places = wrong.nonzero().tolist()
-        if places:
-            token, layer = places[0]
+        places = wrong.nonzero()
+        if len(places):
+            place, layer = places[0].tolist()
+            sample, token = routes.place_of(place)
             raise ReplayError(
-                f"routes of sample {sample}, token {token}, MoE layer {layer} "
-                + problem.format(routes[token, layer].tolist())
+                f"routes of sample {numbers[sample]}, token {token}, MoE layer {layer} "
+                + problem.format(routes.values[place, layer].tolist())
             )
-    missing = no_route(routes)
-    partly = missing.any(dim=1) & ~missing.all(dim=1)
-    if bool(partly.any()):
+    missing = no_route(routes.values)
+    partly = (missing.any(dim=1) & ~missing.all(dim=1)).nonzero()
+    if len(partly):
+        sample, token = routes.place_of(int(partly[0]))
         raise ReplayError(
-            f"token {int(partly.nonzero()[0])} of sample {sample} has routes in some layers only; "
-            "give all or none"
+            f"token {token} of sample {numbers[sample]} has routes in some layers only; give all "
+            "or none"
         )
 
 
 def batch_fingerprint(batch: RolloutBatch, plan: MicrobatchPlan) -> tuple[Any, ...]:
     """What routes depend on besides the weights: every token, and the cut into microbatches."""
-    tokens = torch.cat([torch.as_tensor(ids).long() for ids in batch.columns["unconcat_tokens"]])
-    digest = hashlib.blake2b(tokens.cpu().numpy().tobytes()).digest()
-    return tuple(batch.columns["total_lengths"]), digest, plan
+    tokens: Ragged = batch.columns["unconcat_tokens"]
+    digest = hashlib.blake2b(tokens.values.long().cpu().contiguous().numpy().data)
+    digest.update(tokens.lengths.data)
+    return digest.digest(), plan
 
 
 @dataclass(frozen=True)

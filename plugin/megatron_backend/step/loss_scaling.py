@@ -14,13 +14,14 @@ offers two conventions, chosen by `TransformerConfig.calculate_per_token_loss`:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
+from plugin.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,11 @@ class LossScale:
 
 def total_weight(batch: RolloutBatch, *, per_token: bool) -> float:
     """Sum of w_t over the whole batch: tokens that carry loss, or samples that carry loss."""
-    counts = [int((torch.as_tensor(mask) != 0).sum()) for mask in batch.columns["loss_masks"]]
+    masks: Ragged = batch.columns["loss_masks"]
+    carries = (masks.values != 0).numpy(force=True)
     if per_token:
-        return float(sum(counts))
-    divisors: Sequence[float] = batch.columns.get("rollout_mask_sums") or counts
-    return sum(
-        count / max(float(divisor), 1.0) for count, divisor in zip(counts, divisors, strict=True)
-    )
+        return float(carries.sum())
+    counts = np.bincount(masks.sample_index, weights=carries, minlength=len(masks))
+    divisors = batch.columns.get("rollout_mask_sums")
+    divided_by = counts if divisors is None else divisors.numpy(force=True).astype(np.float64)
+    return float((counts / np.maximum(divided_by, 1.0)).sum())

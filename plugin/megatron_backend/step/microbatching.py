@@ -11,8 +11,11 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.errors import BatchError, ConfigError
+from plugin.ragged import Integers, as_integers
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def sample_cost(length: int, hidden_size: int = 4096) -> float:
 
 
 def plan_microbatches(
-    lengths: Sequence[int],
+    total_lengths: Sequence[int] | Integers | Tensor,
     limits: BatchingLimits,
     *,
     dp_size: int = 1,
@@ -74,6 +77,7 @@ def plan_microbatches(
 
     count_multiple: of which the number of microbatches per rank is a multiple (virtual pipelining)
     """
+    lengths = as_integers(total_lengths).tolist()
     if not lengths:
         raise BatchError("the batch has no samples; a step needs at least one")
     longest = limits.max_sample_tokens

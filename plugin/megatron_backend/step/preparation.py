@@ -20,6 +20,7 @@ from plugin.megatron_backend.step.sequence_packing import (
     model_inputs,
     row_length,
 )
+from plugin.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,7 @@ def prepare(
             at_least=at_least,
             device=device,
         )
-        masks = [torch.as_tensor(mask).cpu() for mask in microbatch.batch.columns["loss_masks"]]
-        with_loss = inputs.shards.local(masks) != 0
+        with_loss = inputs.shards.local(microbatch.batch.columns["loss_masks"]).cpu() != 0
         rows = inputs.rows.cpu()
         response_rows = torch.zeros(inputs.tokens.numel(), dtype=torch.bool)
         loss_rows = response_rows.clone()
@@ -89,11 +89,12 @@ def prepare(
 
 def _local_columns(microbatch: Microbatch, inputs: ModelInputs) -> dict[str, Any]:
     """Cut per-token columns to this CP rank's tokens; masks stay whole, as hooks expect."""
-    columns = dict(microbatch.batch.columns)
+    shards, columns = inputs.shards, dict(microbatch.batch.columns)
     for name, values in columns.items():
-        if FIELDS[name].shape == "response" and name != "loss_masks":
-            local = inputs.shards.local([torch.as_tensor(value) for value in values])
-            columns[name] = list(local.split(inputs.shards.local_lengths))
-    device = inputs.shards.device
-    columns["loss_masks"] = [torch.as_tensor(mask).to(device) for mask in columns["loss_masks"]]
+        if name == "loss_masks":
+            # A copy: hooks may write into it, and the batch may lie in shared, read-only memory.
+            columns[name] = values.like(values.values.to(shards.device, copy=True))
+        elif FIELDS[name].shape == "response":
+            local = shards.local(values).to(shards.device, non_blocking=True)
+            columns[name] = Ragged(local, shards.held)
     return columns

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch
+from plugin.ragged import Integers, Ragged
 
 
 def run_schedule(
@@ -116,35 +118,29 @@ def spread_from_last_stage(value: Any, groups: ParallelGroups) -> Any:
 def gather_responses(
     results: Sequence[Tensor | None],
     microbatches: Sequence[PreparedMicrobatch],
-    samples: Sequence[Sequence[int]],
-    response_lengths: Sequence[int],
+    samples: Sequence[Integers],
+    response_lengths: Integers,
     groups: ParallelGroups,
     device: torch.device,
-) -> list[Tensor]:
+) -> Ragged:
     """Gather per-token results of all DP and CP ranks: one [response] tensor per sample.
 
     results: on the last stage [R] per microbatch, None where padding; samples: global sample of
         each, per microbatch
     Every position is written by exactly one rank, so a sum over ranks assembles them.
     """
-    starts = [0]
-    for length in response_lengths:
-        starts.append(starts[-1] + int(length))
-    flat = torch.zeros(starts[-1], dtype=torch.float32, device=device)
+    starts = np.cumsum(response_lengths) - response_lengths
+    flat = torch.zeros(int(response_lengths.sum()), dtype=torch.float32, device=device)
     mine = results if groups.is_last_stage else [None] * len(microbatches)
     for result, microbatch, indices in zip(mine, microbatches, samples, strict=True):
         if result is None or microbatch.is_padding:
             continue
-        offset = 0
-        for index, spans in zip(indices, microbatch.inputs.shards.spans, strict=True):
-            for start, end in spans:
-                flat[starts[index] + start : starts[index] + end] = result[
-                    offset : offset + end - start
-                ]
-                offset += end - start
+        shards = microbatch.inputs.shards
+        first = torch.from_numpy(np.repeat(starts[indices], shards.held)).to(device)
+        flat[first + shards.positions] = result
     if groups.is_last_stage:
         dist.all_reduce(flat, group=groups.dp_cp_group)
     if groups.pp_size > 1:
         source = dist.get_global_rank(groups.pp_group, groups.pp_size - 1)
         dist.broadcast(flat, src=source, group=groups.pp_group)
-    return [part.cpu() for part in flat.split([int(length) for length in response_lengths])]
+    return Ragged(flat.cpu(), response_lengths)

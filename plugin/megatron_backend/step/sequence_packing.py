@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -21,6 +22,7 @@ from plugin.batch_types import RolloutBatch
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.local_layers import PackedLayout
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
+from plugin.ragged import Integers, Ragged, ragged_range
 from plugin.sharding.sequence_shards import SequenceShards
 from plugin.sharding.zigzag import num_chunks, padded_length
 
@@ -60,18 +62,17 @@ def model_inputs(
     device: torch.device | str = "cpu",
 ) -> ModelInputs:
     """Lay out the samples of `batch` for this rank; `at_least`: shortest row, of all CP ranks."""
-    columns = batch.columns
+    columns, samples = batch.columns, Ragged.of(batch.columns["unconcat_tokens"])
     shards = SequenceShards.of(
         columns["total_lengths"],
         columns["response_lengths"],
         torch.device(device),
         loss_context(groups),
     )
-    samples = [ids.cpu() for ids in columns["unconcat_tokens"]]
     length = row_length(batch, groups, layout, sequence_parallel, at_least)
     params: Any = None
     if layout == "packed":
-        lengths = [padded_length(len(ids), groups.cp_size) for ids in samples]
+        lengths = padded_length(samples.lengths, groups.cp_size)
         packed = PackedLayout.from_lengths(
             lengths,
             row_length=length,
@@ -80,25 +81,22 @@ def model_inputs(
             device=device,
         )
         positions, sample_ids = packed.positions.cpu()[None], packed.sample_ids.cpu()[None]
-        starts = torch.tensor([0, *accumulate(lengths)])  # the last one is that of tail padding, -1
-        whole = torch.zeros(length, dtype=torch.int64)
-        for ids, start in zip(samples, starts[:-1].tolist(), strict=True):
-            whole[start : start + len(ids)] = ids
-        tokens, rows = whole[starts[sample_ids] + positions], shards.rows()
-        params = _thd_params(lengths, length, device) if transformer_engine else packed
+        starts = np.cumsum([0, *lengths])  # the last one is that of tail padding, -1
+        whole = _at_starts(samples, starts[:-1], length)
+        tokens, rows = whole[torch.from_numpy(starts)[sample_ids] + positions], shards.rows()
+        params = _thd_params(lengths.tolist(), length, device) if transformer_engine else packed
     elif groups.cp_size > 1:
         raise ConfigError(
             f"the padded layout with context parallel size {groups.cp_size} is not supported; use "
             "packed"
         )
     else:
-        tokens = torch.zeros(len(samples), length, dtype=torch.int64)
-        for row, ids in zip(tokens, samples, strict=True):
-            row[: len(ids)] = ids
+        starts = np.arange(len(samples)) * length
+        tokens = _at_starts(samples, starts, len(samples) * length).view(len(samples), length)
         positions = torch.arange(length).expand_as(tokens).contiguous()
         sample_ids = torch.arange(len(samples))[:, None].expand_as(tokens)
-        rows = shards.rows([i * length for i in range(len(samples))])
-    totals = torch.tensor([*shards.total_lengths, 0])
+        rows = shards.rows(starts)
+    totals = torch.from_numpy(np.append(shards.totals, 0))
     return ModelInputs(
         tokens=tokens.to(device, non_blocking=True),
         position_ids=positions.to(device, non_blocking=True),
@@ -110,6 +108,13 @@ def model_inputs(
     )
 
 
+def _at_starts(samples: Ragged, starts: Integers, length: int) -> Tensor:
+    """[length] int64: every sample from its start on, 0 elsewhere."""
+    tokens = torch.zeros(length, dtype=torch.int64)
+    tokens[torch.from_numpy(ragged_range(starts, samples.lengths))] = samples.values.cpu().long()
+    return tokens
+
+
 def row_length(
     batch: RolloutBatch,
     groups: ParallelGroups,
@@ -118,8 +123,8 @@ def row_length(
     at_least: int = 0,
 ) -> int:
     """Tokens (of all CP ranks) in a row that holds the samples of `batch`."""
-    lengths = [padded_length(len(ids), groups.cp_size) for ids in batch.columns["unconcat_tokens"]]
-    needed = max(sum(lengths) if layout == "packed" else max(lengths), at_least)
+    lengths = padded_length(batch.columns["unconcat_tokens"].lengths, groups.cp_size)
+    needed = max(int(lengths.sum() if layout == "packed" else lengths.max()), at_least)
     multiple = num_chunks(groups.cp_size) * (groups.tp_size if sequence_parallel else 1)
     return -(-needed // multiple) * multiple
 

@@ -98,5 +98,5 @@ def _staleness(inputs: LossInputs, columns: Mapping[str, Any]) -> Tensor | None:
     versions, current = columns.get("weight_versions"), columns.get("trainer_version")
     if versions is None or current is None:
         return None
-    behind = torch.tensor([current - int(v) for v in versions], device=inputs.mask.device)
-    return inputs.shards.per_token(behind).clamp(min=0)
+    behind = (current - torch.as_tensor(versions)).clamp(min=0)
+    return inputs.shards.per_token(behind.to(inputs.mask.device, non_blocking=True))

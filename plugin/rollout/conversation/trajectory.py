@@ -1,10 +1,20 @@
-"""What comes back for one response: one training sample, several, or the reason for none."""
+"""What comes back for one response: one training sample, several, or the reason for none.
+
+Engines build `Trajectory` objects; they travel and are trained on as the columns of `Rollouts`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from plugin.batch_types import RolloutSample
+import numpy as np
+from numpy.typing import NDArray
+
+from plugin.batch_types import RolloutBatch, RolloutSample
+from plugin.ragged import Integers, ragged_range
 
 
 @dataclass(frozen=True)
@@ -33,3 +43,85 @@ class Trajectory:
 def failed(reason: str) -> Trajectory:
     """A trajectory that cannot be trained on."""
     return Trajectory((), error=reason)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Trajectories as columns; those of one prompt stand side by side.
+
+    batch: the training samples of all trajectories, one after the other
+    groups: [M] number of the prompt that each trajectory answers
+    samples: [M] training samples of each, 0 where it failed
+    rewards: [M] float64, NaN where the driver's task scores the response
+    errors: [M] str, empty where there is none; turns: [M]; truncated: [M] bool
+    """
+
+    batch: RolloutBatch
+    groups: Integers
+    samples: Integers
+    rewards: NDArray[np.float64]
+    errors: NDArray[np.str_]
+    turns: Integers
+    truncated: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, answers: Sequence[Sequence[Trajectory]]) -> Rollouts:
+        """The trajectories of every prompt."""
+        flat = [trajectory for answer in answers for trajectory in answer]
+        return cls(
+            RolloutBatch.from_samples([sample for t in flat for sample in t.samples]),
+            np.repeat(np.arange(len(answers)), [len(answer) for answer in answers]),
+            np.array([len(t.samples) for t in flat], np.int64),
+            np.array([math.nan if t.reward is None else t.reward for t in flat], np.float64),
+            np.array([t.error or "" for t in flat], np.str_),
+            np.array([t.turns for t in flat], np.int64),
+            np.array([t.truncated for t in flat], np.bool_),
+        )
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @cached_property
+    def sample_starts(self) -> Integers:
+        """[M]: the first sample of each trajectory."""
+        return np.cumsum(self.samples) - self.samples
+
+    @cached_property
+    def oldest_version(self) -> Integers:
+        """[M]: the oldest weights that any token came from; the newest int where it failed."""
+        oldest = np.full(len(self), np.iinfo(np.int64).max)
+        owner = np.repeat(np.arange(len(self)), self.samples)
+        np.minimum.at(oldest, owner, self.batch.columns["weight_versions"].numpy())
+        return oldest
+
+    def response(self, trajectory: int) -> list[int]:
+        """The token ids of a trajectory's last response."""
+        last = int(self.sample_starts[trajectory] + self.samples[trajectory] - 1)
+        tokens = self.batch.columns["unconcat_tokens"][last]
+        return tokens[len(tokens) - int(self.batch.columns["response_lengths"][last]) :].tolist()
+
+    def select(self, trajectories: Integers, groups: Integers) -> Rollouts:
+        """Those at `trajectories` [n], numbered as answers to the prompts `groups` [n]."""
+        places = ragged_range(self.sample_starts[trajectories], self.samples[trajectories])
+        return Rollouts(
+            self.batch.select(places),
+            groups,
+            self.samples[trajectories],
+            self.rewards[trajectories],
+            self.errors[trajectories],
+            self.turns[trajectories],
+            self.truncated[trajectories],
+        )
+
+    @staticmethod
+    def concatenated(parts: Sequence[Rollouts]) -> Rollouts:
+        """One after the other; prompts keep the numbers they have."""
+        return Rollouts(
+            parts[0].batch.concatenated(*(part.batch for part in parts[1:])),
+            np.concatenate([part.groups for part in parts]),
+            np.concatenate([part.samples for part in parts]),
+            np.concatenate([part.rewards for part in parts]),
+            np.concatenate([part.errors for part in parts]),
+            np.concatenate([part.turns for part in parts]),
+            np.concatenate([part.truncated for part in parts]),
+        )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from plugin.batch_types import FIELDS, RolloutBatch, RolloutSample
 from plugin.launch.array_transport import (
     batch_from_arrays,
     batch_to_arrays,
-    trajectories_from_arrays,
-    trajectories_to_arrays,
+    rollouts_from_arrays,
+    rollouts_to_arrays,
 )
-from plugin.rollout.conversation.trajectory import Trajectory, failed
+from plugin.rollout.conversation.trajectory import Rollouts, Trajectory, failed
 
 
 def full_batch() -> RolloutBatch:
@@ -44,10 +45,7 @@ def test_every_field_of_the_table_comes_back_as_it_was() -> None:
     assert returned.columns.keys() == batch.columns.keys()
     for name, values in batch.columns.items():
         for mine, theirs in zip(values, returned.columns[name], strict=True):
-            if FIELDS[name].shape == "scalar":
-                assert mine == theirs and type(mine) is type(theirs)
-            else:
-                assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype
+            assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype
 
 
 def sample(prompt: int, length: int, version: int, mask: torch.Tensor) -> RolloutSample:
@@ -64,36 +62,53 @@ def sample(prompt: int, length: int, version: int, mask: torch.Tensor) -> Rollou
     )
 
 
-def test_trajectories_come_back_grouped() -> None:
+def there_and_back(answers: list[list[Trajectory]]) -> tuple[Rollouts, Rollouts]:
+    sent = Rollouts.of(answers)
+    return sent, rollouts_from_arrays(rollouts_to_arrays(sent))
+
+
+def test_rollouts_come_back_grouped() -> None:
     mask, ones = torch.tensor([1, 0, 1]), torch.ones(3, dtype=torch.int64)
     several = Trajectory((sample(2, 3, 1, mask), sample(1, 1, 2, ones[:1])), 0.5, None, 4, True)
     one = Trajectory((sample(2, 2, 2, ones[:2]),))
-    answers = [[several, failed("the tool broke")], [one]]
-    returned = trajectories_from_arrays(trajectories_to_arrays(answers))
-    assert [len(answer) for answer in returned] == [2, 1]
-    [[first, second], [third]] = returned
-    assert (first.reward, first.error, first.turns, first.truncated) == (0.5, None, 4, True)
-    assert second == failed("the tool broke")
-    assert third.reward is None and third.turns == 1 and not third.truncated
-    for mine, theirs in zip(
-        several.samples + one.samples, first.samples + third.samples, strict=True
-    ):
-        assert torch.equal(mine.tokens, theirs.tokens)
-        assert torch.equal(mine.loss_mask, theirs.loss_mask)
-        assert torch.equal(mine.rollout_log_probs, theirs.rollout_log_probs)
-        assert torch.equal(mine.routed_experts, theirs.routed_experts)
-        assert mine.response_length == theirs.response_length
-        assert mine.weight_version == theirs.weight_version
+    sent, returned = there_and_back([[several, failed("the tool broke")], [one]])
+    assert returned.groups.tolist() == [0, 0, 1] and returned.samples.tolist() == [2, 0, 1]
+    assert returned.rewards[0] == 0.5 and np.isnan(returned.rewards[1:]).all()
+    assert returned.errors.tolist() == ["", "the tool broke", ""]
+    assert returned.turns.tolist() == [4, 1, 1] and returned.truncated.tolist() == [
+        True,
+        False,
+        False,
+    ]
+    assert returned.oldest_version[[0, 2]].tolist() == [1, 2]
+    assert returned.response(2) == one.samples[0].tokens[-2:].tolist()
+    for name, values in sent.batch.columns.items():
+        for mine, theirs in zip(values, returned.batch.columns[name], strict=True):
+            assert torch.equal(mine, theirs), name
+
+
+def test_selected_and_joined_rollouts_keep_their_samples() -> None:
+    ones = torch.ones(3, dtype=torch.int64)
+    answers = [
+        [Trajectory((sample(2, 3, 1, ones), sample(1, 1, 2, ones[:1])), 0.5)],
+        [Trajectory((sample(2, 2, version, ones[:2]),), float(version)) for version in (3, 4)],
+    ]
+    rollouts = Rollouts.of(answers)
+    both = Rollouts.concatenated([rollouts, rollouts])
+    picked = both.select(np.array([5, 0]), np.array([0, 1]))
+    assert picked.rewards.tolist() == [4.0, 0.5] and picked.samples.tolist() == [1, 2]
+    assert picked.batch.columns["weight_versions"].tolist() == [4, 1, 2]
+    assert picked.groups.tolist() == [0, 1]
 
 
 def test_absent_log_probs_and_routes_stay_absent() -> None:
-    bare = Trajectory((RolloutSample(torch.arange(3), 2, torch.ones(2)),))
-    [[returned]] = trajectories_from_arrays(trajectories_to_arrays([[bare]]))
-    [only] = returned.samples
-    assert only.rollout_log_probs is None and only.routed_experts is None
+    _, returned = there_and_back(
+        [[Trajectory((RolloutSample(torch.arange(3), 2, torch.ones(2)),))]]
+    )
+    assert "rollout_log_probs" not in returned.batch
+    assert "rollout_routed_experts" not in returned.batch
 
 
 def test_an_answer_of_failures_only_comes_back() -> None:
-    assert trajectories_from_arrays(trajectories_to_arrays([[failed("a"), failed("b")]])) == [
-        [failed("a"), failed("b")]
-    ]
+    _, returned = there_and_back([[failed("a"), failed("b")]])
+    assert returned.errors.tolist() == ["a", "b"] and len(returned.batch) == 0

@@ -15,11 +15,10 @@ from plugin.launch.batch_preparation import (
     with_checked_routes,
 )
 from plugin.launch.job import learning_rate
-from plugin.launch.rollout_queue import Group
-from plugin.rollout.conversation.trajectory import Trajectory
+from plugin.rollout.conversation.trajectory import Rollouts, Trajectory
 
 
-def group(index: int, rewards: list[float], **extra: torch.Tensor | None) -> Group:
+def group(rewards: list[float], **extra: torch.Tensor | None) -> list[Trajectory]:
     """Responses of 2 tokens to a prompt of 3."""
     sample = RolloutSample(
         torch.tensor([1, 2, 3, 4, 5]),
@@ -28,16 +27,16 @@ def group(index: int, rewards: list[float], **extra: torch.Tensor | None) -> Gro
         rollout_log_probs=extra.get("log_probs", torch.tensor([-0.5, -1.0])),
         routed_experts=extra.get("routes"),
     )
-    return Group(index, [Trajectory((sample,)) for _ in rewards], rewards)
+    return [Trajectory((sample,), reward) for reward in rewards]
 
 
-def batch_of(config: JobConfig, *groups: Group) -> RolloutBatch:
-    return prepare_batch(config, list(groups))
+def batch_of(config: JobConfig, *groups: list[Trajectory]) -> RolloutBatch:
+    return prepare_batch(config, Rollouts.of(groups))
 
 
 def test_grpo_centers_within_the_group() -> None:
     config = JobConfig(grpo_std_normalization=False)
-    batch = batch_of(config, group(0, [1.0, 0.0]), group(1, [3.0, 3.0]))
+    batch = batch_of(config, group([1.0, 0.0]), group([3.0, 3.0]))
     # Group means 0.5 and 3.
     assert [a.tolist() for a in batch.columns["advantages"]] == [
         [0.5, 0.5],
@@ -49,7 +48,7 @@ def test_grpo_centers_within_the_group() -> None:
 
 def test_rloo_subtracts_the_mean_of_the_others() -> None:
     # 3 - (0 + 0)/2, 0 - (3 + 0)/2, 0 - (3 + 0)/2
-    batch = batch_of(JobConfig(advantage_estimator="rloo"), group(0, [3.0, 0.0, 0.0]))
+    batch = batch_of(JobConfig(advantage_estimator="rloo"), group([3.0, 0.0, 0.0]))
     assert [float(a[0]) for a in batch.columns["advantages"]] == [3.0, -1.5, -1.5]
 
 
@@ -62,8 +61,8 @@ def test_rloo_subtracts_the_mean_of_the_others() -> None:
     ],
 )
 def test_whitened_estimators_have_mean_zero_and_unit_variance(settings: dict[str, object]) -> None:
-    batch = batch_of(JobConfig(**settings), group(0, [1.0, 0.0]), group(1, [0.2, 0.9]))
-    flat = torch.cat(advantages_of(JobConfig(**settings), batch, [1, 1, 1, 1]))
+    rollouts = Rollouts.of([group([1.0, 0.0]), group([0.2, 0.9])])
+    flat = advantages_of(JobConfig(**settings), rollouts).values
     assert float(flat.mean()) == pytest.approx(0, abs=1e-6)
     assert float(flat.std()) == pytest.approx(1, abs=1e-4)
 
@@ -78,34 +77,32 @@ def split_in_two(reward: float) -> Trajectory:
 
 
 def test_a_trajectory_of_several_samples_counts_once_in_its_group() -> None:
-    whole = group(0, [1.0, 0.0])
-    mixed = Group(0, [split_in_two(1.0), whole.trajectories[1]], [1.0, 0.0])
-    batch = batch_of(JobConfig(grpo_std_normalization=False), mixed)
+    mixed = Rollouts.of([[split_in_two(1.0), group([1.0, 0.0])[1]]])
+    batch = prepare_batch(JobConfig(grpo_std_normalization=False), mixed)
     # The group's mean is (1 + 0) / 2; counted by samples it would be (1 + 1 + 0) / 3.
     assert [a.tolist() for a in batch.columns["advantages"]] == [[0.5, 0], [0.5, 0], [-0.5, -0.5]]
-    described = describe_batch(batch, [mixed], version=0)
+    described = describe_batch(batch, mixed, version=0)
     assert described["samples_per_trajectory"] == 1.5 and described["turns"] == 2.0
     assert described["reward"] == 0.5
 
 
 def test_a_discounted_return_goes_through_all_samples_of_a_trajectory() -> None:
     config = JobConfig(advantage_estimator="reinforce_plus_plus", gamma=0.5)
-    one = Group(0, [split_in_two(1.0)], [1.0])
-    batch = batch_of(config, one)
+    batch = batch_of(config, [split_in_two(1.0)])
     first, second = (float(a[0]) for a in batch.columns["advantages"])
     # Two steps with returns 0.5 and 1: whitened they lie on both sides of their mean.
     assert first == pytest.approx(-second) and second > 0
 
 
 def test_missing_log_probs_stop_the_batch_before_any_rank_sees_it() -> None:
-    silent = group(0, [1.0, 0.0], log_probs=None)
+    silent = group([1.0, 0.0], log_probs=None)
     batch_of(JobConfig(), silent)
     with pytest.raises(ConfigError, match="--use-tis needs rollout_log_probs"):
         batch_of(JobConfig(use_tis=True), silent)
 
 
 def test_a_log_prob_that_is_not_finite_is_named_with_sample_and_position() -> None:
-    broken = group(0, [1.0, 0.0], log_probs=torch.tensor([-0.5, float("nan")]))
+    broken = group([1.0, 0.0], log_probs=torch.tensor([-0.5, float("nan")]))
     with pytest.raises(BatchError, match="rollout_log_probs of sample 0 is nan at position 1"):
         batch_of(JobConfig(), broken)
 
@@ -125,7 +122,7 @@ def test_a_log_prob_that_is_not_finite_is_named_with_sample_and_position() -> No
     ],
 )
 def test_routes_are_checked_on_the_driver(routes: torch.Tensor | None, message: str) -> None:
-    batch = batch_of(JobConfig(), group(0, [1.0, 0.0], routes=routes))
+    batch = batch_of(JobConfig(), group([1.0, 0.0], routes=routes))
     with pytest.raises(BatchError, match=message):
         with_checked_routes(batch, (1, 2, 4))
 
@@ -133,10 +130,10 @@ def test_routes_are_checked_on_the_driver(routes: torch.Tensor | None, message: 
 def test_a_token_without_a_route_passes_in_all_layers_or_none() -> None:
     routes = torch.tensor([[[0, 1], [2, 3]]] * 5, dtype=torch.int8)
     routes[1] = -1
-    with_checked_routes(batch_of(JobConfig(), group(0, [1.0, 0.0], routes=routes)), (2, 2, 4))
+    with_checked_routes(batch_of(JobConfig(), group([1.0, 0.0], routes=routes)), (2, 2, 4))
     routes[3, 0] = -1
     with pytest.raises(BatchError, match="routes in some MoE layers only; give all or none"):
-        with_checked_routes(batch_of(JobConfig(), group(0, [1.0, 0.0], routes=routes)), (2, 2, 4))
+        with_checked_routes(batch_of(JobConfig(), group([1.0, 0.0], routes=routes)), (2, 2, 4))
 
 
 def test_learning_rate_warms_up_then_decays() -> None:

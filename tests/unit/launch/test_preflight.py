@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from plugin.batch_types import RolloutBatch, RolloutSample
+from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
 from plugin.config.engine_traits import ENGINES
 from plugin.config.import_paths import load_function
 from plugin.errors import BatchError, ConfigError, HookLoadError
 from plugin.launch.batch_preparation import advantages_of
 from plugin.launch.preflight import check_job, load_task, sampling_parameters
+from plugin.rollout.conversation.trajectory import Rollouts, Trajectory
 from plugin.rollout.engines.choice import make_engine
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET, CopyDigitsTask
@@ -200,8 +201,9 @@ def test_an_advantage_estimator_of_the_users_own_is_used(tmp_path: Path) -> None
     settings = {"advantage_estimator": f"{file}:centered", "n_samples_per_prompt": 1, "lambd": 0.5}
     config = JobConfig.from_sources(settings)
     check_job(config)
-    samples = [RolloutSample(torch.tensor([7, 1, 2]), 2, torch.ones(2), r) for r in (1.0, 0.0)]
-    advantages = advantages_of(config, RolloutBatch.from_samples(samples), [1, 1])
+    sample = RolloutSample(torch.tensor([7, 1, 2]), 2, torch.ones(2))
+    rollouts = Rollouts.of([[Trajectory((sample,), reward)] for reward in (1.0, 0.0)])
+    advantages = advantages_of(config, rollouts)
     # (1 - 0.5) * 0.5 and (0 - 0.5) * 0.5
     assert [a.tolist() for a in advantages] == [[0.25, 0.25], [-0.25, -0.25]]
 

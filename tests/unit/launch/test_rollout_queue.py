@@ -7,16 +7,15 @@ import time
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugin.config import JobConfig
 from plugin.errors import ActorLost
 from plugin.launch.batch_preparation import describe_batch, prepare_batch
-from plugin.launch.rollout_queue import Group, RolloutQueue
+from plugin.launch.rollout_queue import Group, RolloutQueue, joined
 from plugin.rollout.conversation.single_turn import run_single_turn
-from plugin.rollout.conversation.trajectory import Trajectory, failed
+from plugin.rollout.conversation.trajectory import Rollouts, Trajectory, failed
 from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.rollout.engines.transformers_engine import TransformersEngine
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
@@ -37,7 +36,7 @@ class DirectEngines:
     def __init__(self, engines: list[TransformersEngine]) -> None:
         self.engines = engines
         self.waiting: list[tuple[int, int, list[GenerationRequest], SamplingParameters]] = []
-        self.answers: dict[int, list[list[Trajectory]]] = {}
+        self.answers: dict[int, Rollouts] = {}
         self.tickets = 0
         self.dead: set[int] = set()
         self.starting: set[int] = set()
@@ -64,9 +63,9 @@ class DirectEngines:
             ticket, number, requests, parameters = item
             self.served += requests
             answers = run_single_turn(self.engines[number], requests, parameters)
-            self.answers[ticket] = [
-                self._spoil(*pair) for pair in zip(requests, answers, strict=True)
-            ]
+            self.answers[ticket] = Rollouts.of(
+                [self._spoil(*pair) for pair in zip(requests, answers, strict=True)]
+            )
 
     def _spoil(self, request: GenerationRequest, answer: list[Trajectory]) -> list[Trajectory]:
         left = self.spoiled.get(request.prompt_index, 0)
@@ -80,7 +79,7 @@ class DirectEngines:
             self.work()
         return [ticket for ticket in tickets if ticket in self.answers]
 
-    def answer(self, ticket: int) -> list[list[Trajectory]]:
+    def answer(self, ticket: int) -> Rollouts:
         answer = self.answers.pop(ticket)
         if ticket in self.dead:
             raise ActorLost("engine died")
@@ -97,9 +96,8 @@ def make_queue(engines: int = 1, **settings: Any) -> tuple[RolloutQueue, DirectE
     return RolloutQueue(TASK, direct, PARAMETERS, config), direct
 
 
-def responses(group: Group) -> list[torch.Tensor]:
-    samples = [trajectory.samples[0] for trajectory in group.trajectories]
-    return [sample.tokens[-sample.response_length :] for sample in samples]
+def responses(group: Group) -> list[list[int]]:
+    return [group.rollouts.response(i) for i in range(group.place.start, group.place.stop)]
 
 
 def new_weights(engine: TransformersEngine, version: int) -> None:
@@ -110,11 +108,11 @@ def test_a_batch_is_the_next_prompts_in_order_with_all_their_responses() -> None
     queue, _ = make_queue()
     groups = queue.take(0)
     assert [group.index for group in groups] == [0, 1, 2, 3]
-    for group in groups:
-        for sample in [sample for t in group.trajectories for sample in t.samples]:
-            prompt = sample.tokens[: -sample.response_length].tolist()
-            assert tuple(prompt) == TASK.prompt(group.index).tokens
-    assert all(len(group.trajectories) == len(group.rewards) == 2 for group in groups)
+    columns = joined(groups).batch.columns
+    lengths = columns["response_lengths"].tolist()
+    for i, (tokens, length) in enumerate(zip(columns["unconcat_tokens"], lengths, strict=True)):
+        assert tuple(tokens[:-length].tolist()) == TASK.prompt(i // 2).tokens
+    assert [len(group.rewards) for group in groups] == [2, 2, 2, 2] and len(lengths) == 8
     assert [group.index for group in queue.take(0)] == [4, 5, 6, 7]
 
 
@@ -185,8 +183,8 @@ def test_seeds_differ_between_samples_and_repeat_between_runs() -> None:
     first, second = make_queue()[0].take(0), make_queue()[0].take(0)
     for a, b in zip(first, second, strict=True):
         for mine, theirs in zip(responses(a), responses(b), strict=True):
-            assert torch.equal(mine, theirs)
-    assert any(not torch.equal(*responses(group)) for group in first)
+            assert mine == theirs
+    assert any(first != second for first, second in map(responses, first))
 
 
 def test_the_prompts_of_a_lost_engine_are_sent_again_with_the_same_seeds() -> None:
@@ -195,7 +193,7 @@ def test_the_prompts_of_a_lost_engine_are_sent_again_with_the_same_seeds() -> No
     expected, _ = make_queue(engines=2)
     groups, unbroken = queue.take(0), expected.take(0)
     assert [group.index for group in groups] == [0, 1, 2, 3]
-    assert [g.rewards for g in groups] == [g.rewards for g in unbroken]
+    assert [g.rewards.tolist() for g in groups] == [g.rewards.tolist() for g in unbroken]
     assert queue.counts.resent == 2 and queue.counts.issued == queue.counts.taken == 4
     assert len(direct.served) == 6
 
@@ -226,7 +224,7 @@ def test_a_chunk_that_waited_behind_another_has_its_own_deadline() -> None:
     time.sleep(0.2)
     item = next(w for w in direct.waiting if w[0] == first)
     direct.waiting.remove(item)
-    direct.answers[first] = run_single_turn(direct.engines[0], item[2], item[3])
+    direct.answers[first] = Rollouts.of(run_single_turn(direct.engines[0], item[2], item[3]))
     queue._collect(wait=False)
     time.sleep(0.2)
     queue._replace_hung_engines()
@@ -309,10 +307,11 @@ def test_nothing_is_lost_and_nothing_is_doubled_whatever_breaks(
 def test_the_batch_describes_rewards_lengths_and_age() -> None:
     queue, _ = make_queue()
     groups = queue.take(0)
-    batch = prepare_batch(queue.config, groups)
-    described = describe_batch(batch, groups, version=3)
+    rollouts = joined(groups)
+    batch = prepare_batch(queue.config, rollouts)
+    described = describe_batch(batch, rollouts, version=3)
     rewards = [reward for group in groups for reward in group.rewards]
     assert described["reward"] == pytest.approx(sum(rewards) / 8)
     assert described["staleness"] == described["staleness_max"] == 3.0
-    assert batch.columns["group_index"] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert batch.columns["group_index"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert tiny_qwen3().vocab_size > len(ALPHABET)

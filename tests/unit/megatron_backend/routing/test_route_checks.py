@@ -16,6 +16,7 @@ from plugin.megatron_backend.routing.router_replay import (
     routes_of,
 )
 from plugin.megatron_backend.step.sequence_packing import model_inputs
+from plugin.ragged import Ragged
 from tests.unit.megatron_backend.rank_places import place
 
 MODEL = RoutedModel(routers={}, num_layers=2, num_experts=4, topk=2)
@@ -25,24 +26,27 @@ def good_routes(tokens: int = 3) -> torch.Tensor:
     return torch.tensor([[0, 1], [2, 3]], dtype=torch.uint8).expand(tokens, 2, 2).clone()
 
 
+def check(routes: torch.Tensor, *, sample: int = 0, tokens: int = 3) -> None:
+    check_routes(Ragged.of([routes]), [tokens], MODEL, [sample])
+
+
 def test_good_routes_and_tokens_without_routes_pass() -> None:
     routes = good_routes().to(torch.int8)
     routes[1] = -1
-    check_routes(routes, 0, 3, MODEL)
+    check(routes)
 
 
 @pytest.mark.parametrize(
     ("routes", "message"),
     [
-        (None, "sample 7 has no routes"),
-        (good_routes(2), r"shape \(2, 2, 2\), expected \(3, 2, 2\)"),
+        (good_routes(2), r"sample 7 have shape \(2, 2, 2\), expected \(3, 2, 2\)"),
         (good_routes()[:, :1], r"shape \(3, 1, 2\)"),
         (torch.zeros(3, 2, 2, dtype=torch.uint8), "token 0, MoE layer 0 name an expert twice"),
     ],
 )
 def test_wrong_shapes_and_doubled_experts_are_named(routes, message) -> None:
     with pytest.raises(ReplayError, match=message):
-        check_routes(routes, 7, 3, MODEL)
+        check(routes, sample=7)
 
 
 def test_an_expert_out_of_range_is_named_with_token_and_layer() -> None:
@@ -51,21 +55,21 @@ def test_an_expert_out_of_range_is_named_with_token_and_layer() -> None:
     with pytest.raises(
         ReplayError, match=r"token 2, MoE layer 1 are \[1, 4\]; the model has experts 0..3"
     ):
-        check_routes(routes, 0, 3, MODEL)
+        check(routes)
 
 
 def test_minus_one_is_out_of_range() -> None:
     routes = good_routes().to(torch.int16)
     routes[0, 0, 0] = -1
     with pytest.raises(ReplayError, match="token 0, MoE layer 0"):
-        check_routes(routes, 0, 3, MODEL)
+        check(routes)
 
 
 def test_routes_in_some_layers_only_are_refused() -> None:
     routes = good_routes().to(torch.int8)
     routes[1, 0] = -1
     with pytest.raises(ReplayError, match="token 1 of sample 0 has routes in some layers only"):
-        check_routes(routes, 0, 3, MODEL)
+        check(routes)
 
 
 def test_padding_microbatches_carry_valid_routes_of_their_own() -> None:
@@ -81,7 +85,7 @@ def test_padding_microbatches_carry_valid_routes_of_their_own() -> None:
     padding = Microbatch.padding_like(batch)
     routes = padding.batch.columns["rollout_routed_experts"][0]
     assert routes.dtype == torch.uint8 and routes.tolist() == [[[0, 1], [0, 1]]] * 2
-    check_routes(routes, 0, 2, MODEL)
+    check(routes, tokens=2)
 
 
 def chunk_with(**changes: object) -> SimpleNamespace:
@@ -120,17 +124,17 @@ def test_the_last_of_256_experts_is_a_route_and_a_row_of_minus_one_is_none() -> 
     model = RoutedModel(routers={}, num_layers=2, num_experts=256, topk=2)
     routes = good_routes().to(torch.int16)
     routes[0] = torch.tensor([255, 3])
-    batch = RolloutBatch(
-        {
-            "unconcat_tokens": [torch.arange(3)],
-            "total_lengths": [3],
-            "response_lengths": [2],
-            "loss_masks": [torch.ones(2, dtype=torch.int64)],
-            "rollout_routed_experts": [routes],
-        }
-    )
 
     def replayed() -> MicrobatchRoutes:
+        batch = RolloutBatch(
+            {
+                "unconcat_tokens": [torch.arange(3)],
+                "total_lengths": [3],
+                "response_lengths": [2],
+                "loss_masks": [torch.ones(2, dtype=torch.int64)],
+                "rollout_routed_experts": [routes],
+            }
+        )
         inputs = model_inputs(batch, place(), at_least=4)
         return routes_of(Microbatch(batch), inputs, model, place(), sequence_parallel=False)
 

@@ -1,0 +1,108 @@
+"""Tensors of different lengths, end to end in one: the form in which a batch is kept and moved.
+
+Lengths and places are NumPy arrays: they live on the host by type, so that computing with them can
+never wait for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Integers = NDArray[np.int64]
+
+
+def as_integers(values: Sequence[int] | Integers | Tensor) -> Integers:
+    """[N] int64 on the host."""
+    if isinstance(values, Tensor):
+        values = values.numpy(force=True)
+    return np.asarray(values, np.int64)
+
+
+def ragged_range(starts: Integers, lengths: Integers) -> Integers:
+    """[sum of lengths]: starts[i], starts[i] + 1, ... for every i in turn.
+
+    Example: starts [5, 0], lengths [3, 2]: [5, 6, 7, 0, 1].
+    """
+    before = np.cumsum(lengths) - lengths
+    return np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+
+
+class Ragged(Sequence[Tensor]):
+    """A sequence of tensors that differ in their first dimension; each one is a view of `values`.
+
+    values: [sum of lengths, ...]; lengths: [N]
+    """
+
+    def __init__(self, values: Tensor, lengths: Sequence[int] | Integers | Tensor) -> None:
+        self.values, self.lengths = values, as_integers(lengths)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> Ragged:
+        """Join tensors (or what becomes one); a `Ragged` stays as it is."""
+        if isinstance(tensors, Ragged):
+            return tensors
+        parts = [torch.as_tensor(part) for part in tensors]
+        values = torch.cat(parts) if parts else torch.zeros(0)
+        return cls(values, [len(part) for part in parts])
+
+    @cached_property
+    def starts(self) -> Integers:
+        """[N]: where each one begins."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    @cached_property
+    def sample_index(self) -> Integers:
+        """[sum of lengths]: which one each value belongs to."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Ragged: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Ragged:
+        if isinstance(index, slice):
+            return self.select(np.arange(len(self))[index])
+        start = int(self.starts[index])
+        return self.values[start : start + int(self.lengths[index])]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.values.split(self.lengths.tolist()))
+
+    def __repr__(self) -> str:
+        return f"Ragged({list(self)})"
+
+    def select(self, indices: Integers) -> Ragged:
+        """Those at `indices` [n], in that order; neighbors are a view, others are copied."""
+        lengths, starts = self.lengths[indices], self.starts[indices]
+        if len(indices) and bool((np.diff(indices) == 1).all()):
+            first = int(starts[0])
+            return Ragged(self.values[first : first + int(lengths.sum())], lengths)
+        places = torch.from_numpy(ragged_range(starts, lengths))
+        return Ragged(self.values[places.to(self.values.device)], lengths)
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        """Which one `values[index]` belongs to, and its position in that one."""
+        number = int(np.searchsorted(self.starts + self.lengths, index, side="right"))
+        return number, index - int(self.starts[number])
+
+    def like(self, values: Tensor) -> Ragged:
+        """Other values of the same lengths."""
+        return Ragged(values, self.lengths)
+
+    @staticmethod
+    def concatenated(parts: Sequence[Ragged]) -> Ragged:
+        """One after the other."""
+        return Ragged(
+            torch.cat([part.values for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+        )
