@@ -13,12 +13,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from plugin.errors import BatchError
 from plugin.ragged import Integers, Ragged, as_integers
 
 Shape = Literal["tokens", "response", "routes", "scalar"]
+#: One entry per sample.
+Column = Sequence[Any] | Tensor | NDArray[Any]
 
 #: Rounding may put a log-probability a little above 0.
 MAX_LOG_PROB = 0.1
@@ -96,7 +99,7 @@ class RolloutBatch:
 
     columns: dict[str, Any]
 
-    def __init__(self, columns: Mapping[str, Sequence[Any] | Tensor]) -> None:
+    def __init__(self, columns: Mapping[str, Column]) -> None:
         self.columns = {name: _as_column(name, values) for name, values in columns.items()}
 
     @classmethod
@@ -144,7 +147,7 @@ class RolloutBatch:
             }
         )
 
-    def with_column(self, name: str, values: Sequence[Any] | Tensor) -> RolloutBatch:
+    def with_column(self, name: str, values: Column) -> RolloutBatch:
         """A batch with one more (or a replaced) column."""
         if name not in FIELDS:
             raise BatchError(f"unknown field {name!r}; fields are {', '.join(FIELDS)}")
@@ -256,7 +259,7 @@ class RolloutBatch:
                 )
 
 
-def _as_column(name: str, values: Sequence[Any] | Tensor) -> Ragged | Tensor | Sequence[Any]:
+def _as_column(name: str, values: Column) -> Any:
     field = FIELDS.get(name)
     if field is None:
         return values  # `check` names it
@@ -275,7 +278,7 @@ def _as_column(name: str, values: Sequence[Any] | Tensor) -> Ragged | Tensor | S
         # Engines may differ in the type of their routes; torch joins not every pair.
         values = [value.to(torch.int64) for value in values]
     try:
-        return Ragged.of(values)
+        return Ragged.of(list(values))
     except (RuntimeError, ValueError) as error:
         raise BatchError(f"{name} of the samples do not fit together: {error}") from error
 
