@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
@@ -160,7 +159,7 @@ class TrainerRank(ReportingActor):
     def log_probs(self, name: PolicyName, arrays: Arrays) -> Any:
         """Log-probs of every response, end to end, as a NumPy array; None besides rank 0."""
         results = self._trainers[name].compute_log_probs(batch_from_arrays(arrays))
-        return torch.cat(results).numpy() if self._rank == 0 else None
+        return results.values.numpy() if self._rank == 0 else None
 
     def train(self, arrays: Arrays, version: int, learning_rate: float) -> TrainedStep | None:
         """One optimizer step; None besides rank 0.
@@ -182,7 +181,7 @@ class TrainerRank(ReportingActor):
         if not result.updated:
             skipped = _why_skipped(result, self._config.skip_on_grad_norm)
         if result.log_probs is not None:
-            log_probs = torch.cat(result.log_probs).numpy()
+            log_probs = result.log_probs.values.numpy()
         return TrainedStep(result.metrics, skipped, log_probs, result.live_routes)
 
     def export_weights(self) -> list[Any] | None:

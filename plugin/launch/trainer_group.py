@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
-from plugin.launch.array_transport import batch_to_arrays
+from plugin.launch.array_transport import batch_to_arrays, tensor_view
 from plugin.launch.console import Console
 from plugin.launch.model_source import ModelSource
 from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.remote_calls import wait_for_all
 from plugin.launch.trainer_actor import PolicyName, TrainedStep, TrainerRank
+from plugin.ragged import Ragged
 
 #: How long Ray may take to notice that a process is gone.
 _DEATH_SECONDS = 5.0
@@ -110,7 +109,7 @@ class TrainerGroup:
         """Set what the driver does while the ranks work: keep the engines busy."""
         self._idle = pump
 
-    def log_probs(self, name: PolicyName, batch: RolloutBatch) -> list[Tensor]:
+    def log_probs(self, name: PolicyName, batch: RolloutBatch) -> Ragged:
         """One [response] tensor per sample, by a forward-only pass of one of the policies."""
         return _per_sample(self._call("log_probs", name, _shared(batch))[0], batch)
 
@@ -167,9 +166,8 @@ class TrainerGroup:
         return [f"rank {i} on {place.address}" for i, place in enumerate(self.places)]
 
 
-def _per_sample(flat: np.ndarray, batch: RolloutBatch) -> list[Tensor]:
-    lengths = [int(length) for length in batch.columns["response_lengths"]]
-    return list(torch.from_numpy(flat.copy()).split(lengths))
+def _per_sample(flat: np.ndarray, batch: RolloutBatch) -> Ragged:
+    return Ragged(tensor_view(flat), batch.columns["response_lengths"])
 
 
 def _shared(batch: RolloutBatch) -> Any:
