@@ -50,7 +50,7 @@ def test_a_run_that_learned_nothing_is_not_called_a_success(
     history = steps(IDLE[title], IDLE[title])
     assert not any_step_applied(history)
     ended = JobResult(tmp_path, history)
-    monkeypatch.setattr(job, "run_job", lambda config, console: ended)
+    monkeypatch.setattr(job, "run_job", lambda *_: ended)
     assert train_command.run(argparse.Namespace()) == 1
     printed = capsys.readouterr().out
     assert "error: nothing is learned" in printed and title in printed
