@@ -210,8 +210,8 @@ def test_an_answer_is_not_decompressed_beyond_its_bound(server: MisbehavingServe
     [
         ("br", b"{}", "encoded as br; only gzip is read"),
         ("gzip", b"{}", "not gzip"),
-        ("gzip", gzip.compress(b"{}")[:-4], "cut off"),
-        ("gzip", gzip.compress(b"{}") * 2, "goes on after its gzip data"),
+        ("gzip", gzip.compress(b"{}", mtime=0)[:-4], "cut off"),
+        ("gzip", gzip.compress(b"{}", mtime=0) * 2, "goes on after its gzip data"),
     ],
 )
 def test_a_wrong_encoding_is_a_bad_answer(
