@@ -298,20 +298,18 @@ def _driver_pass(answers: Sequence[Sequence[Any]], ranks: int) -> dict[str, floa
     from plugin.config import JobConfig
     from plugin.launch.array_transport import batch_from_arrays, batch_to_arrays
     from plugin.launch.batch_preparation import describe_batch, prepare_batch
-    from plugin.launch.rollout_queue import Group
     from plugin.megatron_backend.step.microbatching import (
         BatchingLimits,
         build_microbatches,
         plan_microbatches,
     )
+    from plugin.rollout.conversation.trajectory import Rollouts
 
     config = JobConfig.from_sources({})
-    groups = [
-        Group(i, list(answer), [t.reward for t in answer]) for i, answer in enumerate(answers)
-    ]
+    rollouts = Rollouts.of(answers)
     start = time.perf_counter()
-    batch = prepare_batch(config, groups)
-    describe_batch(batch, groups, 0)
+    batch = prepare_batch(config, rollouts)
+    describe_batch(batch, rollouts, 0)
     prepared = time.perf_counter()
     arrays = batch_to_arrays(batch)
     cut = time.perf_counter()

@@ -186,12 +186,15 @@ class PrintedLines:
         return getattr(self._stream, name)
 
 
-def capture_warnings(deliver: Callable[[str], None]) -> None:
-    """Send what this process warns of from now on, by `warnings` or by our loggers, to `deliver`.
+def capture_warnings(deliver: Callable[[str], None]) -> contextlib.ExitStack:
+    """Send what this process warns of, by `warnings` or by our loggers, to `deliver`.
 
-    Of `warnings` only plain UserWarnings, because the other categories are for developers; and not
-    those of Megatron, which names every optional package that it does without.
+    From now on, until the returned stack is closed. Of `warnings` only plain UserWarnings, because
+    the other categories are for developers; and not those of Megatron, which names every optional
+    package that it does without.
     """
+    captured = contextlib.ExitStack()
+    captured.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|mbridge)\.")
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
@@ -203,4 +206,7 @@ def capture_warnings(deliver: Callable[[str], None]) -> None:
             deliver(record.getMessage())
 
     warnings.showwarning = show
-    logging.getLogger("plugin").addHandler(Deliver(logging.WARNING))
+    logger, handler = logging.getLogger("plugin"), Deliver(logging.WARNING)
+    logger.addHandler(handler)
+    captured.callback(logger.removeHandler, handler)
+    return captured

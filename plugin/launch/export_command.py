@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from plugin.launch.console import Console, capture_warnings
 
     console = Console()
-    capture_warnings(console.warn)
-    chosen = export(Path(args.run_dir), Path(args.target), args.checkpoint)
+    with capture_warnings(console.warn):
+        chosen = export(Path(args.run_dir), Path(args.target), args.checkpoint)
     console.say(f"model of {chosen} written to {args.target}")
     return 0
 

@@ -43,18 +43,18 @@ def run(args: argparse.Namespace) -> int:
     A job whose steps were all skipped or without gradient has failed.
     """
     console = Console()
-    capture_warnings(console.warn)
     known = {item for group in JobConfig.groups() for item in vars(group)["__annotations__"]}
     flags = {name: value for name, value in vars(args).items() if name in known}
-    try:
-        config = JobConfig.from_sources(flags, getattr(args, "config", None))
-        from plugin.launch.ray_cluster import cluster
+    with capture_warnings(console.warn):
+        try:
+            config = JobConfig.from_sources(flags, getattr(args, "config", None))
+            from plugin.launch.ray_cluster import cluster
 
-        # Ray starts while torch is imported and the job is checked.
-        with cluster(config) as connected:
-            return _run(config, console, connected, args)
-    except MegatronTisError as error:
-        return _complain(error, console, args)
+            # Ray starts while torch is imported and the job is checked.
+            with cluster(config) as connected:
+                return _run(config, console, connected, args)
+        except MegatronTisError as error:
+            return _complain(error, console, args)
 
 
 def _run(

@@ -7,13 +7,14 @@ import io
 import json
 import math
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from plugin.config import JobConfig
-from plugin.launch import job, train_command
+from plugin.launch import job, ray_cluster, train_command
 from plugin.launch.console import Console
 from plugin.launch.job import JobResult
 from plugin.observe.html_report import report_html
@@ -51,6 +52,7 @@ def test_a_run_that_learned_nothing_is_not_called_a_success(
     assert not any_step_applied(history)
     ended = JobResult(tmp_path, history)
     monkeypatch.setattr(job, "run_job", lambda *_: ended)
+    monkeypatch.setattr(ray_cluster, "cluster", lambda _: nullcontext(lambda: None))
     assert train_command.run(argparse.Namespace()) == 1
     printed = capsys.readouterr().out
     assert "error: nothing is learned" in printed and title in printed

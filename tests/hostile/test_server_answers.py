@@ -161,12 +161,18 @@ def compressed(body: bytes) -> Any:
 def test_every_bad_answer_is_asked_for_again_with_the_reason_in_the_log(
     server: MisbehavingServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server.script.extend(
-        lambda handler, body=body: handler.answer(body) for body, _ in BAD.values()
-    )
-    server.script.extend([compressed(b" " * (8 << 20)), compressed(b"{")])
-    bad = len(server.script)
-    server.always = lambda handler: handler.answer(vllm_answer())
+    spoiled = [lambda handler, body=body: handler.answer(body) for body, _ in BAD.values()]
+    spoiled += [compressed(b" " * (8 << 20)), compressed(b"{")]
+    bad, asked = len(spoiled), set[int]()
+
+    def behave(handler: Handler) -> None:
+        """Badly the first time that a seed comes, in whatever order they come."""
+        seed = handler.payload["seed"]
+        well = seed in asked
+        asked.add(seed)
+        handler.answer(vllm_answer()) if well else spoiled[seed](handler)
+
+    server.always = behave
     engine = moe_engine(server, tmp_path, max_answer_bytes=1 << 20)
     requests = [GenerationRequest(PROMPT, (seed,)) for seed in range(bad)]
     with caplog.at_level(logging.WARNING, logger="plugin"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import logging
+import pickle
 import re
-import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 from plugin.errors import BatchError
 from plugin.launch import console as console_module
 from plugin.launch.console import Console, progress_line
-from plugin.launch.remote_calls import Messages
+from plugin.launch.remote_calls import _MESSAGES, Messages, ReportingActor, result_of
 from tests.unit.launch.test_console import METRICS
 
 
@@ -90,47 +92,35 @@ def test_no_print_of_a_rank_is_lost_or_drowns_the_steps() -> None:
     assert errors.getvalue() == "warning: rank 1 on 127.0.0.1: too long\n"
 
 
-IN_AN_ACTOR = """
-import pickle, warnings
-from plugin.config import JobConfig
-from plugin.errors import BatchError
-from plugin.launch.remote_calls import _MESSAGES, ReportingActor
+def test_no_message_of_a_call_that_fails_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rank(ReportingActor):
+        def work(self, fails: bool) -> int:
+            print("seen", 1)
+            print("no end yet", end="")
+            warnings.warn("careful", stacklevel=1)
+            if fails:
+                raise BatchError("bad")
+            return 5
 
-class Rank(ReportingActor):
-    def work(self, fails):
-        print("seen", 1)
-        print("no end yet", end="")
-        warnings.warn("careful")
-        if fails:
-            raise BatchError("bad")
-        return 5
-
-rank = Rank(JobConfig())
-reported = rank.call("work", False)
-assert reported.value == 5 and reported.messages.printed == ["seen 1"], reported
-assert reported.messages.warnings == ["careful"], reported
-try:
-    rank.call("work", True)
-except BatchError as error:
-    carried = getattr(pickle.loads(pickle.dumps(error)), _MESSAGES)
-    assert carried.printed == ["no end yetseen 1"] and carried.warnings == ["careful"], carried
-"""
-
-
-def test_no_message_of_a_call_that_fails_is_lost() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "always", "-c", IN_AN_ACTOR], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("seen 1\n")
+    # An actor has its process for itself: what it changes is put back here.
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(logging.getLogger("plugin"), "handlers", [])
+    with warnings.catch_warnings():
+        rank = Rank()
+        warnings.simplefilter("always")
+        reported = rank.call("work", False)
+        with pytest.raises(BatchError) as failed:
+            rank.call("work", True)
+    assert sys.stdout.getvalue().startswith("seen 1\n")
+    assert (reported.value, reported.messages) == (5, Messages(["careful"], ["seen 1"]))
+    carried = getattr(pickle.loads(pickle.dumps(failed.value)), _MESSAGES)
+    assert carried == Messages(["careful"], ["no end yetseen 1"])
 
 
 def test_the_driver_shows_the_messages_of_a_call_that_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import ray
-
-    from plugin.launch.remote_calls import _MESSAGES, result_of
 
     cause = BatchError("bad")
     cause.__dict__[_MESSAGES] = Messages(["careful"], ["seen"])

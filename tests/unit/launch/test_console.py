@@ -70,11 +70,12 @@ import logging, warnings
 from plugin.launch.console import capture_warnings
 from plugin.config import JobConfig
 
-caught = []
-capture_warnings(caught.append)
-JobConfig(rollout_top_k=5)
-warnings.warn("for developers", DeprecationWarning)
-logging.getLogger("plugin.rollout").warning("server %s is out", "a")
+caught, usual = [], warnings.showwarning
+with capture_warnings(caught.append):
+    JobConfig(rollout_top_k=5)
+    warnings.warn("for developers", DeprecationWarning)
+    logging.getLogger("plugin.rollout").warning("server %s is out", "a")
+assert warnings.showwarning is usual and not logging.getLogger("plugin").handlers
 assert len(caught) == 2 and "truncated distribution" in caught[0] and caught[1] == "server a is out"
 """
 

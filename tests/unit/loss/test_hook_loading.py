@@ -105,12 +105,12 @@ def test_a_failed_file_import_is_retried_not_remembered_half_built(package: Path
         ("no_such_package.module.fn", "no module named 'no_such_package'"),
         ("plugin.ppo_utils.no_such_function", "has no 'no_such_function'; it has .*"),
         ("plugin.ppo_utils.KL_ESTIMATORS", "is a dict; a function is needed"),
-        ("function_without_module", "names no function"),
+        ("function_without_module", r"names no function; write .* path/to/file\.py:function"),
         ("package.module:", "names no function"),
         ("package.module:not a name", "names no function"),
         ("", "names no function"),
         ("/no/such/file.py:fn", "there is no file '/no/such/file.py'"),
-        ("/some/where/file.py", r"names no function; write .* path/to/file\.py:function"),
+        ("/some/where/file.py", r":function is missing; write /some/where/file\.py:NAME"),
     ],
 )
 def test_a_path_that_leads_nowhere_says_why(path: str, message: str) -> None:
