@@ -97,7 +97,7 @@ def test_no_answer_of_a_server_raises_anything_else() -> None:
     # Eight answers to an example: most of the time is hypothesis' own, per example.
     @given(st.lists(spoiled(), min_size=8, max_size=8))
     @settings(
-        max_examples=300,
+        max_examples=255,
         deadline=None,
         database=None,
         derandomize=True,
