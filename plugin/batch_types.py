@@ -171,11 +171,13 @@ class RolloutBatch:
             )
         return RolloutBatch(joined)
 
-    def check(self) -> None:
+    def check(self, numbers: Integers | None = None) -> None:
         """Check lengths and values of every field; a `BatchError` names field, sample and position.
 
         Per-token values are checked where the loss mask is 1; what is masked may hold anything.
+        numbers: [N] what errors call the samples; None = their places in the batch
         """
+        numbers = np.arange(len(self)) if numbers is None else numbers
         for name, field in FIELDS.items():
             if name not in self.columns:
                 if field.optional:
@@ -189,18 +191,18 @@ class RolloutBatch:
         if unknown:
             raise BatchError(f"unknown field {unknown[0]!r}; fields are {', '.join(FIELDS)}")
         if len(self):
-            self._check_lengths()
-            self._check_tokens()
-            self._check_numbers()
+            self._check_lengths(numbers)
+            self._check_tokens(numbers)
+            self._check_numbers(numbers)
 
-    def _check_lengths(self) -> None:
+    def _check_lengths(self, numbers: Integers) -> None:
         totals, responses = (
             as_integers(self.columns[name]) for name in ("total_lengths", "response_lengths")
         )
         for i in np.flatnonzero((responses < 0) | (responses >= np.maximum(totals, 1)))[:1]:
             raise BatchError(
-                f"sample {i} has total length {totals[i]} and response length {responses[i]}; a "
-                "response follows at least one prompt token"
+                f"sample {numbers[i]} has total length {totals[i]} and response length "
+                f"{responses[i]}; a response follows at least one prompt token"
             )
         for name, values in self.columns.items():
             shape = FIELDS[name].shape
@@ -209,11 +211,11 @@ class RolloutBatch:
             expected = responses if shape == "response" else totals
             for i in np.flatnonzero(values.lengths != expected)[:1]:
                 raise BatchError(
-                    f"{name} of sample {i} has length {values.lengths[i]}, expected {expected[i]} "
-                    f"(total {totals[i]}, response {responses[i]})"
+                    f"{name} of sample {numbers[i]} has length {values.lengths[i]}, expected "
+                    f"{expected[i]} (total {totals[i]}, response {responses[i]})"
                 )
 
-    def _check_tokens(self) -> None:
+    def _check_tokens(self, numbers: Integers) -> None:
         tokens: Ragged = self.columns["unconcat_tokens"]
         ids = tokens.values
         if not _is_integer(ids.dtype):
@@ -223,11 +225,11 @@ class RolloutBatch:
         if bool((ids < 0).any()):
             sample, position, value = _first(ids < 0, tokens)
             raise BatchError(
-                f"unconcat_tokens of sample {sample} is {value} at position {position}; a token id "
-                "is at least 0. Drop padding before building the batch"
+                f"unconcat_tokens of sample {numbers[sample]} is {value} at position {position}; "
+                "a token id is at least 0. Drop padding before building the batch"
             )
 
-    def _check_numbers(self) -> None:
+    def _check_numbers(self, numbers: Integers) -> None:
         mask = self.columns["loss_masks"].values != 0
         for name, column in self.columns.items():
             field = FIELDS[name]
@@ -241,8 +243,8 @@ class RolloutBatch:
                 if not bool(column.isfinite().all()):
                     i = int((~column.isfinite()).nonzero()[0])
                     raise BatchError(
-                        f"{name} of sample {i} is {float(column[i])}; it must be finite. Repair "
-                        "its source or drop the sample"
+                        f"{name} of sample {numbers[i]} is {float(column[i])}; it must be finite. "
+                        "Repair its source or drop the sample"
                     )
                 continue
             values = column.values
@@ -254,8 +256,9 @@ class RolloutBatch:
             if bool(bad.any()):
                 sample, position, value = _first(bad, column)
                 raise BatchError(
-                    f"{name} of sample {sample} is {value} at position {position}, where the loss "
-                    f"mask is 1; it must be {bound}. Mask the token or repair the source of {name}"
+                    f"{name} of sample {numbers[sample]} is {value} at position {position}, where "
+                    f"the loss mask is 1; it must be {bound}. Mask the token or repair the source "
+                    f"of {name}"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Batches and rollouts as a few flat arrays, which Ray moves without copying them.
+"""Batches, shares and rollouts as a few flat arrays, which Ray moves without copying them.
 
 An array that comes out of the object store is a view of memory that all processes of a node share.
 It is read-only: code that wants to write makes a copy.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plugin.batch_types import FIELDS, RolloutBatch
+from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.ragged import Ragged
 from plugin.rollout.conversation.trajectory import Rollouts
 
@@ -48,6 +49,25 @@ def tensor_view(array: np.ndarray) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return torch.from_numpy(array)
+
+
+def share_to_arrays(share: BatchShare) -> Arrays:
+    """A rank's share: its samples as a batch, and what it knows of the whole."""
+    mine = {
+        f"/{field.name}": np.asarray(getattr(share, field.name))
+        for field in fields(BatchShare)
+        if field.name != "batch"
+    }
+    return batch_to_arrays(share.batch) | mine
+
+
+def share_from_arrays(arrays: Mapping[str, np.ndarray]) -> BatchShare:
+    """The share that `share_to_arrays` took apart; its tensors are views of the arrays."""
+    batch = batch_from_arrays({name: a for name, a in arrays.items() if name[0] != "/"})
+    rest: dict[str, Any] = {
+        name[1:]: a if a.ndim else a.item() for name, a in arrays.items() if name[0] == "/"
+    }
+    return BatchShare(batch, **rest)
 
 
 def rollouts_to_arrays(rollouts: Rollouts) -> Arrays:

@@ -1,7 +1,7 @@
 """One trainer rank: the body of a Ray actor around `MegatronTrainer`.
 
-Every method is called on all ranks at once with the same arguments; what is the same everywhere is
-returned by rank 0 alone.
+Every method is called on all ranks at once. Of a batch each gets its own share, and one rank per
+share returns what came of it; what is the same everywhere is returned by rank 0 alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from plugin.config import JobConfig
-from plugin.launch.array_transport import Arrays, batch_from_arrays
+from plugin.launch.array_transport import Arrays, share_from_arrays
 from plugin.launch.directory_lock import OwnedDirectory
 from plugin.launch.model_source import ModelSource
 from plugin.launch.remote_calls import ReportingActor
@@ -37,12 +37,25 @@ class RankPlace:
 
 
 @dataclass(frozen=True)
+class RankPart:
+    """Which part of a batch a rank works on.
+
+    dp_rank: whose samples; pp_rank: whose layers
+    reports: whether this rank returns results of its samples: one of each share does
+    """
+
+    dp_rank: int
+    pp_rank: int
+    reports: bool
+
+
+@dataclass(frozen=True)
 class TrainedStep:
     """What the driver gets of an optimizer step.
 
     skipped: why no weight was changed, if so
-    log_probs: the step's own, where watched: end to end from the actor, [response] per sample on
-        the driver
+    log_probs: the step's own, where watched: a share's end to end from the actor, [response] per
+        sample on the driver
     live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose
     """
 
@@ -102,7 +115,7 @@ class TrainerRank(ReportingActor):
         )
         return f"tcp://{address}:{port}"
 
-    def join(self, rank: int, rendezvous: str) -> None:
+    def join(self, rank: int, rendezvous: str) -> RankPart:
         """Become rank `rank` of the process group."""
         from plugin.megatron_backend.parallel_groups import init_parallel
 
@@ -127,9 +140,16 @@ class TrainerRank(ReportingActor):
             expert_tensor_parallel_size=config.expert_tensor_parallel_size,
             timeout_seconds=config.step_timeout,
         )
+        groups = self._groups
+        first = groups.tp_rank == 0 and groups.cp_rank == 0
+        self._reports = first and groups.is_last_stage
+        return RankPart(groups.dp_rank, groups.pp_rank, self._reports)
 
-    def build(self, name: PolicyName, source: ModelSource) -> None:
-        """Build one of the models and load its weights; only the policy can be trained."""
+    def build(self, name: PolicyName, source: ModelSource) -> list[int] | None:
+        """Build one of the models and load its weights; only the policy can be trained.
+
+        Returns the MoE layers whose routes this rank wants, None if it replays none.
+        """
         from plugin.megatron_backend.model.builder import uses_transformer_engine
         from plugin.megatron_backend.trainer import MegatronTrainer
 
@@ -155,14 +175,15 @@ class TrainerRank(ReportingActor):
         )
         trainer.load_hf_weights(source.directory or source.random_weights())
         self._trainers[name] = trainer
+        return None if trainer.routed_model is None else trainer.routed_model.route_layers
 
-    def log_probs(self, name: PolicyName, arrays: Arrays) -> Any:
-        """Log-probs of every response, end to end, as a NumPy array; None besides rank 0."""
-        results = self._trainers[name].compute_log_probs(batch_from_arrays(arrays))
-        return results.values.numpy() if self._rank == 0 else None
+    def log_probs(self, share: Arrays, name: PolicyName) -> Any:
+        """Log-probs of the share's responses, end to end; None where another rank reports them."""
+        results = self._trainers[name].compute_log_probs(share_from_arrays(share))
+        return results.values.numpy() if self._reports else None
 
-    def train(self, arrays: Arrays, version: int, learning_rate: float) -> TrainedStep | None:
-        """One optimizer step; None besides rank 0.
+    def train(self, share: Arrays, version: int, learning_rate: float) -> TrainedStep:
+        """One optimizer step.
 
         version: of the weights the step starts from, counted in weight syncs; ages refer to it
         """
@@ -171,18 +192,17 @@ class TrainerRank(ReportingActor):
         trainer.set_learning_rate(learning_rate)
         watch = self._config.detect_mismatch or self._config.dump_log_probs is not None
         result = trainer.train_step(
-            batch_from_arrays(arrays),
-            with_log_probs=watch and "rollout_log_probs" in arrays,
-            with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in arrays,
+            share_from_arrays(share),
+            with_log_probs=watch and "rollout_log_probs" in share,
+            with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in share,
         )
-        if self._rank != 0:
-            return None
         skipped, log_probs = None, None
         if not result.updated:
             skipped = _why_skipped(result, self._config.skip_on_grad_norm)
-        if result.log_probs is not None:
+        if result.log_probs is not None and self._reports:
             log_probs = result.log_probs.values.numpy()
-        return TrainedStep(result.metrics, skipped, log_probs, result.live_routes)
+        live_routes = result.live_routes if self._rank == 0 else None
+        return TrainedStep(result.metrics, skipped, log_probs, live_routes)
 
     def export_weights(self) -> list[Any] | None:
         """The policy in the object store, one reference per bucket; None besides rank 0."""

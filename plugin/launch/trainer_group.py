@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
-from plugin.launch.array_transport import batch_to_arrays, tensor_view
+from plugin.launch.array_transport import share_to_arrays
 from plugin.launch.console import Console
 from plugin.launch.model_source import ModelSource
 from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.remote_calls import wait_for_all
-from plugin.launch.trainer_actor import PolicyName, TrainedStep, TrainerRank
-from plugin.ragged import Ragged
+from plugin.launch.trainer_actor import PolicyName, RankPart, TrainedStep, TrainerRank
+from plugin.megatron_backend.step.batch_share import cut_share, plan_batch, with_stage_routes
+from plugin.megatron_backend.step.loss_scaling import total_weight
+from plugin.megatron_backend.step.microbatching import MicrobatchPlan
+from plugin.ragged import Ragged, as_integers, ragged_range
 
 #: How long Ray may take to notice that a process is gone.
 _DEATH_SECONDS = 5.0
@@ -93,7 +97,7 @@ class TrainerGroup:
         calls = [
             rank.call.remote("join", i, self._rendezvous) for i, rank in enumerate(self._ranks)
         ]
-        self._wait(calls, self._names())
+        self._parts: list[RankPart] = self._wait(calls, self._names())
 
     def _wait(self, calls: list[Any], names: list[str]) -> list[Any]:
         return wait_for_all(calls, names, self._console, timeout=self._config.start_timeout)
@@ -103,7 +107,9 @@ class TrainerGroup:
         import ray
 
         self._built[name] = source
-        self._call("build", name, ray.put(source), timeout=self._config.start_timeout)
+        layers = self._call("build", name, ray.put(source), timeout=self._config.start_timeout)
+        if name == "policy":
+            self._route_layers: list[list[int] | None] = layers
 
     def while_waiting(self, pump: Callable[[], None] | None) -> None:
         """Set what the driver does while the ranks work: keep the engines busy."""
@@ -111,14 +117,60 @@ class TrainerGroup:
 
     def log_probs(self, name: PolicyName, batch: RolloutBatch) -> Ragged:
         """One [response] tensor per sample, by a forward-only pass of one of the policies."""
-        return _per_sample(self._call("log_probs", name, _shared(batch))[0], batch)
+        plan, shares = self._delivered(batch)
+        return self._merged(self._call("log_probs", name, shares=shares), plan, batch)
 
     def train(self, batch: RolloutBatch, version: int, learning_rate: float) -> TrainedStep:
         """One optimizer step."""
-        result = self._call("train", _shared(batch), version, learning_rate)[0]
-        if result.log_probs is None:
-            return result
-        return replace(result, log_probs=_per_sample(result.log_probs, batch))
+        plan, shares = self._delivered(batch)
+        results = self._call("train", version, learning_rate, shares=shares)
+        log_probs = [result.log_probs for result in results]
+        if all(values is None for values in log_probs):
+            return results[0]
+        return replace(results[0], log_probs=self._merged(log_probs, plan, batch))
+
+    def _delivered(self, batch: RolloutBatch) -> tuple[MicrobatchPlan, list[Any]]:
+        """Put one share per data-parallel rank into the object store; a reference for every rank.
+
+        Ranks of one share (tensor, context and pipeline parallel ones) get the same object; where
+        stages replay routes, one object per stage.
+        """
+        import ray
+
+        config, hf_config = self._config, self._built["policy"].hf_config
+        stages = config.pipeline_model_parallel_size
+        plan = plan_batch(
+            batch,
+            config,
+            dp_size=1 + max(part.dp_rank for part in self._parts),
+            cp_size=config.context_parallel_size,
+            round_size=stages if config.virtual_pipeline_model_parallel_size else 1,
+            hidden_size=hf_config["hidden_size"],
+            longest=hf_config["max_position_embeddings"],
+        )
+        weight = total_weight(batch, per_token=config.per_token)
+        objects: dict[Any, Any] = {}
+        references = []
+        for part, layers in zip(self._parts, self._route_layers, strict=True):
+            cut = config.use_rollout_routing_replay and layers is not None
+            key = (part.dp_rank, tuple(layers or ()) if cut else None)
+            if key not in objects:
+                stage = with_stage_routes(batch, layers) if cut and layers else batch
+                share = cut_share(stage, plan, part.dp_rank, weight=weight)
+                objects[key] = ray.put(share_to_arrays(share))
+            references.append(objects[key])
+        return plan, references
+
+    def _merged(self, results: list[Any], plan: MicrobatchPlan, batch: RolloutBatch) -> Ragged:
+        """Put the responses [R] of every share where they belong in the batch."""
+        lengths = as_integers(batch.columns["response_lengths"])
+        starts, flat = np.cumsum(lengths) - lengths, np.zeros(lengths.sum(), np.float32)
+        for part, values in zip(self._parts, results, strict=True):
+            if part.reports:
+                rank = plan.ranks[part.dp_rank]
+                samples = np.array([i for microbatch in rank for i in microbatch], np.int64)
+                flat[ragged_range(starts[samples], lengths[samples])] = values
+        return Ragged(torch.from_numpy(flat), lengths)
 
     def export_weights(self) -> list[Any]:
         """References to the policy's weight buckets in the object store."""
@@ -147,8 +199,19 @@ class TrainerGroup:
             directory = Path(self._rendezvous.removeprefix("file://")).parent
             shutil.rmtree(directory, ignore_errors=True)
 
-    def _call(self, method: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
-        calls = [rank.call.remote(method, *arguments) for rank in self._ranks]
+    def _call(
+        self,
+        method: str,
+        *arguments: Any,
+        shares: list[Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Results of all ranks; with `shares`, each rank's own comes first of its arguments."""
+        own = [()] * len(self._ranks) if shares is None else [(share,) for share in shares]
+        calls = [
+            rank.call.remote(method, *mine, *arguments)
+            for rank, mine in zip(self._ranks, own, strict=True)
+        ]
         return wait_for_all(
             calls,
             self._names(),
@@ -164,14 +227,3 @@ class TrainerGroup:
 
     def _names(self) -> list[str]:
         return [f"rank {i} on {place.address}" for i, place in enumerate(self.places)]
-
-
-def _per_sample(flat: np.ndarray, batch: RolloutBatch) -> Ragged:
-    return Ragged(tensor_view(flat), batch.columns["response_lengths"])
-
-
-def _shared(batch: RolloutBatch) -> Any:
-    """Put the batch into the object store once, for all ranks."""
-    import ray
-
-    return ray.put(batch_to_arrays(batch))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,26 +38,27 @@ from plugin.megatron_backend.routing.router_replay import (
     RecordedRoutes,
     RoutedModel,
     RouterReplaySession,
-    batch_fingerprint,
     router_order,
     routes_of,
+    share_fingerprint,
     token_places,
+)
+from plugin.megatron_backend.step.batch_share import (
+    BatchShare,
+    cut_share,
+    plan_batch,
+    with_stage_routes,
 )
 from plugin.megatron_backend.step.forward_step import (
     log_prob_forward_step,
     training_forward_step,
 )
 from plugin.megatron_backend.step.loss_scaling import LossScale, total_weight
-from plugin.megatron_backend.step.microbatching import (
-    BatchingLimits,
-    MicrobatchPlan,
-    build_microbatches,
-    plan_microbatches,
-)
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch, prepare
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.schedule import (
     GuardedOptimizer,
+    broadcast_from_last_stage,
     connect,
     first_bad_parameter,
     gather_responses,
@@ -67,7 +69,7 @@ from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.megatron_backend.step.skipped_step import cause_of_skip
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
-from plugin.ragged import Ragged, as_integers
+from plugin.ragged import Integers, Ragged, as_integers
 
 
 @dataclass(frozen=True)
@@ -95,19 +97,23 @@ class StepResult:
 
 @dataclass
 class _Step:
-    """A global batch cut for this rank."""
+    """This rank's share, ready for a schedule.
 
-    plan: MicrobatchPlan
+    all_lengths: response lengths of the whole batch where that was given, None if only the share
+    """
+
+    share: BatchShare
     microbatches: list[PreparedMicrobatch]
+    all_lengths: Integers | None
     routes: list[MicrobatchRoutes] | None = None
-    fingerprint: Any = None
+    fingerprint: bytes | None = None
 
 
 class MegatronTrainer:
     """Model, optimizer and the two passes of one rank.
 
-    Every rank is given the same global batch and takes its own share, so all ranks plan alike
-    without talking.
+    A rank is given its share of a batch (`BatchShare`), or every rank the same whole batch, of
+    which each takes its own share: all plan alike without talking.
     """
 
     def __init__(
@@ -187,8 +193,11 @@ class MegatronTrainer:
         optimizer = None if self.optimizer is None else self.optimizer.optimizer
         return TrainerParts(self.chunks, optimizer, self.hf_config, self.groups, self.device)
 
-    def compute_log_probs(self, batch: RolloutBatch) -> Ragged:
-        """Return log-probs [response] of every sample, on every rank, by a forward-only pass."""
+    def compute_log_probs(self, batch: RolloutBatch | BatchShare) -> Ragged:
+        """Return log-probs [response] of every sample, by a forward-only pass.
+
+        Of a whole batch: on every rank. Of a share: of its samples, on the last pipeline stage.
+        """
         errors = ErrorCollector(self.device)
         step = self._prepared(batch, errors)
         for chunk in self.chunks:
@@ -205,33 +214,49 @@ class MegatronTrainer:
             if replay is not None:
                 replay.check_consumed()
         errors.agree("the log-prob pass")
-        return self._gathered(results, step, batch)
+        return self._gathered(results, step)
 
-    def _gathered(self, results: list[Tensor | None], step: _Step, batch: RolloutBatch) -> Ragged:
-        return gather_responses(
+    def _gathered(self, results: list[Tensor | None], step: _Step) -> Ragged:
+        numbers, groups = step.share.numbers(), self.groups
+        lengths, group = step.all_lengths, groups.dp_cp_group
+        if lengths is None:
+            lengths = as_integers(step.share.batch.columns["response_lengths"])
+            numbers = np.split(np.arange(len(lengths)), np.cumsum(step.share.counts)[:-1])
+            group = groups.cp_group
+        firsts = np.cumsum(lengths) - lengths
+        flat = gather_responses(
             results,
             step.microbatches,
-            [as_integers(samples) for samples in step.plan.ranks[self.groups.dp_rank]],
-            as_integers(batch.columns["response_lengths"]),
-            self.groups,
+            [firsts[samples] for samples in numbers],
+            int(lengths.sum()),
+            group,
+            groups,
             self.device,
         )
+        if step.all_lengths is not None:
+            flat = broadcast_from_last_stage(flat, groups)
+        return Ragged(flat.cpu(), lengths)
 
     def train_step(
-        self, batch: RolloutBatch, *, with_log_probs: bool = False, with_live_routes: bool = False
+        self,
+        batch: RolloutBatch | BatchShare,
+        *,
+        with_log_probs: bool = False,
+        with_live_routes: bool = False,
     ) -> StepResult:
         """One optimizer step on the global batch; either every rank raises or none does.
 
-        with_log_probs: also return the step's own log-probs, gathered from all ranks
+        with_log_probs: also return the step's own log-probs, as `compute_log_probs` does
         with_live_routes: also return which experts the routers choose by themselves; needs a flag
             that looks at routes
         """
         assert self.optimizer is not None, "a trainer built with trainable=False cannot train"
         errors = ErrorCollector(self.device)
         with errors.collecting():
-            if "advantages" not in batch:
+            columns = batch.batch if isinstance(batch, BatchShare) else batch
+            if "advantages" not in columns:
                 raise BatchError("the batch has no advantages; compute them from the rewards first")
-            self.config.require_rollout_log_probs("rollout_log_probs" in batch)
+            self.config.require_rollout_log_probs("rollout_log_probs" in columns)
             if self.config.use_routing_replay and self.recorded_routes is None:
                 raise ReplayError(
                     "--use-routing-replay replays the routes of the log-prob pass and none has "
@@ -241,15 +266,15 @@ class MegatronTrainer:
         table = StatisticsTable(self.device)
         scale = LossScale(
             per_token=self.config.per_token,
-            total_weight=total_weight(batch, per_token=self.config.per_token),
-            num_microbatches=step.plan.num_microbatches,
+            total_weight=step.share.total_weight,
+            num_microbatches=len(step.share.counts),
             dp_cp_size=self.groups.dp_cp_size,
         )
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.optimizer.zero_grad()
-        live = self._live_routes(step, batch) if with_live_routes else None
+        live = self._live_routes(step) if with_live_routes else None
         replay = self._replay_session(step, live)
         kept: list[Tensor | None] = []
         forward_step = training_forward_step(
@@ -268,7 +293,7 @@ class MegatronTrainer:
             metrics |= replay.metrics(self.groups, sequence_parallel=self.config.sequence_parallel)
         result = self._apply(metrics, step, kept)
         if with_log_probs:
-            result = replace(result, log_probs=self._gathered(kept, step, batch))
+            result = replace(result, log_probs=self._gathered(kept, step))
         if live is not None:
             result = replace(result, live_routes=live.gathered())
         return result
@@ -281,7 +306,7 @@ class MegatronTrainer:
         bad, cause = None, None
         if not updated and not math.isfinite(grad_norm):
             bad = first_bad_parameter(self.chunks, self.groups)
-            samples = step.plan.ranks[self.groups.dp_rank]
+            samples = step.share.numbers()
             cause = cause_of_skip(
                 self.config, self.groups, step.microbatches, samples, log_probs, metrics
             )
@@ -289,49 +314,58 @@ class MegatronTrainer:
         metrics |= {
             "grad_norm": grad_norm,
             "skipped_steps": float(self.optimizer.skipped_steps),
-            "num_microbatches": float(step.plan.num_microbatches),
-            "padding_microbatch_share": step.plan.padding_share(),
+            "num_microbatches": float(len(step.share.counts)),
+            "padding_microbatch_share": step.share.padding_share,
         }
         return StepResult(metrics, updated, grad_norm, bad, cause)
 
-    def _check_batch(self, batch: RolloutBatch) -> None:
-        """Find on every rank what would end only some of them inside the model."""
-        batch.check()
+    def _check_batch(self, batch: RolloutBatch, numbers: Integers | None = None) -> None:
+        """Find on every rank what would end only some of them inside the model.
+
+        numbers: what errors call the samples; None = their places in the batch
+        """
+        batch.check(numbers)
         vocabulary = self.hf_config.vocab_size
         tokens: Ragged = batch.columns["unconcat_tokens"]
         outside = (tokens.values >= vocabulary).nonzero()
         if len(outside):
             place = int(outside[0])
+            sample = tokens.place_of(place)[0]
             raise BatchError(
-                f"unconcat_tokens of sample {tokens.sample_index[place]} holds token "
-                f"{int(tokens.values[place])}, the model has {vocabulary}; the tokenizer and the "
-                "model do not belong together"
+                f"unconcat_tokens of sample {sample if numbers is None else numbers[sample]} holds "
+                f"token {int(tokens.values[place])}, the model has {vocabulary}; the tokenizer and "
+                "the model do not belong together"
             )
 
-    def _warn_of_oversize(self, plan: MicrobatchPlan) -> None:
-        if plan.oversize and not self._warned_of_oversize and self.groups.rank == 0:
+    def _warn_of_oversize(self, share: BatchShare) -> None:
+        if share.oversize and not self._warned_of_oversize and self.groups.rank == 0:
             self._warned_of_oversize = True
             warnings.warn(
-                f"{len(plan.oversize)} samples are longer than --max-tokens-per-gpu "
+                f"{share.oversize} samples are longer than --max-tokens-per-gpu "
                 f"{self.config.max_tokens_per_gpu} allows; each gets a microbatch of its own and "
                 "may not fit into memory",
                 stacklevel=4,
             )
 
-    def _live_routes(self, step: _Step, batch: RolloutBatch) -> LiveRoutes:
-        model, lengths = self.routed_model, batch.columns["total_lengths"]
+    def _live_routes(self, step: _Step) -> LiveRoutes:
+        model, watched = self.routed_model, step.share.watched
         assert model is not None, "live routes need --detect-routing or a replay flag"
-        starts = torch.cat([lengths.new_zeros(1), lengths]).cumsum(0)
+        starts = np.cumsum(np.append(0, watched))
         places = [
-            # A padding microbatch starts after the last token.
+            # What is not watched, and padding, starts after the last watched token.
             token_places(
-                m.inputs, starts[list(samples) or [-1]], self.groups, self.config.sequence_parallel
+                m.inputs,
+                torch.from_numpy(starts[np.minimum(samples, len(watched))]),
+                self.groups,
+                self.config.sequence_parallel,
             )
             for m, samples in zip(
-                step.microbatches, step.plan.ranks[self.groups.dp_rank], strict=True
+                step.microbatches,
+                [n if len(n) else np.array([len(watched)]) for n in step.share.numbers()],
+                strict=True,
             )
         ]
-        return LiveRoutes(model.num_layers, model.topk, lengths.tolist(), places, self.device)
+        return LiveRoutes(model.num_layers, model.topk, watched.tolist(), places, self.device)
 
     def _replay_session(
         self, step: _Step, live: LiveRoutes | None = None
@@ -355,36 +389,49 @@ class MegatronTrainer:
         )
 
     def _prepared(
-        self, batch: RolloutBatch, errors: ErrorCollector, recorded: RecordedRoutes | None = None
+        self,
+        batch: RolloutBatch | BatchShare,
+        errors: ErrorCollector,
+        recorded: RecordedRoutes | None = None,
     ) -> _Step:
-        """Plan and lay out this rank's share; errors are raised on all ranks, before a schedule."""
+        """Lay out this rank's share; errors are raised on all ranks, before a schedule."""
         step: _Step | None = None
         with errors.collecting():
-            self._check_batch(batch)
-            budget = self.config.max_tokens_per_gpu
-            limits = BatchingLimits(
-                max_tokens=None if budget is None else budget * self.groups.cp_size,
-                micro_batch_size=self.config.micro_batch_size,
-                max_sample_tokens=self.hf_config.max_position_embeddings,
-            )
-            plan = plan_microbatches(
-                batch.columns["total_lengths"],
-                limits,
-                dp_size=self.groups.dp_size,
-                # The interleaved schedule wants whole rounds over the stages.
-                count_multiple=self.groups.pp_size if self.groups.vpp_size else 1,
-                hidden_size=self.hf_config.hidden_size,
-            )
-            self._warn_of_oversize(plan)
-            microbatches = build_microbatches(batch, plan, self.groups.dp_rank)
+            if isinstance(batch, BatchShare):
+                share, all_lengths = batch, None
+                self._check_batch(share.batch, share.samples)
+            else:
+                self._check_batch(batch)
+                share = self._share_of(batch)
+                all_lengths = as_integers(batch.columns["response_lengths"])
+            self._warn_of_oversize(share)
+            microbatches = share.microbatches()
             prepared = self._laid_out(microbatches)
-            fingerprint = batch_fingerprint(batch, plan) if self.config.use_routing_replay else None
-            step = _Step(plan, prepared, self._routes(microbatches, prepared, plan), fingerprint)
+            fingerprint = share_fingerprint(share) if self.config.use_routing_replay else None
+            routes = self._routes(microbatches, prepared, share)
+            step = _Step(share, prepared, all_lengths, routes, fingerprint)
             if recorded is not None:
                 recorded.require(fingerprint)
         errors.agree("preparing the batch")
         assert step is not None
         return step
+
+    def _share_of(self, batch: RolloutBatch) -> BatchShare:
+        """Plan the whole batch and take this rank's share."""
+        groups = self.groups
+        plan = plan_batch(
+            batch,
+            self.config,
+            dp_size=groups.dp_size,
+            cp_size=groups.cp_size,
+            round_size=groups.pp_size if groups.vpp_size else 1,
+            hidden_size=self.hf_config.hidden_size,
+            longest=self.hf_config.max_position_embeddings,
+        )
+        weight = total_weight(batch, per_token=self.config.per_token)
+        if self.routed_model is not None and self.config.use_rollout_routing_replay:
+            batch = with_stage_routes(batch, self.routed_model.route_layers)
+        return cut_share(batch, plan, groups.dp_rank, weight=weight)
 
     def _laid_out(self, microbatches: list[Microbatch]) -> list[PreparedMicrobatch]:
         prepared = prepare(
@@ -403,7 +450,7 @@ class MegatronTrainer:
         self,
         microbatches: list[Microbatch],
         prepared: list[PreparedMicrobatch],
-        plan: MicrobatchPlan,
+        share: BatchShare,
     ) -> list[MicrobatchRoutes] | None:
         if self.routed_model is None or not self.config.use_rollout_routing_replay:
             return None
@@ -417,6 +464,6 @@ class MegatronTrainer:
                 sample_numbers=samples,
             )
             for microbatch, laid_out, samples in zip(
-                microbatches, prepared, plan.ranks[self.groups.dp_rank], strict=True
+                microbatches, prepared, share.numbers(), strict=True
             )
         ]

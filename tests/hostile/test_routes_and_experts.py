@@ -25,10 +25,11 @@ from plugin.launch.batch_preparation import with_checked_routes
 from plugin.megatron_backend.routing.router_replay import (
     RecordedRoutes,
     RoutedModel,
-    batch_fingerprint,
     check_routes,
     routes_of,
+    share_fingerprint,
 )
+from plugin.megatron_backend.step.batch_share import cut_share
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.step.sequence_packing import model_inputs
 from plugin.observe.routing_agreement import routing_finding
@@ -153,8 +154,12 @@ def test_expert_255_is_never_left_out_of_the_comparison_of_routes() -> None:
 def test_recorded_routes_are_never_taken_for_other_tokens_of_the_same_lengths() -> None:
     plan = MicrobatchPlan((((0, 1),),))
     batch = batch_with(routes([0, 1, 2], torch.int16), routes([0, 1, 2], torch.int16))
-    recorded = RecordedRoutes(batch_fingerprint(batch, plan))
-    recorded.require(batch_fingerprint(batch, plan))
+
+    def fingerprint(batch: RolloutBatch) -> bytes:
+        return share_fingerprint(cut_share(batch, plan, 0, weight=1.0))
+
+    recorded = RecordedRoutes(fingerprint(batch))
+    recorded.require(fingerprint(batch))
     swapped = batch.with_column("unconcat_tokens", [torch.arange(3), torch.arange(3).flip(0)])
     with pytest.raises(ReplayError, match="recorded for another batch"):
-        recorded.require(batch_fingerprint(swapped, plan))
+        recorded.require(fingerprint(swapped))

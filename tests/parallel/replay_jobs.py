@@ -10,10 +10,10 @@ from torch import Tensor
 
 from plugin.batch_types import RolloutBatch, route_dtype
 from plugin.config import TrainerConfig
-from plugin.megatron_backend import trainer as trainer_module
 from plugin.megatron_backend.model.hf_weights import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing import router_replay
+from plugin.megatron_backend.step import batch_share as share_module
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.trainer import MegatronTrainer
 from tests.parallel.training_jobs import near_policy, uneven_batch
@@ -119,7 +119,7 @@ def train_with_padding_in_the_middle(
     policy: str,
 ) -> dict[str, Any]:
     """As above, with a padding microbatch between real ones; `policy` may be one of two wrong ones."""
-    original_plan = trainer_module.plan_microbatches
+    original_plan = share_module.plan_microbatches
     original_call = router_replay._LayerReplay._microbatch
 
     def plan(*args: Any, **kwargs: Any) -> MicrobatchPlan:
@@ -138,11 +138,11 @@ def train_with_padding_in_the_middle(
 
     wrong = {"clear on padding": clear_on_padding, "keep last targets": keep_last_targets}
     try:
-        trainer_module.plan_microbatches = plan
+        share_module.plan_microbatches = plan
         router_replay._LayerReplay._microbatch = wrong.get(policy, original_call)
         return train_with_replay(groups, hf_config, state_dict, settings, steps=1)
     finally:
-        trainer_module.plan_microbatches = original_plan
+        share_module.plan_microbatches = original_plan
         router_replay._LayerReplay._microbatch = original_call
 
 
@@ -337,7 +337,7 @@ def read_routes(
 
     Without `routes` the routers choose and are recorded; with them they replay, in a training step too.
     """
-    original_plan = trainer_module.plan_microbatches
+    original_plan = share_module.plan_microbatches
     config = TrainerConfig(**{"lr": 1e-2, **settings})
     trainer = MegatronTrainer(config, hf_config, groups)
     trainer.load_hf_weights(state_dict)
@@ -346,12 +346,12 @@ def read_routes(
         batch = batch.with_column("rollout_routed_experts", routes)
     reader = RouteReader(trainer, batch)
     try:
-        trainer_module.plan_microbatches = lambda *a, **k: reader.planned(original_plan(*a, **k))
+        share_module.plan_microbatches = lambda *a, **k: reader.planned(original_plan(*a, **k))
         log_probs = trainer.compute_log_probs(batch)
         if routes is not None:
             trainer.train_step(batch.with_column("log_probs", log_probs))
     finally:
-        trainer_module.plan_microbatches = original_plan
+        share_module.plan_microbatches = original_plan
     return reader.seen
 
 

@@ -11,13 +11,13 @@ from unittest.mock import patch
 from torch import Tensor
 
 from plugin.batch_types import Microbatch, RolloutBatch
-from plugin.megatron_backend import trainer
+from plugin.megatron_backend.step import batch_share
 from plugin.megatron_backend.step.loss_scaling import LossScale
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 
 _for_megatron = LossScale.for_megatron
 _padding_like = Microbatch.padding_like.__func__  # type: ignore[attr-defined]
-_plan = trainer.plan_microbatches
+_plan = batch_share.plan_microbatches
 
 
 def _without_factor(name: str) -> AbstractContextManager[Any]:
@@ -61,7 +61,7 @@ def _more_padding(extra: int) -> AbstractContextManager[Any]:
         padding: tuple[tuple[int, ...], ...] = ((),) * extra
         return replace(planned, ranks=tuple(padding + rank + padding for rank in planned.ranks))
 
-    return patch.object(trainer, "plan_microbatches", plan)
+    return patch.object(batch_share, "plan_microbatches", plan)
 
 
 MUTATIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -12,6 +12,7 @@ import torch
 from plugin.batch_types import FIELDS, Field, Microbatch, RolloutBatch
 from plugin.megatron_backend import trainer as trainer_module
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.step import batch_share as share_module
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.trainer import StepResult
 from tests.parallel.rank_pool import RankError
@@ -100,7 +101,7 @@ def collectives_of_a_step(
         plan = MicrobatchPlan(ranks)
         trainer.train_step(start.batch)  # hooks are probed on their first call
         with (
-            patch.object(trainer_module, "plan_microbatches", lambda *_, plan=plan, **__: plan),
+            patch.object(share_module, "plan_microbatches", lambda *_, plan=plan, **__: plan),
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
         ):
             trainer.train_step(start.batch.select(range(4)))
@@ -163,7 +164,7 @@ def masked_samples_on_one_rank(
 
     trainer = new_trainer(groups, start, settings)
     with (
-        patch.object(trainer_module, "plan_microbatches", lambda *_, **__: plan),
+        patch.object(share_module, "plan_microbatches", lambda *_, **__: plan),
         patch.object(trainer_module, "prepare", spied),
     ):
         log_probs = trainer.compute_log_probs(batch)

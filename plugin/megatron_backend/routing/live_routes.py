@@ -6,14 +6,11 @@ if not, why. The first samples of a batch are enough to judge, so only those are
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-MAX_TOKENS = 4096
 
 
 class LiveRoutes:
@@ -23,18 +20,16 @@ class LiveRoutes:
         self,
         num_layers: int,
         topk: int,
-        total_lengths: Sequence[int],
+        lengths: Sequence[int],
         places: Sequence[Tensor],
         device: torch.device,
     ) -> None:
-        """Watch the first samples, up to `MAX_TOKENS` together and at least one.
+        """Watch the first samples of the global batch, whose total lengths are `lengths`.
 
         places: per microbatch of this rank [rows], which token of the global batch a row is;
             negative or past the end where it is padding
         """
-        ends = itertools.accumulate(total_lengths)
-        count = max(1, sum(end <= MAX_TOKENS for end in ends))
-        self._lengths = [int(length) for length in total_lengths[:count]]
+        self._lengths = list(lengths)
         tokens = sum(self._lengths)
         watched = [(place >= 0) & (place < tokens) for place in places]
         # One row more takes what is not watched: no mask, and so no wait for the device.

@@ -35,7 +35,6 @@ from torch import Tensor
 
 from plugin.batch_types import (
     Microbatch,
-    RolloutBatch,
     holds_experts,
     no_route,
     route_dtype,
@@ -45,9 +44,9 @@ from plugin.errors import ReplayError
 from plugin.megatron_backend.model.hf_weights import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.live_routes import LiveRoutes
-from plugin.megatron_backend.step.microbatching import MicrobatchPlan
+from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.megatron_backend.step.sequence_packing import ModelInputs
-from plugin.ragged import Ragged, as_integers
+from plugin.ragged import Integers, Ragged, as_integers
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,14 @@ class RoutedModel:
     num_layers: int
     num_experts: int
     topk: int
+
+    @property
+    def route_layers(self) -> list[int]:
+        """The MoE layers whose routes this rank is given: its own.
+
+        A stage without any gets those of the first, which say which tokens have a route.
+        """
+        return sorted(self.routers) or [0]
 
     @classmethod
     def of(cls, chunks: Sequence[Any]) -> RoutedModel:
@@ -115,7 +122,7 @@ class RoutedModel:
 class MicrobatchRoutes(NamedTuple):
     """Routes of one microbatch in the order in which this rank's routers see the tokens.
 
-    experts: [rows, moe_layers, topk]; has_route: [rows] bool, or None if all have one
+    experts: [rows, layers of this stage, topk]; has_route: [rows] bool, or None if all have one
     """
 
     experts: Tensor
@@ -129,7 +136,7 @@ def routes_of(
     groups: ParallelGroups,
     *,
     sequence_parallel: bool,
-    sample_numbers: Sequence[int] | None = None,
+    sample_numbers: Sequence[int] | Integers | None = None,
 ) -> MicrobatchRoutes:
     """Check a microbatch's routes and bring them into the routers' order.
 
@@ -144,7 +151,7 @@ def routes_of(
         )
     routes: Ragged = columns["rollout_routed_experts"]
     check_routes(routes, columns["total_lengths"], model, sample_numbers)
-    dummy = torch.arange(model.topk).expand(1, model.num_layers, model.topk)
+    dummy = torch.arange(model.topk).expand(1, len(model.route_layers), model.topk)
     # The dummy comes last: padding is at place -1.
     flat = torch.cat([routes.values.long(), dummy])
     routed = torch.cat([~no_route(routes.values).all(dim=1), torch.ones(1, dtype=torch.bool)])
@@ -185,11 +192,11 @@ def check_routes(
     routes: Ragged,
     total_lengths: Sequence[int] | Tensor,
     model: RoutedModel,
-    sample_numbers: Sequence[int] | None = None,
+    sample_numbers: Sequence[int] | Integers | None = None,
 ) -> None:
     """Check shape, range and distinctness of samples' routes; a `ReplayError` names the place."""
-    numbers = sample_numbers or range(len(routes))
-    per_token, expected = tuple(routes.values.shape[1:]), (model.num_layers, model.topk)
+    numbers = range(len(routes)) if sample_numbers is None else sample_numbers
+    per_token, expected = tuple(routes.values.shape[1:]), (len(model.route_layers), model.topk)
     wrong_shape = (routes.lengths != as_integers(total_lengths)) | (per_token != expected)
     for i in np.flatnonzero(wrong_shape)[:1]:
         raise ReplayError(
@@ -232,12 +239,13 @@ def check_routes(
         )
 
 
-def batch_fingerprint(batch: RolloutBatch, plan: MicrobatchPlan) -> tuple[Any, ...]:
+def share_fingerprint(share: BatchShare) -> bytes:
     """What routes depend on besides the weights: every token, and the cut into microbatches."""
-    tokens: Ragged = batch.columns["unconcat_tokens"]
+    tokens: Ragged = share.batch.columns["unconcat_tokens"]
     digest = hashlib.blake2b(tokens.values.long().cpu().contiguous().numpy().data)
-    digest.update(tokens.lengths.data)
-    return digest.digest(), plan
+    for part in (tokens.lengths, share.counts):
+        digest.update(np.ascontiguousarray(part).data)
+    return digest.digest()
 
 
 @dataclass(frozen=True)
@@ -349,6 +357,7 @@ class _LayerReplay:
 
     def __init__(self, session: RouterReplaySession, index: int) -> None:
         self.session, self.index = session, index
+        self.column = session.model.route_layers.index(index)
         self.forward_calls = [0] * len(session.real)
         self.recomputed = 0
         self._pending: deque[int] = deque()
@@ -406,7 +415,7 @@ class _LayerReplay:
         recorded, has_route = self.session.recorded, None
         if self.session.replayed is not None:
             experts, has_route = self.session.replayed[number]
-            target = experts[:, self.index]
+            target = experts[:, self.column]
         elif recorded is not None and (number, self.index) in recorded.routes:
             target = recorded.routes[number, self.index]
         else:

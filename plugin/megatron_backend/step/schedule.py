@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch
-from plugin.ragged import Integers, Ragged
+from plugin.ragged import Integers
 
 
 def run_schedule(
@@ -118,29 +118,35 @@ def spread_from_last_stage(value: Any, groups: ParallelGroups) -> Any:
 def gather_responses(
     results: Sequence[Tensor | None],
     microbatches: Sequence[PreparedMicrobatch],
-    samples: Sequence[Integers],
-    response_lengths: Integers,
+    starts: Sequence[Integers],
+    size: int,
+    group: dist.ProcessGroup,
     groups: ParallelGroups,
     device: torch.device,
-) -> Ragged:
-    """Gather per-token results of all DP and CP ranks: one [response] tensor per sample.
+) -> Tensor:
+    """Gather per-token results [size] of the ranks of `group`, on its ranks of the last stage.
 
-    results: on the last stage [R] per microbatch, None where padding; samples: global sample of
-        each, per microbatch
+    results: on the last stage [R] per microbatch, None where padding
+    starts: per microbatch, where the response of each sample begins in the result
     Every position is written by exactly one rank, so a sum over ranks assembles them.
     """
-    starts = np.cumsum(response_lengths) - response_lengths
-    flat = torch.zeros(int(response_lengths.sum()), dtype=torch.float32, device=device)
-    mine = results if groups.is_last_stage else [None] * len(microbatches)
-    for result, microbatch, indices in zip(mine, microbatches, samples, strict=True):
+    flat = torch.zeros(size, dtype=torch.float32, device=device)
+    if not groups.is_last_stage:
+        return flat
+    for result, microbatch, first in zip(results, microbatches, starts, strict=True):
         if result is None or microbatch.is_padding:
             continue
         shards = microbatch.inputs.shards
-        first = torch.from_numpy(np.repeat(starts[indices], shards.held)).to(device)
-        flat[first + shards.positions] = result
-    if groups.is_last_stage:
-        dist.all_reduce(flat, group=groups.dp_cp_group)
+        places = torch.from_numpy(np.repeat(first, shards.held)).to(device) + shards.positions
+        flat[places] = result
+    if group.size() > 1:
+        dist.all_reduce(flat, group=group)
+    return flat
+
+
+def broadcast_from_last_stage(flat: Tensor, groups: ParallelGroups) -> Tensor:
+    """A tensor of the last pipeline stage, on every stage; of one shape on all."""
     if groups.pp_size > 1:
         source = dist.get_global_rank(groups.pp_group, groups.pp_size - 1)
         dist.broadcast(flat, src=source, group=groups.pp_group)
-    return Ragged(flat.cpu(), response_lengths)
+    return flat

@@ -15,6 +15,7 @@ from plugin.loss.non_finite import first_non_finite
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
+from plugin.ragged import Integers
 from plugin.sharding.parallel_context import use_parallel_context
 
 _TERMS = ("pg_loss", "entropy_loss", "kl_loss", "rollout_kl", "loss")
@@ -24,7 +25,7 @@ def cause_of_skip(
     config: TrainerConfig,
     groups: ParallelGroups,
     microbatches: Sequence[PreparedMicrobatch],
-    samples: Sequence[Sequence[int]],
+    samples: Sequence[Integers],
     log_probs: Sequence[Tensor | None],
     metrics: Mapping[str, float],
 ) -> str | None:

@@ -19,7 +19,7 @@ from plugin.megatron_backend.step.sequence_packing import model_inputs
 from plugin.ragged import Ragged
 from tests.unit.megatron_backend.rank_places import place
 
-MODEL = RoutedModel(routers={}, num_layers=2, num_experts=4, topk=2)
+MODEL = RoutedModel(routers={0: None, 1: None}, num_layers=2, num_experts=4, topk=2)
 
 
 def good_routes(tokens: int = 3) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_layers_are_numbered_among_the_moe_layers_only() -> None:
 
 
 def test_the_last_of_256_experts_is_a_route_and_a_row_of_minus_one_is_none() -> None:
-    model = RoutedModel(routers={}, num_layers=2, num_experts=256, topk=2)
+    model = RoutedModel(routers={0: None, 1: None}, num_layers=2, num_experts=256, topk=2)
     routes = good_routes().to(torch.int16)
     routes[0] = torch.tensor([255, 3])
 
