@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from plugin.launch.array_transport import share_from_arrays, share_to_arrays
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel.training_jobs import Layout, RunRanks, Start, new_trainer
 
@@ -18,6 +21,21 @@ def both_passes(groups: ParallelGroups, start: Start) -> tuple[list[Tensor], lis
     assert step.log_probs is not None and step.updated
     assert trainer.train_step(start.batch).log_probs is None
     return before, step.log_probs
+
+
+def share_and_whole(groups: ParallelGroups, start: Start) -> Any:
+    """Log-probs and metrics of a step on this rank's share alone, and on the whole batch."""
+    results = []
+    for own_share in (True, False):
+        trainer = new_trainer(groups, start, {"max_tokens_per_gpu": 20})
+        batch: Any = start.batch
+        if own_share:
+            batch = share_from_arrays(share_to_arrays(trainer._share_of(start.batch)))
+        before = trainer.compute_log_probs(batch)
+        step = trainer.train_step(batch, with_log_probs=True)
+        assert step.log_probs is not None and len(before) == len(step.log_probs)
+        results.append((step.log_probs, step.metrics, batch.samples if own_share else None))
+    return groups.is_last_stage, *results
 
 
 @pytest.mark.parametrize(
@@ -40,3 +58,23 @@ def test_a_step_hands_out_the_log_probs_it_was_computed_with(
             # What carries no loss need not be computed by a training step.
             kept = mask != 0
             torch.testing.assert_close(mine[kept], theirs[kept], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(2), id="DP2 with padding microbatches"),
+        pytest.param(Layout(2, {"pipeline_model_parallel_size": 2}), id="PP2"),
+        pytest.param(Layout(2, {"context_parallel_size": 2}), id="CP2"),
+    ],
+)
+def test_a_rank_with_its_share_alone_trains_as_with_the_whole_batch(
+    run_ranks: RunRanks, layout: Layout
+) -> None:
+    start = Start.of("qwen3")
+    for last_stage, apart, whole in run_ranks(share_and_whole, layout.ranks, start, **layout.sizes):
+        log_probs, metrics, samples = apart
+        assert metrics == whole[1]
+        for number, mine in zip(samples, log_probs, strict=True):
+            if last_stage:
+                assert torch.equal(mine, whole[0][number])
