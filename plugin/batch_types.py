@@ -138,14 +138,26 @@ class RolloutBatch:
 
     def select(self, indices: Sequence[int] | Integers) -> RolloutBatch:
         """The samples at `indices`, in that order; neighbors are views."""
-        places = as_integers(indices)
-        numbers = torch.from_numpy(places)
-        return RolloutBatch(
-            {
-                name: values.select(places) if isinstance(values, Ragged) else values[numbers]
-                for name, values in self.columns.items()
-            }
-        )
+        chosen = as_integers(indices)
+        numbers = torch.from_numpy(chosen)
+        columns: dict[str, Any] = {}
+        known: dict[Shape, tuple[Ragged, Tensor]] = {}
+        neighbors = bool(len(chosen)) and bool((np.diff(chosen) == 1).all())
+        for name, values in self.columns.items():
+            if not isinstance(values, Ragged):
+                columns[name] = values[numbers]
+                continue
+            if neighbors:
+                columns[name] = values.select(chosen)
+                continue
+            # Columns of one shape have one set of places, which is most of the work.
+            shape = FIELDS[name].shape
+            like, places = known.get(shape, (None, None))
+            if like is None or not np.array_equal(like.lengths, values.lengths):
+                places = values.places_of(chosen)
+                known[shape] = values, places
+            columns[name] = values.select(chosen, places)
+        return RolloutBatch(columns)
 
     def with_column(self, name: str, values: Column) -> RolloutBatch:
         """A batch with one more (or a replaced) column."""

@@ -81,14 +81,21 @@ class Ragged(Sequence[Tensor]):
     def __repr__(self) -> str:
         return f"Ragged({list(self)})"
 
-    def select(self, indices: Integers) -> Ragged:
-        """Those at `indices` [n], in that order; neighbors are a view, others are copied."""
-        lengths, starts = self.lengths[indices], self.starts[indices]
+    def select(self, indices: Integers, places: Tensor | None = None) -> Ragged:
+        """Those at `indices` [n], in that order; neighbors are a view, others are copied.
+
+        places: `places_of(indices)`, where the caller has them already
+        """
+        lengths = self.lengths[indices]
         if len(indices) and bool((np.diff(indices) == 1).all()):
-            first = int(starts[0])
+            first = int(self.starts[indices[0]])
             return Ragged(self.values[first : first + int(lengths.sum())], lengths)
-        places = torch.from_numpy(ragged_range(starts, lengths))
-        return Ragged(self.values[places.to(self.values.device)], lengths)
+        places = self.places_of(indices) if places is None else places
+        return Ragged(self.values.index_select(0, places.to(self.values.device)), lengths)
+
+    def places_of(self, indices: Integers) -> Tensor:
+        """[values of those at `indices`] int64: where they are in `values`."""
+        return torch.from_numpy(ragged_range(self.starts[indices], self.lengths[indices]))
 
     def place_of(self, index: int) -> tuple[int, int]:
         """Which one `values[index]` belongs to, and its position in that one."""

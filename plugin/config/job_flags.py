@@ -30,7 +30,7 @@ EMBEDDED_DEFAULTS: dict[str, Any] = {
     "n_samples_per_prompt": 8,
     "num_rollouts": 100,
     "max_response_length": 8,
-    "micro_batch_size": 64,
+    "micro_batch_size": 256,
     "calculate_per_token_loss": True,
 }
 

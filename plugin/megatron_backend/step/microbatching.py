@@ -89,12 +89,14 @@ def plan_microbatches(
             )
     samples = _Samples(lengths, [sample_cost(length, hidden_size) for length in lengths], limits)
     shares = samples.spread(dp_size)
-    fewest = max(samples.fewest_bins(share) for share in shares)
+    tightest = [samples.packed_tightly(share) for share in shares]
+    fewest = max(len(bins) for bins in tightest)
     count = -(-fewest // count_multiple) * count_multiple
     ranks = []
-    for share in shares:
+    for share, tight in zip(shares, tightest, strict=True):
+        bins: list[list[int]] | None = tight if len(tight) == count else None
         # More bins than the fewest can, rarely, be harder to fill longest first.
-        while (bins := samples.packed(share, count)) is None:
+        while bins is None and (bins := samples.packed(share, count)) is None:
             count += count_multiple
         ranks.append(bins)
     oversize = tuple(i for i in range(len(lengths)) if samples.is_oversize(i))
@@ -139,8 +141,8 @@ class _Samples:
                 heapq.heappush(heap, (load + self.costs[i], rank))
         return shares
 
-    def fewest_bins(self, share: Sequence[int]) -> int:
-        """How few microbatches hold a rank's samples (costliest first)."""
+    def packed_tightly(self, share: Sequence[int]) -> list[list[int]]:
+        """A rank's samples (costliest first) in as few microbatches as hold them."""
         rest = [i for i in share if not self.is_oversize(i)]
         budget = self.limits.max_tokens
         if budget is None:
@@ -148,26 +150,28 @@ class _Samples:
         else:
             needed = -(-sum(self.lengths[i] for i in rest) // budget)
         count = max(1, needed + len(share) - len(rest))
-        while self.packed(share, count) is None:
+        while (bins := self.packed(share, count)) is None:
             count += 1
-        return count
+        return bins
 
     def packed(self, share: Sequence[int], count: int) -> list[list[int]] | None:
         """Put each sample into the least loaded of `count` bins with room; None if none has."""
         bins: list[list[int]] = [[] for _ in range(count)]
         tokens, heap = [0] * count, [(0.0, b) for b in range(count)]
+        budget, most = self.limits.max_tokens, self.limits.micro_batch_size
         for i in share:
-            skipped = []
+            length, skipped = self.lengths[i], []
             while heap:
-                load, b = heapq.heappop(heap)
-                if self._fits(i, len(bins[b]), tokens[b]):
+                load, b = heap[0]
+                held = tokens[b]
+                if len(bins[b]) < most if budget is None else not held or held + length <= budget:
                     break
-                skipped.append((load, b))
+                skipped.append(heapq.heappop(heap))
             else:
                 return None
             bins[b].append(i)
-            tokens[b] += self.lengths[i]
-            heapq.heappush(heap, (load + self.costs[i], b))
+            tokens[b] += length
+            heapq.heapreplace(heap, (load + self.costs[i], b))
             for item in skipped:
                 heapq.heappush(heap, item)
         return bins
@@ -181,8 +185,3 @@ class _Samples:
         bins = bins + [[] for _ in range(count - len(bins))]
         ordered = sorted(bins, key=lambda b: -sum(self.costs[i] for i in b))
         return tuple(tuple(sorted(b)) for b in ordered)
-
-    def _fits(self, i: int, samples: int, tokens: int) -> bool:
-        if self.limits.max_tokens is None:
-            return samples < self.limits.micro_batch_size
-        return tokens == 0 or tokens + self.lengths[i] <= self.limits.max_tokens
