@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if module is None:
             parser.print_help()
             return 0
+        args.owns_process = argv is None
         try:
             return int(module.run(args))
         except ModuleNotFoundError as error:

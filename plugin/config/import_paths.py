@@ -79,7 +79,7 @@ def try_on_example(what: str, function: Callable[..., Any], *values: Any, **name
     except MegatronTisError:
         raise
     except Exception as error:
-        shown = "".join(traceback.format_tb(error.__traceback__)[-3:])
+        shown = "".join(traceback.format_tb(error.__traceback__)[1:][-3:])
         raise HookLoadError(
             f"{what}: {type(error).__name__}: {error}; correct it\n{shown}"
         ) from error

@@ -67,14 +67,16 @@ def run_job(
     config: JobConfig,
     console: Console | None = None,
     connected: Callable[[], None] | None = None,
+    ended: Callable[[JobResult], None] = lambda _: None,
 ) -> JobResult:
     """Run a whole job; Ctrl-C ends it early with its report written.
 
     connected: waits for the `cluster` that the caller has begun to start; none = start one
+    ended: told how far the job came, also when it ends in an error
     """
     if connected is None:
         with cluster(config) as connected:
-            return run_job(config, console, connected)
+            return run_job(config, console, connected, ended)
     console = console or Console()
     config = with_absolute_paths(config)
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
@@ -82,17 +84,22 @@ def run_job(
     with console.phase("checking the job"):
         parts = check_job(config, console.say)
     with claimed_run_dir(run_dir, config):
-        return _run_in(run_dir, config, parts, console, connected)
+        result = JobResult(run_dir, [])
+        try:
+            _run_in(result, config, parts, console, connected)
+        finally:
+            ended(result)
+        return result
 
 
 def _run_in(
-    run_dir: Path,
+    result: JobResult,
     config: JobConfig,
     parts: JobParts,
     console: Console,
     connected: Callable[[], None],
-) -> JobResult:
-    result = JobResult(run_dir, [])
+) -> None:
+    run_dir = result.run_dir
     if config.resumes:
         result.history, problems = earlier_steps(run_dir)
         for problem in problems:
@@ -121,7 +128,6 @@ def _run_in(
             if result.history:
                 files.write_report()
             files.close()
-    return result
 
 
 @contextlib.contextmanager

@@ -83,14 +83,18 @@ def directory_source(directory: str, option: str, config: JobConfig) -> ModelSou
             f"family ({error})"
         ) from error
     check_model(loaded, config)
-    if any(path.glob("*.safetensors")):
-        unknown = family_of(loaded).unknown_tensors(HfDirectory(path))
-        if unknown:
-            raise ConfigError(
-                f"{option} {directory} holds {len(unknown)} tensors that a {loaded.model_type} "
-                f"model has no place for, the first of them {unknown[0]}; give weights that belong "
-                "to config.json, unquantized or in block-wise float8"
-            )
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(
+            f"{option} {directory} holds no *.safetensors file, only these are read; convert the "
+            "model with save_pretrained(safe_serialization=True)"
+        )
+    unknown = family_of(loaded).unknown_tensors(HfDirectory(path))
+    if unknown:
+        raise ConfigError(
+            f"{option} {directory} holds {len(unknown)} tensors that a {loaded.model_type} "
+            f"model has no place for, the first of them {unknown[0]}; give weights that belong "
+            "to config.json, unquantized or in block-wise float8"
+        )
     # The trainer dequantizes what it reads, and engines get plain weights from the trainer.
     plain = {k: v for k, v in loaded.to_dict().items() if k != "quantization_config"}
     return ModelSource(plain, directory=str(path.resolve()))

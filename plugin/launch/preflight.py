@@ -152,8 +152,9 @@ def load_task(
 ) -> Task | MultiTurnTask:
     """The task that the configuration names, or the built-in one."""
     if config.task_path is not None:
-        factory = load_function(config.task_path)
-        return require_task(factory(config, tokenizer), config.task_path)
+        factory = load_called_with("--task-path", config.task_path, "config", "tokenizer")
+        what = f"--task-path {config.task_path} made no task"
+        return require_task(try_on_example(what, factory, config, tokenizer), config.task_path)
     renders = config.prompt_data is not None and config.apply_chat_template
     if config.chat_template_kwargs is not None and not renders:
         raise ConfigError(

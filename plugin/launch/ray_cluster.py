@@ -10,12 +10,14 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from plugin.config import JobConfig
 from plugin.errors import ClusterError, ConfigError
@@ -83,6 +85,24 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
             thread.join()
         for session in sessions:
             shutil.rmtree(session, ignore_errors=True)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process now, and with it a private Ray that is still starting.
+
+    Such a start cannot be interrupted and takes many seconds on a busy machine.
+    """
+    from ray._common.utils import get_default_ray_temp_dir
+
+    for children in Path("/proc/self/task").glob("*/children"):
+        for child in children.read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(child), signal.SIGKILL)
+    for session in Path(get_default_ray_temp_dir()).glob(f"session_*_{os.getpid()}"):
+        shutil.rmtree(session, ignore_errors=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _start_private(cpu_slots: int) -> str:

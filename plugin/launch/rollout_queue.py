@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugin.config import JobConfig
-from plugin.errors import ActorLost, BatchError
+from plugin.errors import ActorLost, BatchError, EngineError
 from plugin.ragged import ragged_range
 from plugin.rollout.conversation.trajectory import Rollouts
 from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
@@ -30,6 +30,8 @@ _CHUNKS_PER_ENGINE = 2
 _POLL_SECONDS = 1.0
 #: A reward that fails on a row usually fails on it again, and a batch waits for all its groups.
 _REWARD_ATTEMPTS = 3
+#: Of all that may be under way, so many times over may be too old before a batch is given up.
+_STALE_ROUNDS = 4
 
 
 class Engines(Protocol):
@@ -129,11 +131,12 @@ class RolloutQueue:
         """
         self._batch_is_out = False
         wanted = self.config.rollout_batch_size
-        self._drop_stale(version)
+        dropped = self._drop_stale(version)
         while len(self._ready) < wanted:
             self._issue()
             self._collect(wait=True)
-            self._drop_stale(version)
+            dropped += self._drop_stale(version)
+            self._require_progress(dropped, version)
         ordered = sorted(self._ready, key=lambda group: group.index)
         self._ready = deque(ordered[wanted:])
         self.counts.taken += wanted
@@ -304,13 +307,28 @@ class RolloutQueue:
                     self._send_again(chunk)
                 self.engines.replace(engine, f"did not answer within {limit:g} s")
 
-    def _drop_stale(self, version: int) -> None:
+    def _require_progress(self, dropped: list[Group], version: int) -> None:
+        """An `EngineError` if a batch waits for engines whose weights do not get newer.
+
+        What an engine was working on when it fell behind is far less than that.
+        """
+        if len(dropped) > max(8, _STALE_ROUNDS * self._limit()):
+            newest = max(group.weight_version for group in dropped)
+            raise EngineError(
+                f"{len(dropped)} groups were dropped while one batch was collected: their tokens "
+                f"come from weight version {newest} or older, the trainer has {version}, and "
+                f"--max-weight-staleness allows {self.config.staleness_limit}. The engines do not "
+                "load new weights, or report another version than they were sent"
+            )
+
+    def _drop_stale(self, version: int) -> list[Group]:
         oldest = version - self.config.staleness_limit
-        stale = [group.index for group in self._ready if group.weight_version < oldest]
+        stale = [group for group in self._ready if group.weight_version < oldest]
         if stale:
             self.counts.dropped_stale += len(stale)
-            self._dropped.setdefault("stale", []).extend(stale)
-            self._ready = deque(group for group in self._ready if group.index not in set(stale))
+            self._dropped.setdefault("stale", []).extend(group.index for group in stale)
+            self._ready = deque(g for g in self._ready if g.weight_version >= oldest)
+        return stale
 
 
 def joined(groups: Sequence[Group]) -> Rollouts:

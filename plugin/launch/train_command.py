@@ -60,26 +60,42 @@ def run(args: argparse.Namespace) -> int:
 def _run(
     config: JobConfig, console: Console, connected: Callable[[], None], args: argparse.Namespace
 ) -> int:
+    from plugin.launch.ray_cluster import end_process
+
+    results: list[JobResult] = []
     try:
         with console.phase("loading torch"):
             from plugin.launch.job import run_job
-        result = run_job(config, console, connected)
-    except ParallelError:
-        raise  # through the cluster, which then keeps Ray's logs
+        result = run_job(config, console, connected, results.append)
     except MegatronTisError as error:
+        for result in results:
+            _summarize(result, config, console, finished=False)
+        if isinstance(error, ParallelError):
+            raise  # through the cluster, which then keeps Ray's logs
         # Here, so that nobody waits for Ray's end to read it.
-        return _complain(error, console, args)
+        code = _complain(error, console, args)
+        if getattr(args, "owns_process", False) and not results:
+            end_process(code)
+        return code
     if result.interrupted:
         # What is left are the summary and the end of Ray.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    learned = _summarize(result, config, console) if result.history else True
-    if result.checkpoint is not None:
-        _say_how_to_go_on(result.checkpoint, result, config, console)
+    learned = _summarize(result, config, console, finished=not result.interrupted)
     return 130 if result.interrupted else 0 if learned else 1
 
 
-def _summarize(result: JobResult, config: JobConfig, console: Console) -> bool:
-    """Say how a job ended; whether its weights can have changed."""
+def _summarize(
+    result: JobResult, config: JobConfig, console: Console, *, finished: bool = True
+) -> bool:
+    """Say how far a job came and where its weights are; whether these can have changed."""
+    learned = _say_what_was_learned(result, config, console) if result.history else True
+    if result.checkpoint is not None:
+        more = f" --num-rollouts {2 * config.num_rollouts}" if finished else ""
+        _say_how_to_go_on(result.checkpoint, shlex.quote(str(result.run_dir)), more, console)
+    return learned
+
+
+def _say_what_was_learned(result: JobResult, config: JobConfig, console: Console) -> bool:
     from plugin.observe.learning import any_step_applied, learning_findings
 
     first, last = result.history[0], result.history[-1]
@@ -94,11 +110,7 @@ def _summarize(result: JobResult, config: JobConfig, console: Console) -> bool:
     return any_step_applied(result.history)
 
 
-def _say_how_to_go_on(
-    checkpoint: Path, result: JobResult, config: JobConfig, console: Console
-) -> None:
-    run_dir = shlex.quote(str(result.run_dir))
-    more = "" if result.interrupted else f" --num-rollouts {2 * config.num_rollouts}"
+def _say_how_to_go_on(checkpoint: Path, run_dir: str, more: str, console: Console) -> None:
     console.say(
         f"weights: {checkpoint}\n"
         f"  go on:  megatron-tis train --config {run_dir}/config.yaml --run-dir {run_dir} "

@@ -44,12 +44,14 @@ class KnownTokens:
     mask: [T] bool; fields: [T] float32 by the names of `LossInputs`, anything where masked, None
         where the batch has none; `train_log_probs` or `recomputed_log_probs` is None where the
         update's own log-probs stand for them
+    sample_numbers: what errors call the samples; None = their places in the batch
     """
 
     mask: Tensor
     shards: SequenceShards
     loss_masks: Sequence[Tensor]
     fields: Mapping[str, Tensor | None]
+    sample_numbers: Sequence[int] | None = None
 
     @classmethod
     def of(
@@ -82,7 +84,7 @@ class KnownTokens:
                 "give one mask per sample, as long as its whole response"
             )
         mask = shards.local_mask(loss_masks)
-        return cls(mask, shards, loss_masks, fields)
+        return cls(mask, shards, loss_masks, fields, batch.get("sample_numbers"))
 
     def at_policy(
         self, config: LossConfig, cur: Tensor, entropy: Tensor | None, *, check: bool = True
@@ -99,7 +101,7 @@ class KnownTokens:
             if name in raw and raw[name] is None:
                 raw[name] = cur.detach()
         if check and config.validates_on(cur.device):
-            check_tokens(raw, mask, self.shards)
+            check_tokens(raw, mask, self.shards, self.sample_numbers)
         if entropy is not None:
             entropy = zero_masked(entropy if config.entropy_coef else entropy.detach(), mask)
         clean = {

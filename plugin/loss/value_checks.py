@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,19 +18,30 @@ MAX_ABS_VALUE = 1e4
 MAX_ABS_LOG_RATIO = 80.0
 
 
-def check_tokens(fields: Mapping[str, Tensor | None], mask: Tensor, shards: SequenceShards) -> None:
+def check_tokens(
+    fields: Mapping[str, Tensor | None],
+    mask: Tensor,
+    shards: SequenceShards,
+    sample_numbers: Sequence[int] | None = None,
+) -> None:
     """Raise a `BatchError` for the first unmasked value that is not finite, huge or misaligned.
 
     fields: `LossInputs` names -> [T] raw values, masked positions may hold anything. Reads flags
         from the device.
+    sample_numbers: what the error calls the samples; None = their places in the microbatch
     Under context parallelism every rank that holds a part of the same samples raises, or none:
     sequence-level losses wait for each other.
     """
     # Named as the batch names it: the trainer's log-probs arrive as `log_probs`.
     named = {"log_probs" if n == "train_log_probs" else n: v for n, v in fields.items()}
-    message = _bad_value(named, mask, shards)
+    found = _bad_value(named, mask)
     for other in ("log_probs", "rollout_log_probs"):
-        message = message or _bad_log_ratio(named, other, mask, shards)
+        found = found or _bad_log_ratio(named, other, mask)
+    message = None
+    if found is not None:
+        sample, position = token_place(found.token, shards)
+        number = sample if sample_numbers is None else sample_numbers[sample]
+        message = f"{found.value} at sample {number}, position {position}{found.constraint}"
     context = shards.context
     if context.cp_group is not None and context.cp_size > 1:
         failed = torch.tensor(float(message is not None), device=shards.device)
@@ -43,9 +55,15 @@ def check_tokens(fields: Mapping[str, Tensor | None], mask: Tensor, shards: Sequ
         raise BatchError(message)
 
 
-def _bad_value(
-    fields: Mapping[str, Tensor | None], mask: Tensor, shards: SequenceShards
-) -> str | None:
+class _Bad(NamedTuple):
+    """The flat local index of a token, and what an error says before and after the place."""
+
+    token: int
+    value: str
+    constraint: str
+
+
+def _bad_value(fields: Mapping[str, Tensor | None], mask: Tensor) -> _Bad | None:
     # NaN fails every comparison, so "not within bounds" also catches it.
     bad = {
         name: mask & ~(values.detach().abs() <= MAX_ABS_VALUE)
@@ -57,16 +75,15 @@ def _bad_value(
     name, flags = next((name, flags) for name, flags in bad.items() if bool(flags.any()))
     index, values = int(flags.nonzero()[0]), fields[name]
     assert values is not None
-    return (
-        f"{name} is {float(values.detach()[index])} at {_place(index, shards)}, where the loss "
-        f"mask is 1; it must be finite and within +-{MAX_ABS_VALUE:g}. Mask the token or repair "
-        f"the source of {name}"
+    return _Bad(
+        index,
+        f"{name} is {float(values.detach()[index])}",
+        f", where the loss mask is 1; it must be finite and within +-{MAX_ABS_VALUE:g}. Mask the "
+        f"token or repair the source of {name}",
     )
 
 
-def _bad_log_ratio(
-    fields: Mapping[str, Tensor | None], other: str, mask: Tensor, shards: SequenceShards
-) -> str | None:
+def _bad_log_ratio(fields: Mapping[str, Tensor | None], other: str, mask: Tensor) -> _Bad | None:
     cur, values = fields["cur_log_probs"], fields[other]
     if cur is None or values is None:
         return None
@@ -75,17 +92,14 @@ def _bad_log_ratio(
     if not bool(flags.any()):
         return None
     index = int(flags.nonzero()[0])
-    return (
-        f"cur_log_probs - {other} is {float(difference[index]):.4g} at {_place(index, shards)}; a "
-        f"log-ratio beyond +-{MAX_ABS_LOG_RATIO:g} is no mismatch but a misaligned or foreign "
-        "log-prob. Check that both belong to the same token"
+    return _Bad(
+        index,
+        f"cur_log_probs - {other} is {float(difference[index]):.4g}",
+        f"; a log-ratio beyond +-{MAX_ABS_LOG_RATIO:g} is no mismatch but a misaligned or foreign "
+        "log-prob. Check that both belong to the same token",
     )
 
 
 def token_place(index: int, shards: SequenceShards) -> tuple[int, int]:
     """Sample and response position of a flat local index."""
     return int(shards.sample_index[index]), int(shards.positions[index])
-
-
-def _place(index: int, shards: SequenceShards) -> str:
-    return "sample {}, position {}".format(*token_place(index, shards))

@@ -407,6 +407,8 @@ class MegatronTrainer:
             self._warn_of_oversize(share)
             microbatches = share.microbatches()
             prepared = self._laid_out(microbatches)
+            for laid_out, numbers in zip(prepared, share.numbers(), strict=True):
+                laid_out.columns["sample_numbers"] = numbers
             fingerprint = share_fingerprint(share) if self.config.use_routing_replay else None
             routes = self._routes(microbatches, prepared, share)
             step = _Step(share, prepared, all_lengths, routes, fingerprint)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import ray
 
 from plugin.config import JobConfig, LossConfig, TrainerConfig
 from plugin.doctor.configuration_checks import configuration_checks
-from plugin.errors import ConfigError, HookLoadError
+from plugin.errors import ConfigError, HookLoadError, MegatronTisError
 from plugin.launch.placement import check_machine
 from plugin.launch.preflight import check_job
 from plugin.launch.ray_cluster import _join
@@ -81,6 +83,102 @@ def test_no_policy_loss_of_the_users_own_ends_in_a_traceback(tmp_path: Path) -> 
     file.write_text("def loss(inputs, config):\n    return inputs.no_such_field\n")
     with pytest.raises(HookLoadError, match=r"losses.py:loss failed on an example(.|\n)*line 2"):
         check_loss(LossConfig(policy_loss=f"{file}:loss"))
+
+
+TASKS = """
+from plugin.rollout.tasks.protocol import Prompt
+
+
+class Task:
+    stop_token_ids = (1,)
+
+    def __init__(self, config, tokenizer):
+        pass
+
+    def prompt(self, index):
+        return Prompt((2, 3))
+
+    def reward(self, prompt, response):
+        return 0.0
+
+
+class NoTable(Task):
+    def __init__(self, config, tokenizer):
+        self.table = {}["rows"]
+
+
+class NoPrompt(Task):
+    def prompt(self, index):
+        return self.rows[index]
+
+
+class NotAPrompt(Task):
+    def prompt(self, index):
+        return [2, 3]
+
+
+class TextPrompt(Task):
+    def prompt(self, index):
+        return Prompt("23=")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "NoTable",
+            r"made no task: KeyError: 'rows'; correct it\n.*own.py\", line \d+, in __init__",
+        ),
+        ("NoPrompt", r"prompt 0 of the task failed: AttributeError(.|\n)*own.py\".*in prompt"),
+        ("NotAPrompt", r"prompt 0 of the task is \[2, 3\]; it must be a Prompt whose"),
+        ("TextPrompt", r"prompt 0 of the task is Prompt\(tokens='23='"),
+    ],
+)
+def test_no_task_of_the_users_own_ends_in_a_traceback(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(TASKS)
+    check_job(JobConfig(task_path=f"{file}:Task"))
+    with pytest.raises(MegatronTisError, match=message) as caught:
+        check_job(JobConfig(task_path=f"{file}:{name}"))
+    assert "import_paths.py" not in str(caught.value), "only the user's own frames"
+
+
+@pytest.mark.parametrize("option", ["hf_checkpoint", "ref_hf_checkpoint"])
+def test_no_rank_finds_out_that_a_model_has_no_weights(tmp_path: Path, option: str) -> None:
+    DENSE.save_pretrained(tmp_path)
+    settings = {option: str(tmp_path), "use_kl_loss": True}
+    flag = "--" + option.replace("_", "-")
+    with pytest.raises(ConfigError, match=rf"{flag} .* holds no \*.safetensors file"):
+        check_job(JobConfig.from_sources(settings))
+
+
+REFUSED = """
+import sys, time, types
+from plugin.launch import ray_cluster
+
+def never_ready(slots):
+    time.sleep(600)
+
+def run_job(*_):
+    from plugin.errors import ConfigError
+    raise ConfigError("refused by the driver")
+
+ray_cluster._start_private = never_ready
+sys.modules["plugin.launch.job"] = types.SimpleNamespace(run_job=run_job)
+sys.argv = ["megatron-tis", "train"]
+from plugin.cli import main
+sys.exit(main())
+"""
+
+
+def test_nobody_waits_for_ray_to_start_after_an_error_of_the_driver() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2 and "error: refused by the driver" in ended.stderr
 
 
 @pytest.mark.parametrize(

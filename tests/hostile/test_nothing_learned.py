@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from plugin.config import JobConfig
+from plugin.errors import TrainingError
 from plugin.launch import job, ray_cluster, train_command
 from plugin.launch.console import Console
 from plugin.launch.job import JobResult
@@ -63,6 +64,22 @@ def test_a_run_that_learned_nothing_is_not_called_a_success(
     page = report_html([read_run(tmp_path / "run")])
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert data and title in json.loads(data.group(1))["findings"][0]["title"]
+
+
+def test_a_job_that_ends_in_an_error_still_says_how_far_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_job(_config: Any, _console: Any, _connected: Any, ended: Any) -> None:
+        idle = {"skipped": 1.0, "skipped_steps": 2}
+        ended(JobResult(tmp_path, steps({}, idle, idle), checkpoint=tmp_path / "step_1"))
+        raise TrainingError("the last 2 steps were skipped")
+
+    monkeypatch.setattr(job, "run_job", run_job)
+    assert train_command.run(argparse.Namespace()) == 1
+    printed = capsys.readouterr()
+    assert "in 3 steps, 2 of them skipped; report:" in printed.out
+    assert f"weights: {tmp_path / 'step_1'}" in printed.out and "--resume\n" in printed.out
+    assert "error: the last 2 steps were skipped" in printed.err
 
 
 def test_some_idle_steps_are_no_finding_and_many_are_a_warning() -> None:

@@ -317,6 +317,8 @@ def test_a_value_that_one_rank_finds_wrong_ends_the_step_everywhere(
     results = run_ranks(foreign_log_prob, layout.ranks, Start.of("qwen3"), **layout.sizes)
     errors = sorted(result["error"] for result in results)
     assert any(kind == "BatchError" and "log-ratio beyond +-80" in text for kind, text, _ in errors)
+    # Alone in its microbatch, and named as in the batch of the caller.
+    assert any("at sample 4, position" in text for _, text, _ in errors)
     for result in results:
         kind, message, seconds = result["error"]
         told = "a log-ratio beyond +-80" in message or "another context parallel rank" in message

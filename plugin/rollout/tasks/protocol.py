@@ -11,10 +11,12 @@ import functools
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from plugin.config.import_paths import try_on_example
 from plugin.errors import BatchError, ConfigError
 from plugin.rollout.conversation.deadline_calls import CallFailure, call_here
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
@@ -73,14 +75,24 @@ def require_task(candidate: Any, path: str) -> Task | MultiTurnTask:
 
 
 def checked_prompt(task: Task, index: int, max_length: int) -> Prompt:
-    """Prompt `index`, or a `BatchError` if it is empty or too long."""
-    prompt = task.prompt(index)
-    if not 1 <= len(prompt.tokens) <= max_length:
+    """Prompt `index`; a `BatchError` if it is none, empty or too long.
+
+    What the task raises becomes a `HookLoadError` with the place in its code.
+    """
+    prompt = try_on_example(f"prompt {index} of the task failed", task.prompt, index)
+    tokens = getattr(prompt, "tokens", None)
+    if not isinstance(tokens, Sequence) or not all(isinstance(t, Integral) for t in tokens):
         raise BatchError(
-            f"prompt {index} has {len(prompt.tokens)} tokens; it must have between 1 and "
+            f"prompt {index} of the task is {reprlib.repr(prompt)}; it must be a Prompt whose "
+            "tokens are a tuple of token ids"
+        )
+    if not 1 <= len(tokens) <= max_length:
+        raise BatchError(
+            f"prompt {index} has {len(tokens)} tokens; it must have between 1 and "
             f"{max_length}; shorten it or raise --max-prompt-length"
         )
-    return prompt
+    checked: Prompt = prompt
+    return checked
 
 
 def checked_reward(

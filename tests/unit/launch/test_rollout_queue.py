@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugin.config import JobConfig
-from plugin.errors import ActorLost
+from plugin.errors import ActorLost, EngineError
 from plugin.launch.batch_preparation import describe_batch, prepare_batch
 from plugin.launch.rollout_queue import Group, RolloutQueue, joined
 from plugin.rollout.conversation.single_turn import run_single_turn
@@ -157,6 +157,14 @@ def test_no_sample_is_older_than_the_limit_when_one_engine_keeps_up() -> None:
         new_weights(direct.engines[0], version + 1)
     assert max(ages) == 2
     assert queue.counts.dropped_stale == 0
+
+
+def test_a_batch_does_not_wait_for_ever_for_engines_without_new_weights() -> None:
+    queue, _ = make_queue()
+    with pytest.raises(
+        EngineError, match=r"weight version 0 or older, the trainer has 1, .*staleness allows 0"
+    ):
+        queue.take(1)
 
 
 def test_groups_that_are_too_old_are_dropped_counted_and_replaced() -> None:
