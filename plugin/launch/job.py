@@ -357,10 +357,11 @@ class _Job:
         )
         self._files.log_findings(self._at.updates, [found])
         if self._skipped_in_a_row >= self._config.max_skipped_steps:
+            saved = self._checkpoints.newest() is not None
             raise TrainingError(
                 f"the last {self._skipped_in_a_row} steps were skipped, the limit of "
-                f"--max-skipped-steps; the last one: {cause}. Repair that and go on from the last "
-                "checkpoint with --resume"
+                f"--max-skipped-steps; the last one: {cause}. Repair that and "
+                f"{'go on from the last checkpoint with --resume' if saved else 'start again'}"
             )
 
     def _record(self, line: dict[str, Any], batch: RolloutBatch, trained: TrainedStep) -> None:
