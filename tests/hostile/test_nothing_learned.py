@@ -75,6 +75,7 @@ def test_a_job_that_ends_in_an_error_still_says_how_far_it_came(
         raise TrainingError("the last 2 steps were skipped")
 
     monkeypatch.setattr(job, "run_job", run_job)
+    monkeypatch.setattr(ray_cluster, "cluster", lambda _: nullcontext(lambda: None))
     assert train_command.run(argparse.Namespace()) == 1
     printed = capsys.readouterr()
     assert "in 3 steps, 2 of them skipped; report:" in printed.out
