@@ -296,32 +296,30 @@ def _answers(samples: int, length: int) -> list[list[Any]]:
 def _driver_pass(answers: Sequence[Sequence[Any]], ranks: int) -> dict[str, float]:
     """The one place that follows the way of a batch from the engines' answers to a rank's microbatches."""
     from plugin.config import JobConfig
-    from plugin.launch.array_transport import batch_from_arrays, batch_to_arrays
+    from plugin.launch.array_transport import share_from_arrays, share_to_arrays
     from plugin.launch.batch_preparation import describe_batch, prepare_batch
-    from plugin.megatron_backend.step.microbatching import (
-        BatchingLimits,
-        build_microbatches,
-        plan_microbatches,
-    )
+    from plugin.megatron_backend.step.batch_share import cut_share, plan_batch
+    from plugin.megatron_backend.step.loss_scaling import total_weight
     from plugin.rollout.conversation.trajectory import Rollouts
 
-    config = JobConfig.from_sources({})
+    config = JobConfig.from_sources({"micro_batch_size": 64})
     rollouts = Rollouts.of(answers)
     start = time.perf_counter()
     batch = prepare_batch(config, rollouts)
     describe_batch(batch, rollouts, 0)
     prepared = time.perf_counter()
-    arrays = batch_to_arrays(batch)
+    plan = plan_batch(
+        batch, config, dp_size=ranks, cp_size=1, round_size=1, hidden_size=64, longest=10**6
+    )
+    weight = total_weight(batch, per_token=config.per_token)
+    shares = [share_to_arrays(cut_share(batch, plan, rank, weight=weight)) for rank in range(ranks)]
     cut = time.perf_counter()
-    received = batch_from_arrays(arrays)
-    limits = BatchingLimits(micro_batch_size=64)
-    plan = plan_microbatches(received.columns["total_lengths"], limits, dp_size=ranks)
-    build_microbatches(received, plan, 0)
+    share_from_arrays(shares[0]).microbatches()
     return {
         "preparing": prepared - start,
         "cutting": cut - prepared,
         "rank": time.perf_counter() - cut,
-        "rank_bytes": sum(array.nbytes for array in arrays.values()),
+        "rank_bytes": sum(array.nbytes for array in shares[0].values()),
     }
 
 

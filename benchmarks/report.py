@@ -189,7 +189,7 @@ def _grown_driver(rows: list[dict[str, Any]]) -> str:
     lines = [
         "## Growth of the batch's way to a rank\n",
         "Without models: from the engines' answers to one rank's microbatches of 64 samples; prompts of 4 tokens. *preparing*: checks, advantages and "
-        "description on the driver; *cutting*: what is put into the object store; *a rank*: what one rank does to get its microbatches, and the "
+        "description on the driver; *cutting*: the plan and one share per rank for the object store; *a rank*: what one rank does to get its microbatches, and the "
         "bytes that it gets.\n",
         "| samples | response | ranks | preparing, us per sample | cutting, us per sample | a rank, ms | a rank gets, MB |",
         "|---|---|---|---|---|---|---|",
