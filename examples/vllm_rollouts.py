@@ -81,7 +81,7 @@ def main() -> int:
     batch = RolloutBatch.from_samples(samples_of(engine.generate(options.prompts, sampling)))
     model = AutoModelForCausalLM.from_pretrained(options.hf_checkpoint, trust_remote_code=False)
     trainer = transformers_log_probs(model, batch)
-    mismatch = torch.cat(trainer) - torch.cat(batch.columns["rollout_log_probs"])
+    mismatch = torch.cat(trainer) - batch.columns["rollout_log_probs"].values
     print(
         f"{len(batch)} samples, {mismatch.numel()} tokens, mean |train - rollout| {mismatch.abs().mean():.5f}"
     )

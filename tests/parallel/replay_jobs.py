@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,9 +42,9 @@ def with_routes(
     return batch.with_column("rollout_routed_experts", columns)
 
 
-def expert_counts(routes: list[Tensor], experts: int) -> Tensor:
+def expert_counts(routes: Sequence[Tensor], experts: int) -> Tensor:
     """[layers, experts]: how many tokens the routes send to every expert."""
-    flat = torch.cat(routes).long()
+    flat = torch.cat(list(routes)).long()
     one_hot = torch.nn.functional.one_hot(flat, experts).sum(2)
     return one_hot.sum(0)
 

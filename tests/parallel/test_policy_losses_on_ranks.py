@@ -119,7 +119,7 @@ def _model_terms(model: Any, start: Start, temperature: float) -> tuple[Tensor, 
         entropy.append(-(log_probs.exp() * log_probs).sum(-1))
         sample.append(torch.full((response,), i))
     flat = [
-        torch.cat(columns[name])
+        columns[name].values
         for name in ("loss_masks", "advantages", "log_probs", "rollout_log_probs", "ref_log_probs")
     ]
     return torch.cat(cur), torch.cat(entropy), *flat, torch.cat(sample)

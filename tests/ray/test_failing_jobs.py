@@ -47,7 +47,7 @@ def _wait_until_free(cpus: float) -> None:
 
     import ray
 
-    for _ in range(100):
+    for _ in range(500):
         if ray.available_resources().get("CPU", 0) == cpus:
             return
         time.sleep(0.2)

@@ -38,7 +38,7 @@ def causes(groups: ParallelGroups, start: Start) -> list[Any]:
 )
 def test_a_hooks_nan_is_not_blamed_on_a_parameter(run_ranks: RunRanks, layout: Layout) -> None:
     start = Start.of("qwen3")
-    sample = start.batch.columns["response_lengths"].index(BAD_RESPONSE)
+    sample = start.batch.columns["response_lengths"].tolist().index(BAD_RESPONSE)
     position = int(start.batch.columns["loss_masks"][sample].nonzero()[0])
     for by_hook, sound in run_ranks(causes, layout.ranks, start, **layout.sizes):
         assert not by_hook.updated and sound.updated and sound.cause is None
