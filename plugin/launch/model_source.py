@@ -76,7 +76,7 @@ def directory_source(directory: str, option: str, config: JobConfig) -> ModelSou
         loaded = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever transformers makes of a broken config.json
         raise ConfigError(
             f"{option} {directory} is not a model that transformers {transformers.__version__} "
             f"knows, and code that comes with a model is not run; choose a model of a supported "

@@ -37,7 +37,7 @@ from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
 from plugin.rollout.tasks.copy_digits import CopyDigitsTask
 from plugin.rollout.tasks.jsonl import JsonlTask
-from plugin.rollout.tasks.protocol import Task, checked_prompt, checked_reward, require_task
+from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt, checked_reward, require_task
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def check_job(
     teacher = _other_policy(config, "--teacher-hf-checkpoint", policy)
     route_shape = _route_shape(config, policy)
     begin("task and reward")
-    task = _tried_task(config, say)
+    task = _tried_task(config, say, policy.hf_config["vocab_size"])
     return JobParts(
         task=task,
         policy=policy,
@@ -129,7 +129,7 @@ def _try_estimator(config: JobConfig) -> None:
         )
 
 
-def _tried_task(config: JobConfig, say: Callable[[str], None]) -> Task:
+def _tried_task(config: JobConfig, say: Callable[[str], None], vocab_size: int) -> Task:
     """The task as the driver uses it, tried with one prompt and, where it scores, one reward."""
     tokenizer = load_tokenizer(config)
     task = load_task(config, tokenizer, say)
@@ -140,11 +140,21 @@ def _tried_task(config: JobConfig, say: Callable[[str], None]) -> Task:
                 "--task-path give the rewards; use --environment-timeout"
             )
         prompts = OpeningPrompts(task, tokenizer, config)
-        checked_prompt(prompts, 0, config.max_prompt_length)
+        _require_vocabulary(checked_prompt(prompts, 0, config.max_prompt_length), vocab_size)
         return prompts
     first = checked_prompt(task, 0, config.max_prompt_length)
+    _require_vocabulary(first, vocab_size)
     checked_reward(task, first, list(task.stop_token_ids)[:1], config.reward_timeout)
     return task
+
+
+def _require_vocabulary(prompt: Prompt, vocab_size: int) -> None:
+    outside = [token for token in prompt.tokens if not 0 <= token < vocab_size]
+    if outside:
+        raise ConfigError(
+            f"prompt 0 holds token {outside[0]}, and the model has {vocab_size}; use the model's "
+            "own tokenizer"
+        )
 
 
 def load_task(

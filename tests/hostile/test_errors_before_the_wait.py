@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -117,6 +118,11 @@ class NotAPrompt(Task):
         return [2, 3]
 
 
+class ForeignTokens(Task):
+    def prompt(self, index):
+        return Prompt((2, 15))
+
+
 class TextPrompt(Task):
     def prompt(self, index):
         return Prompt("23=")
@@ -132,6 +138,7 @@ class TextPrompt(Task):
         ),
         ("NoPrompt", r"prompt 0 of the task failed: AttributeError(.|\n)*own.py\".*in prompt"),
         ("NotAPrompt", r"prompt 0 of the task is \[2, 3\]; it must be a Prompt whose"),
+        ("ForeignTokens", "prompt 0 holds token 15, and the model has 15; use the model's own"),
         ("TextPrompt", r"prompt 0 of the task is Prompt\(tokens='23='"),
     ],
 )
@@ -153,6 +160,14 @@ def test_no_rank_finds_out_that_a_model_has_no_weights(tmp_path: Path, option: s
     flag = "--" + option.replace("_", "-")
     with pytest.raises(ConfigError, match=rf"{flag} .* holds no \*.safetensors file"):
         check_job(JobConfig.from_sources(settings))
+
+
+def test_no_config_of_a_model_ends_in_a_traceback(tmp_path: Path) -> None:
+    DENSE.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": "many"}))
+    with pytest.raises(ConfigError, match=r"is not a model that transformers .*vocab_size"):
+        check_job(JobConfig.from_sources({"hf_checkpoint": str(tmp_path)}))
 
 
 REFUSED = """
