@@ -10,7 +10,7 @@ import torch
 from plugin.batch_types import RolloutBatch, holds_experts, no_route, route_dtype, route_faults
 from plugin.config import JobConfig
 from plugin.errors import BatchError
-from plugin.ppo_utils.advantages import estimator_of, whiten
+from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of, whiten
 from plugin.ragged import Ragged
 from plugin.rollout.conversation.trajectory import Rollouts
 
@@ -43,7 +43,8 @@ def advantages_of(config: JobConfig, rollouts: Rollouts) -> Ragged:
     advantages = estimator_of(config.advantage_estimator)(
         torch.from_numpy(rollouts.rewards).float(),
         torch.from_numpy(rollouts.groups),
-        whole_masks,
+        # The user's own estimator is promised a list of tensors.
+        whole_masks if config.advantage_estimator in ESTIMATORS else list(whole_masks),
         config,
     )
     if config.normalize_advantages:
