@@ -9,6 +9,7 @@ its last checkpoint.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -85,10 +86,7 @@ def run_job(
         parts = check_job(config, console.say)
     with claimed_run_dir(run_dir, config):
         result = JobResult(run_dir, [])
-        try:
-            _run_in(result, config, parts, console, connected)
-        finally:
-            ended(result)
+        _run_in(result, config, parts, console, connected, ended)
         return result
 
 
@@ -98,6 +96,7 @@ def _run_in(
     parts: JobParts,
     console: Console,
     connected: Callable[[], None],
+    ended: Callable[[JobResult], None],
 ) -> None:
     run_dir = result.run_dir
     if config.resumes:
@@ -111,6 +110,17 @@ def _run_in(
     files = RunFiles(run_dir, settings)
     checkpoints = RunCheckpoints((run_dir / CHECKPOINTS).resolve())
     interrupts = Interrupts(console.say)
+
+    @functools.cache
+    def finish() -> None:
+        """Write the report and say how the job ended; once."""
+        with ignored_interrupts():
+            result.checkpoint = checkpoints.newest()
+            if result.history:
+                files.write_report()
+            files.close()
+            ended(result)
+
     try:
         with _running(config, parts, console, connected, interrupts) as (trainer, engines):
             console.say(
@@ -118,16 +128,21 @@ def _run_in(
                 f"{time.monotonic() - console.began:.0f} s; run directory: {run_dir}"
             )
             job = _Job(config, parts, trainer, engines, files, checkpoints, console, result.history)
-            job.run(interrupts)
+            try:
+                job.run(interrupts)
+            except KeyboardInterrupt:
+                result.interrupted = True
+                console.say("interrupted")
+            finally:
+                # A signal to the whole process group kills Ray, too: ending the actors may then
+                # fail, or take a minute.
+                finish()
     except KeyboardInterrupt:
-        result.interrupted = True
-        console.say("interrupted")
+        if not result.interrupted:
+            result.interrupted = True
+            console.say("interrupted")
     finally:
-        with ignored_interrupts():
-            result.checkpoint = checkpoints.newest()
-            if result.history:
-                files.write_report()
-            files.close()
+        finish()
 
 
 @contextlib.contextmanager

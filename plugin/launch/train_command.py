@@ -63,13 +63,20 @@ def _run(
     from plugin.launch.ray_cluster import end_process
 
     results: list[JobResult] = []
+
+    def ended(result: JobResult) -> None:
+        results.append(result)
+        if result.interrupted:
+            _summarize(result, config, console, finished=False)
+
     try:
         with console.phase("loading torch"):
             from plugin.launch.job import run_job
-        result = run_job(config, console, connected, results.append)
+        result = run_job(config, console, connected, ended)
     except MegatronTisError as error:
         for result in results:
-            _summarize(result, config, console, finished=False)
+            if not result.interrupted:
+                _summarize(result, config, console, finished=False)
         if isinstance(error, ParallelError):
             raise  # through the cluster, which then keeps Ray's logs
         # Here, so that nobody waits for Ray's end to read it.
@@ -78,10 +85,10 @@ def _run(
             end_process(code)
         return code
     if result.interrupted:
-        # What is left are the summary and the end of Ray.
+        # What is left is the end of Ray.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    learned = _summarize(result, config, console, finished=not result.interrupted)
-    return 130 if result.interrupted else 0 if learned else 1
+        return 130
+    return 0 if _summarize(result, config, console) else 1
 
 
 def _summarize(

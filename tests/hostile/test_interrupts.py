@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from plugin.config import JobConfig
+from plugin.errors import ClusterError
 from plugin.launch import job as jobs
 from plugin.launch.console import Console
 from plugin.launch.interrupts import Interrupts, ignored_interrupts
@@ -70,6 +73,32 @@ def test_a_second_interrupt_does_not_lose_the_summary(
     assert result.interrupted and result.history == [{"step": 1}]
     with ignored_interrupts():
         press()
+
+
+def test_the_end_of_the_actors_does_not_cost_the_report_of_an_interrupted_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal to the whole process group kills Ray as well, so that ending the actors fails."""
+    told: list[jobs.JobResult] = []
+
+    class Actors:
+        def __enter__(self) -> tuple[Any, Any]:
+            return SimpleNamespace(places_as_text=lambda: "1 here"), ()
+
+        def __exit__(self, *_: object) -> None:
+            assert [result.interrupted for result in told] == [True]
+            raise ClusterError("Ray is gone")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "check_job", lambda config, say: None)
+    monkeypatch.setattr(jobs, "_running", lambda *_: Actors())
+    monkeypatch.setattr(jobs, "_Job", lambda *_: SimpleNamespace(run=interrupted))
+    config = JobConfig.from_sources({"run_dir": str(tmp_path)})
+    with pytest.raises(ClusterError, match="Ray is gone"):
+        jobs.run_job(config, Console(), lambda: None, told.append)
+    assert len(told) == 1
 
 
 def test_weights_of_an_own_model_are_not_thrown_away_by_default() -> None:
