@@ -88,7 +88,7 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process now, and with it a private Ray that is still starting.
+    """End this process now, and with it a private Ray that is still starting, or dead in part.
 
     Such a start cannot be interrupted and takes many seconds on a busy machine.
     """
@@ -103,6 +103,17 @@ def end_process(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def private_ray_is_gone() -> bool:
+    """Whether Ray was started by this process and has died: a signal to a process group kills it.
+
+    Whoever calls Ray then waits a minute, and is ended by it.
+    """
+    import ray._private.worker
+
+    node = ray._private.worker._global_node
+    return node is not None and bool(node.dead_processes())
 
 
 def _start_private(cpu_slots: int) -> str:

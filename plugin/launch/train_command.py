@@ -60,14 +60,17 @@ def run(args: argparse.Namespace) -> int:
 def _run(
     config: JobConfig, console: Console, connected: Callable[[], None], args: argparse.Namespace
 ) -> int:
-    from plugin.launch.ray_cluster import end_process
+    from plugin.launch.ray_cluster import end_process, private_ray_is_gone
 
+    owns_process = getattr(args, "owns_process", False)
     results: list[JobResult] = []
 
     def ended(result: JobResult) -> None:
         results.append(result)
         if result.interrupted:
             _summarize(result, config, console, finished=False)
+            if owns_process and private_ray_is_gone():
+                end_process(130)
 
     try:
         with console.phase("loading torch"):
@@ -81,7 +84,7 @@ def _run(
             raise  # through the cluster, which then keeps Ray's logs
         # Here, so that nobody waits for Ray's end to read it.
         code = _complain(error, console, args)
-        if getattr(args, "owns_process", False) and not results:
+        if owns_process and not results:
             end_process(code)
         return code
     if result.interrupted:

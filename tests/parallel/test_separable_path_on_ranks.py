@@ -40,7 +40,11 @@ CUTS = {
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(), Layout(2), Layout(2, {"pipeline_model_parallel_size": 2})],
+    [
+        Layout(),
+        Layout(2),
+        pytest.param(Layout(2, {"pipeline_model_parallel_size": 2}), marks=pytest.mark.slow),
+    ],
     ids=["one process", "DP2 with padding", "PP2"],
 )
 def test_the_separable_path_gives_the_same_updates_as_two_phases(
