@@ -105,6 +105,8 @@ def run_ours(spec: JobSpec, turns: Turns) -> None:
         "calculate_per_token_loss": True,
         "lr": spec.lr,
         "async_rollouts": spec.kind == "asynchronous",
+        # Steps are timed with one loss, asynchronous or not.
+        "allow_biased_correction": spec.kind == "asynchronous",
         "num_gpus_per_node": spec.ranks,
         "run_dir": str(Path(spec.directory) / "run"),
         "seed": SEED,

@@ -24,7 +24,7 @@ COMMON = [
     "--get-mismatch-metrics",
 ]
 ARMS: dict[str, list[str]] = {
-    "none": [],
+    "none": ["--allow-biased-correction"],
     "vanilla_tis": ["--use-tis"],
     "icepop": ["--policy-loss", "icepop"],
     "off_policy_is": [
@@ -33,7 +33,10 @@ ARMS: dict[str, list[str]] = {
     ],
     "dppo_tv": ["--policy-loss", "dppo_tv"],
     "ipo_kl": ["--policy-loss", "ipo_kl"],
-    "rollout_kl": ["--use-rollout-kl-loss", "--rollout-kl-loss-coef", "0.1"],
+    "rollout_kl": [
+        *("--use-rollout-kl-loss", "--rollout-kl-loss-coef", "0.1"),
+        "--allow-biased-correction",  # it pulls towards the rollout policy and corrects no weight
+    ],
 }
 LAST = 10
 

@@ -20,6 +20,8 @@ from plugin.config.engine_traits import ENGINES, EngineTraits, engine_traits
 from plugin.config.estimator_traits import ESTIMATOR_TRAITS, estimator_traits
 from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag, read_yaml
 from plugin.config.loss_flags import LossConfig
+from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS, RATIO_LOSSES, ROLLOUT_LOSSES
+from plugin.errors import ConfigError
 
 DtypeName = Literal["float32", "bfloat16"]
 
@@ -605,6 +607,7 @@ class JobConfig(
     def check(self) -> None:
         self._check_world()
         self._check_rollouts()
+        self._check_stale_samples()
         self._check_engine()
         self._check_other_policies()
         self._check_estimator()
@@ -687,6 +690,25 @@ class JobConfig(
                 "biased; prefer 1 and none",
                 stacklevel=2,
             )
+
+    def _check_stale_samples(self) -> None:
+        """Refuse old samples in a loss that takes them for the current policy's."""
+        if self.staleness_limit == 0 or self.corrects_mismatch:
+            return
+        loss = self.policy_loss
+        message = (
+            f"--async-rollouts with --policy-loss {loss}: the loss never compares the current "
+            "policy with the older one that sampled the tokens, so its gradient is biased"
+        )
+        if not self.allow_biased_correction:
+            declare = f", or @loss_traits of {loss} says that it compares with it"
+            raise ConfigError(
+                f"{message}; add --use-tis, or choose --policy-loss {' or '.join(ROLLOUT_LOSSES)}, "
+                f"or --use-rollout-logprobs with {' or '.join(RATIO_LOSSES)}"
+                f"{'' if loss in POLICY_LOSS_TRAITS else declare}; or insist with "
+                "--allow-biased-correction"
+            )
+        warnings.warn(message, stacklevel=2)
 
     @property
     def engine_traits(self) -> EngineTraits:

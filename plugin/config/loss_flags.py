@@ -59,6 +59,10 @@ def _hooks(*names: str) -> Needs:
 
 
 _CLIP = _losses("ppo", "gspo", "cispo") | _hooks("off_policy_is_function")
+_UNCORRECTED_ASYNC = Needs(
+    "--async-rollouts without a correction",
+    lambda config: getattr(config, "staleness_limit", 0) > 0 and not config.corrects_mismatch,
+)
 
 
 @dataclass(frozen=True)
@@ -177,8 +181,9 @@ class CorrectionFlags(FlagGroup):
     )
     allow_biased_correction: bool = flag(
         False,
-        "allow off_policy_is_function on a loss that already carries a ratio",
-        needs=_hooks("off_policy_is_function"),
+        "allow what biases the gradient: off_policy_is_function on a loss that already carries a "
+        "ratio, or --async-rollouts with a loss that never compares with the rollout policy",
+        needs=_hooks("off_policy_is_function") | _UNCORRECTED_ASYNC,
     )
     sequence_tis_clip: float = flag(
         2.0, "upper bound of the sequence weight", above=0, needs=_hooks("sequence_tis_function")
@@ -215,6 +220,11 @@ class CorrectionFlags(FlagGroup):
         1e-4,
         "opsm_function drops A < 0 with mean(train - cur) above this",
         at_least=0,
+        needs=_hooks("opsm_function"),
+    )
+    opsm_level: Literal["sequence", "token"] = flag(
+        "sequence",
+        "opsm_function drops whole sequences by their mean advantage, or their tokens with A < 0",
         needs=_hooks("opsm_function"),
     )
     use_rollout_logprobs: bool = flag(
@@ -357,9 +367,18 @@ class LossConfig(
 
     @property
     def corrects_mismatch(self) -> bool:
-        """Whether the loss accounts for tokens that another policy sampled."""
-        against_rollout = self.loss_traits.compares_with == "rollout"
-        return self.use_tis or self.use_rollout_logprobs or against_rollout
+        """Whether the loss accounts for tokens that another policy sampled.
+
+        It does if it compares with the rollout policy: by itself, by a correction, or because the
+        engine's log-probs stand for the old ones that it compares with.
+        """
+        compares_with = self.loss_traits.compares_with
+        compares_with_old = compares_with == "train" or self.use_tis
+        return (
+            compares_with == "rollout"
+            or (self.use_tis and not self._only_compares_with_cur())
+            or (self.use_rollout_logprobs and compares_with_old)
+        )
 
     def needs_rollout_log_probs(self) -> list[str]:
         """The features in use that cannot work without the engine's log-probs."""

@@ -28,6 +28,8 @@ MIN_TOKENS = 256
 #: Systematic errors are small against noise, so recent steps are pooled: from this many tokens to
 #: four times as many.
 MIN_WEIGHT_TOKENS = 8192
+#: A KL per token above which a correction is advised: a rule of thumb.
+UNCORRECTED_K3 = 1e-3
 #: A detector's own list, empty at the first step and kept for the run.
 Memory = list[Any]
 FindFunction = Callable[[Step, Memory], Finding | None]
@@ -194,7 +196,7 @@ def staleness(step: Step, memory: Memory) -> Finding | None:
     if config is None:
         remedies.append("sync more often")
     if not corrected:
-        remedies.append("correct for it (--use-tis, off_policy_is on reinforce)")
+        remedies.append(f"correct for it ({_ways_to_correct(config)})")
     return Finding(
         "rollouts come from old weights",
         "warning",
@@ -228,7 +230,7 @@ def different_weights(step: Step, memory: Memory) -> Finding | None:
     size, config = math.sqrt(systematic), step.config
     rounded = config.rounds_rollout_weights if config else None
     corrected = config is not None and config.corrects_mismatch
-    remedies = [] if corrected else ["use --use-tis or a masking loss"]
+    remedies = [] if corrected else [f"correct it ({_ways_to_correct(config)})"]
     if rounded is None:
         remedies.append("check that a weight sync reached the engine")
     return Finding(
@@ -287,7 +289,9 @@ def growing_mismatch(step: Step, memory: Memory) -> Finding | None:
     config = step.config
     remedies = "tighten the correction, lower the learning rate, or sync weights more often"
     if config is not None:
-        first = "tighten the correction" if config.corrects_mismatch else "correct it (--use-tis)"
+        first = "tighten the correction"
+        if not config.corrects_mismatch:
+            first = f"correct it ({_ways_to_correct(config)})"
         last = ", or lower --max-weight-staleness" if config.staleness_limit else ""
         remedies = f"{first}, lower the learning rate{last}"
     return Finding(
@@ -298,6 +302,42 @@ def growing_mismatch(step: Step, memory: Memory) -> Finding | None:
         f"watch ESS; {remedies}",
         {"early": early, "late": late, "steps": float(len(memory))},
     )
+
+
+def uncorrected(step: Step, memory: Memory) -> Finding | None:
+    """A mismatch worth correcting, in a job that does not; found once.
+
+    memory: (sum of k3, tokens) of recent steps, then only "found"
+    """
+    config, tokens = step.config, step.tokens
+    if config is None or config.corrects_mismatch or "found" in memory:
+        return None
+    memory.append((tokens.k3() * len(tokens), len(tokens)))
+    total, count = map(sum, zip(*memory, strict=True))
+    if count < MIN_WEIGHT_TOKENS:
+        return None
+    del memory[:]
+    if total / count < UNCORRECTED_K3:
+        return None
+    memory.append("found")
+    return Finding(
+        "the mismatch is large enough to correct",
+        "warning",
+        f"k3 is {total / count:.1e} per token over the last {count:,} tokens, above "
+        f"{UNCORRECTED_K3:.0e}, and the loss takes them for tokens of the current policy",
+        "engine and trainer compute different probabilities, and the loss does not compare them",
+        _ways_to_correct(config),
+        {"k3": total / count, "tokens": float(count)},
+    )
+
+
+def _ways_to_correct(config: JobConfig | None) -> str:
+    """What makes a loss compare with the rollout policy, without what is on already."""
+    if config is not None and config.use_rollout_logprobs:
+        return "--policy-loss ppo or icepop"  # the loss compares with nothing
+    if config is not None and config.use_tis:
+        return "plugin.ppo_utils.vanilla_tis_function in --custom-tis-function-path"
+    return "--use-tis, or --policy-loss icepop"
 
 
 def routing(step: Step, memory: Memory) -> Finding | None:
@@ -322,6 +362,11 @@ DETECTORS: tuple[Detector, ...] = (
     Detector(different_weights, (*_LOG_PROBS, "unconcat_tokens"), unless=(*_FAULTS, "staleness")),
     Detector(frozen_weights, ("weight_versions",)),
     Detector(growing_mismatch, _LOG_PROBS),
+    Detector(
+        uncorrected,
+        _LOG_PROBS,
+        unless=(*_FAULTS, "staleness", "different_weights", "growing_mismatch"),
+    ),
     Detector(routing, ("rollout_routed_experts", "train_routed_experts")),
 )
 

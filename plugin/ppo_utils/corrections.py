@@ -181,13 +181,18 @@ def veto_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def opsm_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Off-policy sequence masking: stop pushing down sequences the policy has already left.
 
-    drop = A < 0 and mean over the sequence of (train - cur) > opsm_delta
-    Flags: --opsm-delta 1e-4.
+    drop = mean over the sequence of A < 0 and of (train - cur) > opsm_delta
+    Flags: --opsm-delta 1e-4, --opsm-level sequence|token. At level token only the tokens whose own
+        A < 0 are dropped, as slime's --use-opsm does; the same where A is one per sequence. The
+        paper's old policy is the engine: add --use-rollout-logprobs.
     Reference: DeepSeek-AI 2025, DeepSeek-V3.2 (off-policy sequence masking).
     """
-    drift = geometric_log_ratio(tokens.log_ratio("train", "cur"), tokens.mask, tokens.shards)
-    negative = zero_masked(tokens.get("advantages"), tokens.mask) < 0
-    dropped = negative & (tokens.shards.per_token(drift) > config.opsm_delta)
+    shards, log_r = tokens.shards, tokens.log_ratio("train", "cur")
+    advantages = zero_masked(tokens.get("advantages"), tokens.mask)
+    drift, pushed, count = shards.sequence_sums(log_r, advantages, tokens.mask)
+    dropped = shards.per_token(drift / count.clamp(min=1) > config.opsm_delta)
+    by_token = config.opsm_level == "token" or getattr(config, "use_opsm", False)
+    dropped = dropped & (advantages < 0 if by_token else shards.per_token(pushed < 0))
     return None, ~dropped, {"opsm_clipfrac": dropped}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from plugin.config import JobConfig
+from plugin.config.policy_loss_traits import traits_of
 from plugin.launch.job import run_job
 from tests.ray.small_jobs import SIZES, run_small
 from tests.ray.tokenizer_files import save_character_tokenizer
@@ -58,6 +59,7 @@ def test_every_policy_loss_runs_in_an_asynchronous_job(
         tmp_path / "run",
         num_nodes=1,
         policy_loss=loss,
+        use_tis=traits_of(loss).compares_with != "rollout",
         async_rollouts=True,
         rollout_quantization="int8",
     )

@@ -73,6 +73,7 @@ def test_an_asynchronous_job_accounts_for_every_prompt_through_kills(
             num_rollout_engines=2,
             async_rollouts=True,
             max_weight_staleness=2,
+            use_tis=True,
         )
     last = result.history[-1]
     trained, dropped = trained_prompts(run_dir), dropped_prompts(run_dir)

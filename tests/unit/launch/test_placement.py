@@ -77,7 +77,7 @@ def test_addresses_sort_as_numbers() -> None:
 def test_threads_follow_the_cores_that_are_free_in_a_phase(
     settings: dict[str, Any], of_rank: int, of_engine: int
 ) -> None:
-    base = {"tensor_model_parallel_size": 2, "num_rollout_engines": 3}
+    base = {"tensor_model_parallel_size": 2, "num_rollout_engines": 3, "use_tis": True}
     config = JobConfig.from_sources({**base, **settings})
     assert torch_threads(config, "rank", hidden_size=256, cores=8) == of_rank
     assert torch_threads(config, "engine", hidden_size=256, cores=8) == of_engine

@@ -91,7 +91,7 @@ class DirectEngines:
 
 
 def make_queue(engines: int = 1, **settings: Any) -> tuple[RolloutQueue, DirectEngines]:
-    config = JobConfig(rollout_batch_size=4, n_samples_per_prompt=2, **settings)
+    config = JobConfig(rollout_batch_size=4, n_samples_per_prompt=2, use_tis=True, **settings)
     direct = DirectEngines([loaded_engine() for _ in range(engines)])
     return RolloutQueue(TASK, direct, PARAMETERS, config), direct
 

@@ -128,6 +128,70 @@ def test_opsm_drops_only_sequences_that_are_pushed_down_and_already_left() -> No
     assert result[2]["opsm_clipfrac"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    "level, expected",
+    [
+        # drift 0.2 > 0.1 in the first two; mean advantages -1/3, +1/3 and -1/3; the third has not drifted
+        ("sequence", [[0, 0, 0], [1, 1, 1], [1, 1, 1]]),
+        ("token", [[0, 1, 0], [1, 0, 1], [1, 1, 1]]),
+    ],
+)
+def test_opsm_decides_by_the_mean_advantage_of_a_sequence_or_by_each_tokens_own(
+    level: str, expected: list[list[int]]
+) -> None:
+    advantages = [torch.tensor(a) for a in ([-1.0, 1.0, -1.0], [1.0, -1.0, 1.0], [-1.0, 1.0, -1.0])]
+    cur = [torch.full((3,), value) for value in (-0.2, -0.2, -0.05)]
+    result = call_hook(
+        opsm_function,
+        train=[torch.zeros(3)] * 3,
+        cur=cur,
+        advantages=advantages,
+        flags={"opsm_delta": 0.1, "opsm_level": level},
+    )
+    assert kept(result) == expected
+
+
+def test_opsm_of_slimes_flag_decides_token_by_token_as_slime_does() -> None:
+    result = call_hook(
+        opsm_function,
+        train=[torch.zeros(2)],
+        cur=[torch.tensor([-0.2, -0.2])],
+        advantages=[torch.tensor([-2.0, 1.0])],
+        flags={"use_opsm": True},
+    )
+    assert kept(result) == [[0, 1]]
+
+
+def test_opsm_ignores_the_advantage_of_a_masked_token() -> None:
+    # unmasked: 1 > 0; with the masked -5 the mean would be negative
+    result = call_hook(
+        opsm_function,
+        train=[torch.zeros(2)],
+        cur=[torch.tensor([-0.2, -0.2])],
+        masks=[torch.tensor([1, 0])],
+        advantages=[torch.tensor([1.0, -5.0])],
+    )
+    assert kept(result) == [[1, 0]]
+
+
+def test_a_sequence_that_opsm_drops_has_no_gradient_not_even_where_its_advantage_is_positive() -> (
+    None
+):
+    cur = torch.tensor([-0.5, -0.5, -0.1, -0.1], requires_grad=True)
+    loss, masks, _ = opsm_function(
+        None,
+        pg_loss=cur,
+        train_log_probs=[torch.zeros(2), torch.zeros(2)],
+        cur_log_probs=[cur[:2].detach(), torch.zeros(2)],
+        advantages=[torch.tensor([-3.0, 1.0])] * 2,
+        loss_masks=[torch.ones(2), torch.ones(2)],
+    )
+    loss.sum().backward()
+    assert cur.grad is not None
+    assert cur.grad.tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert [mask.tolist() for mask in masks] == [[0.0, 0.0], [1.0, 1.0]]
+
+
 def test_opsm_takes_the_mean_over_unmasked_tokens() -> None:
     # unmasked drift 0.05 is below delta; the masked token would lift the mean to 1.0
     result = call_hook(
