@@ -129,8 +129,16 @@ def test_a_deadline_leaves_the_alarm_as_it_was() -> None:
     assert signal.getsignal(signal.SIGALRM) is handler
     # pytest-timeout's own alarm, where it has one.
     assert 0 <= left - signal.getitimer(signal.ITIMER_REAL)[0] < 60
-    with pytest.raises(KeyboardInterrupt):
-        call_here(lambda: signal.raise_signal(signal.SIGINT), seconds=5.0)
+
+
+def test_ctrl_c_during_a_reward_is_not_taken_for_its_failure() -> None:
+    # A suite that a shell started in the background inherits an ignored SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call_here(lambda: signal.raise_signal(signal.SIGINT), seconds=5.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_outside_the_main_thread_a_hanging_reward_is_abandoned() -> None:
