@@ -17,6 +17,8 @@ def sampling_log_probs(logits: Tensor, parameters: SamplingParameters) -> Tensor
     survives.
     """
     log_probs = torch.log_softmax(logits.float() / parameters.temperature, dim=-1)
+    if parameters.top_k is None and parameters.top_p >= 1:
+        return log_probs
     kept = torch.ones_like(log_probs, dtype=torch.bool)
     if parameters.top_k is not None and parameters.top_k < log_probs.shape[-1]:
         kept &= log_probs >= log_probs.topk(parameters.top_k, dim=-1).values[:, -1:]
@@ -35,14 +37,12 @@ def _nucleus(log_probs: Tensor, top_p: float) -> Tensor:
 
 
 def draw(log_probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probs [B]: the quantiles at `uniforms` [B] in [0, 1)."""
-    cumulative = log_probs.double().exp().cumsum(-1)
-    target = uniforms.double().unsqueeze(-1) * cumulative[:, -1:]
+    """Tokens [B] and their log-probs [B]: the quantiles at `uniforms` [B] float64 in [0, 1)."""
+    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # Below the total, onto which rounding may push it: the token that reaches it has probability.
+    target = torch.minimum(uniforms.unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, target, right=True)
-    # Rounding may push the target onto the total: step back to the last token that has any
-    # probability.
-    last = log_probs.shape[-1] - 1 - log_probs.isfinite().flip(-1).int().argmax(-1, keepdim=True)
-    tokens = torch.minimum(tokens, last)
     return tokens.squeeze(-1), log_probs.gather(-1, tokens).squeeze(-1)
 
 

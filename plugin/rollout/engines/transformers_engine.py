@@ -58,6 +58,9 @@ class TransformersEngine:
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        from plugin.rollout.engines.growing_cache import growing_cache
+
+        self._new_cache = growing_cache
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = AutoConfig.for_model(**hf_config)
         model = AutoModelForCausalLM.from_config(
@@ -104,12 +107,12 @@ class TransformersEngine:
     ) -> None:
         """Read the prompts once, then sample token by token over the rows that are still open."""
         prompts, mask = _left_padded([request.prompt for request in rows.requests])
-        output = self._forward(prompts, mask, None)
+        cache = self._new_cache(self._model.config)
+        output = self._forward(prompts, mask, cache)
         if recorder is not None:
             rows.add_prompt_routes(recorder.take(len(prompts)), mask)
         counts = torch.tensor([len(request.seeds) for request in rows.requests])
         source = torch.arange(len(counts)).repeat_interleave(counts)
-        cache = output.past_key_values
         cache.batch_select_indices(source.to(self._device))
         logits, mask = output.logits[:, -1][source.to(self._device)], mask[source]
         open_rows = torch.arange(len(source))

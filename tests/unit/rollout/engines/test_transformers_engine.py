@@ -162,3 +162,22 @@ def test_an_answer_without_log_probs_is_found_where_they_were_asked_for() -> Non
     asked = SamplingParameters(max_response_length=4)
     with pytest.raises(EngineError, match="request 0 got none log-probs where"):
         check_generations(REQUESTS, answers, asked)
+
+
+def test_the_growing_cache_holds_what_the_one_it_replaces_holds() -> None:
+    from transformers.cache_utils import DynamicLayer
+
+    from plugin.rollout.engines.growing_cache import GrowingLayer
+
+    ours, theirs = GrowingLayer(), DynamicLayer()
+    generator = torch.Generator().manual_seed(0)
+    # Past the room of the first and of the second buffer, with rows that leave in between.
+    for new, kept in ((5, None), (60, [0, 2, 3]), (1, None), (70, [2, 0]), (1, [1])):
+        rows = 4 if ours.get_seq_length() == 0 else len(ours.keys)
+        states = torch.randn(2, rows, 2, new, 3, generator=generator)
+        for layer in (ours, theirs):
+            layer.update(*states)
+            if kept is not None:
+                layer.batch_select_indices(torch.tensor(kept))
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+        assert ours.get_seq_length() == theirs.get_seq_length()

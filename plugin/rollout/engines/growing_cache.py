@@ -1,0 +1,66 @@
+"""A KV cache with room to grow: a decode step writes one position and copies nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+#: Positions that a buffer has to spare when it is made; half of what it holds if that is more.
+_LEAST_ROOM = 64
+
+
+class GrowingLayer(DynamicLayer):
+    """`keys` and `values` [B, heads, length, D] are views of buffers that are longer than they.
+
+    The layer it replaces joins old and new positions into fresh memory in every step, which costs
+    more than the rest of a step on CPU.
+    """
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append [B, heads, new, D] each; return all positions."""
+        past = self.get_seq_length()
+        length = past + key_states.shape[-2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if past == 0 or length > self._keys.shape[-2]:
+            room = max(_LEAST_ROOM, length // 2)
+            self._keys = _longer(self.keys if past else None, key_states, length + room)
+            self._values = _longer(self.values if past else None, value_states, length + room)
+        self._keys[..., past:length, :] = key_states
+        self._values[..., past:length, :] = value_states
+        self.keys, self.values = self._keys[..., :length, :], self._values[..., :length, :]
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only keep the rows `indices` [n] of the batch, in that order."""
+        length = self.get_seq_length()
+        if length == 0:
+            return
+        self._keys, self._values = (
+            _longer(states[indices], states, self._keys.shape[-2])
+            for states in (self.keys, self.values)
+        )
+        self.keys, self.values = self._keys[..., :length, :], self._values[..., :length, :]
+
+
+def _longer(held: Tensor | None, like: Tensor, capacity: int) -> Tensor:
+    """A buffer [B, heads, capacity, D] that begins with what is held."""
+    batch = like.shape[0] if held is None else held.shape[0]
+    buffer = like.new_empty(batch, like.shape[1], capacity, like.shape[-1])
+    if held is not None:
+        buffer[..., : held.shape[-2], :] = held
+    return buffer
+
+
+def growing_cache(config: Any) -> DynamicCache:
+    """transformers' own cache for a model; layers that keep every position get room to grow."""
+    cache = DynamicCache(config=config)
+    cache.layers = [
+        GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
+    ]
+    return cache
