@@ -36,6 +36,7 @@ class Field:
     dtype: of the tensors; None = kept as it comes (routes: `route_dtype` of the model)
     padding: the value in a padding microbatch
     log_prob: whether the values are log-probabilities
+    spreads: whether one number per sample is accepted, too, and given to each of its tokens
     """
 
     name: str
@@ -44,6 +45,7 @@ class Field:
     optional: bool = False
     padding: float = 0
     log_prob: bool = False
+    spreads: bool = False
 
 
 FIELDS: dict[str, Field] = {
@@ -62,7 +64,8 @@ FIELDS: dict[str, Field] = {
         Field("rollout_routed_experts", "routes", None, optional=True),
         Field("rewards", "scalar", torch.float32, optional=True),
         Field("group_index", "scalar", torch.int64, optional=True, padding=-1),
-        Field("weight_versions", "scalar", torch.int64, optional=True, padding=-1),
+        # Of the weights that sampled each token; anything where it is masked.
+        Field("weight_versions", "response", torch.int64, optional=True, padding=-1, spreads=True),
     )
 }
 
@@ -74,6 +77,8 @@ class RolloutSample:
     tokens: [prompt + response] int64; loss_mask: [response], 1 where the policy chose the token
     rollout_log_probs: [response] float32, at the sampling temperature; anything where it is masked
     routed_experts: [prompt + response, moe_layers, topk] integers, -1 = no route; or None
+    weight_version: of the weights that sampled each token, [response] int64, anything where it is
+        masked; or one number for all of them
 
     Example: prompt [5, 6], response [7, 8, 9] whose middle token came from a tool: tokens
     [5, 6, 7, 8, 9], response_length 3, loss_mask [1, 0, 1].
@@ -84,7 +89,7 @@ class RolloutSample:
     loss_mask: Tensor
     reward: float = 0.0
     group_index: int = 0
-    weight_version: int = 0
+    weight_version: int | Tensor = 0
     rollout_log_probs: Tensor | None = None
     routed_experts: Tensor | None = None
     metadata: dict[str, Any] = dataclass_field(default_factory=dict)
@@ -100,7 +105,10 @@ class RolloutBatch:
     columns: dict[str, Any]
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
-        self.columns = {name: _as_column(name, values) for name, values in columns.items()}
+        self.columns = {
+            name: _as_column(name, values, columns.get("response_lengths"))
+            for name, values in columns.items()
+        }
 
     @classmethod
     def from_samples(cls, samples: Sequence[RolloutSample]) -> RolloutBatch:
@@ -249,6 +257,10 @@ class RolloutBatch:
                 raise BatchError(
                     f"{name} are {column.values.dtype}; experts are integers, convert them"
                 )
+            if field.spreads and not _is_integer(column.values.dtype):
+                raise BatchError(
+                    f"{name} are {column.values.dtype}; versions are integers, convert them"
+                )
             if field.dtype != torch.float32:
                 continue
             if field.shape == "scalar":
@@ -274,12 +286,14 @@ class RolloutBatch:
                 )
 
 
-def _as_column(name: str, values: Column) -> Any:
+def _as_column(name: str, values: Column, response_lengths: Column | None) -> Any:
     field = FIELDS.get(name)
     if field is None:
         return values  # `check` names it
     if field.shape == "scalar":
         return torch.as_tensor(values, dtype=field.dtype)
+    if field.spreads and response_lengths is not None and not isinstance(values, Ragged):
+        values = spread(values, response_lengths)
     if isinstance(values, Ragged):
         return values
     wrong = [i for i, value in enumerate(values) if not isinstance(value, (Tensor, list, tuple))]
@@ -296,6 +310,25 @@ def _as_column(name: str, values: Column) -> Any:
         return Ragged.of(list(values))
     except (RuntimeError, ValueError) as error:
         raise BatchError(f"{name} of the samples do not fit together: {error}") from error
+
+
+def spread(values: Column, lengths: Column) -> Column:
+    """`values` per token: a number becomes as many of it as its sample has response tokens.
+
+    values: [N] numbers, or N of numbers and [response] tensors; lengths: [N]
+    """
+    sizes = as_integers(lengths)
+    if len(values) != len(sizes):
+        raise BatchError(
+            f"{len(values)} weight versions for {len(sizes)} samples; give one of each"
+        )
+    if isinstance(values, (Tensor, np.ndarray)) and values.ndim == 1:
+        repeats = torch.from_numpy(sizes).clamp(min=0)
+        return Ragged(torch.as_tensor(values).repeat_interleave(repeats), sizes)
+    return [
+        torch.full((max(size, 0),), value) if isinstance(value, (int, np.integer)) else value
+        for value, size in zip(values, sizes.tolist(), strict=True)
+    ]
 
 
 def _first(wrong: Tensor, column: Ragged) -> tuple[int, int, float]:

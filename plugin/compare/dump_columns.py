@@ -23,7 +23,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "response_length": ("response_lengths",),
     "step": (),
     "trainer_version": (),
-    "weight_version": ("weight_versions", "policy_version"),
+    "weight_versions": ("weight_version", "policy_version"),
     "rollout_routed_experts": (),
     "train_routed_experts": (),
     "routed_layers": (),
@@ -31,7 +31,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 KNOWN_NAMES = frozenset(name for key, others in ALIASES.items() for name in (key, *others))
 LOG_PROBS = ("rollout_log_probs", "train_log_probs", "cur_log_probs")
-PER_RESPONSE = (*LOG_PROBS, "loss_mask", "advantages")
+PER_RESPONSE = (*LOG_PROBS, "loss_mask", "advantages", "weight_versions")
 ROUTES = ("rollout_routed_experts", "train_routed_experts")
 #: Tokens that are read in one piece; larger files of other frameworks should be cut.
 BLOCK_TOKENS = 1 << 18
@@ -68,7 +68,7 @@ class DumpBlock:
     """Samples of one dump, flat over response tokens (T) of N samples, 0 at masked positions.
 
     lengths: [N] int64; mask: [T] bool; rollout, train, cur, advantages: [T] float32
-    step, trainer_version, weight_version: [N] int64, -1 where unknown
+    step, trainer_version: [N] int64; weight_versions: [T] int64; -1 where unknown
     ids: [T] int64 ids of the response tokens, where dumped
     routes: name -> one [total, layers, topk] array per sample, only where dumped
     """
@@ -81,7 +81,7 @@ class DumpBlock:
     advantages: NDArray[np.float32]
     step: NDArray[np.int64]
     trainer_version: NDArray[np.int64]
-    weight_version: NDArray[np.int64]
+    weight_versions: NDArray[np.int64]
     ids: NDArray[np.int64] | None = None
     routes: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
 
@@ -95,13 +95,14 @@ class DumpBlock:
             "rollout_log_probs": self.rollout,
             "log_probs": self.train,
             "loss_masks": self.mask,
+            "weight_versions": self.weight_versions,
         }
         if self.ids is not None:
             flat["unconcat_tokens"] = self.ids
         columns = {
             name: Ragged(values, self.lengths).rows(slice(None)) for name, values in flat.items()
         }
-        return {**columns, "weight_versions": self.weight_version.tolist(), **self.routes}
+        return {**columns, **self.routes}
 
 
 def known_columns(content: Mapping[str, Any]) -> Columns:
@@ -151,9 +152,15 @@ def _with_defaults(columns: Columns) -> Columns:
     if not isinstance(advantages, Ragged):
         advantages = Ragged(np.repeat(advantages.astype(np.float32), lengths), lengths)
     columns["advantages"] = advantages
-    for name in ("step", "trainer_version", "weight_version"):
+    for name in ("step", "trainer_version"):
         if len(columns.get(name, ())) != len(lengths):
             columns[name] = np.full(len(lengths), -1, np.int64)
+    versions = columns.get("weight_versions")
+    if not isinstance(versions, Ragged):
+        # One number per sample, as dumps of whole responses have it.
+        if versions is None or len(versions) != len(lengths):
+            versions = np.full(len(lengths), -1)
+        columns["weight_versions"] = Ragged(np.repeat(versions, lengths), lengths)
     return columns
 
 
@@ -205,10 +212,8 @@ def _block(columns: Columns, rows: slice, tokens: slice) -> DumpBlock:
     for name in (*LOG_PROBS, "advantages"):
         column = columns[name].values[tokens].astype(np.float32, copy=False)
         values[name.removesuffix("_log_probs")] = np.where(mask, column, np.float32(0))
-    versions = {
-        name: columns[name][rows].astype(np.int64)
-        for name in ("step", "trainer_version", "weight_version")
-    }
+    versions = {name: columns[name][rows].astype(np.int64) for name in ("step", "trainer_version")}
+    versions["weight_versions"] = columns["weight_versions"].values[tokens].astype(np.int64)
     ids = None
     if isinstance(columns.get("tokens"), Ragged):
         samples = columns["tokens"].rows(rows)

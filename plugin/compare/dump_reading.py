@@ -12,7 +12,8 @@ Formats: a directory of our Parquet files or single ones; `.pt` (torch.load with
 | advantages | advantage | [response] or one number; missing = ones |
 | tokens | token_ids, unconcat_tokens | [prompt + response] |
 | response_length | response_lengths | one number; needed by flat arrays |
-| step, trainer_version, weight_version | weight_versions, policy_version | one number |
+| weight_versions | weight_version, policy_version | [response] or one number |
+| step, trainer_version | | one number |
 
 `.jsonl`: one object per sample. `.pt`: a list of dicts (samples), or a dict of columns; a column is
 a list of 1-D tensors, a padded [N, S] tensor (loss_mask says what is padding) or a flat [T] tensor
@@ -201,6 +202,8 @@ def _array_columns(content: Mapping[str, Any]) -> Columns:
     columns: Columns = {}
     for name, values in found.items():
         per_token = name in (*PER_RESPONSE, "tokens")
+        if name == "weight_versions" and all(np.ndim(value) == 0 for value in values):
+            per_token = sizes is not None and len(values) != len(sizes)
         if isinstance(values, (list, tuple)) and per_token:
             columns[name] = Ragged.of([np.asarray(value).reshape(-1) for value in values])
         elif np.ndim(values) == 2:
@@ -256,7 +259,10 @@ def _sample_arrays(sample: Mapping[str, Any]) -> Columns:
     arrays["loss_mask"] = np.asarray(sample.get("loss_mask", np.ones(count))).reshape(-1)
     if "tokens" in sample:
         arrays["tokens"] = np.asarray(sample["tokens"], np.int64).reshape(-1)
-    for name in ("step", "trainer_version", "weight_version"):
+    if "weight_versions" in sample:
+        versions = np.array(sample["weight_versions"], np.int64)
+        arrays["weight_versions"] = np.repeat(versions, count) if versions.ndim == 0 else versions
+    for name in ("step", "trainer_version"):
         if name in sample:
             arrays[name] = int(np.int64(sample[name]))  # refuses what 64 bits do not hold
     return arrays

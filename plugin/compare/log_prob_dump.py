@@ -2,10 +2,9 @@
 
 A row is a sample. Lists hold one value per response token (`tokens`: also of the prompt):
 
-    integers       step, sample, trainer_version, weight_version, group_index, total_length,
-                   response_length
+    integers       step, sample, trainer_version, group_index, total_length, response_length
     float32        reward
-    list<int32>    tokens
+    list<int32>    tokens, weight_versions
     list<bool>     loss_mask
     list<float32>  cur_log_probs, train_log_probs, rollout_log_probs, advantages
     list<int32>    rollout_routed_experts, train_routed_experts, -1 = no route; routed_layers and
@@ -42,7 +41,6 @@ _FILE_NAME = re.compile(r"step-(\d+)\.parquet$")
 SCALARS = {
     "total_lengths": "total_length",
     "response_lengths": "response_length",
-    "weight_versions": "weight_version",
     "group_index": "group_index",
     "rewards": "reward",
 }
@@ -53,7 +51,9 @@ LISTS = {
     "log_probs": "train_log_probs",
     "rollout_log_probs": "rollout_log_probs",
     "advantages": "advantages",
+    "weight_versions": "weight_versions",
 }
+_ELEMENTS = {"tokens": np.int32, "loss_mask": np.bool_, "weight_versions": np.int32}
 
 
 class LogProbDump:
@@ -142,6 +142,9 @@ def _table(
             number, kind = (float, pa.float32()) if name == "reward" else (int, pa.int64())
             arrays[name] = pa.array([number(value) for value in columns[source]], kind)
     lists = {LISTS[source]: columns[source] for source in LISTS if source in columns}
+    if "weight_versions" in lists:
+        pairs = zip(lists["weight_versions"], columns["response_lengths"], strict=True)
+        lists["weight_versions"] = [np.broadcast_to(value, int(n)) for value, n in pairs]
     metadata = {"megatron_tis_dump": str(FORMAT_VERSION)}
     train = lists.get("train_log_probs")
     if train is not None and "cur_log_probs" in lists:
@@ -150,7 +153,7 @@ def _table(
             del lists["cur_log_probs"]
             metadata["cur_log_probs"] = "train_log_probs"
     for name, values in lists.items():
-        element = {"tokens": np.int32, "loss_mask": np.bool_}.get(name, np.float32)
+        element = _ELEMENTS.get(name, np.float32)
         arrays[name] = _list_array(values, element)
     for name in ROUTES if routes else ():
         if name in columns:

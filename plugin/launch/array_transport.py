@@ -21,20 +21,30 @@ from plugin.ragged import Ragged
 from plugin.rollout.conversation.trajectory import Rollouts
 
 Arrays = dict[str, np.ndarray]
+#: Fields of long stretches of equal values, which travel as [2, stretches]: values and lengths.
+_IN_STRETCHES = ("weight_versions",)
 
 
 def batch_to_arrays(batch: RolloutBatch) -> Arrays:
     """One array per column: scalars as they are, per-token columns end to end."""
-    return {
+    arrays = {
         name: (values.values if isinstance(values, Ragged) else values).numpy()
         for name, values in batch.columns.items()
     }
+    return arrays | {name: _stretches(arrays[name]) for name in _IN_STRETCHES if name in arrays}
+
+
+def _stretches(values: np.ndarray) -> np.ndarray:
+    """[2, n] of values [T]: those that differ from the one before, and how often each comes."""
+    starts = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: len(values)])
+    return np.stack([values[starts], np.diff(np.append(starts, len(values)))])
 
 
 def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> RolloutBatch:
     """The batch that `batch_to_arrays` took apart; its tensors are views of the arrays."""
     columns: dict[str, Any] = {}
     for name, array in arrays.items():
+        array = np.repeat(*array) if name in _IN_STRETCHES else array
         shape, values = FIELDS[name].shape, tensor_view(array)
         if shape == "scalar":
             columns[name] = values

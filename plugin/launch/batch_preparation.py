@@ -95,7 +95,8 @@ def with_checked_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> Rol
 def describe_batch(batch: RolloutBatch, rollouts: Rollouts, version: int) -> dict[str, float]:
     """What the driver knows about a batch: rewards, lengths, ends, turns and staleness."""
     rewards = rollouts.rewards
-    behind = version - batch.columns["weight_versions"].double()
+    oldest, newest = rollouts.oldest_version, rollouts.newest_version
+    behind = version - rollouts.token_versions[0]
     starts = np.flatnonzero(np.diff(rollouts.groups, prepend=-1))
     uniform = np.maximum.reduceat(rewards, starts) == np.minimum.reduceat(rewards, starts)
     return {
@@ -106,6 +107,7 @@ def describe_batch(batch: RolloutBatch, rollouts: Rollouts, version: int) -> dic
         "truncated_share": float(rollouts.truncated.mean()),
         "turns": float(rollouts.turns.mean()),
         "samples_per_trajectory": len(batch) / len(rollouts),
-        "staleness": float(behind.mean()),
-        "staleness_max": float(behind.max()),
+        "staleness": float(behind.mean()) if len(behind) else 0.0,
+        "staleness_max": float(behind.max(initial=0)),
+        "interrupted_share": float((oldest < newest).mean()),
     }

@@ -200,7 +200,7 @@ def staleness(step: Step, memory: Memory) -> Finding | None:
     return Finding(
         "rollouts come from old weights",
         "warning",
-        f"samples are {step.staleness:.1f} weight versions behind the trainer on average and the "
+        f"tokens are {step.staleness:.1f} weight versions behind the trainer on average and the "
         f"mismatch k3 is {k3:.1e}",
         "the engine generates while the trainer trains, or weight sync is slower than the steps",
         ", or ".join(remedies),
@@ -251,7 +251,7 @@ def different_weights(step: Step, memory: Memory) -> Finding | None:
 def frozen_weights(step: Step, memory: Memory) -> Finding | None:
     """The version has not moved while the trainer's has, for longer than old weights are allowed.
 
-    memory: (newest version of the samples, version of the trainer) of the last steps, at least four
+    memory: (newest version of a token, version of the trainer) of the last steps, at least four
     """
     if step.version is None or step.trainer_version is None:
         return None
@@ -441,7 +441,7 @@ def _load_detector(path: str) -> Detector:
         **dict.fromkeys(_LOG_PROBS, rows),
         "loss_masks": [np.ones(16)] * len(rows),
         "unconcat_tokens": [np.arange(20)] * len(rows),
-        "weight_versions": [0] * len(rows),
+        "weight_versions": [np.zeros(16, np.int64)] * len(rows),
     }
     try:
         found = function(Step.of(0, example, 0), [])

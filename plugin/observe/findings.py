@@ -94,9 +94,9 @@ class Step:
     columns: the samples, named as in `RolloutBatch`; `log_probs` are the trainer's and
         `train_routed_experts` its own choices for the first samples, where known
     tokens: the log-probs of the columns; empty where one side has none
-    staleness: mean number of weight versions that the samples are behind the trainer
-    version: newest weight version of the samples; trainer_version: of the trainer. All three are
-        None where versions are unknown
+    staleness: mean number of weight versions that unmasked tokens are behind the trainer
+    version: newest weight version of a token; trainer_version: of the trainer. All three are None
+        where versions are unknown
     max_staleness: the staleness that the user allows, or None
     config: the settings of the job, None where they are unknown (a dump)
     """
@@ -120,13 +120,21 @@ class Step:
         config: JobConfig | None = None,
     ) -> Step:
         """trainer_version: of the step, or one per sample; None or -1 where unknown."""
-        versions = np.array([int(v) for v in columns.get("weight_versions", ())], np.int64)
-        trainer = np.broadcast_to(
-            np.asarray(-1 if trainer_version is None else trainer_version), versions.shape
-        )
+        if not len(columns.get("weight_versions", ())):
+            return cls(
+                number, columns, _tokens(columns), max_staleness=max_staleness, config=config
+            )
+        masks = [np.asarray(mask) != 0 for mask in columns["loss_masks"]]
+        lengths = [len(mask) for mask in masks]
+        # One number stands for all tokens of its sample.
+        rows = zip(columns["weight_versions"], lengths, strict=True)
+        versions = np.concatenate([np.broadcast_to(row, n) for row, n in rows]).astype(np.int64)
+        of_trainer = np.asarray(-1 if trainer_version is None else trainer_version)
+        trainer = np.repeat(np.broadcast_to(of_trainer, len(lengths)), lengths)
         known = (versions >= 0) & (trainer >= 0)
         ages = np.where(known, trainer - versions, 0)
-        tokens = _tokens(columns, ages if len(ages) else None)
+        tokens = _tokens({**columns, "ages": np.split(ages, np.cumsum(lengths)[:-1])})
+        known &= np.concatenate(masks)
         behind, newest, trainer_newest = None, None, None
         if known.any():
             behind = float(ages[known].mean())
@@ -150,7 +158,7 @@ def join_tokens(parts: Sequence[StepTokens]) -> StepTokens:
     )
 
 
-def _tokens(columns: Mapping[str, Sequence[Any]], ages: NDArray[np.int64] | None) -> StepTokens:
+def _tokens(columns: Mapping[str, Sequence[Any]]) -> StepTokens:
     rollouts = columns.get("rollout_log_probs", ())
     stride = max(1, -(-sum(map(len, rollouts)) // MAX_TOKENS))
     chosen = range(0, len(rollouts), stride)
@@ -173,5 +181,5 @@ def _tokens(columns: Mapping[str, Sequence[Any]], ages: NDArray[np.int64] | None
         sample[mask],
         position[mask],
         flat("unconcat_tokens")[mask].astype(np.int64) if "unconcat_tokens" in columns else None,
-        None if ages is None else ages[list(chosen)][sample][mask],
+        flat("ages")[mask] if "ages" in columns else None,
     )

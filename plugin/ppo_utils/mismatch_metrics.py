@@ -26,7 +26,7 @@ from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 
 #: First response position of every bin: 0, 1, 2-3, 4-7, ..., 65536+.
 POSITION_STARTS = (0, *(2**power for power in range(17)))
-#: First staleness (trainer version - weight version of the sample) of every bin.
+#: First staleness (trainer version - weight version of the token) of every bin.
 STALENESS_STARTS = (0, 1, 2, 3, 5, 9)
 #: Lower edge of the rollout probability of every bin.
 PROBABILITY_EDGES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99)

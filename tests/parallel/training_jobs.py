@@ -122,7 +122,10 @@ def uneven_batch(
         "response_lengths": list(responses),
         "loss_masks": masks,
         "advantages": [values(r, -1.5, 1.5) for r in responses],
-        "weight_versions": [i % 3 - 2 for i in range(samples)],
+        # Every other response was interrupted: its later tokens come from newer weights.
+        "weight_versions": [
+            i % 3 - 2 if i % 2 else torch.arange(r) * 3 // r - 2 for i, r in enumerate(responses)
+        ],
     }
     for name in ("rollout_log_probs", "ref_log_probs", "teacher_log_probs"):
         columns[name] = [values(r, -6.0, -2.5) for r in responses]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,8 +48,33 @@ def test_samples_become_columns() -> None:
     assert batch.columns["response_lengths"].tolist() == [3, 3]
     assert batch.columns["rewards"].tolist() == [1.0, 0.5]
     assert batch.columns["group_index"].tolist() == [0, 3]
-    assert batch.columns["weight_versions"].tolist() == [0, 2]
+    assert [row.tolist() for row in batch.columns["weight_versions"]] == [[0, 0, 0], [2, 2, 2]]
     assert "rollout_log_probs" in batch and "rollout_routed_experts" not in batch
+
+
+def test_one_version_stands_for_all_tokens_of_its_sample() -> None:
+    lengths = {"total_lengths": [5, 5], "response_lengths": [3, 2]}
+    for given, expected in (
+        ([4, 7], [[4, 4, 4], [7, 7]]),
+        (torch.tensor([4, 7]), [[4, 4, 4], [7, 7]]),
+        (np.array([4, 7]), [[4, 4, 4], [7, 7]]),
+        ([torch.tensor([4, 4, 5]), 7], [[4, 4, 5], [7, 7]]),
+        ([[4, 4, 5], [6, 7]], [[4, 4, 5], [6, 7]]),
+    ):
+        columns: dict[str, Any] = {**lengths, "weight_versions": given}
+        column = RolloutBatch(columns).columns["weight_versions"]
+        assert [row.tolist() for row in column] == expected
+        assert column.values.dtype == torch.int64
+
+
+def test_versions_that_do_not_fit_their_sample_are_errors() -> None:
+    for given, message in (
+        (torch.tensor([1, 2]), "weight_versions of sample 0 has length 2, expected 3"),
+        (torch.tensor([1.0, 2.0, 2.0]), "versions are integers"),
+        ("7", "weight_versions of sample 0 is '7'"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            RolloutBatch.from_samples([sample(weight_version=given)])
 
 
 def test_no_samples_make_an_empty_batch() -> None:

@@ -13,6 +13,7 @@ from plugin.errors import BatchError
 from plugin.loss.interfaces import LossInputs, LossOutputs
 from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarize
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
+from plugin.ragged import Ragged
 
 
 def record_step(
@@ -98,5 +99,4 @@ def _staleness(inputs: LossInputs, columns: Mapping[str, Any]) -> Tensor | None:
     versions, current = columns.get("weight_versions"), columns.get("trainer_version")
     if versions is None or current is None:
         return None
-    behind = (current - torch.as_tensor(versions)).clamp(min=0)
-    return inputs.shards.per_token(behind.to(inputs.mask.device, non_blocking=True))
+    return (current - Ragged.of(versions).values.to(inputs.mask.device)).clamp(min=0)

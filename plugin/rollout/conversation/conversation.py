@@ -120,6 +120,7 @@ class _OpenSample:
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._log_probs: list[Tensor] = []
+        self._versions: list[Tensor] = []
         self.generations: list[Generation] = []
         self._end_of_last_reply = 0
 
@@ -134,6 +135,7 @@ class _OpenSample:
         self._tokens += tokens
         self._mask += [0] * len(tokens)
         self._log_probs.append(torch.zeros(len(tokens)))
+        self._versions.append(torch.full((len(tokens),), -1))
 
     def add_reply(self, generation: Generation, text: str) -> None:
         """Append tokens that the policy sampled."""
@@ -142,6 +144,7 @@ class _OpenSample:
         self._mask += [1] * generation.tokens.numel()
         if generation.log_probs is not None:
             self._log_probs.append(generation.log_probs.float())
+        self._versions.append(generation.token_versions())
         self.generations.append(generation)
         self._end_of_last_reply = len(self._tokens)
 
@@ -157,7 +160,7 @@ class _OpenSample:
             tokens=torch.tensor([*self._prompt, *self._tokens[:end]], dtype=torch.int64),
             response_length=end,
             loss_mask=torch.tensor(self._mask[:end], dtype=torch.int64),
-            weight_version=min(part.weight_version for part in self.generations),
+            weight_version=torch.cat(self._versions)[:end],
             rollout_log_probs=None if last.log_probs is None else torch.cat(self._log_probs)[:end],
             routed_experts=last.routed_experts,
         )

@@ -39,7 +39,7 @@ def _trajectory(prompt: tuple[int, ...], answer: Answer) -> Trajectory:
         tokens=torch.cat([torch.tensor(prompt), answer.tokens]),
         response_length=answer.tokens.numel(),
         loss_mask=torch.ones_like(answer.tokens),
-        weight_version=answer.weight_version,
+        weight_version=answer.token_versions(),
         rollout_log_probs=answer.log_probs,
         routed_experts=answer.routed_experts,
     )

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugin.batch_types import RolloutBatch, RolloutSample
-from plugin.ragged import Integers, ragged_range
+from plugin.ragged import Integers, Ragged, ragged_range
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,6 @@ class Trajectory:
     error: str | None = None
     turns: int = 1
     truncated: bool = False
-
-    @property
-    def weight_version(self) -> int:
-        """The oldest weights that any token came from."""
-        return min(sample.weight_version for sample in self.samples)
 
 
 def failed(reason: str) -> Trajectory:
@@ -88,11 +83,27 @@ class Rollouts:
 
     @cached_property
     def oldest_version(self) -> Integers:
-        """[M]: the oldest weights that any token came from; the newest int where it failed."""
+        """[M]: the oldest weights that sampled an unmasked token; the newest int where none did."""
         oldest = np.full(len(self), np.iinfo(np.int64).max)
-        owner = np.repeat(np.arange(len(self)), self.samples)
-        np.minimum.at(oldest, owner, self.batch.columns["weight_versions"].numpy())
+        versions, trajectory = self.token_versions
+        np.minimum.at(oldest, trajectory, versions)
         return oldest
+
+    @cached_property
+    def newest_version(self) -> Integers:
+        """[M]: the newest weights that sampled an unmasked token; -1 where none did."""
+        newest = np.full(len(self), -1)
+        versions, trajectory = self.token_versions
+        np.maximum.at(newest, trajectory, versions)
+        return newest
+
+    @cached_property
+    def token_versions(self) -> tuple[Integers, Integers]:
+        """[T], [T]: weight version and trajectory of every unmasked token."""
+        versions: Ragged = self.batch.columns["weight_versions"]
+        counts = (self.batch.columns["loss_masks"].values != 0).numpy()
+        trajectory = np.repeat(np.arange(len(self)), self.samples)[versions.sample_index]
+        return versions.values.numpy()[counts].astype(np.int64), trajectory[counts]
 
     def response(self, trajectory: int) -> list[int]:
         """The token ids of a trajectory's last response."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from plugin.errors import EngineError
@@ -54,14 +55,21 @@ class Generation:
         for
     routed_experts: [prompt + response, moe_layers, topk] integers, -1 = no route; None if not
         asked for
-    weight_version: of the weights that generated every token of this response
+    weight_version: of the weights that sampled each token, [response] int64; or one number for all
+        of them
     """
 
     tokens: Tensor
     finish_reason: FinishReason
-    weight_version: int
+    weight_version: int | Tensor
     log_probs: Tensor | None = None
     routed_experts: Tensor | None = None
+
+    def token_versions(self) -> Tensor:
+        """[response] int64: the weight version of each token."""
+        if isinstance(self.weight_version, Tensor):
+            return self.weight_version
+        return torch.full_like(self.tokens, self.weight_version)
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,9 @@ def _check_generation(
             f"{parameters.max_response_length} were asked for"
         )
     total = len(request.prompt) + length
+    per_token = isinstance(generation.weight_version, Tensor)
     for what, asked, value, rows in (
+        ("weight versions", per_token, generation.token_versions(), length),
         ("log-probs", parameters.log_probs, generation.log_probs, length),
         ("routed experts", parameters.routed_experts, generation.routed_experts, total),
     ):

@@ -39,7 +39,7 @@ def test_jsonl_with_foreign_names_is_read(tmp_path: Path) -> None:
     assert block.rollout.tolist() == FLAT_ROLLOUT
     assert block.cur.tolist() == block.train.tolist() == FLAT_TRAIN
     assert block.advantages.tolist() == [1, 1, 1, -0.5, -0.5]
-    assert block.weight_version.tolist() == [2, 2]
+    assert block.weight_versions.tolist() == [2] * 5
     assert block.mask.all()
 
 

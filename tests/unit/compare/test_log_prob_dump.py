@@ -6,8 +6,10 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from plugin.compare.dump_reading import open_dump
 from plugin.compare.log_prob_dump import LogProbDump, dump_files
@@ -32,7 +34,28 @@ def test_a_dump_reads_back_as_it_was_written(tmp_path: Path) -> None:
         np.testing.assert_array_equal(mine, np.concatenate([v.numpy() for v in columns[theirs]]))
     assert set(block.step.tolist()) == {4}
     assert set(block.trainer_version.tolist()) == {5}
-    assert set(block.weight_version.tolist()) == {3}
+    assert set(block.weight_versions.tolist()) == {3}
+
+
+def test_versions_per_token_come_back_and_old_dumps_with_one_number_are_spread(
+    tmp_path: Path,
+) -> None:
+    columns = batch_columns(samples=3)
+    columns["weight_versions"] = [
+        torch.tensor([5]),
+        torch.tensor([5, 6]),
+        torch.tensor([4, 5, 6]),
+    ]
+    path = LogProbDump(tmp_path).write(0, columns)
+    assert path is not None
+    [(block, _)] = list(open_dump([path]).blocks())
+    assert block.weight_versions.tolist() == [5, 5, 6, 4, 5, 6]
+    assert [row.tolist() for row in block.batch_columns()["weight_versions"]] == [[5], [5, 6], [4, 5, 6]]  # fmt: skip
+    table = pq.read_table(path).drop_columns(["weight_versions"])
+    old = tmp_path / "old.parquet"
+    pq.write_table(table.append_column("weight_version", pa.array([1, 2, 3])), old)
+    [(block, _)] = list(open_dump([old]).blocks())
+    assert block.weight_versions.tolist() == [1, 2, 2, 3, 3, 3]
 
 
 def test_current_log_probs_equal_to_the_trainers_are_stored_once(tmp_path: Path) -> None:

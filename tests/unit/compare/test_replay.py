@@ -130,7 +130,7 @@ def test_blocks_add_up() -> None:
             data.advantages[tokens],
             data.step[rows],
             data.trainer_version[rows],
-            data.weight_version[rows],
+            data.weight_versions[tokens],
         )
         for rows, tokens in (
             (slice(0, 30), slice(0, half)),

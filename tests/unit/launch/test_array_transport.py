@@ -48,7 +48,9 @@ def test_every_field_of_the_table_comes_back_as_it_was() -> None:
             assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype
 
 
-def sample(prompt: int, length: int, version: int, mask: torch.Tensor) -> RolloutSample:
+def sample(
+    prompt: int, length: int, version: int | torch.Tensor, mask: torch.Tensor
+) -> RolloutSample:
     routes = torch.randint(0, 9, (prompt + length, 1, 2), dtype=torch.uint8)
     log_probs = -torch.rand(length)
     tokens = torch.arange(prompt + length)
@@ -87,6 +89,27 @@ def test_rollouts_come_back_grouped() -> None:
             assert torch.equal(mine, theirs), name
 
 
+def test_versions_travel_in_stretches_and_masked_tokens_have_none() -> None:
+    ones = torch.ones(100, dtype=torch.int64)
+    interrupted = torch.arange(100) // 50 + 4
+    tool = ones.clone()
+    tool[:60] = 0
+    answers = [
+        [Trajectory((sample(2, 100, interrupted, ones),))],
+        [Trajectory((sample(2, 100, interrupted, tool),))],
+        [Trajectory((sample(2, 100, 5, 0 * ones),))],
+    ]
+    sent, returned = there_and_back(answers)
+    # 4 x 50, 5 x 50, 4 x 50, 5 x 150
+    stretches = rollouts_to_arrays(sent)["weight_versions"]
+    assert stretches.tolist() == [[4, 5, 4, 5], [50, 50, 50, 150]]
+    for mine, theirs in zip(
+        *(side.batch.columns["weight_versions"] for side in (sent, returned)), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    assert returned.oldest_version.tolist() == [4, 5, np.iinfo(np.int64).max]
+
+
 def test_selected_and_joined_rollouts_keep_their_samples() -> None:
     ones = torch.ones(3, dtype=torch.int64)
     answers = [
@@ -97,7 +120,8 @@ def test_selected_and_joined_rollouts_keep_their_samples() -> None:
     both = Rollouts.concatenated([rollouts, rollouts])
     picked = both.select(np.array([5, 0]), np.array([0, 1]))
     assert picked.rewards.tolist() == [4.0, 0.5] and picked.samples.tolist() == [1, 2]
-    assert picked.batch.columns["weight_versions"].tolist() == [4, 1, 2]
+    versions = picked.batch.columns["weight_versions"]
+    assert [row.tolist() for row in versions] == [[4, 4], [1, 1, 1], [2]]
     assert picked.groups.tolist() == [0, 1]
 
 

@@ -7,9 +7,11 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, EngineError
 from plugin.launch.batch_preparation import describe_batch, prepare_batch
@@ -322,4 +324,18 @@ def test_the_batch_describes_rewards_lengths_and_age() -> None:
     assert described["reward"] == pytest.approx(sum(rewards) / 8)
     assert described["staleness"] == described["staleness_max"] == 3.0
     assert batch.columns["group_index"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert described["interrupted_share"] == 0
     assert tiny_qwen3().vocab_size > len(ALPHABET)
+
+
+def test_age_counts_unmasked_tokens() -> None:
+    mask = torch.tensor([1, 1, 1, 0])
+    versions = torch.tensor([2, 2, 4, -1])
+    interrupted = RolloutSample(torch.arange(6), 4, mask, weight_version=versions)
+    whole = RolloutSample(torch.arange(6), 4, mask, weight_version=4)
+    rollouts = Rollouts.of([[Trajectory((interrupted,), 1.0), Trajectory((whole,), 0.0)]])
+    described = describe_batch(rollouts.batch, rollouts, version=5)
+    # Three tokens each, behind by 3, 3, 1 and 1, 1, 1
+    assert described["staleness"] == pytest.approx(10 / 6)
+    assert described["staleness_max"] == 3
+    assert described["interrupted_share"] == 0.5

@@ -206,8 +206,8 @@ def test_masks_and_log_probs_by_hand() -> None:
     # The scripted engine counts its tokens: the k-th has log-prob -k / 1024.
     sampled = [-1 / 1024, -2 / 1024], [-3 / 1024, -4 / 1024]
     assert sample.rollout_log_probs.tolist() == [*sampled[0], *[0.0] * len(between), *sampled[1]]
-    # The oldest of the weights that generated it; the scripted engine has new ones at every turn.
-    assert sample.weight_version == 0
+    # The scripted engine has new weights at every turn; the policy did not sample what is between.
+    assert sample.weight_version.tolist() == [0, 0, *[-1] * len(between), 1, 1]
 
 
 def test_a_sample_without_inserted_tokens_masks_nothing() -> None:
