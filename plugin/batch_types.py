@@ -326,7 +326,7 @@ def spread(values: Column, lengths: Column) -> Column:
         repeats = torch.from_numpy(sizes).clamp(min=0)
         return Ragged(torch.as_tensor(values).repeat_interleave(repeats), sizes)
     return [
-        torch.full((max(size, 0),), value) if isinstance(value, (int, np.integer)) else value
+        torch.full((max(size, 0),), int(value)) if isinstance(value, (int, np.integer)) else value
         for value, size in zip(values, sizes.tolist(), strict=True)
     ]
 
