@@ -22,6 +22,7 @@ from benchmarks.job_bench import measure_job_growth, measure_jobs
 from benchmarks.lm_head_bench import measure_lm_head
 from benchmarks.logprob_bench import measure_cases, measure_growths, measure_targets
 from benchmarks.profile_bench import measure_profile
+from benchmarks.sampling_mask_bench import measure_sampling_mask
 from benchmarks.step_bench import measure_steps
 
 # name -> what it measures; each takes whether to use small shapes
@@ -30,6 +31,7 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "profile": measure_profile,
     "growth": measure_growths,
     "lm-head": measure_lm_head,
+    "sampling-mask": measure_sampling_mask,
     "steps": measure_steps,
     "batching": measure_batching,
     "jobs": measure_jobs,

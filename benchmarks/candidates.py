@@ -12,7 +12,8 @@ import torch.distributed as dist
 from benchmarks.measure import Mode
 from plugin.logprobs import vocab_parallel as vocab_parallel_logprobs
 from plugin.logprobs.kernels import blocked_torch
-from plugin.logprobs.vocab_parallel import group_size, log_probs_and_entropy
+from plugin.logprobs.vocab_parallel import log_probs_and_entropy
+from plugin.logprobs.vocab_shards import group_size
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 Group = dist.ProcessGroup | None

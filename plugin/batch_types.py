@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plugin.errors import BatchError
-from plugin.ragged import Integers, Ragged, as_integers
+from plugin.ragged import Integers, Ragged, as_integers, ragged_range
+from plugin.sampling_mask import KEPT_COUNTS, KEPT_IDS, find_fault, kept_rows
 
-Shape = Literal["tokens", "response", "routes", "scalar"]
+Shape = Literal["tokens", "response", "routes", "kept", "scalar"]
 #: One entry per sample.
 Column = Sequence[Any] | Tensor | NDArray[Any]
 
@@ -32,7 +33,7 @@ class Field:
     """One column of a batch.
 
     shape: tokens [prompt + response], response [response], routes [prompt + response, moe_layers,
-        topk], or scalar (one number per sample)
+        topk], kept [kept ids of all response tokens], or scalar (one number per sample)
     dtype: of the tensors; None = kept as it comes (routes: `route_dtype` of the model)
     padding: the value in a padding microbatch
     log_prob: whether the values are log-probabilities
@@ -62,6 +63,8 @@ FIELDS: dict[str, Field] = {
         Field("teacher_log_probs", "response", torch.float32, optional=True, log_prob=True),
         Field("rollout_mask_sums", "scalar", torch.float32, optional=True, padding=1),
         Field("rollout_routed_experts", "routes", None, optional=True),
+        Field(KEPT_COUNTS, "response", torch.int32, optional=True),
+        Field(KEPT_IDS, "kept", torch.int32, optional=True),
         Field("rewards", "scalar", torch.float32, optional=True),
         Field("group_index", "scalar", torch.int64, optional=True, padding=-1),
         # Of the weights that sampled each token; anything where it is masked.
@@ -79,6 +82,8 @@ class RolloutSample:
     routed_experts: [prompt + response, moe_layers, topk] integers, -1 = no route; or None
     weight_version: of the weights that sampled each token, [response] int64, anything where it is
         masked; or one number for all of them
+    sampling_mask: [response] entries of ascending token ids, those that truncated sampling kept;
+        an empty one = the whole vocabulary; or None
 
     Example: prompt [5, 6], response [7, 8, 9] whose middle token came from a tool: tokens
     [5, 6, 7, 8, 9], response_length 3, loss_mask [1, 0, 1].
@@ -92,6 +97,7 @@ class RolloutSample:
     weight_version: int | Tensor = 0
     rollout_log_probs: Tensor | None = None
     routed_experts: Tensor | None = None
+    sampling_mask: Ragged | None = None
     metadata: dict[str, Any] = dataclass_field(default_factory=dict)
 
 
@@ -122,9 +128,13 @@ class RolloutBatch:
             "group_index": [sample.group_index for sample in samples],
             "weight_versions": [sample.weight_version for sample in samples],
         }
+        masks = [sample.sampling_mask for sample in samples]
+        counts = [None if mask is None else torch.from_numpy(mask.lengths).int() for mask in masks]
         for name, values in (
             ("rollout_log_probs", [sample.rollout_log_probs for sample in samples]),
             ("rollout_routed_experts", [sample.routed_experts for sample in samples]),
+            (KEPT_COUNTS, counts),
+            (KEPT_IDS, [None if mask is None else mask.values.int() for mask in masks]),
         ):
             absent = [i for i, value in enumerate(values) if value is None]
             if absent and len(absent) < len(values):
@@ -191,11 +201,12 @@ class RolloutBatch:
             )
         return RolloutBatch(joined)
 
-    def check(self, numbers: Integers | None = None) -> None:
+    def check(self, numbers: Integers | None = None, *, vocabulary: int | None = None) -> None:
         """Check lengths and values of every field; a `BatchError` names field, sample and position.
 
         Per-token values are checked where the loss mask is 1; what is masked may hold anything.
         numbers: [N] what errors call the samples; None = their places in the batch
+        vocabulary: the model's, which kept ids are checked against
         """
         numbers = np.arange(len(self)) if numbers is None else numbers
         for name, field in FIELDS.items():
@@ -214,6 +225,7 @@ class RolloutBatch:
             self._check_lengths(numbers)
             self._check_tokens(numbers)
             self._check_numbers(numbers)
+            self._check_kept(numbers, vocabulary)
 
     def _check_lengths(self, numbers: Integers) -> None:
         totals, responses = (
@@ -226,7 +238,7 @@ class RolloutBatch:
             )
         for name, values in self.columns.items():
             shape = FIELDS[name].shape
-            if shape == "scalar":
+            if shape in ("scalar", "kept"):
                 continue
             expected = responses if shape == "response" else totals
             for i in np.flatnonzero(values.lengths != expected)[:1]:
@@ -284,6 +296,52 @@ class RolloutBatch:
                     f"the loss mask is 1; it must be {bound}. Mask the token or repair the source "
                     f"of {name}"
                 )
+
+    def _check_kept(self, numbers: Integers, vocabulary: int | None) -> None:
+        """Check the kept ids of truncated sampling where the loss mask is 1."""
+        rows = kept_rows(self.columns)
+        if rows is None:
+            for name in {KEPT_COUNTS, KEPT_IDS} & self.columns.keys():
+                raise BatchError(
+                    f"the batch has {name} alone; {KEPT_IDS} are all kept ids end to end and "
+                    f"{KEPT_COUNTS} says how many belong to each token: give both or none"
+                )
+            return
+        counts: Ragged = self.columns[KEPT_COUNTS]
+        for name in (KEPT_COUNTS, KEPT_IDS):
+            if not _is_integer(self.columns[name].values.dtype):
+                raise BatchError(f"{name} are {self.columns[name].values.dtype}; give integers")
+        if bool((counts.values < 0).any()):
+            sample, position, value = _first(counts.values < 0, counts)
+            raise BatchError(
+                f"{KEPT_COUNTS} of sample {numbers[sample]} is {value} at position {position}; it "
+                "is at least 0 (0 = the whole vocabulary)"
+            )
+        expected, found = counts.sums(), self.columns[KEPT_IDS].lengths
+        for i in np.flatnonzero(expected != found)[:1]:
+            raise BatchError(
+                f"{KEPT_IDS} of sample {numbers[i]} has {found[i]} ids and its {KEPT_COUNTS} add "
+                f"up to {expected[i]}; rows are missing or left over"
+            )
+        fault = find_fault(
+            rows,
+            self._response_tokens(),
+            as_integers(self.columns["loss_masks"].values) != 0,
+            vocabulary=vocabulary,
+        )
+        if fault is not None:
+            sample, position = counts.place_of(fault.token)
+            raise BatchError(
+                f"the token at position {position} of sample {numbers[sample]} {fault.problem}; "
+                "repair what reports the sampling mask, or mask the token"
+            )
+
+    def _response_tokens(self) -> Integers:
+        """[R]: the ids of all response tokens, end to end."""
+        tokens: Ragged = self.columns["unconcat_tokens"]
+        responses = as_integers(self.columns["response_lengths"])
+        places = ragged_range(tokens.starts + tokens.lengths - responses, responses)
+        return as_integers(tokens.values)[places]
 
 
 def _as_column(name: str, values: Column, response_lengths: Column | None) -> Any:
@@ -401,4 +459,6 @@ def _padding(field: Field, like: Any) -> Any:
         layers, topk = like.values.shape[1:]
         # Distinct experts: a duplicate would send a token twice to one expert.
         return torch.arange(topk).expand(2, layers, topk).contiguous().to(like.values.dtype)
+    if field.shape == "kept":
+        return torch.zeros(0, dtype=field.dtype)  # the whole vocabulary
     return torch.full((2 if field.shape == "tokens" else 1,), field.padding, dtype=field.dtype)

@@ -102,6 +102,17 @@ class Ragged(Sequence[Tensor]):
         number = int(np.searchsorted(self.starts + self.lengths, index, side="right"))
         return number, index - int(self.starts[number])
 
+    def spread(self, places: Tensor, count: int) -> Ragged:
+        """[count]: these at `places` [N], ascending and on the host; empty ones elsewhere."""
+        lengths = np.zeros(count, np.int64)
+        lengths[places.numpy()] = self.lengths
+        return Ragged(self.values, lengths)
+
+    def sums(self) -> Integers:
+        """[N]: the sum of each one's integers."""
+        total = np.append(0, np.cumsum(as_integers(self.values)))
+        return total[self.starts + self.lengths] - total[self.starts]
+
     def like(self, values: Tensor) -> Ragged:
         """Other values of the same lengths."""
         return Ragged(values, self.lengths)

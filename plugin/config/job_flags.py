@@ -269,6 +269,14 @@ class RolloutFlags(FlagGroup):
     max_response_length: int = flag(1024, "tokens a response may have", at_least=1)
     rollout_top_p: float = flag(1.0, "nucleus sampling; 1 = off", above=0)
     rollout_top_k: int | None = flag(None, "sample among the k likeliest; none = off", at_least=1)
+    use_rollout_sampling_mask: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "have the engine report the ids that top-p and top-k kept, and compute every log-prob over "
+        "them; auto = on where the engine truncates and can report them",
+        needs=Needs(
+            "--rollout-top-p below 1 or --rollout-top-k", lambda config: config.truncates_sampling
+        ),
+    )
     return_rollout_log_probs: bool = flag(
         True, "have the engine report the log-prob of every sampled token"
     )
@@ -317,6 +325,11 @@ class RolloutFlags(FlagGroup):
             f"--max-weight-staleness is {self.max_weight_staleness} but rollouts are synchronous "
             "and never stale; add --async-rollouts",
         )
+
+    @property
+    def truncates_sampling(self) -> bool:
+        """Whether the engine samples from a part of the vocabulary."""
+        return self.rollout_top_p < 1 or self.rollout_top_k is not None
 
     @property
     def staleness_limit(self) -> int:
@@ -683,13 +696,37 @@ class JobConfig(
             self.prompt_data is None or self.hf_checkpoint is not None,
             f"--prompt-data {self.prompt_data} needs a model with a tokenizer; add --hf-checkpoint",
         )
-        if self.rollout_top_p < 1 or self.rollout_top_k is not None:
-            warnings.warn(
-                "--rollout-top-p or --rollout-top-k: the engine samples from a truncated "
-                "distribution and the trainer's log-probs are of the full one, so ratios are "
-                "biased; prefer 1 and none",
-                stacklevel=2,
+        if self.truncates_sampling and not self.replays_sampling_mask:
+            self._accept_bias_of_truncation()
+
+    @property
+    def replays_sampling_mask(self) -> bool:
+        """Whether log-probs are computed over the ids that the engine kept."""
+        choice = self.use_rollout_sampling_mask
+        return self.truncates_sampling and (
+            choice == "on" or (choice == "auto" and self._engine_reports_kept_ids)
+        )
+
+    @property
+    def _engine_reports_kept_ids(self) -> bool:
+        if self.engine_traits.asks_servers:
+            return self.rollout_server == "sglang"  # vLLM's completions API does not
+        return self.engine_traits.reports_kept_ids
+
+    def _accept_bias_of_truncation(self) -> None:
+        """Refuse ratios between the full and a truncated distribution, unless the user insists."""
+        message = (
+            "--rollout-top-p or --rollout-top-k: the engine samples from a truncated distribution "
+            "and the trainer's log-probs are of the full one"
+        )
+        compares = self.loss_traits.compares_with is not None or self.use_tis
+        if (compares or self.use_rollout_kl_loss) and not self.allow_biased_correction:
+            raise ConfigError(
+                f"{message}, so ratios and their gradients are biased; use "
+                "--use-rollout-sampling-mask with an engine that reports the kept ids "
+                "(transformers), sample with 1 and none, or insist with --allow-biased-correction"
             )
+        warnings.warn(f"{message}, so gradients are biased; prefer 1 and none", stacklevel=3)
 
     def _check_stale_samples(self) -> None:
         """Refuse old samples in a loss that takes them for the current policy's."""
@@ -756,6 +793,19 @@ class JobConfig(
             f"{lowest} without saying so, and its log-probs would be of another distribution; "
             f"choose at least {lowest}",
         )
+        expect(
+            self.use_rollout_sampling_mask != "on" or self._engine_reports_kept_ids,
+            f"--use-rollout-sampling-mask on: --rollout-engine {engine}"
+            f"{' with vLLM servers' if http else ''} does not report the ids that top-p and top-k "
+            "keep; use --rollout-engine transformers, or sample with --rollout-top-p 1 and without "
+            "--rollout-top-k",
+        )
+        expect(
+            engine != "vllm" or not self.replays_sampling_mask or self.rollout_top_k is not None,
+            f"--rollout-top-p {self.rollout_top_p} without --rollout-top-k: vLLM reports the ids "
+            "that it keeps only where a top-k bounds their number; add --rollout-top-k, for "
+            "example 512",
+        )
         if http:
             self._check_servers()
 
@@ -773,10 +823,11 @@ class JobConfig(
         expect(
             self.rollout_server != "sglang"
             or not self.return_rollout_log_probs
-            or (self.rollout_top_p == 1 and self.rollout_top_k is None),
+            or not self.truncates_sampling
+            or self.replays_sampling_mask,
             "--rollout-top-p or --rollout-top-k with --rollout-server sglang: SGLang reports "
             "log-probs of the distribution before truncation, not of the one it samples from; "
-            "drop them",
+            "drop them, or --use-rollout-sampling-mask",
         )
 
     def _check_other_policies(self) -> None:

@@ -58,6 +58,14 @@ def _hooks(*names: str) -> Needs:
     return Needs(f"--use-tis with {shown}", are_met)
 
 
+_SAMPLING_MASK = Needs(
+    "--use-rollout-sampling-mask with --rollout-top-p below 1 or --rollout-top-k",
+    lambda config: config.replays_sampling_mask,
+)
+_UNREPLAYED_TRUNCATION = Needs(
+    "truncated sampling without --use-rollout-sampling-mask",
+    lambda config: config.truncates_sampling and not config.replays_sampling_mask,
+)
 _CLIP = _losses("ppo", "gspo", "cispo") | _hooks("off_policy_is_function")
 _UNCORRECTED_ASYNC = Needs(
     "--async-rollouts without a correction",
@@ -182,8 +190,9 @@ class CorrectionFlags(FlagGroup):
     allow_biased_correction: bool = flag(
         False,
         "allow what biases the gradient: off_policy_is_function on a loss that already carries a "
-        "ratio, or --async-rollouts with a loss that never compares with the rollout policy",
-        needs=_hooks("off_policy_is_function") | _UNCORRECTED_ASYNC,
+        "ratio, --async-rollouts with a loss that never compares with the rollout policy, or "
+        "truncated sampling whose kept ids are not replayed",
+        needs=_hooks("off_policy_is_function") | _UNCORRECTED_ASYNC | _UNREPLAYED_TRUNCATION,
     )
     sequence_tis_clip: float = flag(
         2.0, "upper bound of the sequence weight", above=0, needs=_hooks("sequence_tis_function")
@@ -293,6 +302,11 @@ class RegularizerFlags(FlagGroup):
         False, "weight the reference KL by exp(cur - train)", needs=needs_flag("use_kl_loss")
     )
     entropy_coef: float = flag(0.0, "entropy bonus", at_least=0)
+    entropy_of: Literal["full", "kept"] = flag(
+        "full",
+        "entropy of the whole distribution, or of the ids that truncated sampling kept",
+        needs=_SAMPLING_MASK,
+    )
 
     def check(self) -> None:
         for switch, coefficient in (

@@ -58,8 +58,8 @@ SLIME_LOSS_FLAGS: dict[str, SlimeFlag] = {
     "opsm_delta": _honored(1e-4),
     "rollout_temperature": _honored(1.0),
     "recompute_loss_function": _honored(False, "the loss may run inside torch's checkpoint"),
-    "rollout_top_p": _refused(
-        1.0, "our log-probs are of the whole distribution, not of the sampled nucleus; set it to 1"
+    "rollout_top_p": _honored(
+        1.0, "log-probs of the nucleus that slime records, the entropy of all, as in slime"
     ),
     "allgather_cp": _refused(
         False, "with context parallelism our loss expects zigzag shards; drop one of the two"

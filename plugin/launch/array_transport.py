@@ -19,6 +19,7 @@ from plugin.batch_types import FIELDS, RolloutBatch
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.ragged import Ragged
 from plugin.rollout.conversation.trajectory import Rollouts
+from plugin.sampling_mask import KEPT_COUNTS
 
 Arrays = dict[str, np.ndarray]
 #: Fields of long stretches of equal values, which travel as [2, stretches]: values and lengths.
@@ -48,6 +49,9 @@ def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> RolloutBatch:
         shape, values = FIELDS[name].shape, tensor_view(array)
         if shape == "scalar":
             columns[name] = values
+        elif shape == "kept":
+            counts = Ragged(tensor_view(arrays[KEPT_COUNTS]), arrays["response_lengths"])
+            columns[name] = Ragged(values, counts.sums())
         else:
             lengths = arrays["response_lengths" if shape == "response" else "total_lengths"]
             columns[name] = Ragged(values, lengths)

@@ -230,6 +230,7 @@ def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> Sampli
         stop_token_ids=task.stop_token_ids,
         log_probs=log_probs,
         routed_experts=config.wants_rollout_routes,
+        sampling_mask=config.replays_sampling_mask,
     )
 
 

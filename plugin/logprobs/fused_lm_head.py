@@ -7,7 +7,8 @@ weight's gradient is written only once. Tiles that fit into the memory budget ar
 computed twice; with a budget for all of them the cost is that of the ordinary output layer, with
 none it is four matrix products instead of three.
 
-Only rows that carry loss take part.
+Only rows that carry loss take part. A pass without gradient and entropy over kept ids needs no
+tile at all: the products of the kept ids are enough.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from plugin.errors import BatchError, ConfigError
-from plugin.logprobs.kernels import RowNormalizer, ShardStatistics, row_kernels_for
-from plugin.logprobs.vocab_parallel import (
-    FLOAT_DTYPES,
-    check_settings,
-    combine_shards,
-    group_size,
-    locate_targets,
-    merge_column_ranges,
+from plugin.logprobs.kept_ids import (
+    EntropyOf,
+    KeptColumns,
+    KeptLogits,
+    dense_gradients,
+    join_shards,
+    locate_kept,
+    needs_dense,
 )
+from plugin.logprobs.kernels import RowNormalizer, ShardStatistics, row_kernels_for
+from plugin.logprobs.vocab_parallel import FLOAT_DTYPES, RowState, check_settings
+from plugin.logprobs.vocab_shards import group_size, locate_targets, merge_column_ranges
+from plugin.ragged import Ragged, as_integers
 
 # One tile: on the CPU it should stay in the last-level cache between the product and the pass over
 # it; on an accelerator it should be large enough to keep the device busy.
@@ -50,6 +55,8 @@ def fused_log_probs_and_entropy(
     memory_budget_bytes: int | None = None,
     sequence_parallel: bool = False,
     reduce_hidden_grad: bool = True,
+    kept: Ragged | None = None,
+    entropy_of: EntropyOf = "full",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`log_probs_and_entropy(hidden @ weight.T, tokens)` in bounded memory.
 
@@ -72,6 +79,9 @@ def fused_log_probs_and_entropy(
         reduce_hidden_grad: False leaves the gradient of `hidden` as this rank's partial sum, for a
             caller whose graph already sums it over `group`, such as one behind Megatron's copy to
             the tensor parallel region.
+        kept: one entry of token ids per row, which the distribution is renormalized over; an empty
+            entry keeps all (see `log_probs_and_entropy`).
+        entropy_of: with `kept`, the distribution whose entropy is returned: full or kept.
 
     Returns:
         `log_probs` `[T]` float32 and `entropy` `[T]` float32, or None without `with_entropy`.
@@ -99,11 +109,14 @@ def fused_log_probs_and_entropy(
         reduce_hidden_grad,
         budget,
         keep_tiles=trained,
+        entropy_of=entropy_of,
     )
     rows = None
     if row_mask is not None and not bool(row_mask.all()):
-        rows = row_mask.nonzero()[:, 0].to(hidden.device, non_blocking=True)
-    return _FusedLmHead.apply(hidden, weight, tokens, rows, settings)
+        chosen = row_mask.nonzero()[:, 0]
+        rows = chosen.to(hidden.device, non_blocking=True)
+        kept = None if kept is None else kept.select(as_integers(chosen))
+    return _FusedLmHead.apply(hidden, weight, tokens, rows, kept, settings)
 
 
 def budget_bytes(given: int | None, device: torch.device) -> int:
@@ -167,6 +180,7 @@ class _Settings(NamedTuple):
     reduce_hidden_grad: bool
     budget: int
     keep_tiles: bool
+    entropy_of: EntropyOf
 
 
 class _FusedLmHead(torch.autograd.Function):
@@ -177,6 +191,7 @@ class _FusedLmHead(torch.autograd.Function):
         weight: torch.Tensor,
         tokens: torch.Tensor,
         rows: torch.Tensor | None,
+        kept: Ragged | None,
         settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if settings.sequence_parallel:
@@ -184,25 +199,30 @@ class _FusedLmHead(torch.autograd.Function):
             hidden = mine.new_empty((mine.shape[0] * group_size(settings.group), mine.shape[1]))
             dist.all_gather_into_tensor(hidden, mine, group=settings.group)
         used, used_tokens = (hidden, tokens) if rows is None else (hidden[rows], tokens[rows])
-        targets, absent = locate_targets(used_tokens, weight.shape[0], group=settings.group)
+        columns, group = weight.shape[0], settings.group
+        targets, absent = locate_targets(used_tokens, columns, group=group)
+        at = None if kept is None else locate_kept(kept, used_tokens, columns, group=group)
         tiles = _Tiles(used, weight, settings.budget)
-        statistics = tiles.statistics(targets, settings)
-        log_probs, normalizer = combine_shards(
-            statistics,
+        dense, few = tiles.statistics(targets, at, settings)
+        joined = join_shards(
+            dense,
+            few,
             targets,
             absent,
-            columns=weight.shape[0],
+            columns=columns,
             scale=settings.scale,
-            group=settings.group,
+            with_entropy=settings.with_entropy,
+            entropy_of=settings.entropy_of,
+            group=group,
         )
-        ctx.settings, ctx.kept, ctx.total_rows = settings, tiles.kept, hidden.shape[0]
+        ctx.settings, ctx.kept_tiles, ctx.total_rows = settings, tiles.kept, hidden.shape[0]
         ctx.set_materialize_grads(False)
-        saved_entropy = normalizer.entropy if settings.entropy_grad else None
-        ctx.save_for_backward(
-            used, weight, targets, rows, normalizer.maximum, normalizer.sum_exp, saved_entropy
+        ctx.state = RowState(targets, joined.dense, few, joined.kept).for_backward(
+            settings.entropy_grad
         )
-        log_probs = spread_rows(log_probs, rows, ctx.total_rows)
-        entropy = normalizer.entropy
+        ctx.save_for_backward(used, weight, rows)
+        log_probs = spread_rows(joined.log_probs, rows, ctx.total_rows)
+        entropy = joined.entropy
         if entropy is not None:
             entropy = spread_rows(entropy, rows, ctx.total_rows)
             if not settings.entropy_grad:
@@ -213,28 +233,27 @@ class _FusedLmHead(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
         settings: _Settings = ctx.settings
-        used, weight, targets, rows, maximum, sum_exp, entropy = ctx.saved_tensors
+        used, weight, rows = ctx.saved_tensors
         grads = [
             grad if grad is None or rows is None else grad[rows]
             for grad in (grad_log_probs, grad_entropy)
         ]
-        tiles = _Tiles(used, weight, settings.budget, ctx.kept)
-        ctx.kept = {}  # turned into gradients below; a second backward pass computes them again
+        tiles = _Tiles(used, weight, settings.budget, ctx.kept_tiles)
+        ctx.kept_tiles = {}  # turned into gradients below; a second backward pass computes them
         grad_hidden, grad_weight = tiles.gradients(
-            targets,
-            RowNormalizer(maximum, sum_exp, entropy),
+            ctx.state,
             grads[0],
             grads[1],
-            settings.scale,
+            settings,
             ctx.needs_input_grad[0],
             ctx.needs_input_grad[1],
         )
         if grad_hidden is not None:
             grad_hidden = spread_rows(grad_hidden, rows, ctx.total_rows)
             grad_hidden = _sum_over_shards(grad_hidden, settings)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 class _Tiles:
@@ -274,11 +293,27 @@ class _Tiles:
             weight = self.weight[tile.column : tile.column_end]
             yield tile, torch.mm(self.hidden[tile.row : tile.row_end], weight.t(), out=out)
 
-    def statistics(self, targets: torch.Tensor, settings: _Settings) -> ShardStatistics:
-        """Row statistics over all columns of this rank, from one tile after the other."""
+    def statistics(
+        self, targets: torch.Tensor, at: KeptColumns | None, settings: _Settings
+    ) -> tuple[ShardStatistics | None, KeptLogits | None]:
+        """Row statistics over all columns of this rank, and the logits of the kept ids.
+
+        From one tile after the other; what no row needs is None.
+        """
         kernels = row_kernels_for(self.buffer)
+        wide = needs_dense(at, settings.with_entropy, settings.entropy_of)
+        if at is not None and not wide and not settings.keep_tiles:
+            return None, KeptLogits.of_products(self.hidden, self.weight, at)
         ranges: dict[int, ShardStatistics] = {}
+        few = None
+        if at is not None:
+            few = self.hidden.new_full((at.rows.numel(),), -torch.inf, dtype=torch.float32)
         for tile, logits in self.logits(settings.keep_tiles):
+            if at is not None and few is not None:
+                inside, places = _kept_of(tile, at)
+                few = torch.where(inside, logits[places].float(), few)
+            if not wide:
+                continue
             part = kernels.forward_blocks(
                 logits,
                 _targets_of(tile, targets),
@@ -289,6 +324,10 @@ class _Tiles:
             ranges[tile.row] = (
                 part if earlier is None else merge_column_ranges(earlier, part, settings.scale)
             )
+        kept = None if at is None or few is None else KeptLogits(few, at)
+        return self._joined(ranges, settings) if wide else None, kept
+
+    def _joined(self, ranges: dict[int, ShardStatistics], settings: _Settings) -> ShardStatistics:
         if not ranges:
             empty = self.hidden.new_empty(0, dtype=torch.float32)
             return ShardStatistics(empty, empty, empty if settings.with_entropy else None, empty)
@@ -300,16 +339,14 @@ class _Tiles:
 
     def gradients(
         self,
-        targets: torch.Tensor,
-        rows: RowNormalizer,
+        state: RowState,
         grad_log_probs: torch.Tensor | None,
         grad_entropy: torch.Tensor | None,
-        scale: float,
+        settings: _Settings,
         want_hidden: bool,
         want_weight: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gradients of hidden states `[n, H]`, over this rank's columns only, and weight."""
-        kernels = row_kernels_for(self.buffer)
         hidden = _without_idle_rows(self.hidden, grad_log_probs, grad_entropy)
         # Many tiles add to the same rows, so those sums are float32 whatever the dtype of the
         # model.
@@ -317,21 +354,10 @@ class _Tiles:
         grad_weight = torch.empty_like(self.weight) if want_weight else None
         if grad_weight is not None and not self.plan:
             grad_weight.zero_()
+        to_gradient = _TileGradient.of(state, grad_log_probs, grad_entropy, settings)
         for tile, logits in self.logits(keep=False):
             span, columns = slice(tile.row, tile.row_end), slice(tile.column, tile.column_end)
-            kernels.backward_blocks(
-                logits,
-                _targets_of(tile, targets),
-                RowNormalizer(
-                    rows.maximum[span],
-                    rows.sum_exp[span],
-                    None if rows.entropy is None else rows.entropy[span],
-                ),
-                None if grad_log_probs is None else grad_log_probs[span],
-                None if grad_entropy is None else grad_entropy[span],
-                scale=scale,
-                out=logits,
-            )
+            to_gradient.write(tile, logits)
             if grad_hidden is not None:
                 add_product(grad_hidden[span], logits, self.weight[columns])
             if grad_weight is not None and tile.row == 0:
@@ -340,6 +366,59 @@ class _Tiles:
                 grad_weight[columns].addmm_(logits.t(), hidden[span])
             self.kept.pop(tile, None)
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
+
+
+class _TileGradient(NamedTuple):
+    """Turns the logits of a tile into their gradient, in place.
+
+    dense: the gradients [n] that all columns of a row take part in; few: [K] of the kept logits
+    """
+
+    state: RowState
+    dense: tuple[torch.Tensor | None, torch.Tensor | None]
+    few: torch.Tensor | None
+    scale: float
+
+    @classmethod
+    def of(
+        cls,
+        state: RowState,
+        grad_log_probs: torch.Tensor | None,
+        grad_entropy: torch.Tensor | None,
+        settings: _Settings,
+    ) -> _TileGradient:
+        few, entropy_of = None, settings.entropy_of
+        if state.kept is not None and state.kept_rows is not None:
+            on_kept = grad_entropy if entropy_of == "kept" else None
+            few = state.kept.gradient(state.kept_rows, grad_log_probs, on_kept, settings.scale)
+        dense = dense_gradients(state.kept_columns, grad_log_probs, grad_entropy, entropy_of)
+        return cls(state, dense, few, settings.scale)
+
+    def write(self, tile: Tile, logits: torch.Tensor) -> None:
+        span, rows = slice(tile.row, tile.row_end), self.state.dense
+        if rows is None:
+            logits.zero_()
+        else:
+            row_kernels_for(logits).backward_blocks(
+                logits,
+                _targets_of(tile, self.state.targets),
+                RowNormalizer(*(None if v is None else v[span] for v in rows)),  # type: ignore[arg-type]
+                *(None if grad is None else grad[span] for grad in self.dense),
+                scale=self.scale,
+                out=logits,
+            )
+        if self.few is not None and self.state.kept is not None:
+            inside, places = _kept_of(tile, self.state.kept.at)
+            gradient = torch.where(inside, self.few, 0.0).to(logits.dtype)
+            logits.index_put_(places, gradient, accumulate=True)
+
+
+def _kept_of(tile: Tile, at: KeptColumns) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """[K] bool: which kept ids are in the tile; and where, or somewhere in it if they are not."""
+    rows, columns = at.rows - tile.row, at.columns - tile.column
+    height, width = tile.row_end - tile.row, tile.column_end - tile.column
+    inside = at.held & (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    return inside, (torch.where(inside, rows, 0), torch.where(inside, columns, 0))
 
 
 def _targets_of(tile: Tile, targets: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from plugin.errors import ConfigError
+from plugin.errors import BatchError, ConfigError
 from plugin.logprobs.fused_lm_head import add_product, budget_bytes, check_arguments, spread_rows
-from plugin.logprobs.kernels import row_kernels_for
-from plugin.logprobs.vocab_parallel import combine_shards, locate_targets
+from plugin.logprobs.kept_ids import EntropyOf
+from plugin.logprobs.vocab_parallel import RowSettings, summarize_rows, write_gradient
+from plugin.ragged import Ragged
 
 #: (block of rows, their log-probs [n], their entropies [n]) -> their losses, to be summed;
 #: differentiable.
@@ -37,6 +38,8 @@ def separable_lm_head(
     temperature: float = 1.0,
     expected_gradient: float = 1.0,
     memory_budget_bytes: int | None = None,
+    kept: Ragged | None = None,
+    entropy_of: EntropyOf = "full",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probs `[n]`, entropies `[n]`, and a 0 that carries the gradient of all losses.
 
@@ -52,21 +55,33 @@ def separable_lm_head(
             backward pass costs nothing; otherwise it multiplies the gradients once more.
         memory_budget_bytes: room for a block of logits, which has at least one row; by default
             `DEFAULT_BUDGET_BYTES` of the device.
+        kept: [n] entries of token ids, which each row's distribution is renormalized over; an empty
+            one keeps all (see `log_probs_and_entropy`).
+        entropy_of: with `kept`, the distribution whose entropy is returned: full or kept.
 
     Log-probs and entropies carry no gradient: add the returned 0 to the value of the loss.
     """
     count = hidden.shape[0] if rows is None else rows.numel()
     check_arguments(hidden, weight, tokens, None, count)
     budget = budget_bytes(memory_budget_bytes, hidden.device)
-    settings = _Settings(row_losses, 1.0 / temperature, expected_gradient, budget)
+    if kept is not None and len(kept) != count:
+        raise BatchError(f"kept ids of {len(kept)} rows for {count} tokens; give one entry per row")
+    settings = _Settings(
+        row_losses,
+        RowSettings(None, 1.0 / temperature, True, True, entropy_of),
+        expected_gradient,
+        budget,
+        kept,
+    )
     return _SeparableLmHead.apply(hidden, weight, tokens, rows, settings)
 
 
 class _Settings(NamedTuple):
     row_losses: RowLosses
-    scale: float
+    rows: RowSettings
     expected_gradient: float
     budget: int
+    kept: Ragged | None
 
 
 class _SeparableLmHead(torch.autograd.Function):
@@ -133,19 +148,15 @@ def _to_gradient(
     logits: torch.Tensor, tokens: torch.Tensor, block: slice, settings: _Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn logits `[n, V]` into the gradient of their losses; return log-probs and entropies."""
-    kernels, scale = row_kernels_for(logits), settings.scale
-    targets, absent = locate_targets(tokens, logits.shape[1], group=None)
-    statistics = kernels.forward_blocks(logits, targets, scale=scale, with_entropy=True)
-    log_probs, normalizer = combine_shards(
-        statistics, targets, absent, columns=logits.shape[1], scale=scale, group=None
-    )
-    assert normalizer.entropy is not None
+    kept = None if settings.kept is None else settings.kept[block]
+    log_probs, entropy, state = summarize_rows(logits, tokens, kept, settings.rows)
+    assert entropy is not None
     with torch.enable_grad():
-        leaves = log_probs.requires_grad_(), normalizer.entropy.detach().requires_grad_()
+        leaves = log_probs.requires_grad_(), entropy.detach().requires_grad_()
         losses = settings.row_losses(block, *leaves).sum() * settings.expected_gradient
         gradients = torch.autograd.grad(losses, leaves, allow_unused=True)
-    kernels.backward_blocks(logits, targets, normalizer, *gradients, scale=scale, out=logits)
-    return log_probs.detach(), normalizer.entropy
+    write_gradient(logits, state, gradients[0], gradients[1], settings.rows, out=logits)
+    return log_probs.detach(), entropy
 
 
 def _rescale(gradient: torch.Tensor, arriving: torch.Tensor, expected: float) -> None:

@@ -8,7 +8,6 @@ collectives of `[T]` and `[2 or 3, T]` numbers forward, and none backward.
 from __future__ import annotations
 
 import math
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -16,17 +15,20 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from plugin.errors import BatchError, ConfigError
-from plugin.logprobs.kernels import (
-    RowKernels,
-    RowNormalizer,
-    ShardStatistics,
-    row_kernels_for,
+from plugin.logprobs.kept_ids import (
+    EntropyOf,
+    KeptColumns,
+    KeptLogits,
+    dense_gradients,
+    join_shards,
+    locate_kept,
+    needs_dense,
 )
+from plugin.logprobs.kernels import RowNormalizer, row_kernels_for
+from plugin.logprobs.vocab_shards import group_size, locate_targets
+from plugin.ragged import Ragged
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-#: The width that all shards of a group were last found to have.
-_even_widths: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def log_probs_and_entropy(
@@ -39,6 +41,8 @@ def log_probs_and_entropy(
     entropy_grad: bool = False,
     inplace_grad: bool = False,
     keep_mask: torch.Tensor | None = None,
+    kept: Ragged | None = None,
+    entropy_of: EntropyOf = "full",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-prob of each row's token and entropy of each row of `softmax(logits / temperature)`.
 
@@ -57,6 +61,10 @@ def log_probs_and_entropy(
         keep_mask: bool `[T, V/tp]`; the distribution is renormalized over the columns that are True
             (top-k, top-p). A token that is not kept is a `BatchError` on every rank: it cannot have
             been sampled. Give rows that were not sampled the id -1.
+        kept: the same in compressed rows, at a cost that grows with the kept ids: one entry per
+            row, its ids in the whole vocabulary, each once; an empty entry keeps all. A token that
+            is not kept has log-probability -inf.
+        entropy_of: with `kept`, the distribution whose entropy is returned: full or kept.
 
     Returns:
         `log_probs` `[T]` float32 and `entropy` `[T]` float32, or None without `with_entropy`.
@@ -67,122 +75,118 @@ def log_probs_and_entropy(
     """
     _check_tensors(logits, tokens, keep_mask)
     check_settings(temperature, with_entropy, entropy_grad)
+    if kept is not None and keep_mask is not None:
+        raise ConfigError("kept and keep_mask say the same in two ways; pass one of them")
     # Kernels write whole rows: strided rows, or rows that share memory, are copied.
     overlapping = logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]
     if logits.stride(-1) != 1 or overlapping:
         logits = logits.contiguous()
-    settings = _Settings(group, 1.0 / temperature, with_entropy, entropy_grad, inplace_grad)
-    return _LogProbsAndEntropy.apply(logits, tokens, keep_mask, settings)
+    settings = RowSettings(
+        group, 1.0 / temperature, with_entropy, entropy_grad, entropy_of, inplace_grad
+    )
+    return _LogProbsAndEntropy.apply(logits, tokens, keep_mask, kept, settings)
 
 
-def locate_targets(
-    tokens: torch.Tensor,
-    columns: int,
-    *,
-    group: dist.ProcessGroup | None,
-    keep_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the tokens `[T]` are among this rank's columns.
-
-    Returns two `[T]` tensors: the column, or -1 where this rank holds none (int64); and whether the
-    token is known here to have probability 0, because it is outside the vocabulary or not kept
-    (bool).
-    """
-    size = group_size(group)
-    first = columns * dist.get_rank(group) if size > 1 else 0
-    held = (tokens >= first) & (tokens < first + columns)
-    absent = (tokens < 0) | (tokens >= columns * size)
-    targets = torch.where(held, tokens - first, -1)
-    if keep_mask is not None:
-        dropped = held & ~keep_mask.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-        targets, absent = targets.masked_fill(dropped, -1), absent | dropped
-    return targets, absent
-
-
-def combine_shards(
-    statistics: ShardStatistics,
-    targets: torch.Tensor,
-    absent: torch.Tensor,
-    *,
-    columns: int,
-    scale: float,
-    group: dist.ProcessGroup | None,
-) -> tuple[torch.Tensor, RowNormalizer]:
-    """Join the statistics of all vocabulary shards: log-probs `[T]` and the normalizer.
-
-    `targets` and `absent` come from `locate_targets` for this rank's `columns`. With `group` None
-    or of one rank nothing is communicated; otherwise one max, and one sum of everything else.
-    """
-    maximum = statistics.maximum
-    sharded = group_size(group) > 1 and targets.numel() > 0
-    if sharded:
-        assert group is not None
-        maximum = _maximum_of_even_shards(maximum, columns, group)
-    # A few numbers per row: in float64 the results are the exact ones, rounded once.
-    target_exponent = (statistics.target_logit.double() - maximum) * scale
-    target_exponent = target_exponent.masked_fill(targets < 0, 0.0).masked_fill(absent, -torch.inf)
-    sum_exp, weighted_sum = _shift_sums(statistics, maximum, scale)
-    if sharded:
-        parts = [target_exponent, sum_exp]
-        packed = torch.stack(parts if weighted_sum is None else [*parts, weighted_sum])
-        dist.all_reduce(packed, op=dist.ReduceOp.SUM, group=group)
-        target_exponent, sum_exp = packed[0], packed[1]
-        weighted_sum = None if weighted_sum is None else packed[2]
-    log_sum = sum_exp.log()
-    entropy = None if weighted_sum is None else (log_sum - weighted_sum / sum_exp).float()
-    rows = RowNormalizer(maximum, sum_exp.float(), entropy)
-    return (target_exponent - log_sum).float(), rows
-
-
-def _maximum_of_even_shards(
-    maximum: torch.Tensor, columns: int, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Return the maximum `[T]` over all shards, which must be equally wide.
-
-    The widths travel with the maximum. An accelerator is asked only once for a width, because the
-    answer waits for it.
-    """
-    packed = maximum.new_empty(maximum.numel() + 2)
-    packed[:-2] = maximum
-    packed[-2].fill_(columns)
-    packed[-1].fill_(-columns)
-    dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
-    if packed.device.type == "cpu" or _even_widths.get(group) != columns:
-        widest, narrowest = int(packed[-2]), -int(packed[-1])
-        if widest != narrowest:
-            raise ConfigError(
-                f"vocabulary shards have {narrowest} to {widest} columns, this rank's {columns}; "
-                "token ids are found by equal shards. Pad the vocabulary to a multiple of the "
-                f"{group_size(group)} ranks"
-            )
-        _even_widths[group] = columns
-    return packed[:-2]
-
-
-def merge_column_ranges(
-    first: ShardStatistics, second: ShardStatistics, scale: float
-) -> ShardStatistics:
-    """Join the statistics of the same rows over two ranges of one shard's columns."""
-    maximum = torch.maximum(first.maximum, second.maximum)
-    sum_exp, weighted_sum = _shift_sums(first, maximum, scale)
-    more, more_weighted = _shift_sums(second, maximum, scale)
-    if weighted_sum is not None and more_weighted is not None:
-        weighted_sum = (weighted_sum + more_weighted).float()
-    target_logit = first.target_logit + second.target_logit
-    return ShardStatistics(maximum, (sum_exp + more).float(), weighted_sum, target_logit)
-
-
-def group_size(group: dist.ProcessGroup | None) -> int:
-    """Number of ranks of a group; 1 for None, which means "not sharded"."""
-    return 1 if group is None else dist.get_world_size(group)
-
-
-class _Settings(NamedTuple):
+class RowSettings(NamedTuple):
     group: dist.ProcessGroup | None
     scale: float
     with_entropy: bool
     entropy_grad: bool
-    inplace_grad: bool
+    entropy_of: EntropyOf
+    inplace_grad: bool = False
+
+
+class RowState(NamedTuple):
+    """What the gradient of a block of logits `[T, V/tp]` needs besides the logits themselves.
+
+    targets: [T] int64, the token's column or -1; dense, kept_rows: normalizers over all columns and
+        over the kept ids; None where not needed
+    """
+
+    targets: torch.Tensor
+    dense: RowNormalizer | None
+    kept: KeptLogits | None
+    kept_rows: RowNormalizer | None
+
+    @property
+    def kept_columns(self) -> KeptColumns | None:
+        return None if self.kept is None else self.kept.at
+
+    def for_backward(self, entropy_grad: bool) -> RowState:
+        """The state that a graph may hold: a node that held its own output would never die."""
+
+        def without_outputs(rows: RowNormalizer | None) -> RowNormalizer | None:
+            if rows is None or rows.entropy is None:
+                return rows
+            return rows._replace(entropy=rows.entropy.detach() if entropy_grad else None)
+
+        dense, kept_rows = without_outputs(self.dense), without_outputs(self.kept_rows)
+        return self._replace(dense=dense, kept_rows=kept_rows)
+
+
+def summarize_rows(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    kept: Ragged | None,
+    settings: RowSettings,
+    keep_mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, RowState]:
+    """Log-probs `[T]`, entropy `[T]` or None, and what `write_gradient` needs."""
+    columns, group = logits.shape[1], settings.group
+    targets, absent = locate_targets(tokens, columns, group=group, keep_mask=keep_mask)
+    at = None if kept is None else locate_kept(kept, tokens, columns, group=group)
+    dense = None
+    if needs_dense(at, settings.with_entropy, settings.entropy_of):
+        dense = row_kernels_for(logits).forward_blocks(
+            logits,
+            targets,
+            scale=settings.scale,
+            with_entropy=settings.with_entropy,
+            keep_mask=keep_mask,
+        )
+    few = None if at is None else KeptLogits.of(logits, at)
+    joined = join_shards(
+        dense,
+        few,
+        targets,
+        absent,
+        columns=columns,
+        scale=settings.scale,
+        with_entropy=settings.with_entropy,
+        entropy_of=settings.entropy_of,
+        group=group,
+    )
+    return joined.log_probs, joined.entropy, RowState(targets, joined.dense, few, joined.kept)
+
+
+def write_gradient(
+    logits: torch.Tensor,
+    state: RowState,
+    grad_log_probs: torch.Tensor | None,
+    grad_entropy: torch.Tensor | None,
+    settings: RowSettings,
+    *,
+    keep_mask: torch.Tensor | None = None,
+    out: torch.Tensor,
+) -> None:
+    """Write the gradient of the logits `[T, V/tp]` into `out`, which may be the logits."""
+    if state.dense is None:
+        out.zero_()
+    else:
+        row_kernels_for(logits).backward_blocks(
+            logits,
+            state.targets,
+            state.dense,
+            *dense_gradients(state.kept_columns, grad_log_probs, grad_entropy, settings.entropy_of),
+            scale=settings.scale,
+            keep_mask=keep_mask,
+            out=out,
+        )
+    if state.kept is not None and state.kept_rows is not None:
+        on_kept = grad_entropy if settings.entropy_of == "kept" else None
+        gradient = state.kept.gradient(state.kept_rows, grad_log_probs, on_kept, settings.scale)
+        places = (state.kept.at.rows, state.kept.at.columns)
+        out.index_put_(places, gradient.to(out.dtype), accumulate=True)
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
@@ -192,62 +196,36 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         logits: torch.Tensor,
         tokens: torch.Tensor,
         keep_mask: torch.Tensor | None,
-        settings: _Settings,
+        kept: Ragged | None,
+        settings: RowSettings,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        kernels = row_kernels_for(logits)
-        targets, absent = locate_targets(
-            tokens, logits.shape[1], group=settings.group, keep_mask=keep_mask
-        )
-        statistics = kernels.forward_blocks(
-            logits,
-            targets,
-            scale=settings.scale,
-            with_entropy=settings.with_entropy,
-            keep_mask=keep_mask,
-        )
-        columns = logits.shape[1]
-        log_probs, rows = combine_shards(
-            statistics,
-            targets,
-            absent,
-            columns=columns,
-            scale=settings.scale,
-            group=settings.group,
-        )
+        log_probs, entropy, state = summarize_rows(logits, tokens, kept, settings, keep_mask)
         if keep_mask is not None:
-            _require_kept(log_probs, tokens, columns * group_size(settings.group))
-        ctx.settings, ctx.kernels, ctx.consumed = settings, kernels, False
+            _require_kept(log_probs, tokens, logits.shape[1] * group_size(settings.group))
+        ctx.settings, ctx.consumed = settings, False
         ctx.set_materialize_grads(False)
-        saved_entropy = rows.entropy if settings.entropy_grad else None
-        ctx.save_for_backward(logits, targets, rows.maximum, rows.sum_exp, saved_entropy, keep_mask)
-        if rows.entropy is not None and not settings.entropy_grad:
-            ctx.mark_non_differentiable(rows.entropy)
-        return log_probs, rows.entropy
+        ctx.state = state.for_backward(settings.entropy_grad)
+        ctx.save_for_backward(logits, keep_mask)
+        if entropy is not None and not settings.entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, None, None, None]:
+    ) -> tuple[torch.Tensor | None, None, None, None, None]:
         if ctx.consumed:
             raise ConfigError(
                 "second backward pass through log_probs_and_entropy(inplace_grad=True): the first "
                 "one replaced the logits by their gradient. Call it with inplace_grad=False to "
                 "use the graph twice."
             )
-        logits, targets, maximum, sum_exp, entropy, keep_mask = ctx.saved_tensors
-        kernels: RowKernels = ctx.kernels
-        settings: _Settings = ctx.settings
+        logits, keep_mask = ctx.saved_tensors
+        settings: RowSettings = ctx.settings
         out = logits.detach() if settings.inplace_grad else torch.empty_like(logits)
-        kernels.backward_blocks(
-            logits,
-            targets,
-            RowNormalizer(maximum, sum_exp, entropy),
-            grad_log_probs,
-            grad_entropy,
-            scale=settings.scale,
-            keep_mask=keep_mask,
-            out=out,
+        write_gradient(
+            logits, ctx.state, grad_log_probs, grad_entropy, settings, keep_mask=keep_mask, out=out
         )
         if settings.inplace_grad:
             ctx.consumed = True
@@ -255,21 +233,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             # operation that saved these logits must fail its version check rather than read a
             # gradient.
             torch.autograd.graph.increment_version(logits)
-        return out, None, None, None
-
-
-def _shift_sums(
-    statistics: ShardStatistics, maximum: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a shard's sums in float64, relative to the maximum of all shards."""
-    shift = (statistics.maximum.double() - maximum) * scale
-    # A shard that keeps no column has maximum -inf and sums of 0; any finite shift leaves them 0.
-    shift = shift.masked_fill(statistics.maximum == -torch.inf, 0.0)
-    factor = shift.exp()
-    sum_exp = statistics.sum_exp * factor
-    if statistics.weighted_sum is None:
-        return sum_exp, None
-    return sum_exp, (statistics.weighted_sum + shift * statistics.sum_exp) * factor
+        return out, None, None, None, None
 
 
 def _check_tensors(

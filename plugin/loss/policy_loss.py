@@ -14,8 +14,10 @@ from plugin.errors import BatchError, ConfigError
 from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 from plugin.loss.inputs import batch_shards, loss_inputs, require_columns
 from plugin.loss.interfaces import LossOutputs
+from plugin.loss.kept_tokens import local_kept_rows
 from plugin.loss.normalization import Reducer
 from plugin.loss.objective import compute_loss
+from plugin.ragged import Ragged
 from plugin.sharding.sequence_shards import SequenceShards
 
 
@@ -26,7 +28,10 @@ def policy_loss_function(
 
     args: any namespace with our flag names; missing flags take their defaults
     batch: unconcat_tokens, total_lengths, response_lengths, loss_masks, advantages, and as needed
-        rollout_log_probs, log_probs (the trainer's), ref_log_probs, teacher_log_probs
+        rollout_log_probs, log_probs (the trainer's), ref_log_probs, teacher_log_probs,
+        rollout_kept_ids and rollout_kept_counts, or slime's rollout_top_p_token_ids and
+        rollout_top_p_token_offsets where rollout_top_p is below 1: log-probs are then of the kept
+        ids
     logits: [1, T, V/tp] or [T, V/tp], samples packed one after the other
     sum_of_sample_mean: reduces per-token values [R] (already 0 where masked) to a scalar
     """
@@ -36,7 +41,8 @@ def policy_loss_function(
         # As in slime: where no ratio to the old policy is left, TIS weights the current policy.
         batch = {**batch, "log_probs": None}
     shards = batch_shards(batch, logits.device)
-    cur, entropy = _response_log_probs(config, batch, logits, shards)
+    kept = local_kept_rows(config, args, batch, logits, shards)
+    cur, entropy = _response_log_probs(config, batch, logits, shards, kept)
     inputs = loss_inputs(config, batch, cur, entropy, shards=shards)
     outputs = compute_loss(config, inputs, args=args)
     loss, metrics = reduce_loss(config, outputs, sum_of_sample_mean)
@@ -49,7 +55,11 @@ def policy_loss_function(
 
 
 def _response_log_probs(
-    config: LossConfig, batch: Mapping[str, Any], logits: Tensor, shards: SequenceShards
+    config: LossConfig,
+    batch: Mapping[str, Any],
+    logits: Tensor,
+    shards: SequenceShards,
+    kept: Ragged | None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-prob and entropy [R] of the local response tokens at the rollout temperature."""
     rows_logits = logits.squeeze(0) if logits.dim() == 3 else logits
@@ -70,6 +80,8 @@ def _response_log_probs(
             f"lengths {list(batch['total_lengths'])}); pack the samples in the order of "
             "total_lengths"
         )
+    if kept is not None:
+        kept = kept.spread(rows, rows_logits.shape[0])
     rows = rows.to(logits.device)
     targets = torch.zeros(rows_logits.shape[0], dtype=torch.int64, device=logits.device)
     targets[rows] = shards.response_tokens(batch["unconcat_tokens"])
@@ -79,6 +91,8 @@ def _response_log_probs(
         group=shards.context.tp_group,
         temperature=config.rollout_temperature,
         entropy_grad=config.entropy_coef != 0,
+        kept=kept,
+        entropy_of=config.entropy_of,
     )
     assert entropy is not None
     return log_probs[rows], entropy[rows]

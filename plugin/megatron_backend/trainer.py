@@ -324,8 +324,8 @@ class MegatronTrainer:
 
         numbers: what errors call the samples; None = their places in the batch
         """
-        batch.check(numbers)
         vocabulary = self.hf_config.vocab_size
+        batch.check(numbers, vocabulary=vocabulary)
         tokens: Ragged = batch.columns["unconcat_tokens"]
         outside = (tokens.values >= vocabulary).nonzero()
         if len(outside):

@@ -166,7 +166,10 @@ def truncation(step: Step, memory: Memory) -> Finding | None:
     if mean > 0.995 or (1 - mean) < 6 * error or one_sided < 0.5:
         return None
     exact = float((tokens.rollout == 0).mean())
-    cause, remedy = "top-p or top-k sampling", "sample with top_p 1 and top_k off"
+    cause = "top-p or top-k sampling"
+    remedy = (
+        "replay the kept ids (--use-rollout-sampling-mask), or sample with top_p 1 and no top_k"
+    )
     config = step.config
     if config and config.rollout_top_p == 1 and config.rollout_top_k is None:
         cause = "top-p or top-k of the engine's own, none was asked for"

@@ -163,6 +163,14 @@ class SequenceShards:
             return whole.values
         return whole.values[self.in_responses.to(whole.values.device)]
 
+    def local_rows(self, rows: Ragged) -> Ragged:
+        """[T] entries: the local ones of one entry per response token, of all samples."""
+        if len(rows) != int(self.responses.sum()):
+            raise BatchError(
+                f"{len(rows)} entries for {self.responses.sum()} response tokens; give one each"
+            )
+        return rows if self.in_responses is None else rows.select(self.in_responses.numpy())
+
     def local_mask(self, loss_masks: Sequence[Tensor]) -> Tensor:
         """[T] bool: the local part of the full-response loss masks."""
         return self.local(loss_masks).to(self.device) != 0

@@ -10,11 +10,8 @@ import torch
 from plugin.errors import BatchError
 from plugin.logprobs.fused_lm_head import fused_log_probs_and_entropy
 from plugin.logprobs.kernels import blocked_torch, cpu_extension
-from plugin.logprobs.vocab_parallel import (
-    combine_shards,
-    locate_targets,
-    log_probs_and_entropy,
-)
+from plugin.logprobs.vocab_parallel import log_probs_and_entropy
+from plugin.logprobs.vocab_shards import combine_shards, locate_targets
 
 
 def needs(module: ModuleType) -> None:

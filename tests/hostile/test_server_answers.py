@@ -8,6 +8,7 @@ import gzip
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from tests.hostile.good_answers import (
     vllm_answer,
 )
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3_moe
-from tests.unit.rollout.engines.misbehaving_server import Handler, MisbehavingServer
+from tests.unit.rollout.engines.misbehaving_server import TOKENS, Handler, MisbehavingServer
 from tests.unit.rollout.engines.tiny_engines import load
 
 HUGE = "9" * 400
@@ -115,6 +116,43 @@ def test_bad_routes_of_sglang_are_not_used(experts: Any, message: str) -> None:
     packed = base64.b64encode(experts.astype(numpy.int32).tobytes()).decode()
     with pytest.raises(MalformedAnswer, match=message):
         SglangDialect().parse(sglang_answer(routed_experts=packed), ASK, SHAPE, 0)
+
+
+MASKED = replace(ASK, parameters=replace(PARAMETERS, sampling_mask=True))
+KEPT = [[token, (token + 5) % 96] for token in TOKENS]
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        (None, "no kept ids for 3 tokens"),
+        (KEPT[:-1], "2 entries of kept ids for 3 tokens"),
+        ([*KEPT[:-1], "1 2"], "are no ids of 96"),
+        ([*KEPT[:-1], [TOKENS[-1], 96]], "are no ids of 96"),
+        ([*KEPT[:-1], [TOKENS[-1], 2.0]], "are no ids of 96"),
+        ([*KEPT[:-1], [TOKENS[-1], TOKENS[-1]]], "at token 2 repeat one or lack"),
+        ([*KEPT[:-1], []], "at token 2 repeat one or lack"),
+    ],
+)
+def test_bad_kept_ids_of_sglang_are_not_used(kept: Any, message: str) -> None:
+    meta = {"output_token_sampling_mask": kept, "output_token_sampling_logprobs": [-0.5] * 3}
+    with pytest.raises(MalformedAnswer, match=message):
+        SglangDialect().parse(sglang_answer(**meta), MASKED, SHAPE, 0)
+
+
+def test_sglang_reports_kept_ids_and_the_log_probs_over_them() -> None:
+    call = SglangDialect().generation(MASKED)
+    assert call.payload is not None and call.payload["return_sampling_mask"] is True
+    meta = {
+        "output_token_sampling_mask": [*KEPT[:-1], list(range(96))],
+        "output_token_sampling_logprobs": [-0.5, 0.0, -0.25],
+    }
+    generation = SglangDialect().parse(sglang_answer(**meta), MASKED, SHAPE, 0)
+    assert generation.sampling_mask is not None and generation.log_probs is not None
+    # The whole vocabulary is an empty entry; the others ascend.
+    expected = [sorted(row) for row in KEPT[:-1]] + [[]]
+    assert [row.tolist() for row in generation.sampling_mask] == expected
+    assert generation.log_probs.tolist() == [-0.5, 0.0, -0.25]
 
 
 def test_the_answers_that_are_spoiled_here_are_good() -> None:

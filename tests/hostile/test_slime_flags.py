@@ -42,9 +42,10 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "opsm_delta": {"opsm_delta": 100.0, "use_opsm": True},
     "rollout_temperature": {"rollout_temperature": 2.0},
 }  # fmt: skip
+#: Honored with fields of the batch: tests/unit/loss/test_sampling_mask_replay.py.
+WITH_FIELDS = {"rollout_top_p"}
 OBSERVING = {"get_mismatch_metrics", "recompute_loss_function"}
 BAD_VALUES = {
-    "rollout_top_p": 0.9,
     "allgather_cp": True,
     "qkv_format": "bshd",
     "use_score_centering": True,
@@ -89,7 +90,7 @@ def current(batch: dict[str, Any], logits: Tensor) -> list[Tensor]:
 
 def test_no_flag_is_left_untried() -> None:
     honored = {name for name, flag in SLIME_LOSS_FLAGS.items() if flag.state == "honored"}
-    assert honored == OTHER_VALUES.keys() | OBSERVING
+    assert honored == OTHER_VALUES.keys() | OBSERVING | WITH_FIELDS
     refused = {name for name, flag in SLIME_LOSS_FLAGS.items() if flag.state == "refused"}
     assert refused == BAD_VALUES.keys()
 
@@ -238,7 +239,7 @@ def test_low_var_kl_is_not_bounded_before_its_weight() -> None:
         (["--tis-clp", "2.0"], "--tis-clp is not a flag of the loss; did you mean --tis-clip?"),
         (["--use_tiss"], "did you mean --use-tis?"),
         (["--eps-clip-hihg=0.28"], "did you mean --eps-clip-high?"),
-        (["--rollout-top-p", "0.9"], "--rollout-top-p is 0.9: "),
+        (["--qkv-format", "bshd"], "--qkv-format is bshd: "),
         (["--use-score-centering"], "--use-score-centering is True: "),
     ],
 )

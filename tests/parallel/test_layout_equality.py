@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -278,6 +279,44 @@ def test_garbage_under_the_mask_changes_not_one_bit(run_ranks: RunRanks, name: s
         assert spoiled.weights is not None and clean_outcome.weights is not None
         for key, value in clean_outcome.weights.items():
             assert torch.equal(spoiled.weights[key], value), key
+
+
+SAMPLING_MASK_LAYOUTS = {
+    "TP2": tensor_parallel(),
+    "CP2": Layout(2, {"context_parallel_size": 2}),
+    "PP2": Layout(2, {"pipeline_model_parallel_size": 2}),
+    "DP2": DATA_PARALLEL,
+}
+
+
+@pytest.mark.parametrize("name", ["TP2", "CP2", *further("PP2", "DP2")])
+def test_steps_over_kept_ids_are_those_of_one_process(
+    run_ranks: RunRanks, one_process: dict[str, Outcome], name: str
+) -> None:
+    # One by one over two data parallel ranks is uneven: padding microbatches keep the whole vocabulary.
+    cases = {
+        "logits": Case(settings={**PER_SAMPLE, **SMALL_BUDGET, "fused_lm_head": "off"}),
+        "fused head": Case(settings={**PER_SAMPLE, "micro_batch_size": 1, "fused_lm_head": "on"}),
+        "separable": Case(settings={**PER_TOKEN, **LARGE_BUDGET}),
+        "entropy of kept": Case(settings={**PER_TOKEN, **SMALL_BUDGET, "entropy_of": "kept"}),
+    }
+    if name != "CP2":
+        cases["padded"] = Case(settings={**PER_SAMPLE, "micro_batch_size": 3}, layout="padded")
+    masked = {key: replace(case, sampling_mask=True) for key, case in cases.items()}
+    outcomes = check_equal(run_ranks, one_process, SAMPLING_MASK_LAYOUTS[name], masked)
+    plain = run_cases(run_ranks, ONE_PROCESS, {"plain": cases["logits"].uncut()})["plain"]
+    assert outcomes["logits"].steps[0].metrics["loss"] != pytest.approx(
+        plain.steps[0].metrics["loss"], rel=0.01
+    )
+
+
+@pytest.mark.slow
+def test_moe_steps_over_kept_ids_with_expert_parallelism_are_those_of_one_process(
+    run_ranks: RunRanks, one_process: dict[str, Outcome]
+) -> None:
+    cases = {name: replace(case, sampling_mask=True) for name, case in moe_cases().items()}
+    experts = Layout(2, {"expert_model_parallel_size": 2})
+    check_equal(run_ranks, one_process, experts, cases)
 
 
 MUTATIONS = {

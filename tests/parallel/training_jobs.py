@@ -55,6 +55,7 @@ class Case:
     samples: how many of the global batch's samples
     masked_garbage: put NaN, -inf and 1e30 where the loss mask is 0
     mask_sums: divide every sample by a token count of its rollout, larger than its own
+    sampling_mask: most tokens were sampled from a part of the vocabulary
     mutation: name of a deliberate fault (see `step_mutations`)
     """
 
@@ -65,6 +66,7 @@ class Case:
     steps: int = 2
     masked_garbage: bool = False
     mask_sums: bool = False
+    sampling_mask: bool = False
     mutation: str | None = None
 
     def cut(self, **settings: Any) -> Case:
@@ -174,6 +176,24 @@ def global_batch(family: str) -> RolloutBatch:
     return batch
 
 
+def with_kept_ids(batch: RolloutBatch, *, seed: int = 11) -> RolloutBatch:
+    """The batch with kept ids: a few, many, or (every fifth token) the whole vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, counts = [], []
+    for tokens, response in zip(
+        batch.columns["unconcat_tokens"], batch.columns["response_lengths"].tolist(), strict=True
+    ):
+        keep = torch.rand(response, tiny_models.VOCAB_SIZE, generator=generator)
+        keep = keep < torch.tensor([0.1, 0.6, 0.9])[torch.arange(response) % 3, None]
+        keep[torch.arange(response), tokens[-response:]] = True
+        keep[4::5] = False
+        ids.append(keep.nonzero()[:, 1].int())
+        counts.append(keep.sum(1).int())
+    batch = batch.with_column("rollout_kept_ids", ids).with_column("rollout_kept_counts", counts)
+    batch.check()
+    return batch
+
+
 def with_garbage(batch: RolloutBatch) -> RolloutBatch:
     """The batch with NaN, -inf and 1e30 wherever the loss mask is 0."""
     garbage = torch.tensor([math.nan, -math.inf, 1e30])
@@ -210,6 +230,8 @@ class Start:
         batch = self.batch.select(range(case.samples))
         if case.mask_sums:
             batch = batch.with_column("rollout_mask_sums", [30.0 + i for i in range(len(batch))])
+        if case.sampling_mask:
+            batch = with_kept_ids(batch)
         return with_garbage(batch) if case.masked_garbage else batch
 
 

@@ -13,6 +13,7 @@ from plugin.batch_types import FIELDS, Microbatch, RolloutBatch, RolloutSample
 from plugin.config import LossConfig
 from plugin.errors import BatchError
 from plugin.loss import policy_loss_function
+from plugin.ragged import Ragged
 
 
 def sample(**changes: Any) -> RolloutSample:
@@ -29,10 +30,11 @@ def sample(**changes: Any) -> RolloutSample:
 
 def full_batch() -> RolloutBatch:
     """A batch in which every field of the table is present."""
-    batch = RolloutBatch.from_samples([
-        sample(routed_experts=torch.zeros(5, 2, 3, dtype=torch.uint8)),
-        sample(routed_experts=torch.zeros(5, 2, 3, dtype=torch.uint8), reward=0.0),
-    ])  # fmt: skip
+    more = {
+        "routed_experts": torch.zeros(5, 2, 3, dtype=torch.uint8),
+        "sampling_mask": Ragged(torch.tensor([2, 7, 9], dtype=torch.int32), [2, 0, 1]),
+    }
+    batch = RolloutBatch.from_samples([sample(**more), sample(**more, reward=0.0)])
     for name, field in FIELDS.items():
         if name not in batch:
             per_sample: Any = 1.0 if field.shape == "scalar" else torch.full((3,), -0.5)

@@ -73,7 +73,14 @@ def log_prob_forward_step(
         def collect(output: Tensor, non_loss_data: bool = True) -> Tensor | None:
             with errors.collecting(), torch.no_grad():
                 log_probs, _ = response_log_probs(
-                    config, output, head_weight, microbatch.inputs, groups, rows, with_entropy=False
+                    config,
+                    output,
+                    head_weight,
+                    microbatch.inputs,
+                    groups,
+                    rows,
+                    with_entropy=False,
+                    kept=microbatch.kept,
                 )
                 return None if microbatch.is_padding else log_probs
             return None

@@ -57,7 +57,13 @@ class TrainingLoss:
             S_local, H]
         """
         cur, entropy = response_log_probs(
-            self.config, output, head_weight, microbatch.inputs, self.groups, microbatch.loss_rows
+            self.config,
+            output,
+            head_weight,
+            microbatch.inputs,
+            self.groups,
+            microbatch.loss_rows,
+            kept=microbatch.kept,
         )
         failed = MicrobatchLoss(cur[:0].sum(), cur.detach())
         with self.errors.collecting(), use_parallel_context(loss_context(self.groups)):
@@ -100,6 +106,8 @@ class TrainingLoss:
                 rows=layout.rows[index],
                 temperature=config.rollout_temperature,
                 expected_gradient=self.scale.gradient_of_weighted_sum,
+                kept=microbatch.loss_kept,
+                entropy_of=config.entropy_of,
             )
             cur, entropy = (
                 torch.zeros_like(weights).index_copy(0, index, values)

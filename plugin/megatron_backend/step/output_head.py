@@ -20,6 +20,7 @@ from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 from plugin.megatron_backend.model.hf_weights import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.step.sequence_packing import ModelInputs
+from plugin.ragged import Ragged
 
 #: Logits beyond this size are never materialized when the fused head may be used.
 LOGITS_LIMIT_BYTES = 2 << 30
@@ -95,11 +96,13 @@ def response_log_probs(
     row_mask: Tensor,
     *,
     with_entropy: bool = True,
+    kept: Ragged | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-prob and entropy [R] of the local response tokens.
 
     output: logits [B, S_local, V/tp], or with `head_weight` [V/tp, H] hidden states [B, S_local, H]
     row_mask: bool [B * S_local] on the CPU, the rows that matter; used by the fused head
+    kept: [B * S_local] entries of ids that each row's distribution is renormalized over, or None
     """
     targets = torch.zeros(inputs.tokens.numel(), dtype=torch.int64, device=output.device)
     targets[inputs.rows] = inputs.targets
@@ -109,6 +112,8 @@ def response_log_probs(
         "temperature": config.rollout_temperature,
         "with_entropy": with_entropy,
         "entropy_grad": with_entropy and config.entropy_coef != 0,
+        "kept": kept,
+        "entropy_of": config.entropy_of,
     }
     if head_weight is None:
         log_probs, entropy = log_probs_and_entropy(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from plugin.megatron_backend.step.sequence_packing import (
     model_inputs,
     row_length,
 )
-from plugin.ragged import Ragged
+from plugin.ragged import Ragged, as_integers
+from plugin.sampling_mask import kept_rows
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class PreparedMicrobatch:
     response_rows, loss_rows: bool [B * S_local] on the CPU, the rows that predict a response token,
         and those of them whose loss mask is 1
     loss_tokens: [n] int64, the local response tokens whose loss mask is 1
+    kept: [B * S_local] entries, the ids that truncated sampling kept for the token that each row
+        predicts, empty where it kept all; None where the batch has none
     """
 
     number: int
@@ -39,6 +43,14 @@ class PreparedMicrobatch:
     response_rows: Tensor
     loss_rows: Tensor
     loss_tokens: Tensor
+    kept: Ragged | None = None
+
+    @cached_property
+    def loss_kept(self) -> Ragged | None:
+        """[n] entries: those of the rows with loss."""
+        if self.kept is None:
+            return None
+        return self.kept.select(as_integers(self.loss_rows.nonzero()[:, 0]))
 
 
 def prepare(
@@ -82,9 +94,20 @@ def prepare(
                 response_rows,
                 loss_rows,
                 with_loss.nonzero()[:, 0].to(device, non_blocking=True),
+                _kept_of_rows(microbatch, inputs, rows),
             )
         )
     return prepared
+
+
+def _kept_of_rows(microbatch: Microbatch, inputs: ModelInputs, rows: Tensor) -> Ragged | None:
+    """[B * S_local] entries of kept ids; those of the local response tokens are at `rows`."""
+    whole = kept_rows(microbatch.batch.columns)
+    if whole is None:
+        return None
+    local = inputs.shards.local_rows(whole)
+    local = local.like(local.values.to(inputs.shards.device, non_blocking=True))
+    return local.spread(rows, inputs.tokens.numel())
 
 
 def _local_columns(microbatch: Microbatch, inputs: ModelInputs) -> dict[str, Any]:

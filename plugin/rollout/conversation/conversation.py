@@ -14,6 +14,7 @@ from torch import Tensor
 
 from plugin.batch_types import RolloutSample
 from plugin.errors import BatchError
+from plugin.ragged import Ragged
 from plugin.rollout.conversation.chat_rendering import ChatRenderer, is_user
 from plugin.rollout.conversation.environment_protocol import Message, Reply, Step
 from plugin.rollout.engines.protocol import Generation
@@ -121,6 +122,7 @@ class _OpenSample:
         self._mask: list[int] = []
         self._log_probs: list[Tensor] = []
         self._versions: list[Tensor] = []
+        self._kept: list[Ragged] = []
         self.generations: list[Generation] = []
         self._end_of_last_reply = 0
 
@@ -136,6 +138,7 @@ class _OpenSample:
         self._mask += [0] * len(tokens)
         self._log_probs.append(torch.zeros(len(tokens)))
         self._versions.append(torch.full((len(tokens),), -1))
+        self._kept.append(Ragged(torch.zeros(0, dtype=torch.int32), [0] * len(tokens)))
 
     def add_reply(self, generation: Generation, text: str) -> None:
         """Append tokens that the policy sampled."""
@@ -145,6 +148,8 @@ class _OpenSample:
         if generation.log_probs is not None:
             self._log_probs.append(generation.log_probs.float())
         self._versions.append(generation.token_versions())
+        if generation.sampling_mask is not None:
+            self._kept.append(generation.sampling_mask)
         self.generations.append(generation)
         self._end_of_last_reply = len(self._tokens)
 
@@ -156,6 +161,7 @@ class _OpenSample:
         that sampled them.
         """
         last, end = self.generations[-1], self._end_of_last_reply
+        masked = last.sampling_mask is not None
         return RolloutSample(
             tokens=torch.tensor([*self._prompt, *self._tokens[:end]], dtype=torch.int64),
             response_length=end,
@@ -163,4 +169,5 @@ class _OpenSample:
             weight_version=torch.cat(self._versions)[:end],
             rollout_log_probs=None if last.log_probs is None else torch.cat(self._log_probs)[:end],
             routed_experts=last.routed_experts,
+            sampling_mask=Ragged.concatenated(self._kept)[:end] if masked else None,
         )

@@ -42,5 +42,6 @@ def _trajectory(prompt: tuple[int, ...], answer: Answer) -> Trajectory:
         weight_version=answer.token_versions(),
         rollout_log_probs=answer.log_probs,
         routed_experts=answer.routed_experts,
+        sampling_mask=answer.sampling_mask,
     )
     return Trajectory((sample,), truncated=answer.finish_reason == "length")

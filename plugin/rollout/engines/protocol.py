@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from plugin.errors import EngineError
+from plugin.ragged import Ragged
 
 FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """How tokens are drawn; `log_probs` and `routed_experts` say what is reported besides them."""
+    """How tokens are drawn; `log_probs` and what follows say what is reported besides them."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -29,6 +30,7 @@ class SamplingParameters:
     stop_token_ids: tuple[int, ...] = ()
     log_probs: bool = True
     routed_experts: bool = False
+    sampling_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Generation:
         for
     routed_experts: [prompt + response, moe_layers, topk] integers, -1 = no route; None if not
         asked for
+    sampling_mask: [response] entries of ascending token ids, those that top-k and top-p kept; an
+        empty one = the whole vocabulary; None if not asked for
     weight_version: of the weights that sampled each token, [response] int64; or one number for all
         of them
     """
@@ -64,6 +68,7 @@ class Generation:
     weight_version: int | Tensor
     log_probs: Tensor | None = None
     routed_experts: Tensor | None = None
+    sampling_mask: Ragged | None = None
 
     def token_versions(self) -> Tensor:
         """[response] int64: the weight version of each token."""
@@ -142,6 +147,7 @@ def _check_generation(
         ("weight versions", per_token, generation.token_versions(), length),
         ("log-probs", parameters.log_probs, generation.log_probs, length),
         ("routed experts", parameters.routed_experts, generation.routed_experts, total),
+        ("rows of kept ids", parameters.sampling_mask, generation.sampling_mask, length),
     ):
         if asked and (value is None or len(value) != rows):
             found = "none" if value is None else str(len(value))

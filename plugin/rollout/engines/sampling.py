@@ -29,6 +29,14 @@ def sampling_log_probs(logits: Tensor, parameters: SamplingParameters) -> Tensor
     return torch.log_softmax(log_probs.masked_fill(~kept, -torch.inf), dim=-1)
 
 
+def kept_ids(log_probs: Tensor) -> list[Tensor]:
+    """For each row of `sampling_log_probs` [B, V], the ids it kept, ascending; none = all of V."""
+    kept = log_probs.isfinite()
+    kept &= ~kept.all(-1, keepdim=True)
+    ids = kept.nonzero()[:, 1].int()
+    return list(ids.cpu().split(kept.sum(-1).tolist()))
+
+
 def _nucleus(log_probs: Tensor, top_p: float) -> Tensor:
     """[B, V] whether a token is among the fewest whose probabilities reach `top_p`."""
     ordered, order = torch.log_softmax(log_probs, dim=-1).sort(dim=-1, descending=True)

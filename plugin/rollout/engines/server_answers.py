@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plugin.errors import EngineError
+from plugin.ragged import Ragged
 from plugin.rollout.engines.expert_routes import RouteShape, complete_routes
 from plugin.rollout.engines.protocol import FinishReason, SamplingParameters
 
@@ -91,6 +92,33 @@ def log_probs(value: Any, length: int) -> Tensor:
                 f"log-prob {shown(number)} at token {position} cannot be that of a sample"
             )
     return torch.tensor(value, dtype=torch.float32).clamp(max=0.0)
+
+
+def kept_rows(value: Any, tokens: Tensor, vocab_size: int) -> Ragged:
+    """[response] entries of ascending ids from a JSON list of lists, each with its sampled token.
+
+    An entry of the whole vocabulary becomes an empty one.
+    """
+    if not isinstance(value, list) or len(value) != tokens.numel():
+        found = f"{len(value)} entries of" if isinstance(value, list) else "no"
+        raise MalformedAnswer(
+            f"the answer has {found} kept ids for {tokens.numel()} tokens; use a version that "
+            "reports the sampling mask"
+        )
+    rows = []
+    for position, (row, token) in enumerate(zip(value, tokens.tolist(), strict=True)):
+        if not isinstance(row, list) or not all(
+            type(kept) is int and 0 <= kept < vocab_size for kept in row
+        ):
+            raise MalformedAnswer(
+                f"kept ids {shown(row)} at token {position} are no ids of {vocab_size}"
+            )
+        if len(set(row)) != len(row) or token not in row:
+            raise MalformedAnswer(
+                f"the kept ids at token {position} repeat one or lack the sampled {token}"
+            )
+        rows.append(torch.tensor(sorted(row) if len(row) < vocab_size else [], dtype=torch.int32))
+    return Ragged.of(rows)
 
 
 def finish_reason(value: Any, tokens: Tensor, ask: Ask) -> FinishReason:

@@ -14,6 +14,7 @@ from plugin.rollout.engines.server_answers import (
     WrongLogProbs,
     field,
     finish_reason,
+    kept_rows,
     log_probs,
     routes_of_int32,
     routes_of_npy,
@@ -171,6 +172,8 @@ class SglangDialect:
             "return_routed_experts": ask.parameters.routed_experts,
             "stream": False,
         }
+        if ask.parameters.sampling_mask:
+            payload["return_sampling_mask"] = True
         return ServerCall("/generate", payload)
 
     def parse(self, body: Any, ask: Ask, shape: ResponseShape, weight_version: int) -> Generation:
@@ -183,14 +186,19 @@ class SglangDialect:
             )
         tokens = token_ids(field(body, "output_ids"), ask, shape.vocab_size)
         finished = finish_reason(field(meta, "finish_reason", "type"), tokens, ask)
-        routes = values = None
+        routes = values = kept = None
         if ask.parameters.routed_experts:
             length = len(ask.prompt) + tokens.numel()
             found = meta.get("routed_experts")
             routes = routes_of_int32(found, length, shape.num_layers, shape.routes)
         if ask.parameters.log_probs:
             values = log_probs(_sglang_log_probs(meta, tokens.tolist()), tokens.numel())
-        return Generation(tokens, finished, weight_version, values, routes)
+        if ask.parameters.sampling_mask:
+            kept = kept_rows(meta.get("output_token_sampling_mask"), tokens, shape.vocab_size)
+            # Those above are of the distribution before truncation, these of the sampled one.
+            if ask.parameters.log_probs:
+                values = log_probs(meta.get("output_token_sampling_logprobs"), tokens.numel())
+        return Generation(tokens, finished, weight_version, values, routes, kept)
 
     def weight_update(self, directory: str, label: str) -> list[ServerCall]:
         payload = {"model_path": directory, "weight_version": label, "flush_cache": True}
@@ -207,7 +215,7 @@ class SglangDialect:
         return found if isinstance(found, str) else shown(found)
 
     def self_test(self, parameters: SamplingParameters) -> ServerCall | None:
-        return None  # log-probs are after the temperature, and truncation is refused with the flags
+        return None  # log-probs are after the temperature; truncation comes with its sampling mask
 
 
 DIALECTS: dict[str, type[VllmDialect] | type[SglangDialect]] = {

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
+from plugin.ragged import Ragged
 from plugin.rollout.engines.int8_weights import quantize_linears
 from plugin.rollout.engines.protocol import (
     EngineHealth,
@@ -25,7 +26,7 @@ from plugin.rollout.engines.protocol import (
     SamplingParameters,
 )
 from plugin.rollout.engines.route_recorder import RouteRecorder
-from plugin.rollout.engines.sampling import draw, sampling_log_probs, uniform_rows
+from plugin.rollout.engines.sampling import draw, kept_ids, sampling_log_probs, uniform_rows
 from plugin.rollout.engines.weight_buckets import WeightLoader
 
 
@@ -117,9 +118,10 @@ class TransformersEngine:
         logits, mask = output.logits[:, -1][source.to(self._device)], mask[source]
         open_rows = torch.arange(len(source))
         while len(open_rows):
-            tokens, log_probs = draw(
-                sampling_log_probs(logits, parameters), rows.uniforms(open_rows).to(self._device)
-            )
+            distribution = sampling_log_probs(logits, parameters)
+            tokens, log_probs = draw(distribution, rows.uniforms(open_rows).to(self._device))
+            if parameters.sampling_mask:
+                rows.add_kept_ids(open_rows, kept_ids(distribution))
             tokens = tokens.cpu()
             still_open = rows.add_tokens(open_rows, tokens, log_probs.cpu())
             # The engine never reads a response's last token, unless its routes are wanted.
@@ -174,6 +176,7 @@ class _Rows:
         self._stop_tokens = torch.tensor(parameters.stop_token_ids, dtype=torch.int64)
         self._prompt_routes: list[Tensor] = []
         self._routes: list[list[Tensor]] = [[] for _ in seeds]
+        self._kept: list[list[Tensor]] = [[] for _ in seeds]
 
     def uniforms(self, rows: Tensor) -> Tensor:
         """[len(rows)] random numbers of the next position; open rows have one length."""
@@ -198,6 +201,11 @@ class _Rows:
         for row, route in zip(rows.tolist(), routes, strict=True):
             self._routes[row].append(route)
 
+    def add_kept_ids(self, rows: Tensor, kept: list[Tensor]) -> None:
+        """One entry of ids for each of `rows`, of the tokens about to be added."""
+        for row, ids in zip(rows.tolist(), kept, strict=True):
+            self._kept[row].append(ids)
+
     def generations(self) -> list[Generation]:
         """The finished responses, in the order of the rows."""
         owners = [n for n, request in enumerate(self.requests) for _ in request.seeds]
@@ -215,6 +223,7 @@ class _Rows:
             weight_version=self._weight_version,
             log_probs=self._log_probs[row, :length].clone() if self._parameters.log_probs else None,
             routed_experts=routes,
+            sampling_mask=Ragged.of(self._kept[row]) if self._parameters.sampling_mask else None,
         )
 
 

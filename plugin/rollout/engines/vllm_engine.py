@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import safetensors.torch
 import torch
@@ -30,6 +30,7 @@ from plugin.rollout.engines.protocol import (
     GenerationRequest,
     SamplingParameters,
 )
+from plugin.rollout.engines.server_answers import MalformedAnswer, kept_rows
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader, weight_ledger
 
 #: vLLM raises lower temperatures to this one without saying so in the answer.
@@ -60,6 +61,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> V
         max_batch=config.rollout_max_batch,
         max_model_len=config.max_context_length,
         routed_experts=config.wants_rollout_routes,
+        sampling_mask=config.replays_sampling_mask,
         name=name,
     )
 
@@ -71,6 +73,7 @@ class VllmEngine:
     max_batch: responses that are generated at once
     max_model_len: tokens of prompt and response together; None = what the config's positions allow
     routed_experts: whether the experts of every token will be asked for
+    sampling_mask: whether the ids that top-k and top-p keep will be asked for
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class VllmEngine:
         max_batch: int = 256,
         max_model_len: int | None = None,
         routed_experts: bool = False,
+        sampling_mask: bool = False,
         name: str = "engine",
     ) -> None:
         self._name = name
@@ -90,7 +94,9 @@ class VllmEngine:
         self._route_shape = RouteShape.of(hf_config)
         positions = int(hf_config.get("max_position_embeddings") or 4096)
         self._max_model_len = min(max_model_len or positions, positions)
-        self._llm = _build(hf_config, dtype, max_batch, self._max_model_len, routed_experts)
+        self._vocab_size = int(hf_config["vocab_size"])
+        reports = _Reports(routed_experts, sampling_mask)
+        self._llm = _build(hf_config, dtype, max_batch, self._max_model_len, reports)
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
         """Take a bucket; see `RolloutEngine`. The last one replaces the weights."""
@@ -173,7 +179,7 @@ class VllmEngine:
                 f"{self._ledger.version}"
             )
         tokens = torch.tensor(list(completion.token_ids), dtype=torch.int64)
-        log_probs = routes = None
+        log_probs = routes = kept = None
         if parameters.log_probs and completion.logprobs is not None:
             pairs = zip(completion.token_ids, completion.logprobs, strict=True)
             log_probs = torch.tensor([position[token].logprob for token, position in pairs])
@@ -183,6 +189,13 @@ class VllmEngine:
             length = len(request.prompt) + tokens.numel()
             found = torch.as_tensor(completion.routed_experts)
             routes = complete_routes(found, length, self._route_shape)
+        if parameters.sampling_mask:
+            mask: Any = getattr(completion, "sampling_mask", None)
+            rows = None if mask is None else [list(map(int, row)) for row in mask.token_ids]
+            try:
+                kept = kept_rows(rows, tokens, self._vocab_size)
+            except MalformedAnswer as error:
+                return GenerationFailure(f"vLLM: {error}")
         self._generated_tokens += tokens.numel()
         return Generation(
             tokens=tokens,
@@ -190,7 +203,15 @@ class VllmEngine:
             weight_version=self._ledger.version,
             log_probs=log_probs,
             routed_experts=routes,
+            sampling_mask=kept,
         )
+
+
+class _Reports(NamedTuple):
+    """What vLLM has to be started with to report."""
+
+    routed_experts: bool
+    sampling_mask: bool
 
 
 def _build(
@@ -198,7 +219,7 @@ def _build(
     dtype: str,
     max_batch: int,
     max_model_len: int,
-    routed_experts: bool,
+    reports: _Reports,
 ) -> Any:
     """A `vllm.LLM` with random weights and no tokenizer."""
     for name, value in _ENVIRONMENT.items():
@@ -226,8 +247,10 @@ def _build(
     }
     if not on_gpu:
         options |= _cpu_options(hf_config, dtype, max_batch, max_model_len)
-    if routed_experts:
+    if reports.routed_experts:
         options["enable_return_routed_experts"] = True
+    if reports.sampling_mask:
+        options["return_sampling_mask"] = True
     config = dict(hf_config)
     if not config.get("architectures"):
         # Without the name of its causal language model class vLLM builds an encoder.
@@ -239,7 +262,14 @@ def _build(
         try:
             return LLM(model=directory, **options)
         except (TypeError, ValueError) as error:
-            if not routed_experts:
+            if reports.sampling_mask:
+                raise ConfigError(
+                    "--use-rollout-sampling-mask: this vLLM cannot report the ids that it keeps "
+                    f"here ({error}); it needs vLLM 0.28 or later with its model runner V2. Use "
+                    "--rollout-engine transformers, or sample without --rollout-top-p and "
+                    "--rollout-top-k"
+                ) from error
+            if not reports.routed_experts:
                 raise
             raise ConfigError(
                 "--use-rollout-routing-replay: this vLLM cannot report the experts of its tokens "

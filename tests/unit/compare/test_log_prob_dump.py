@@ -120,3 +120,17 @@ def test_routes_come_back_in_their_shape(tmp_path: Path) -> None:
     LogProbDump(tmp_path, with_routes=True).write(0, columns)
     [(block, _)] = list(open_dump([tmp_path]).blocks())
     np.testing.assert_array_equal(block.routes["rollout_routed_experts"][1], routes[1])
+
+
+def test_kept_ids_travel_with_the_log_probs_that_are_over_them(tmp_path: Path) -> None:
+    columns = batch_columns(samples=2)  # responses of 1 and 2 tokens
+    columns["rollout_kept_ids"] = [torch.tensor([0, 5]), torch.tensor([7, 8, 9])]
+    columns["rollout_kept_counts"] = [torch.tensor([2]), torch.tensor([0, 3])]
+    path = LogProbDump(tmp_path).write(0, columns)
+    assert path is not None
+    table = pq.read_table(path)
+    assert table["kept_ids"].to_pylist() == [[0, 5], [7, 8, 9]]
+    assert table["kept_counts"].to_pylist() == [[2], [0, 3]]
+    dump = open_dump([path])
+    [(block, _)] = list(dump.blocks())
+    assert dump.problems == [] and block.lengths.tolist() == [1, 2]

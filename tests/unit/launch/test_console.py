@@ -72,7 +72,7 @@ from plugin.config import JobConfig
 
 caught, usual = [], warnings.showwarning
 with capture_warnings(caught.append):
-    JobConfig(rollout_top_k=5)
+    JobConfig(rollout_top_k=5, use_rollout_sampling_mask="off", policy_loss="reinforce")
     warnings.warn("for developers", DeprecationWarning)
     logging.getLogger("plugin.rollout").warning("server %s is out", "a")
 assert warnings.showwarning is usual and not logging.getLogger("plugin").handlers

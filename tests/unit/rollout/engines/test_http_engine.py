@@ -374,7 +374,15 @@ HTTP = {
     [
         ({"rollout_dtype": "bfloat16"}, "the servers choose their dtype"),
         ({"num_rollout_engines": 2}, "one client serves every URL"),
-        ({"rollout_server": "sglang", "rollout_top_k": 5}, "before truncation"),
+        (
+            {
+                "rollout_server": "sglang",
+                "rollout_top_k": 5,
+                "use_rollout_sampling_mask": "off",
+                "allow_biased_correction": True,
+            },
+            "before truncation",
+        ),
     ],
 )
 def test_flags_that_servers_would_ignore_are_errors(settings: Any, message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from plugin.rollout.engines.protocol import (
     SamplingParameters,
     check_generations,
 )
+from plugin.rollout.engines.sampling import sampling_log_probs
 from plugin.rollout.engines.weight_buckets import pack_buckets
 from tests.parallel.tiny_models import FAMILIES, hf_model, hf_state_dict
 from tests.unit.rollout.engines.tiny_engines import (
@@ -46,6 +49,25 @@ def test_truncated_sampling_reports_the_renormalized_log_probs() -> None:
         expected = reference_log_probs(model, request, generation, truncated)
         assert torch.allclose(generation.log_probs, expected, atol=1e-4)
         assert bool(expected.isfinite().all())
+
+
+def test_kept_ids_are_those_that_the_whole_sequence_gives() -> None:
+    truncated = SamplingParameters(top_p=0.7, top_k=12, max_response_length=6, sampling_mask=True)
+    model = hf_model(FAMILIES["qwen3"]())
+    answers = loaded_engine().generate(REQUESTS, truncated)
+    check_generations(REQUESTS, answers, truncated)
+    for request, generation in flat(answers):
+        sequence = torch.tensor([*request.prompt, *generation.tokens.tolist()])
+        with torch.no_grad():
+            logits = model(sequence[None]).logits[0, len(request.prompt) - 1 : -1]
+        expected = sampling_log_probs(logits, truncated).isfinite()
+        mask = generation.sampling_mask
+        assert mask is not None and max(mask.lengths) <= 12
+        assert [row.tolist() for row in mask] == [r.nonzero()[:, 0].tolist() for r in expected]
+    # Nothing was dropped: no entry, however large the vocabulary.
+    everything = replace(truncated, top_p=1.0, top_k=10**6)
+    for _, generation in flat(loaded_engine().generate(REQUESTS, everything)):
+        assert generation.sampling_mask is not None and not generation.sampling_mask.lengths.any()
 
 
 def test_a_response_does_not_depend_on_how_requests_are_batched() -> None:

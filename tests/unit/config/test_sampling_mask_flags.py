@@ -1,0 +1,93 @@
+"""When truncated sampling is replayed, and when it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plugin.config import JobConfig
+from plugin.errors import ConfigError
+
+SGLANG = {
+    "rollout_engine": "http",
+    "rollout_url": "http://127.0.0.1:1",
+    "rollout_weights_dir": "w",
+    "rollout_server": "sglang",
+}
+VLLM_SERVER = {**SGLANG, "rollout_server": "vllm"}
+
+
+@pytest.mark.parametrize(
+    "settings, replays",
+    [
+        ({}, False),
+        ({"rollout_top_p": 0.9}, True),
+        ({"rollout_top_k": 20}, True),
+        ({"rollout_top_k": 20, "use_rollout_sampling_mask": "on"}, True),
+        ({"rollout_top_k": 20, "rollout_engine": "vllm"}, True),
+        ({"rollout_top_k": 20, **SGLANG}, True),
+        (
+            {
+                "rollout_top_k": 20,
+                "use_rollout_sampling_mask": "off",
+                "allow_biased_correction": True,
+            },
+            False,
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*gradients are biased")
+def test_auto_replays_where_the_engine_truncates_and_reports(
+    settings: dict[str, Any], replays: bool
+) -> None:
+    assert JobConfig.from_sources(settings).replays_sampling_mask is replays
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"use_rollout_sampling_mask": "off"}, "insist with --allow-biased-correction"),
+        ({"use_rollout_sampling_mask": "off", "policy_loss": "icepop"}, "ratios .* are biased"),
+        (
+            {
+                "use_rollout_sampling_mask": "off",
+                "policy_loss": "reinforce",
+                "use_tis": True,
+                "custom_tis_function_path": "plugin.ppo_utils.off_policy_is_function",
+            },
+            "ratios .* are biased",
+        ),
+        (VLLM_SERVER, "ratios .* are biased"),
+        ({"rollout_engine": "my.engine:make"}, "ratios .* are biased"),
+        ({**VLLM_SERVER, "use_rollout_sampling_mask": "on"}, "with vLLM servers does not report"),
+    ],
+)
+def test_truncation_without_a_report_is_refused_where_there_is_a_ratio(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        JobConfig.from_sources({"rollout_top_p": 0.9, **settings})
+
+
+def test_without_a_ratio_it_is_a_warning() -> None:
+    settings = {"policy_loss": "reinforce", "use_rollout_sampling_mask": "off"}
+    with pytest.warns(UserWarning, match="gradients are biased"):
+        JobConfig.from_sources({"rollout_top_p": 0.9, **settings})
+
+
+def test_an_own_engine_may_report() -> None:
+    settings = {"rollout_engine": "my.engine:make", "use_rollout_sampling_mask": "on"}
+    assert JobConfig.from_sources({"rollout_top_p": 0.9, **settings}).replays_sampling_mask
+
+
+def test_vllm_wants_a_bound_of_the_kept_ids() -> None:
+    with pytest.raises(ConfigError, match="add --rollout-top-k"):
+        JobConfig.from_sources({"rollout_top_p": 0.9, "rollout_engine": "vllm"})
+
+
+def test_flags_of_the_mask_do_nothing_without_truncation() -> None:
+    for flag in ({"use_rollout_sampling_mask": "on"}, {"entropy_of": "kept"}):
+        with pytest.raises(ConfigError, match="would do nothing"):
+            JobConfig.from_sources(flag)
+    JobConfig.from_sources({"rollout_top_p": 0.9, "entropy_of": "kept"})
