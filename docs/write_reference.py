@@ -90,6 +90,8 @@ def _flag_row(name: str) -> str:
     if kind is bool:
         shown = f"{shown}` / `--no-{shown[2:]}"
     meaning = html.escape(item.metadata["help"], quote=False)
+    if kind == tuple[str, ...]:
+        meaning += "; may be repeated"
     if get_origin(kind) is Literal:
         meaning += ": " + ", ".join(f"`{value}`" for value in get_args(kind))
     elif names := item.metadata["names"]:
@@ -98,7 +100,7 @@ def _flag_row(name: str) -> str:
 
 
 def _default(value: Any) -> str:
-    if value is None:
+    if value in (None, ()):
         return "none"
     if isinstance(value, bool):
         return "on" if value else "off"

@@ -1,5 +1,6 @@
 """Configuration: frozen dataclasses with every flag, default, help text and check."""
 
+from plugin.config.data_flags import DataFlags
 from plugin.config.flags import FlagGroup, flag
 from plugin.config.job_flags import (
     EMBEDDED_DEFAULTS,
@@ -33,6 +34,7 @@ __all__ = [
     "BatchingFlags",
     "ConversationFlags",
     "CorrectionFlags",
+    "DataFlags",
     "FlagGroup",
     "JobConfig",
     "LaunchFlags",

@@ -249,11 +249,14 @@ class _HelpAll(argparse.Action):
 def _add_argument(section: Any, owner: type, name: str) -> argparse.Action:
     item = next(f for f in dataclasses.fields(owner) if f.name == name)
     kind, _ = field_type(owner, name)
-    shown = "none" if item.default is None else item.default
+    shown = "none" if item.default in (None, ()) else item.default
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}
     options["help"] = f"{item.metadata['help']} (default: {shown})".replace("%", "%%")
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
+    elif kind == tuple[str, ...]:
+        options |= {"action": "append", "metavar": "TEXT"}
+        options["help"] += "; may be repeated"
     elif get_origin(kind) is Literal:
         options["metavar"] = "{" + ",".join(map(str, get_args(kind))) + "}"
     elif item.metadata["names"]:
@@ -311,6 +314,13 @@ def _converted(kind: Any, name: str, value: Any, words: Sequence[str]) -> Any:
             return number
         # Not through float where it can be helped: that would round integers beyond 2**53.
         return int(value) if not isinstance(value, str) or value.strip().isdigit() else int(number)
+    if kind == tuple[str, ...]:
+        # The command line and YAML lists give several; a single text needs no list.
+        values = (value,) if isinstance(value, str) else value
+        wanted = f"{option_name(name)} is {value!r}; expected text, or a list of texts"
+        expect(isinstance(values, (list, tuple)), wanted)
+        expect(all(isinstance(item, str) for item in values), wanted)
+        return tuple(values)
     expect(kind is not str or isinstance(value, (str, Path)), wanted)
     return str(value) if kind is str else value
 

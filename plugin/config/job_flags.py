@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
+from plugin.config.data_flags import DataFlags
 from plugin.config.engine_traits import ENGINES, EngineTraits, engine_traits
 from plugin.config.estimator_traits import ESTIMATOR_TRAITS, estimator_traits
 from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag, read_yaml
@@ -234,24 +235,8 @@ class BatchingFlags(FlagGroup):
 class RolloutFlags(FlagGroup):
     title: ClassVar[str] = "rollouts"
 
-    task_path: str | None = flag(
-        None, "task to train on: pkg.mod.Task, pkg.mod:Task or file.py:Task; runs that code"
-    )
-    prompt_data: str | None = flag(
-        None, 'JSONL file, one {"prompt": ..., "answer": ...} per line; needs --hf-checkpoint'
-    )
     reward_function_path: str | None = flag(
         None, "fn(response, row) -> float for --prompt-data; none = exact match; runs that code"
-    )
-    apply_chat_template: bool = flag(
-        False,
-        "render --prompt-data through the chat template",
-        needs=needs_flag("prompt_data") | needs_flag("task_path"),
-    )
-    bad_rows: Literal["error", "skip"] = flag(
-        "error",
-        "rows of --prompt-data that are no JSON, too long or not rendered by the template: error = "
-        "end before the start and name them; skip = leave them out",
     )
     reward_timeout: float = flag(
         60.0,
@@ -307,18 +292,6 @@ class RolloutFlags(FlagGroup):
         expect(
             self.rollout_top_p <= 1,
             f"--rollout-top-p is {self.rollout_top_p}; it must lie in (0, 1]",
-        )
-        expect(
-            self.task_path is None or self.prompt_data is None,
-            "--task-path with --prompt-data: a task brings its own prompts; drop one of the two",
-        )
-        expect(
-            self.reward_function_path is None or self.prompt_data is not None,
-            "--reward-function-path scores --prompt-data; add it, or put the reward into the task",
-        )
-        expect(
-            self.bad_rows == "error" or self.prompt_data is not None,
-            f"--bad-rows {self.bad_rows} is about --prompt-data, which is not given; drop it",
         )
         expect(
             self.max_weight_staleness is None or self.async_rollouts,
@@ -596,6 +569,7 @@ class TrainerConfig(LossConfig, ModelFlags, OptimizerFlags, ParallelFlags, Batch
 @dataclass(frozen=True)
 class JobConfig(
     TrainerConfig,
+    DataFlags,
     RolloutFlags,
     ServerFlags,
     ConversationFlags,
@@ -613,6 +587,14 @@ class JobConfig(
         below = {} if own_model else EMBEDDED_DEFAULTS
         named = {key.replace("-", "_") for key in given}
         extra = {key: value for key, value in below.items() if key not in named}
+        for source in (flags, settings):
+            expect(
+                None in (source.get("num_epochs"), source.get("num_rollouts")),
+                f"--num-epochs {source.get('num_epochs')} with --num-rollouts "
+                f"{source.get('num_rollouts')}: both say how long the job trains; drop one",
+            )
+        if flags.get("num_rollouts") is not None:
+            extra["num_epochs"] = None
         config = super().from_sources({**extra, **flags}, yaml_file)
         config.refuse_idle_flags(flags, settings)
         return config
@@ -695,6 +677,10 @@ class JobConfig(
         expect(
             self.prompt_data is None or self.hf_checkpoint is not None,
             f"--prompt-data {self.prompt_data} needs a model with a tokenizer; add --hf-checkpoint",
+        )
+        expect(
+            self.reward_function_path is None or self.prompt_data is not None,
+            "--reward-function-path scores --prompt-data; add it, or put the reward into the task",
         )
         if self.truncates_sampling and not self.replays_sampling_mask:
             self._accept_bias_of_truncation()

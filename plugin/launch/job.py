@@ -13,7 +13,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +84,20 @@ def run_job(
     check_run_dir(run_dir, config)
     with console.phase("checking the job"):
         parts = check_job(config, console.say)
+    if parts.data is not None:
+        config = _with_epochs(config, len(parts.data))
     with claimed_run_dir(run_dir, config):
         result = JobResult(run_dir, [])
         _run_in(result, config, parts, console, connected, ended)
         return result
+
+
+def _with_epochs(config: JobConfig, rows: int) -> JobConfig:
+    """--num-epochs as the number of rollouts in which every row is asked so often."""
+    if config.num_epochs is None:
+        return config
+    rollouts = max(1, math.ceil(config.num_epochs * rows / config.rollout_batch_size))
+    return replace(config, num_rollouts=rollouts, num_epochs=None)
 
 
 def _run_in(
@@ -302,6 +312,8 @@ class _Job:
     def _reach_boundary(self) -> None:
         # Prompts and seeds follow from numbers, so there is no generator state to save.
         self._boundary = {"position": asdict(self._at), "queue": self._queue.state()}
+        if self._parts.data is not None:
+            self._boundary["data"] = self._parts.data.fingerprint
 
     def _save(self) -> None:
         assert self._boundary is not None
@@ -341,6 +353,7 @@ class _Job:
             "prompts_issued": counts.issued,
             "prompts_trained": counts.taken,
             "prompts_under_way": self._queue.under_way,
+            **({"epoch": counts.taken / len(data)} if (data := self._parts.data) else {}),
             "dropped_stale": counts.dropped_stale,
             "dropped_failed": counts.dropped_failed,
             "groups_resampled": counts.resampled,
@@ -480,6 +493,12 @@ class _Job:
         newest = self._checkpoints.newest()
         if newest is not None:
             state = self._trainer.load_checkpoint(str(newest))
+        data = self._parts.data
+        if data is not None and state.get("data", data.fingerprint) != data.fingerprint:
+            self._console.warn(
+                "the prompts are not those that the checkpoint was trained on: the same numbers "
+                "now mean other rows, and some may be trained on twice or never"
+            )
         self._at = _Position(**state["position"])
         # A version names one set of weights: what was sent after the checkpoint keeps its number.
         self._at.version = max(self._at.version, self._last_sent + 1)

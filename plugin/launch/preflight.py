@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +36,18 @@ from plugin.rollout.engines.choice import check_engine
 from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
 from plugin.rollout.tasks.copy_digits import CopyDigitsTask
-from plugin.rollout.tasks.jsonl import JsonlTask
+from plugin.rollout.tasks.dataset_task import DatasetTask, RewardFunction
+from plugin.rollout.tasks.prompt_data import PromptDataset
+from plugin.rollout.tasks.prompt_format import PromptFormat, lookup, no_column
 from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt, checked_reward, require_task
 
 
 @dataclass(frozen=True)
 class JobParts:
-    """What the driver holds once everything has been checked."""
+    """What the driver holds once everything has been checked.
+
+    data: the rows of --prompt-data, where the task has them
+    """
 
     task: Task
     policy: ModelSource
@@ -50,6 +55,7 @@ class JobParts:
     teacher: ModelSource | None
     sampling: SamplingParameters
     route_shape: tuple[int, int, int] | None
+    data: PromptDataset | None = None
 
 
 def check_job(
@@ -94,6 +100,7 @@ def check_job(
         teacher=teacher,
         sampling=sampling_parameters(config, task),
         route_shape=route_shape,
+        data=task.data if isinstance(task, DatasetTask) else None,
     )
 
 
@@ -172,24 +179,42 @@ def load_task(
             "chat template is rendered; add --prompt-data with --apply-chat-template, or drop it"
         )
     if config.prompt_data is not None:
-        path = config.reward_function_path
-        return JsonlTask(
-            config.prompt_data,
-            tokenizer,
-            reward_function=None if path is None else load_function(path),
-            apply_chat_template=config.apply_chat_template,
-            template_arguments=config.template_arguments(),
-            max_prompt_length=config.max_prompt_length,
-            bad_rows=config.bad_rows,
-            seed=config.seed,
-            say=say,
-        )
+        return _dataset_task(config, tokenizer, say)
     if config.hf_checkpoint is not None:
         raise ConfigError(
             f"--hf-checkpoint {config.hf_checkpoint} has nothing to train on; add --prompt-data or "
             "--task-path"
         )
     return CopyDigitsTask(tokenizer, seed=config.seed)
+
+
+def _dataset_task(config: JobConfig, tokenizer: Any, say: Callable[[str], None]) -> DatasetTask:
+    assert config.prompt_data is not None
+    key, path = config.label_key, config.reward_function_path
+
+    def exact_match(response: str, row: Mapping[str, Any]) -> float:
+        return float(response.strip() == str(lookup(row, key)).strip())
+
+    def label_problem(row: Mapping[str, Any]) -> str | None:
+        try:
+            lookup(row, key)
+        except KeyError:
+            return no_column(row, key, "--label-key")
+        return None
+
+    reward: RewardFunction = exact_match if path is None else load_function(path)
+    data = PromptDataset(
+        config.prompt_data,
+        tokenizer,
+        PromptFormat.of(config),
+        row_problem=label_problem if path is None else lambda _: None,
+        max_prompt_length=config.max_prompt_length,
+        bad_rows=config.bad_rows,
+        shuffle=config.shuffle_data,
+        seed=config.seed,
+        say=say,
+    )
+    return DatasetTask(data, tokenizer, reward)
 
 
 Rollouts = Callable[

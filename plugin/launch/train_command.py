@@ -100,7 +100,10 @@ def _summarize(
     """Say how far a job came and where its weights are; whether these can have changed."""
     learned = _say_what_was_learned(result, config, console) if result.history else True
     if result.checkpoint is not None:
-        more = f" --num-rollouts {2 * config.num_rollouts}" if finished else ""
+        longer = f" --num-rollouts {2 * config.num_rollouts}"
+        if config.num_epochs is not None:
+            longer = f" --num-epochs {2 * config.num_epochs:g}"
+        more = longer if finished else ""
         _say_how_to_go_on(result.checkpoint, shlex.quote(str(result.run_dir)), more, console)
     return learned
 

@@ -14,11 +14,24 @@ from plugin.errors import ConfigError
 from plugin.observe.run_record import read_run
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET
-from plugin.rollout.tasks.jsonl import JsonlTask
+from plugin.rollout.tasks.prompt_data import PromptDataset
+from plugin.rollout.tasks.prompt_format import PromptFormat, lookup, no_column
 from tests.ray.tokenizer_files import save_character_tokenizer
 
 TOKENIZER = CharacterTokenizer(ALPHABET)
 GOOD = '{"prompt": "12=", "answer": "12"}'
+
+
+def label_problem(row: Any) -> str | None:
+    try:
+        lookup(row, "answer")
+    except KeyError:
+        return no_column(row, "answer", "--label-key")
+    return None
+
+
+def open_data(path: Path, tokenizer: Any = TOKENIZER, **settings: Any) -> PromptDataset:
+    return PromptDataset(path, tokenizer, **{"row_problem": label_problem, **settings})
 
 
 def write(path: Path, *lines: str | bytes) -> Path:
@@ -47,7 +60,7 @@ def test_a_bad_row_is_not_found_in_the_middle_of_a_job(tmp_path: Path, case: str
     row, message = BAD_ROWS[case]
     file = write(tmp_path / "p.jsonl", GOOD, row, GOOD)
     with pytest.raises(ConfigError) as raised:
-        JsonlTask(file, TOKENIZER, max_prompt_length=8)
+        open_data(file, max_prompt_length=8)
     assert str(raised.value).startswith(f"--prompt-data {file}, line 2: ")
     assert message in str(raised.value) and "--bad-rows skip" in str(raised.value)
 
@@ -56,13 +69,13 @@ def test_skipped_rows_are_never_sampled_and_are_reported_once(tmp_path: Path) ->
     bad = [row for row, _ in BAD_ROWS.values()]
     file = write(tmp_path / "p.jsonl", GOOD, *bad, GOOD)
     said: list[str] = []
-    task = JsonlTask(file, TOKENIZER, max_prompt_length=8, bad_rows="skip", say=said.append)
+    task = open_data(file, max_prompt_length=8, bad_rows="skip", say=said.append)
     assert {task.prompt(index).tokens for index in range(10)} == {tuple(TOKENIZER.encode("12="))}
-    assert len(said) == 1
-    assert f"{len(bad)} of {len(bad) + 2} rows are left out; the first is line 2: " in said[0]
+    assert f"{len(bad)} of {len(bad) + 2} rows are left out (1 too long); the first is line 2: " in said[0]
+    assert said[1:] == [f"--prompt-data {file}: 1 of 14 rows repeat the prompt of an earlier row"]
     with pytest.raises(ConfigError, match=r"line 1: .*11 of 12 rows are bad besides \(lines 2, 3, 4, 5, 6, \.\.\.\)$"):  # fmt: skip
-        JsonlTask(
-            write(tmp_path / "none.jsonl", *bad), TOKENIZER, max_prompt_length=8, bad_rows="skip"
+        open_data(
+            write(tmp_path / "none.jsonl", *bad), max_prompt_length=8, bad_rows="skip"
         )
 
 
@@ -87,11 +100,11 @@ def test_a_row_that_the_template_or_the_tokenizer_refuses_does_not_hide_among_ma
     rows[2200] = {"prompt": "\ud800"}
     file = write(tmp_path / "p.jsonl", *map(json.dumps, rows))
     with pytest.raises(ConfigError, match=r"line 1701: the chat template fails on it .*no tools.*2 of 2500 rows are bad besides \(lines 2101, 2201\)"):  # fmt: skip
-        JsonlTask(
+        open_data(
             file,
             tokenizer,
-            reward_function=lambda *_: 0.0,
-            apply_chat_template=True,
+            prompt_format=PromptFormat(chat=True),
+            row_problem=lambda _: None,
             max_prompt_length=50,
         )
 
@@ -100,10 +113,10 @@ def test_a_hugging_face_tokenizer_gives_the_same_prompts_alone_and_in_a_check(
     tmp_path: Path,
 ) -> None:
     file = write(tmp_path / "p.jsonl", GOOD)
-    task = JsonlTask(file, hf_tokenizer(tmp_path), max_prompt_length=3)
+    task = open_data(file, hf_tokenizer(tmp_path), max_prompt_length=3)
     assert task.prompt(0).tokens == tuple(TOKENIZER.encode("12="))
     with pytest.raises(ConfigError, match="has 3 tokens, more than 2"):
-        JsonlTask(file, hf_tokenizer(tmp_path), max_prompt_length=2)
+        open_data(file, hf_tokenizer(tmp_path), max_prompt_length=2)
 
 
 def test_bad_rows_without_a_prompt_file_is_refused() -> None:
@@ -117,7 +130,7 @@ SEPARATORS = "a\u2028b\u2029c\u0085d\x1ce\x0bf"
 def test_a_separator_of_unicode_does_not_cut_a_row(tmp_path: Path) -> None:
     row = json.dumps({"prompt": "1=", "answer": SEPARATORS}, ensure_ascii=False)
     # json.dumps escapes what is below U+0020 even so.
-    task = JsonlTask(write(tmp_path / "p.jsonl", row), TOKENIZER)
+    task = open_data(write(tmp_path / "p.jsonl", row))
     assert task.prompt(0).data["answer"] == SEPARATORS
     run = tmp_path / "run"
     run.mkdir()
@@ -138,8 +151,8 @@ def test_a_file_in_another_encoding_is_not_taken_for_broken_json(
 ) -> None:
     text = f"{GOOD}\n{GOOD}\n".encode(encoding)
     for name, read in (
-        ("p.jsonl", lambda path: JsonlTask(path, TOKENIZER)),
-        ("skip.jsonl", lambda path: JsonlTask(path, TOKENIZER, bad_rows="skip")),
+        ("p.jsonl", lambda path: open_data(path)),
+        ("skip.jsonl", lambda path: open_data(path, bad_rows="skip")),
     ):
         file = write(tmp_path / name, text)
         with pytest.raises(
@@ -153,7 +166,7 @@ def test_a_file_in_another_encoding_is_not_taken_for_broken_json(
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
-    task = JsonlTask(write(tmp_path / "p.jsonl", GOOD.encode("utf-8-sig")), TOKENIZER)
+    task = open_data(write(tmp_path / "p.jsonl", GOOD.encode("utf-8-sig")))
     assert task.prompt(0).data["answer"] == "12"
 
 

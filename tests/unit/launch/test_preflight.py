@@ -20,7 +20,7 @@ from plugin.rollout.conversation.trajectory import Rollouts, Trajectory
 from plugin.rollout.engines.choice import make_engine
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET, CopyDigitsTask
-from plugin.rollout.tasks.jsonl import JsonlTask
+from plugin.rollout.tasks.dataset_task import DatasetTask
 
 TASK = CopyDigitsTask(CharacterTokenizer(ALPHABET))
 
@@ -294,6 +294,6 @@ def test_template_arguments_reach_the_template_of_prompt_data(tmp_path: Path) ->
     marked = load_task(
         JobConfig.from_sources({**settings, "chat_template_kwargs": '{"mark": "+"}'}), tokenizer
     )
-    assert isinstance(plain, JsonlTask) and isinstance(marked, JsonlTask)
+    assert isinstance(plain, DatasetTask) and isinstance(marked, DatasetTask)
     assert tokenizer.decode(plain.prompt(0).tokens) == "12"
     assert tokenizer.decode(marked.prompt(0).tokens) == "12+"
