@@ -55,7 +55,7 @@ class DataFlags(FlagGroup):
     )
     shuffle_data: bool = flag(
         True,
-        "every pass over --prompt-data has an order of its own, from --seed; off = the files' order",
+        "every pass over --prompt-data has its own order, from --seed; off = the files' order",
         needs=_PROMPTS,
     )
     num_epochs: float | None = flag(

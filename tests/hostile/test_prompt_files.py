@@ -71,12 +71,13 @@ def test_skipped_rows_are_never_sampled_and_are_reported_once(tmp_path: Path) ->
     said: list[str] = []
     task = open_data(file, max_prompt_length=8, bad_rows="skip", say=said.append)
     assert {task.prompt(index).tokens for index in range(10)} == {tuple(TOKENIZER.encode("12="))}
-    assert f"{len(bad)} of {len(bad) + 2} rows are left out (1 too long); the first is line 2: " in said[0]
+    assert (
+        f"{len(bad)} of {len(bad) + 2} rows are left out (1 too long); the first is line 2: "
+        in said[0]
+    )
     assert said[1:] == [f"--prompt-data {file}: 1 of 14 rows repeat the prompt of an earlier row"]
     with pytest.raises(ConfigError, match=r"line 1: .*11 of 12 rows are bad besides \(lines 2, 3, 4, 5, 6, \.\.\.\)$"):  # fmt: skip
-        open_data(
-            write(tmp_path / "none.jsonl", *bad), max_prompt_length=8, bad_rows="skip"
-        )
+        open_data(write(tmp_path / "none.jsonl", *bad), max_prompt_length=8, bad_rows="skip")
 
 
 def hf_tokenizer(directory: Path) -> Any:

@@ -1,4 +1,4 @@
-"""The task of `--prompt-data`: prompts of a dataset, responses scored by a function of their text."""
+"""The task of `--prompt-data`: prompts of a dataset, responses scored by their text."""
 
 from __future__ import annotations
 

@@ -105,7 +105,9 @@ class PromptDataset:
             return self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
         return [self._tokenizer.encode(text) for text in texts]
 
-    def _check_chunk(self, check: _Check, numbers: range, rows: list[Row | BadRow]) -> None:
+    def _check_chunk(
+        self, check: _Check, numbers: range, rows: list[dict[str, Any] | BadRow]
+    ) -> None:
         texts: dict[int, str] = {}
         for number, row in zip(numbers, rows, strict=True):
             if isinstance(row, BadRow):
@@ -163,7 +165,7 @@ class _Check:
         self._seen: set[bytes] = set()
         self._everything = hashlib.blake2b(digest_size=16)
 
-    def chunks(self) -> Iterator[tuple[range, list[Row | BadRow]]]:
+    def chunks(self) -> Iterator[tuple[range, list[dict[str, Any] | BadRow]]]:
         """All rows with their numbers, some at a time; reports progress."""
         reported, start, rest = time.monotonic(), 0, iter(self._rows)
         while chunk := list(islice(rest, _ROWS_AT_ONCE)):

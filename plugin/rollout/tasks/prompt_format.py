@@ -115,7 +115,7 @@ def _tools_problem(row: Mapping[str, Any], key: str) -> str | None:
         return no_column(row, key, "--tools-key")
     except (ValueError, RecursionError) as error:
         return f"{key!r} is text that is not JSON ({error})"
-    if tools is None or isinstance(tools, list) and all(isinstance(t, dict) for t in tools):
+    if tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         return None
     return f"{key!r} must be a list of JSON schemas, or JSON text of one; it is {str(tools)[:100]}"
 
