@@ -33,8 +33,15 @@ PUBLIC: dict[str, set[str]] = {
     },
     "plugin.config": {
         *("EMBEDDED_DEFAULTS", "RATIO_LOSSES", "ROLLOUT_LOSSES", "AdvantageFlags"),
-        *("BatchingFlags", "ConversationFlags", "CorrectionFlags", "FlagGroup", "JobConfig"),
-        *("LaunchFlags", "LossConfig", "ModelFlags", "NormalizationFlags", "OptimizerFlags"),
+        *("BatchingFlags", "ConversationFlags", "CorrectionFlags", "DataFlags", "FlagGroup"),
+        *(
+            "JobConfig",
+            "LaunchFlags",
+            "LossConfig",
+            "ModelFlags",
+            "NormalizationFlags",
+            "OptimizerFlags",
+        ),
         *("OutputFlags", "ParallelFlags", "PolicyLossFlags", "RegularizerFlags", "RejectionRule"),
         *("RolloutFlags", "TrainerConfig", "flag", "parse_rejection_rules"),
     },
