@@ -22,7 +22,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("plugin.launch.train_command", "run a complete RL job, on this machine or a cluster"),
     "doctor": (
         "plugin.doctor.doctor_command",
-        "check packages and devices, a hook, a configuration, and that parallel layouts agree",
+        "check packages and devices, a hook, a configuration, that parallel layouts agree; or say "
+        "what went wrong in a run",
     ),
     "compare": (
         "plugin.compare.compare_command",

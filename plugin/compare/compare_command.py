@@ -21,6 +21,11 @@ _CHOSEN = ("policy_loss", "use_tis", "custom_tis_function_path")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-command's own arguments, and every flag of the loss for the thresholds."""
+    parser.usage = (
+        "megatron-tis compare [-h | --help-all] [--sweep FLAG=LOW:HIGH ...] [--FLAG VALUE ...] "
+        "DUMP [DUMP ...]"
+    )
+    parser.epilog = "--help-all shows every threshold of the losses and corrections."
     parser.add_argument(
         "dumps",
         nargs="+",
@@ -55,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", metavar="FILE", help="write everything as JSON; - = standard output"
     )
     parser.add_argument("--force", action="store_true", help="replace files that exist")
-    LossConfig.add_arguments(parser)
+    LossConfig.add_arguments(parser, in_short_help=_CHOSEN)
 
 
 def run(args: argparse.Namespace) -> int:

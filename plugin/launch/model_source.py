@@ -88,12 +88,18 @@ def directory_source(directory: str, option: str, config: JobConfig) -> ModelSou
             f"{option} {directory} holds no *.safetensors file, only these are read; convert the "
             "model with save_pretrained(safe_serialization=True)"
         )
-    unknown = family_of(loaded).unknown_tensors(HfDirectory(path))
+    unknown, missing = family_of(loaded).misfits(loaded, HfDirectory(path))
     if unknown:
         raise ConfigError(
-            f"{option} {directory} holds {len(unknown)} tensors that a {loaded.model_type} "
-            f"model has no place for, the first of them {unknown[0]}; give weights that belong "
-            "to config.json, unquantized or in block-wise float8"
+            f"{option} {directory} holds {len(unknown)} tensors that a {loaded.model_type} model "
+            f"of its config.json has no place for, the first of them {unknown[0]}; give weights "
+            "that belong to config.json, unquantized or in block-wise float8"
+        )
+    if missing:
+        raise ConfigError(
+            f"{option} {directory} lacks {len(missing)} tensors of a {loaded.model_type} model of "
+            f"its config.json, the first of them {missing[0]}; download the missing files, or "
+            "give weights that belong to config.json"
         )
     # The trainer dequantizes what it reads, and engines get plain weights from the trainer.
     plain = {k: v for k, v in loaded.to_dict().items() if k != "quantization_config"}

@@ -24,6 +24,7 @@ from plugin.launch.train_command import COMMON_FLAGS
         (["train", "--tis-clp", "3"], "unknown flag --tis-clp; did you mean --tis-clip?"),
         (["train", "--polcy-loss=ppo"], "unknown flag --polcy-loss; did you mean --policy-loss?"),
         (["train", "config.yaml"], "unexpected argument 'config.yaml'"),
+        (["compare", "dump", "--swep", "x"], "unknown flag --swep; did you mean --sweep?"),
         (["doctor", "--layout", "tp2"], "unknown flag --layout; did you mean --layouts?"),
     ],
 )

@@ -16,7 +16,7 @@ from plugin.errors import ConfigError, WeightError
 from plugin.launch.model_source import directory_source
 from plugin.megatron_backend.model import families
 from plugin.megatron_backend.model.weight_files import HfDirectory
-from tests.parallel.tiny_models import FAMILIES, hf_state_dict
+from tests.parallel.tiny_models import FAMILIES, hf_state_dict, tiny_qwen3_moe
 
 FLOAT8 = {
     "quant_method": "fp8",
@@ -90,19 +90,39 @@ def test_other_formats_are_not_taken_for_numbers(
     assert "unquantized checkpoint" in str(caught.value)
 
 
+def whole(**changes: Any) -> dict[str, Any]:
+    """The weights of the model that `write` describes, but for `changes` (None: without it)."""
+    tensors = hf_state_dict(FAMILIES["qwen3"]()) | changes
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def refusal(directory: Path, tensors: dict[str, Any]) -> str:
+    with pytest.raises((ConfigError, WeightError)) as caught:
+        directory_source(str(write(directory, tensors)), "--hf-checkpoint", JobConfig())
+    return str(caught.value)
+
+
 def test_the_driver_does_not_start_a_job_with_them(tmp_path: Path) -> None:
-    config = JobConfig()
-    write(tmp_path, {NAME: torch.ones(3, 4, dtype=torch.int8)})
-    with pytest.raises(WeightError, match=f"{NAME} is stored as I8"):
-        directory_source(str(tmp_path), "--hf-checkpoint", config)
-    write(tmp_path, {NAME: torch.ones(3, 4), "model.layers.0.mlp.up_proj.bias": torch.ones(3)})
-    with pytest.raises(ConfigError, match=r"1 tensors .* the first of them .*up_proj\.bias"):
-        directory_source(str(tmp_path), "--hf-checkpoint", config)
+    assert f"{NAME} is stored as I8" in refusal(tmp_path, whole(**{NAME: torch.ones(3, 4).char()}))
+    bias = "model.layers.0.mlp.up_proj.bias"
+    assert f"1 tensors that a qwen3 model of its config.json has no place for, the first of them {bias}" in refusal(tmp_path, whole(**{bias: torch.ones(3)}))  # fmt: skip
+    # Names that the family knows, with numbers that this model does not have.
+    deeper = "model.layers.4.mlp.up_proj.weight"
+    assert f"no place for, the first of them {deeper}" in refusal(tmp_path, whole(**{deeper: torch.ones(3, 4)}))  # fmt: skip
+    assert f"lacks 1 tensors of a qwen3 model of its config.json, the first of them {NAME}" in refusal(tmp_path, whole(**{NAME: None}))  # fmt: skip
+
+
+def test_of_two_files_with_the_same_tensor_none_is_chosen_silently(tmp_path: Path) -> None:
+    write(tmp_path, whole())
+    save_file({NAME: torch.ones(48, 32)}, tmp_path / "model-00001-of-00001.safetensors")
+    with pytest.raises(WeightError, match=rf"model\.safetensors holds {NAME}, which another file"):
+        HfDirectory(tmp_path)
 
 
 def test_engines_and_saved_models_do_not_inherit_the_quantization(tmp_path: Path) -> None:
     """What they get are the trainer's weights, which are plain."""
-    write(tmp_path, {NAME: float8(), f"{NAME}_scale_inv": SCALES}, FLOAT8)
+    scales = {NAME: float8((48, 32)), f"{NAME}_scale_inv": torch.ones(24, 11)}
+    write(tmp_path, whole(**scales), FLOAT8)
     source = directory_source(str(tmp_path), "--hf-checkpoint", JobConfig())
     assert "quantization_config" not in source.hf_config
     assert not hasattr(source.as_config(), "quantization_config")
@@ -113,5 +133,22 @@ def test_no_tensor_of_a_family_is_unknown_or_missing_in_its_table(family: str) -
     config = FAMILIES[family]()
     if family == "qwen3_moe":
         config = FAMILIES[family](mlp_only_layers=[0])
-    names = {re.sub(r"\d+", "#", name) for name in hf_state_dict(config)}
-    assert names == set(families.FAMILIES[family].tensors)
+    names = set(hf_state_dict(config))
+    assert names == families.FAMILIES[family].tensor_names(config)
+    assert families.FAMILIES[family].misfits(config, names | {"x.rotary_emb.inv_freq"}) == ([], [])
+
+
+def test_experts_that_the_config_does_not_have_are_not_ignored() -> None:
+    names = hf_state_dict(tiny_qwen3_moe())
+    few = tiny_qwen3_moe(num_experts=2, mlp_only_layers=[0])
+    unknown, missing = families.FAMILIES["qwen3_moe"].misfits(few, names)
+    # Layer 0 is dense: its router and 4 experts; layers 1 to 3: experts 2 and 3; 3 tensors each.
+    assert len(unknown) == 1 + 4 * 3 + 3 * 2 * 3
+    assert missing == [f"model.layers.0.mlp.{part}_proj.weight" for part in ("down", "gate", "up")]
+
+
+def test_a_tied_output_layer_may_be_there_or_not() -> None:
+    tied = FAMILIES["llama"](tie_word_embeddings=True)
+    names = set(hf_state_dict(tied))
+    for held in (names - {"lm_head.weight"}, names | {"lm_head.weight"}):
+        assert families.FAMILIES["llama"].misfits(tied, held) == ([], [])

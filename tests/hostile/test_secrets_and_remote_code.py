@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import save_file
 
@@ -103,7 +102,7 @@ def test_the_code_of_a_model_directory_is_neither_run_nor_asked_about(
         directory_source(str(tmp_path), "--hf-checkpoint", JobConfig())
     known = FAMILIES["qwen3"]().to_dict() | {"auto_map": own_code, "_name_or_path": str(tmp_path)}
     (tmp_path / "config.json").write_text(json.dumps(known))
-    save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    save_file(hf_state_dict(FAMILIES["qwen3"]()), tmp_path / "model.safetensors")
     source = directory_source(str(tmp_path), "--hf-checkpoint", JobConfig())
     assert source.as_config().model_type == "qwen3"
     TransformersEngine(source.hf_config)

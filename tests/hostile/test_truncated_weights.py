@@ -5,19 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from plugin.config import JobConfig
 from plugin.errors import WeightError
 from plugin.launch.model_source import directory_source
+from tests.parallel.tiny_models import hf_state_dict, tiny_llama
 
 
 @pytest.mark.parametrize("kept", [0, 4, 60, -1])
 def test_a_truncated_safetensors_file_is_one_line_that_names_it(tmp_path: Path, kept: int) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    config = tiny_llama(num_hidden_layers=1)
+    config.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    save_file({"model.norm.weight": torch.ones(8)}, file)
+    save_file(hf_state_dict(config), file)
     assert directory_source(str(tmp_path), "--hf-checkpoint", JobConfig()).directory == str(
         tmp_path
     )

@@ -6,7 +6,6 @@ code works from the entry. (`--embedded-model` lists those of which a tiny model
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +56,8 @@ class ModelFamily:
         `TransformerConfig` that the model decides; with `num_moe_experts` the model has routers
     refused: settings that must be off, because Megatron would silently compute something else, and
         what to do about each
-    tensors: what a checkpoint holds, with # for numbers; anything else would be ignored
+    tensors: what a checkpoint holds, with # for numbers; anything else would be ignored. The
+        parts of an MLP are in the dense layers alone, those of its experts in the others
     """
 
     architecture: str
@@ -66,14 +66,32 @@ class ModelFamily:
     refused: tuple[tuple[str, str], ...] = _REFUSED
     tensors: tuple[str, ...] = _DENSE_TENSORS
 
-    def unknown_tensors(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that the model has no place for; old checkpoints hold `inv_freq`."""
-        return [
-            name
-            for name in names
-            if re.sub(r"\d+", "#", name) not in self.tensors
-            and not name.endswith(".rotary_emb.inv_freq")
-        ]
+    def tensor_names(self, hf_config: Any) -> set[str]:
+        """The tensors of a checkpoint that belongs to `hf_config`, by name."""
+        arguments = self.transformer_arguments(hf_config)
+        layers = range(arguments["num_layers"])
+        experts = arguments.get("num_moe_experts", 0)
+        routed = arguments.get("moe_layer_freq", [0] * len(layers))
+        of_mlp = {"mlp.gate.": 1, "mlp.experts.": 1, "mlp.": 0}
+        names = set()
+        for pattern in self.tensors:
+            kind = next((kind for part, kind in of_mlp.items() if part in pattern), None)
+            for layer in layers if "#" in pattern else layers[:1]:
+                if kind in (None, routed[layer]):
+                    name = pattern.replace("#", str(layer), 1)
+                    numbers = range(experts if "#" in name else 1)
+                    names |= {name.replace("#", str(number)) for number in numbers}
+        return names
+
+    def misfits(self, hf_config: Any, names: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Those of `names` that the model has no place for, and those that it lacks.
+
+        Old checkpoints hold `inv_freq`; some of a model with tied embeddings hold both of them.
+        """
+        found, known = set(names), self.tensor_names(hf_config)
+        needed = known - {"lm_head.weight"} if hf_config.tie_word_embeddings else known
+        unknown = {n for n in found - known if not n.endswith(".rotary_emb.inv_freq")}
+        return sorted(unknown), sorted(needed - found)
 
 
 def decoder_arguments(hf_config: Any) -> dict[str, Any]:

@@ -81,7 +81,8 @@ def load_hf_weights(
             f"{where} holds {len(layers)} layers but the model has {hf_config.num_hidden_layers}; "
             "load weights that belong to the config"
         )
-    if unknown := FAMILIES[hf_config.model_type].unknown_tensors(weights):
+    unknown, _ = FAMILIES[hf_config.model_type].misfits(hf_config, weights)
+    if unknown:
         raise WeightError(
             f"{where} holds {unknown[0]}, for which a {hf_config.model_type} model has no place "
             f"({len(unknown)} such tensors); load weights that belong to the config"

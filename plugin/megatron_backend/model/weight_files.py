@@ -46,8 +46,16 @@ class HfDirectory(Mapping[str, Tensor]):
                 f"{directory} holds no *.safetensors file; convert the model with "
                 "save_pretrained(safe_serialization=True)"
             )
-        opened = [open_weights(file) for file in files]
-        held = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+        held: dict[str, Any] = {}
+        for path in files:
+            file = open_weights(path)
+            names = set(file.keys())
+            if twice := sorted(names & held.keys()):
+                raise WeightError(
+                    f"{path} holds {twice[0]}, which another file beside it holds as well; delete "
+                    "the file that is not of this model"
+                )
+            held |= dict.fromkeys(names, file)
         self._directory = directory
         self._block = _block_size(directory)
         self._scales = {name: file for name, file in held.items() if name.endswith(_SCALE)}
