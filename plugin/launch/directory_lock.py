@@ -41,12 +41,9 @@ def lock_directory(directory: Path, option: str, mode: int = 0o777) -> TextIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        holder = file.read().strip() or "a process that has just started"
+        holder = file.read().strip()
         file.close()
-        raise ConfigError(
-            f"{option} {directory} is in use by {holder}; wait for it, end it, or choose another "
-            "directory"
-        ) from None
+        raise _in_use(directory, option, holder) from None
     except OSError as error:
         warnings.warn(
             f"{path} cannot be locked ({error.strerror}); nothing keeps a second job out of this "
@@ -58,6 +55,22 @@ def lock_directory(directory: Path, option: str, mode: int = 0o777) -> TextIO:
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
     file.flush()
     return file
+
+
+def refuse_locked(directory: Path, option: str) -> None:
+    """Raise a `ConfigError` that says who holds a directory, if somebody does; changes nothing."""
+    with contextlib.suppress(OSError), open(directory / LOCK_FILE, encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _in_use(directory, option, file.read().strip()) from None
+
+
+def _in_use(directory: Path, option: str, holder: str) -> ConfigError:
+    return ConfigError(
+        f"{option} {directory} is in use by {holder or 'a process that has just started'}; wait "
+        "for it, end it, or choose another directory"
+    )
 
 
 class OwnedDirectory:

@@ -11,7 +11,7 @@ from plugin.compare.log_prob_dump import dump_files
 from plugin.config import JobConfig
 from plugin.config.flags import expect
 from plugin.errors import ConfigError
-from plugin.launch.directory_lock import lock_directory
+from plugin.launch.directory_lock import lock_directory, refuse_locked
 from plugin.launch.resuming import earlier_settings, find_checkpoint
 from plugin.megatron_backend.checkpoint.directory import remove_checkpoints
 from plugin.observe.run_files import RUN_FILES
@@ -20,7 +20,13 @@ CHECKPOINTS, MODEL = "checkpoints", "model"
 
 
 def check_run_dir(run_dir: Path, config: JobConfig) -> None:
-    """Refuse directories that hold what this job must neither continue nor delete."""
+    """Refuse directories that another job writes, or that hold what this one must not touch."""
+    refuse_locked(run_dir, "--run-dir")
+    _check_contents(run_dir, config)
+
+
+def _check_contents(run_dir: Path, config: JobConfig) -> None:
+    """Refuse what this job must neither continue nor delete."""
     if not config.resumes and not config.overwrite:
         found = [name for name in ("metrics.jsonl", CHECKPOINTS) if _holds(run_dir / name)]
         expect(
@@ -43,7 +49,7 @@ def claimed_run_dir(run_dir: Path, config: JobConfig) -> Iterator[None]:
         if config.dump_log_probs is not None:
             locks.enter_context(lock_directory(Path(config.dump_log_probs), "--dump-log-probs"))
         # Another job may have come and gone since the first check.
-        check_run_dir(run_dir, config)
+        _check_contents(run_dir, config)
         if config.overwrite:
             _remove_earlier_run(run_dir, config)
         yield

@@ -346,7 +346,7 @@ def _slice_mean(run: RunRecord, prefix: str) -> float | None:
 def _tiles(runs: Sequence[RunRecord], names: list[str]) -> list[dict[str, Any]]:
     if len(runs) > 1:
         return [
-            {"label": f"last reward · {name}", "value": _last_mean(run, "reward")}
+            {"label": f"reward, last steps · {name}", "value": _last_mean(run, "reward")}
             for name, run in zip(names, runs, strict=True)
         ][:8]
     rewards = [value for value in _values(runs[0], "reward") if value is not None]

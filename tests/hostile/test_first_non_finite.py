@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from plugin.config import LossConfig
+from plugin.config import JobConfig, LossConfig
+from plugin.errors import TrainingError
+from plugin.launch.job import _Job
 from plugin.loss.example_tokens import example_inputs
 from plugin.loss.inputs import KnownTokens
 from plugin.loss.non_finite import first_non_finite
@@ -79,6 +82,23 @@ def test_a_hook_is_named_and_the_sound_one_before_it_is_not(
     config = LossConfig(use_tis=True, custom_tis_function_path=f"{file}:sound,{file}:{hook}")
     tokens, cur = known()
     assert first_non_finite(config, tokens, cur) == (f"{prefix}hook {file}:{hook}", *place)
+
+
+def test_skipped_steps_do_not_go_on_for_ever() -> None:
+    """The driver's count alone; jobs/test_skipped_steps.py has whole jobs."""
+    said: list[str] = []
+    files = SimpleNamespace(log_findings=lambda step, findings: said.append(findings[0].evidence))
+    job = object.__new__(_Job)
+    job._config, job._skipped_in_a_row = JobConfig(max_skipped_steps=3), 0
+    job._at, job._files = SimpleNamespace(updates=7), files
+    job._console = SimpleNamespace(say=said.append)
+    job._checkpoints = SimpleNamespace(newest=lambda: None)
+    for cause in ("a", "b", None, "c", "d"):
+        job._note_skipped(cause)
+    with pytest.raises(TrainingError, match=r"last 3 steps were skipped.*the last one: hook e\. "):
+        job._note_skipped("hook e")
+    assert JobConfig().max_skipped_steps == 20
+    assert "step 7 was skipped: c" in said and "c" in said
 
 
 def test_a_sound_loss_is_not_accused() -> None:

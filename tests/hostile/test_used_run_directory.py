@@ -81,6 +81,17 @@ def test_a_second_driver_is_refused_and_told_who_holds_the_directory(tmp_path: P
         pass
 
 
+@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_second_driver_is_never_told_to_delete_or_resume_a_run_that_goes_on(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
+    with claimed_run_dir(tmp_path / "run", job(tmp_path / "run")):
+        used_directory(tmp_path)
+        with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on .* since 20"):
+            check_run_dir(tmp_path / "run", job(tmp_path / "run", **how))
+    check_run_dir(tmp_path / "run", job(tmp_path / "run", resume=True))
+
+
 def test_the_lock_of_a_killed_driver_is_no_obstacle(tmp_path: Path) -> None:
     holder = subprocess.Popen(
         [

@@ -106,9 +106,11 @@ function draw(entry) {
   const f = log ? Math.log : (v) => v;
   const X = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - right);
   const Y = (y) => (log && y <= 0 ? NaN : top + (1 - (f(y) - f(range[0])) / (f(range[1]) - f(range[0]))) * (height - top - bottom));
+  let label = null; // values that differ in further digits alone are labeled once
   for (const tick of log ? logTicks(range[0], range[1]) : linearTicks(range[0], range[1], 5)) {
     element("line", { class: "gridline", x1: left, x2: width - right, y1: Y(tick), y2: Y(tick) }, svg);
-    element("text", { class: "tick", x: left - 7, y: Y(tick) + 4, "text-anchor": "end" }, svg, shown(tick));
+    if (shown(tick) !== label) element("text", { class: "tick", x: left - 7, y: Y(tick) + 4, "text-anchor": "end" }, svg, shown(tick));
+    label = shown(tick);
   }
   drawXAxis(svg, chart, x0, x1, X, width, height, left, right, bottom);
   for (const mark of chart.marks || []) element("line", { class: "zero", x1: left, x2: width - right, y1: Y(mark.y), y2: Y(mark.y) }, svg);
@@ -221,11 +223,12 @@ function themeButton() {
 function addTable(parent, headers, rows, textColumns) {
   const table = element("table", {}, element("div", { class: "scroll" }, parent));
   const head = element("tr", {}, element("thead", {}, table));
-  for (const header of headers) element("th", {}, head, header);
+  const kind = (i) => ((textColumns || []).includes(i) ? { class: "text" } : {});
+  headers.forEach((header, i) => element("th", kind(i), head, header));
   const body = element("tbody", {}, table);
   for (const row of rows) {
     const line = element("tr", {}, body);
-    row.forEach((cell, i) => element("td", (textColumns || []).includes(i) ? { class: "text" } : {}, line, cell === null ? "–" : typeof cell === "number" ? shown(cell) : String(cell)));
+    row.forEach((cell, i) => element("td", kind(i), line, cell === null ? "–" : typeof cell === "number" ? shown(cell) : String(cell)));
   }
 }
 
