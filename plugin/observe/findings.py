@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from plugin.config import JobConfig
+from plugin.ragged import Integers, Ragged, as_integers, ragged_range
 
 Severity = Literal["info", "warning", "error"]
 #: More tokens than this add no evidence; of a larger step every n-th sample is used.
@@ -124,17 +126,15 @@ class Step:
             return cls(
                 number, columns, _tokens(columns), max_staleness=max_staleness, config=config
             )
-        masks = [np.asarray(mask) != 0 for mask in columns["loss_masks"]]
-        lengths = [len(mask) for mask in masks]
-        # One number stands for all tokens of its sample.
-        rows = zip(columns["weight_versions"], lengths, strict=True)
-        versions = np.concatenate([np.broadcast_to(row, n) for row, n in rows]).astype(np.int64)
+        masks = Ragged.of(columns["loss_masks"])
+        lengths = masks.lengths
+        versions = _per_token(columns["weight_versions"], lengths)
         of_trainer = np.asarray(-1 if trainer_version is None else trainer_version)
         trainer = np.repeat(np.broadcast_to(of_trainer, len(lengths)), lengths)
         known = (versions >= 0) & (trainer >= 0)
         ages = np.where(known, trainer - versions, 0)
-        tokens = _tokens({**columns, "ages": np.split(ages, np.cumsum(lengths)[:-1])})
-        known &= np.concatenate(masks)
+        tokens = _tokens({**columns, "ages": masks.like(torch.from_numpy(ages))})
+        known &= masks.values.numpy() != 0
         behind, newest, trainer_newest = None, None, None
         if known.any():
             behind = float(ages[known].mean())
@@ -158,19 +158,28 @@ def join_tokens(parts: Sequence[StepTokens]) -> StepTokens:
     )
 
 
+def _per_token(versions: Sequence[Any], lengths: Integers) -> Integers:
+    """[T] int64 of one entry per token, or of one number that stands for a sample's tokens."""
+    if isinstance(versions, Ragged):
+        return as_integers(versions.values)
+    rows = zip(versions, lengths, strict=True)
+    return np.concatenate([np.broadcast_to(row, n) for row, n in rows]).astype(np.int64)
+
+
 def _tokens(columns: Mapping[str, Sequence[Any]]) -> StepTokens:
-    rollouts = columns.get("rollout_log_probs", ())
-    stride = max(1, -(-sum(map(len, rollouts)) // MAX_TOKENS))
-    chosen = range(0, len(rollouts), stride)
-    if not chosen or "log_probs" not in columns:
+    rollouts = Ragged.of(columns.get("rollout_log_probs", ()))
+    stride = max(1, -(-int(rollouts.lengths.sum()) // MAX_TOKENS))
+    chosen = np.arange(0, len(rollouts), stride)
+    if not len(chosen) or "log_probs" not in columns:
         empty = np.zeros(0)
         return StepTokens(empty, empty, np.zeros(0, np.int64), np.zeros(0, np.int64))
-    lengths = np.array([len(rollouts[i]) for i in chosen])
+    lengths = rollouts.lengths[chosen]
 
     def flat(name: str) -> NDArray[Any]:
         """[T] values of the response; the end of a column that also covers the prompt."""
-        rows = [np.asarray(columns[name][i]) for i in chosen]
-        return np.concatenate([row[len(row) - n :] for row, n in zip(rows, lengths, strict=True)])
+        column = Ragged.of(columns[name])
+        ends = column.starts[chosen] + column.lengths[chosen]
+        return column.values.numpy()[ragged_range(ends - lengths, lengths)]
 
     mask = flat("loss_masks") != 0
     sample = np.repeat(np.arange(len(lengths)), lengths)

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-#: Positions that a buffer has to spare when it is made; half of what it holds if that is more.
-_LEAST_ROOM = 64
+#: Positions that a buffer has to spare when it is made; as many as it holds if that is more.
+_LEAST_ROOM = 16
 
 
 class GrowingLayer(DynamicLayer):
@@ -28,7 +28,7 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if past == 0 or length > self._keys.shape[-2]:
-            room = max(_LEAST_ROOM, length // 2)
+            room = max(_LEAST_ROOM, length)
             self._keys = _longer(self.keys if past else None, key_states, length + room)
             self._values = _longer(self.values if past else None, value_states, length + room)
         self._keys[..., past:length, :] = key_states
