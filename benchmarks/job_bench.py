@@ -306,7 +306,7 @@ def _driver_pass(answers: Sequence[Sequence[Any]], ranks: int) -> dict[str, floa
     rollouts = Rollouts.of(answers)
     start = time.perf_counter()
     batch = prepare_batch(config, rollouts)
-    describe_batch(batch, rollouts, 0)
+    describe_batch(config, batch, rollouts, 0)
     prepared = time.perf_counter()
     plan = plan_batch(
         batch, config, dp_size=ranks, cp_size=1, round_size=1, hidden_size=64, longest=10**6

@@ -145,7 +145,8 @@ def prompt_account(run_dir: Path) -> dict[str, Any]:
     for rollout in rollouts:
         for cause, indices in rollout["dropped"].items():
             dropped[cause] += len(indices)
-    accounted = last["prompts_trained"] + last["dropped_stale"] + last["dropped_failed"]
+    dropped_in_all = sum(last[f"dropped_{cause}"] for cause in ("stale", "failed", "uniform"))
+    accounted = last["prompts_trained"] + dropped_in_all
     return {
         "issued": last["prompts_issued"],
         "trained": len(trained),

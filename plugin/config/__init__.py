@@ -25,6 +25,7 @@ from plugin.config.loss_flags import (
 )
 from plugin.config.policy_loss_traits import RATIO_LOSSES, ROLLOUT_LOSSES
 from plugin.config.rejection_rules import RejectionRule, parse_rejection_rules
+from plugin.config.sampling_flags import SamplingFlags
 
 __all__ = [
     "EMBEDDED_DEFAULTS",
@@ -48,6 +49,7 @@ __all__ = [
     "RegularizerFlags",
     "RejectionRule",
     "RolloutFlags",
+    "SamplingFlags",
     "TrainerConfig",
     "flag",
     "parse_rejection_rules",

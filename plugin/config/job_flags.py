@@ -22,6 +22,7 @@ from plugin.config.estimator_traits import ESTIMATOR_TRAITS, estimator_traits
 from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag, read_yaml
 from plugin.config.loss_flags import LossConfig
 from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS, RATIO_LOSSES, ROLLOUT_LOSSES
+from plugin.config.sampling_flags import SamplingFlags
 from plugin.errors import ConfigError
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -571,6 +572,7 @@ class JobConfig(
     TrainerConfig,
     DataFlags,
     RolloutFlags,
+    SamplingFlags,
     ServerFlags,
     ConversationFlags,
     LaunchFlags,
@@ -603,6 +605,7 @@ class JobConfig(
         self._check_world()
         self._check_rollouts()
         self._check_stale_samples()
+        self.check_sampling(self)
         self._check_engine()
         self._check_other_policies()
         self._check_estimator()

@@ -61,6 +61,7 @@ def _facts(record: RunRecord) -> list[str]:
         ("engine_restarts", "restarts of an engine"),
         ("dropped_stale", "prompts dropped as stale"),
         ("dropped_failed", "prompts dropped after failures"),
+        ("dropped_uniform", "prompts dropped because all their rewards were equal"),
     ):
         count = last.get(name)
         if isinstance(count, (int, float)) and math.isfinite(count) and count > 0:

@@ -10,6 +10,7 @@ import torch
 from plugin.batch_types import RolloutBatch, holds_experts, no_route, route_dtype, route_faults
 from plugin.config import JobConfig
 from plugin.errors import BatchError
+from plugin.launch.overlong_responses import overlong_penalty, with_overlong_rules
 from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of, whiten
 from plugin.ragged import Ragged
 from plugin.rollout.conversation.trajectory import Rollouts
@@ -20,6 +21,7 @@ def prepare_batch(config: JobConfig, rollouts: Rollouts, route_shape: Any = None
 
     route_shape: (moe_layers, topk, experts) that replayed routes must have
     """
+    rollouts = with_overlong_rules(config, rollouts)
     batch = rollouts.batch.with_column(
         "rewards", np.repeat(rollouts.rewards, rollouts.samples)
     ).with_column("group_index", np.repeat(rollouts.groups, rollouts.samples))
@@ -92,13 +94,19 @@ def with_checked_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> Rol
     return batch.with_column("rollout_routed_experts", column.like(routes.to(route_dtype(experts))))
 
 
-def describe_batch(batch: RolloutBatch, rollouts: Rollouts, version: int) -> dict[str, float]:
-    """What the driver knows about a batch: rewards, lengths, ends, turns and staleness."""
+def describe_batch(
+    config: JobConfig, batch: RolloutBatch, rollouts: Rollouts, version: int
+) -> dict[str, float]:
+    """What the driver knows about a batch: rewards, lengths, ends, turns and staleness.
+
+    The reward is the task's, without the overlong penalty.
+    """
     rewards = rollouts.rewards
     oldest, newest = rollouts.oldest_version, rollouts.newest_version
     behind = version - rollouts.token_versions[0]
     starts = np.flatnonzero(np.diff(rollouts.groups, prepend=-1))
     uniform = np.maximum.reduceat(rewards, starts) == np.minimum.reduceat(rewards, starts)
+    penalty = overlong_penalty(config, rollouts)
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
@@ -110,4 +118,5 @@ def describe_batch(batch: RolloutBatch, rollouts: Rollouts, version: int) -> dic
         "staleness": float(behind.mean()) if len(behind) else 0.0,
         "staleness_max": float(behind.max(initial=0)),
         "interrupted_share": float((oldest < newest).mean()),
+        **({} if penalty is None else {"overlong_penalty": float(penalty.mean())}),
     }

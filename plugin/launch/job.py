@@ -285,7 +285,7 @@ class _Job:
         generated = time.monotonic()
         rollouts = joined(groups)
         batch = prepare_batch(config, rollouts, self._parts.route_shape)
-        described = describe_batch(batch, rollouts, self._at.version)
+        described = describe_batch(config, batch, rollouts, self._at.version)
         prepared = time.monotonic()
         batch = self._with_log_probs(batch)
         timings = {
@@ -340,7 +340,6 @@ class _Job:
         self._at.updates += 1
         now = time.monotonic()
         tokens = int(batch.columns["response_lengths"].sum())
-        counts = self._queue.counts
         line = {
             "step": self._at.updates,
             "rollout": self._at.rollouts,
@@ -349,16 +348,8 @@ class _Job:
             "tokens_per_second": tokens / max(now - began, 1e-9),
             "seconds_training": now - started,
             "seconds": now - began,
-            # Prompts issued = trained + dropped + under way, and what had to be repeated.
-            "prompts_issued": counts.issued,
-            "prompts_trained": counts.taken,
-            "prompts_under_way": self._queue.under_way,
-            **({"epoch": counts.taken / len(data)} if (data := self._parts.data) else {}),
-            "dropped_stale": counts.dropped_stale,
-            "dropped_failed": counts.dropped_failed,
-            "groups_resampled": counts.resampled,
-            "failed_rewards": counts.failed_rewards,
-            "groups_resent": counts.resent,
+            **self._queue.metrics(),
+            **self._epoch(),
             "engine_restarts": self._engines.restarts,
             "trainer_restarts": self._restarts,
             **described,
@@ -367,6 +358,13 @@ class _Job:
         line["skipped"] = float(trained.skipped is not None)
         self._record(line, batch, trained)
         self._note_skipped(trained.skipped)
+
+    def _epoch(self) -> dict[str, float]:
+        """Passes over --prompt-data so far, with the rows that were dropped."""
+        if self._parts.data is None:
+            return {}
+        asked = self._queue.counts.issued - self._queue.under_way
+        return {"epoch": asked / len(self._parts.data)}
 
     def _note_skipped(self, cause: str | None) -> None:
         """Report a step that changed nothing; a `TrainingError` after too many in a row."""

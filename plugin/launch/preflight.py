@@ -146,6 +146,12 @@ def _tried_task(config: JobConfig, say: Callable[[str], None], vocab_size: int) 
                 f"--reward-timeout is {config.reward_timeout:g}, but the environments of "
                 "--task-path give the rewards; use --environment-timeout"
             )
+        if config.overlong_buffer_length is not None:
+            raise ConfigError(
+                f"--overlong-buffer-length {config.overlong_buffer_length} penalizes the length of "
+                "one response, and --task-path plays several turns; put the penalty into the "
+                "rewards of its environments"
+            )
         prompts = OpeningPrompts(task, tokenizer, config)
         _require_vocabulary(checked_prompt(prompts, 0, config.max_prompt_length), vocab_size)
         return prompts

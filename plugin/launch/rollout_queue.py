@@ -5,10 +5,16 @@ an engine, and how many groups may be under way is bounded so that none can be o
 when its turn comes. Those that are nevertheless (an engine that fell behind) are dropped and
 counted. What an engine that died or hung was working on is sent again as it was; a group with a
 failed response, or with one that could not be scored, is sampled again with other seeds.
+
+A synchronous batch does not depend on timing: prompts are issued in rounds, each decided by the
+results of the rounds before it, and the batch is the first groups by number. With dynamic sampling
+the groups of a round that teach nothing are dropped when the round is complete, and the next round
+refills them; asynchronous rollouts drop and refill them as they arrive.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import deque
@@ -21,6 +27,7 @@ from numpy.typing import NDArray
 
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, BatchError, EngineError
+from plugin.launch.dynamic_sampling import DynamicSampling
 from plugin.ragged import ragged_range
 from plugin.rollout.conversation.trajectory import Rollouts
 from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
@@ -64,6 +71,11 @@ class Group:
         return self.rollouts.rewards[self.place]
 
     @property
+    def truncated(self) -> NDArray[np.bool_]:
+        """[n] whether the responses were cut off."""
+        return self.rollouts.truncated[self.place]
+
+    @property
     def weight_version(self) -> int:
         """The oldest weights that any of the responses came from."""
         return int(self.rollouts.oldest_version[self.place].min())
@@ -92,15 +104,20 @@ class QueueCounts:
     resampled: groups sampled again because a response or its reward failed
     failed_rewards: groups of which a reward failed
     resent: groups sent again because an engine died
+    surplus: groups of an over-sampled round that were not needed; their prompts are issued again
+    kept_uniform: groups without a spread of rewards that were taken at the limit of refills
     """
 
     issued: int = 0
     taken: int = 0
     dropped_stale: int = 0
     dropped_failed: int = 0
+    dropped_uniform: int = 0
     resampled: int = 0
     resent: int = 0
     failed_rewards: int = 0
+    surplus: int = 0
+    kept_uniform: int = 0
 
 
 @dataclass
@@ -123,6 +140,11 @@ class RolloutQueue:
     _dropped: dict[str, list[int]] = field(default_factory=dict)
     _batch_is_out: bool = False
     _reward_errors: list[str] = field(default_factory=list)
+    _generated: list[float] = field(default_factory=list)  # mean rewards, since the last batch
+    _reward_generated: float = math.nan
+
+    def __post_init__(self) -> None:
+        self._sampling = DynamicSampling(self.config, lambda text: self.say(text))
 
     def take(self, version: int) -> list[Group]:
         """The next batch of `rollout_batch_size` groups, oldest prompts first; waits for it.
@@ -132,16 +154,25 @@ class RolloutQueue:
         self._batch_is_out = False
         wanted = self.config.rollout_batch_size
         dropped = self._drop_stale(version)
-        while len(self._ready) < wanted:
+        while len(self._ready) < wanted or self._round_is_open():
             self._issue()
             self._collect(wait=True)
             dropped += self._drop_stale(version)
             self._require_progress(dropped, version)
         ordered = sorted(self._ready, key=lambda group: group.index)
-        self._ready = deque(ordered[wanted:])
+        batch, rest = ordered[:wanted], ordered[wanted:]
+        if self._in_rounds:  # the next batch is of other weights
+            self.counts.surplus += len(rest)
+            self._waiting.extend(_Try(group.index) for group in rest)
+            rest = []
+        self._ready = deque(rest)
         self.counts.taken += wanted
+        if self.config.dynamic_sampling:
+            self.counts.kept_uniform += sum(not self._sampling.teaches(group) for group in batch)
+            self._reward_generated = float(np.mean(self._generated or [math.nan]))
+        self._begin_rollout()
         self._batch_is_out = True
-        return ordered[:wanted]
+        return batch
 
     def pump(self) -> None:
         """Collect what is finished and, in asynchronous mode, issue what may be; never waits."""
@@ -154,6 +185,31 @@ class RolloutQueue:
         """Groups issued and not yet taken."""
         in_flight = sum(len(chunk.tries) for chunk in self._in_flight.values())
         return len(self._ready) + len(self._waiting) + in_flight
+
+    def metrics(self) -> dict[str, float]:
+        """The prompts' account so far, for metrics.jsonl, and what the last batch was chosen from.
+
+        prompts_issued = prompts_trained + dropped_* + prompts_under_way
+        """
+        counts = self.counts
+        values: dict[str, float] = {
+            "prompts_issued": counts.issued,
+            "prompts_trained": counts.taken,
+            "prompts_under_way": self.under_way,
+            "dropped_stale": counts.dropped_stale,
+            "dropped_failed": counts.dropped_failed,
+            "dropped_uniform": counts.dropped_uniform,
+            "groups_resampled": counts.resampled,
+            "failed_rewards": counts.failed_rewards,
+            "groups_resent": counts.resent,
+        }
+        if self.config.dynamic_sampling:
+            values |= {
+                "groups_surplus": counts.surplus,
+                "groups_kept_uniform": counts.kept_uniform,
+                "reward_generated": self._reward_generated,
+            }
+        return values
 
     def take_dropped(self) -> dict[str, list[int]]:
         """Numbers of the prompts dropped since the last call, by cause."""
@@ -177,6 +233,22 @@ class RolloutQueue:
         self._in_flight.clear()
         self._dropped.clear()
         self._batch_is_out = False
+        self._begin_rollout()
+
+    def _begin_rollout(self) -> None:
+        self._sampling.begin_rollout()
+        self._generated.clear()
+
+    @property
+    def _in_rounds(self) -> bool:
+        """Whether groups are issued and chosen round by round, for one batch at a time."""
+        return self.config.staleness_limit == 0
+
+    def _round_is_open(self) -> bool:
+        """Whether groups that the batch may need, or that a refill depends on, are still out."""
+        if not self._in_rounds:
+            return False
+        return bool(self._in_flight or self._waiting) or len(self._ready) < self._limit()
 
     def _limit(self) -> int:
         """How many groups may be under way.
@@ -184,6 +256,8 @@ class RolloutQueue:
         One that has n groups before it is trained on after n // batch further weight versions, plus
         one if a batch is with the trainer now.
         """
+        if self._in_rounds:
+            return 0 if self._batch_is_out else self._sampling.round_size
         rounds = self.config.staleness_limit + (0 if self._batch_is_out else 1)
         return rounds * self.config.rollout_batch_size
 
@@ -232,6 +306,7 @@ class RolloutQueue:
                 self._send_again(chunk)
             else:
                 self._accept(chunk, answer)
+                self._drop_uniform()
         self._replace_hung_engines()
 
     def _accept(self, chunk: _Chunk, answer: Rollouts) -> None:
@@ -251,7 +326,9 @@ class RolloutQueue:
                 self._resample_or_drop(one_try, [str(error)], _REWARD_ATTEMPTS)
                 continue
             self._reward_errors.clear()
-            self._ready.append(Group(one_try.index, answer, place))
+            group = Group(one_try.index, answer, place)
+            self._generated.append(float(group.rewards.mean()))
+            self._ready.append(group)
 
     def _score(self, answer: Rollouts, place: slice, prompt: Prompt) -> None:
         """Fill in the rewards that the task gives."""
@@ -320,6 +397,19 @@ class RolloutQueue:
                 f"--max-weight-staleness allows {self.config.staleness_limit}. The engines do not "
                 "load new weights, or report another version than they were sent"
             )
+
+    def _drop_uniform(self) -> None:
+        """Drop groups that teach nothing; those of a round when all of it is there."""
+        if self._round_is_open():
+            return
+        if self._in_rounds:
+            numbers = self._sampling.drop_from_round(self._ready)
+        else:
+            numbers = self._sampling.drop_on_arrival(self._ready)
+        if numbers:
+            self.counts.dropped_uniform += len(numbers)
+            self._dropped.setdefault("uniform", []).extend(numbers)
+            self._ready = deque(g for g in self._ready if g.index not in set(numbers))
 
     def _drop_stale(self, version: int) -> list[Group]:
         oldest = version - self.config.staleness_limit

@@ -80,7 +80,8 @@ def test_an_asynchronous_job_accounts_for_every_prompt_through_kills(
     assert last["trainer_restarts"] == 1 and last["engine_restarts"] >= 2
     assert len(set(trained)) == len(trained) == last["prompts_trained"] == 20 * 4
     assert not set(trained) & set(dropped)
-    accounted = last["prompts_trained"] + last["dropped_stale"] + last["dropped_failed"]
+    dropped_in_all = sum(last[f"dropped_{cause}"] for cause in ("stale", "failed", "uniform"))
+    accounted = last["prompts_trained"] + dropped_in_all
     assert last["prompts_issued"] == accounted + last["prompts_under_way"]
 
 

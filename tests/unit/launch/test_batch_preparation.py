@@ -78,10 +78,11 @@ def split_in_two(reward: float) -> Trajectory:
 
 def test_a_trajectory_of_several_samples_counts_once_in_its_group() -> None:
     mixed = Rollouts.of([[split_in_two(1.0), group([1.0, 0.0])[1]]])
-    batch = prepare_batch(JobConfig(grpo_std_normalization=False), mixed)
+    config = JobConfig(grpo_std_normalization=False)
+    batch = prepare_batch(config, mixed)
     # The group's mean is (1 + 0) / 2; counted by samples it would be (1 + 1 + 0) / 3.
     assert [a.tolist() for a in batch.columns["advantages"]] == [[0.5, 0], [0.5, 0], [-0.5, -0.5]]
-    described = describe_batch(batch, mixed, version=0)
+    described = describe_batch(config, batch, mixed, version=0)
     assert described["samples_per_trajectory"] == 1.5 and described["turns"] == 2.0
     assert described["reward"] == 0.5
 

@@ -319,7 +319,7 @@ def test_the_batch_describes_rewards_lengths_and_age() -> None:
     groups = queue.take(0)
     rollouts = joined(groups)
     batch = prepare_batch(queue.config, rollouts)
-    described = describe_batch(batch, rollouts, version=3)
+    described = describe_batch(queue.config, batch, rollouts, version=3)
     rewards = [reward for group in groups for reward in group.rewards]
     assert described["reward"] == pytest.approx(sum(rewards) / 8)
     assert described["staleness"] == described["staleness_max"] == 3.0
