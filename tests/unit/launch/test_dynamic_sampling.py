@@ -62,7 +62,8 @@ class InAnyOrder(DirectEngines):
 def make_queue(
     equal: set[int], *, order: int = 0, engines: int = 1, **flags: Any
 ) -> tuple[RolloutQueue, InAnyOrder]:
-    sizes = {"rollout_batch_size": 4, "n_samples_per_prompt": 2, "dynamic_sampling": True}
+    sizes: dict[str, Any] = {"rollout_batch_size": 4, "n_samples_per_prompt": 2}
+    sizes |= {"dynamic_sampling": True, "use_tis": True}
     config = JobConfig(**{**sizes, **flags})
     task, direct = Equal(equal), InAnyOrder(order, engines)
     parameters = SamplingParameters(max_response_length=2, stop_token_ids=task.stop_token_ids)
