@@ -208,4 +208,4 @@ def test_a_group_whose_responses_are_all_masked_teaches_nothing() -> None:
 )
 def test_sampling_flags_that_cannot_work_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        JobConfig(**{"advantage_estimator": "reinforce_plus_plus", **given})
+        JobConfig(**{"advantage_estimator": "reinforce_plus_plus", "use_tis": True, **given})
