@@ -43,7 +43,7 @@ PUBLIC: dict[str, set[str]] = {
             "OptimizerFlags",
         ),
         *("OutputFlags", "ParallelFlags", "PolicyLossFlags", "RegularizerFlags", "RejectionRule"),
-        *("RolloutFlags", "TrainerConfig", "flag", "parse_rejection_rules"),
+        *("RolloutFlags", "SamplingFlags", "TrainerConfig", "flag", "parse_rejection_rules"),
     },
 }
 
