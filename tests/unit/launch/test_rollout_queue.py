@@ -334,7 +334,7 @@ def test_age_counts_unmasked_tokens() -> None:
     interrupted = RolloutSample(torch.arange(6), 4, mask, weight_version=versions)
     whole = RolloutSample(torch.arange(6), 4, mask, weight_version=4)
     rollouts = Rollouts.of([[Trajectory((interrupted,), 1.0), Trajectory((whole,), 0.0)]])
-    described = describe_batch(rollouts.batch, rollouts, version=5)
+    described = describe_batch(JobConfig(), rollouts.batch, rollouts, version=5)
     # Three tokens each, behind by 3, 3, 1 and 1, 1, 1
     assert described["staleness"] == pytest.approx(10 / 6)
     assert described["staleness_max"] == 3
