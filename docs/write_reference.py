@@ -93,7 +93,11 @@ def _flag_row(name: str) -> str:
     if kind == tuple[str, ...]:
         meaning += "; may be repeated"
     if get_origin(kind) is Literal:
-        meaning += ": " + ", ".join(f"`{value}`" for value in get_args(kind))
+        choices = [value for value in get_args(kind) if value is not False]
+        meaning += ": " + ", ".join(f"`{value}`" for value in choices)
+        if False in get_args(kind):
+            meaning += f"; alone: `{choices[0]}`"
+            shown = f"{shown}` / `--no-{shown[2:]}"
     elif names := item.metadata["names"]:
         meaning += ": " + ", ".join(f"`{value}`" for value in names) + ", or an import path"
     return f"| `{shown}` | {_default(item.default)} | {meaning.replace('|', '&#124;')} |"

@@ -65,6 +65,7 @@ FIELDS: dict[str, Field] = {
         Field("rollout_routed_experts", "routes", None, optional=True),
         Field(KEPT_COUNTS, "response", torch.int32, optional=True),
         Field(KEPT_IDS, "kept", torch.int32, optional=True),
+        Field("rollout_routed_weights", "routes", torch.float32, optional=True),
         Field("rewards", "scalar", torch.float32, optional=True),
         Field("group_index", "scalar", torch.int64, optional=True, padding=-1),
         # Of the weights that sampled each token; anything where it is masked.
@@ -80,6 +81,7 @@ class RolloutSample:
     tokens: [prompt + response] int64; loss_mask: [response], 1 where the policy chose the token
     rollout_log_probs: [response] float32, at the sampling temperature; anything where it is masked
     routed_experts: [prompt + response, moe_layers, topk] integers, -1 = no route; or None
+    routed_weights: as `routed_experts`, float32: what each expert's output was multiplied with
     weight_version: of the weights that sampled each token, [response] int64, anything where it is
         masked; or one number for all of them
     sampling_mask: [response] entries of ascending token ids, those that truncated sampling kept;
@@ -98,6 +100,7 @@ class RolloutSample:
     rollout_log_probs: Tensor | None = None
     routed_experts: Tensor | None = None
     sampling_mask: Ragged | None = None
+    routed_weights: Tensor | None = None
     metadata: dict[str, Any] = dataclass_field(default_factory=dict)
 
 
@@ -135,6 +138,7 @@ class RolloutBatch:
             ("rollout_routed_experts", [sample.routed_experts for sample in samples]),
             (KEPT_COUNTS, counts),
             (KEPT_IDS, [None if mask is None else mask.values.int() for mask in masks]),
+            ("rollout_routed_weights", [sample.routed_weights for sample in samples]),
         ):
             absent = [i for i, value in enumerate(values) if value is None]
             if absent and len(absent) < len(values):
@@ -184,6 +188,10 @@ class RolloutBatch:
         if len(values) != len(self):
             raise BatchError(f"{name} has {len(values)} entries for {len(self)} samples")
         return RolloutBatch({**self.columns, name: values})
+
+    def without_column(self, name: str) -> RolloutBatch:
+        """A batch with one column less."""
+        return RolloutBatch({other: v for other, v in self.columns.items() if other != name})
 
     def concatenated(self, *others: RolloutBatch) -> RolloutBatch:
         """This batch followed by others with the same fields."""
@@ -265,7 +273,7 @@ class RolloutBatch:
         mask = self.columns["loss_masks"].values != 0
         for name, column in self.columns.items():
             field = FIELDS[name]
-            if field.shape == "routes" and not _is_integer(column.values.dtype):
+            if name == "rollout_routed_experts" and not _is_integer(column.values.dtype):
                 raise BatchError(
                     f"{name} are {column.values.dtype}; experts are integers, convert them"
                 )
@@ -273,7 +281,9 @@ class RolloutBatch:
                 raise BatchError(
                     f"{name} are {column.values.dtype}; versions are integers, convert them"
                 )
-            if field.dtype != torch.float32:
+            if name == "rollout_routed_weights":
+                self._check_route_weights(numbers)
+            if field.dtype != torch.float32 or field.shape == "routes":
                 continue
             if field.shape == "scalar":
                 if not bool(column.isfinite().all()):
@@ -343,6 +353,34 @@ class RolloutBatch:
         places = ragged_range(tokens.starts + tokens.lengths - responses, responses)
         return as_integers(tokens.values)[places]
 
+    def _check_route_weights(self, numbers: Integers) -> None:
+        weights: Ragged = self.columns["rollout_routed_weights"]
+        routes: Ragged | None = self.columns.get("rollout_routed_experts")
+        if routes is None:
+            raise BatchError(
+                "the batch has rollout_routed_weights and no rollout_routed_experts: weights of "
+                "which experts? Give both or none"
+            )
+        if weights.values.shape != routes.values.shape:
+            raise BatchError(
+                f"rollout_routed_weights have shape {list(weights.values.shape[1:])} per token, "
+                f"rollout_routed_experts {list(routes.values.shape[1:])}; give one weight per "
+                "expert"
+            )
+        if not weights.values.dtype.is_floating_point:
+            raise BatchError(
+                f"rollout_routed_weights are {weights.values.dtype}; give floating point numbers"
+            )
+        wrong = route_weight_faults(weights.values, routes.values)
+        if bool(wrong.any()):
+            place, layer = wrong.nonzero()[0].tolist()
+            sample, token = weights.place_of(place)
+            raise BatchError(
+                f"rollout_routed_weights of sample {numbers[sample]}, token {token}, MoE layer "
+                f"{layer} are {weights.values[place, layer].tolist()}; weights are finite, at "
+                "least 0 and not all 0. Repair the engine that reports them"
+            )
+
 
 def _as_column(name: str, values: Column, response_lengths: Column | None) -> Any:
     field = FIELDS.get(name)
@@ -363,7 +401,7 @@ def _as_column(name: str, values: Column, response_lengths: Column | None) -> An
         return Ragged(torch.zeros(0, dtype=field.dtype or torch.int64), [])
     if field.shape == "routes" and len({value.dtype for value in values}) > 1:
         # Engines may differ in the type of their routes; torch joins not every pair.
-        values = [value.to(torch.int64) for value in values]
+        values = [value.to(field.dtype or torch.int64) for value in values]
     try:
         return Ragged.of(list(values))
     except (RuntimeError, ValueError) as error:
@@ -425,6 +463,15 @@ def route_faults(routes: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return outside & has_route, repeated & has_route
 
 
+def route_weight_faults(weights: Tensor, routes: Tensor) -> Tensor:
+    """[tokens, moe_layers] bool: a weight is negative or not finite, or all are 0.
+
+    A token without a route may hold anything.
+    """
+    good = ((weights >= 0) & weights.isfinite()).all(dim=2) & (weights > 0).any(dim=2)
+    return ~good & ~no_route(routes)
+
+
 def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
@@ -457,6 +504,8 @@ def _padding(field: Field, like: Any) -> Any:
         return int(field.padding) if field.dtype == torch.int64 else float(field.padding)
     if field.shape == "routes":
         layers, topk = like.values.shape[1:]
+        if field.name == "rollout_routed_weights":
+            return torch.full((2, layers, topk), 1 / topk, dtype=like.values.dtype)
         # Distinct experts: a duplicate would send a token twice to one expert.
         return torch.arange(topk).expand(2, layers, topk).contiguous().to(like.values.dtype)
     if field.shape == "kept":

@@ -17,6 +17,7 @@ class EngineTraits:
     reports_kept_ids: can report the ids that top-k and top-p keep (--use-rollout-sampling-mask)
     lowest_temperature: what it raises lower temperatures to
     smallest_head_dim: of the models it can run on CPU
+    reports_route_weights: with the experts of a token also what each was weighted with
     """
 
     factory: str
@@ -27,6 +28,7 @@ class EngineTraits:
     reports_kept_ids: bool = False
     lowest_temperature: float = 0.0
     smallest_head_dim: int = 1
+    reports_route_weights: bool = True
 
 
 ENGINES: dict[str, EngineTraits] = {
@@ -42,12 +44,14 @@ ENGINES: dict[str, EngineTraits] = {
         reports_kept_ids=True,
         lowest_temperature=0.01,
         smallest_head_dim=32,
+        reports_route_weights=False,
     ),
     "http": EngineTraits(
         "plugin.rollout.engines.http_engine:make_engine",
         asks_servers=True,
         reads_views=True,
         smallest_head_dim=32,
+        reports_route_weights=False,
     ),
 }
 

@@ -246,6 +246,22 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
+class _OffOrChoice(argparse.Action):
+    """`--flag` means its first choice, `--flag CHOICE` that one, `--no-flag` off."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        negated = option_strings[0].replace("--", "--no-", 1)
+        super().__init__([*option_strings, negated], dest, **options)
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
+    ) -> None:
+        off = option_string is not None and option_string.startswith("--no-")
+        if off and values != self.const:
+            parser.error(f"{option_string} takes no value, and got {values!r}")
+        setattr(namespace, self.dest, False if off else values)
+
+
 def _add_argument(section: Any, owner: type, name: str) -> argparse.Action:
     item = next(f for f in dataclasses.fields(owner) if f.name == name)
     kind, _ = field_type(owner, name)
@@ -258,7 +274,10 @@ def _add_argument(section: Any, owner: type, name: str) -> argparse.Action:
         options |= {"action": "append", "metavar": "TEXT"}
         options["help"] += "; may be repeated"
     elif get_origin(kind) is Literal:
-        options["metavar"] = "{" + ",".join(map(str, get_args(kind))) + "}"
+        choices = [choice for choice in get_args(kind) if choice is not False]
+        options["metavar"] = "{" + ",".join(choices) + "}"
+        if False in get_args(kind):
+            options |= {"action": _OffOrChoice, "nargs": "?", "const": choices[0]}
     elif item.metadata["names"]:
         options["metavar"] = "{" + ",".join(item.metadata["names"]) + ",PATH}"
     else:
@@ -277,10 +296,15 @@ def _coerced(owner: type, item: dataclasses.Field, value: Any) -> Any:
             return None
         raise ConfigError(f"{option_name(item.name)} is none; give a value")
     if get_origin(kind) is Literal:
+        choices = [choice for choice in get_args(kind) if choice is not False]
+        off = False in get_args(kind)
+        if off and isinstance(value, bool):
+            # What was a flag to turn on and off goes on being one.
+            return choices[0] if value else False
         expect(
-            value in get_args(kind),
-            f"{option_name(item.name)} is {value!r}; choose one of "
-            f"{', '.join(map(str, get_args(kind)))}",
+            value in choices,
+            f"{option_name(item.name)} is {value!r}; choose one of {', '.join(choices)}"
+            + (", or false" if off else ""),
         )
         return value
     names = item.metadata["names"]

@@ -70,8 +70,19 @@ class ModelFlags(FlagGroup):
     use_routing_replay: bool = flag(
         False, "MoE: the training pass repeats the routes of the trainer's own log-prob pass"
     )
-    use_rollout_routing_replay: bool = flag(
-        False, "MoE: the trainer repeats the routes that the rollout engine reports"
+    use_rollout_routing_replay: Literal[False, "ids", "ids+weights"] = flag(
+        False,
+        "MoE: the trainer repeats the routes that the rollout engine reports; ids+weights also "
+        "mixes the experts with the engine's weights, which stops the router's gradient",
+    )
+    router_gradient: Literal["stop", "keep"] = flag(
+        "stop",
+        "MoE, where the engine's weights are replayed: stop = the router learns nothing; keep = "
+        "the value is the engine's, the gradient that of the trainer's own weights",
+        needs=Needs(
+            "--use-rollout-routing-replay ids+weights",
+            lambda config: config.replays_route_weights,
+        ),
     )
     detect_routing: bool = flag(
         False,
@@ -89,11 +100,15 @@ class ModelFlags(FlagGroup):
 
     @property
     def replays_routes(self) -> bool:
-        return self.use_routing_replay or self.use_rollout_routing_replay
+        return self.use_routing_replay or bool(self.use_rollout_routing_replay)
+
+    @property
+    def replays_route_weights(self) -> bool:
+        return self.use_rollout_routing_replay == "ids+weights"
 
     @property
     def wants_rollout_routes(self) -> bool:
-        return self.use_rollout_routing_replay or self.detect_routing
+        return bool(self.use_rollout_routing_replay) or self.detect_routing
 
     @property
     def looks_at_routes(self) -> bool:
@@ -532,6 +547,15 @@ class OutputFlags(FlagGroup):
     dump_log_probs: str | None = flag(
         None, "directory for the log-probs of every step, for `megatron-tis compare`"
     )
+    dump_routes: bool = flag(
+        False,
+        "MoE: the dump also holds the engine's routes and, where it reports them, their weights, "
+        "for `megatron-tis compare --routing`",
+        needs=Needs(
+            "--dump-log-probs, and --use-rollout-routing-replay or --detect-routing",
+            lambda config: config.dump_log_probs is not None and config.wants_rollout_routes,
+        ),
+    )
     use_wandb: bool = flag(False, "also log to Weights & Biases, if it is installed")
     wandb_project: str = flag("megatron-tis", "its project", needs=needs_flag("use_wandb"))
 
@@ -741,6 +765,12 @@ class JobConfig(
         """Where the engine comes from and which flags it reads."""
         return engine_traits(self.rollout_engine)
 
+    @property
+    def wants_route_weights(self) -> bool:
+        """Whether the engine is asked for the weights of its routes."""
+        dumped = self.dump_routes and self.engine_traits.reports_route_weights
+        return self.replays_route_weights or dumped
+
     def _check_engine(self) -> None:
         """Check that a built-in engine can do what is asked, and reads every flag given."""
         engine, traits, http = (
@@ -773,6 +803,12 @@ class JobConfig(
             traits.quantizes or self.rollout_quantization == "none",
             f"--rollout-quantization {self.rollout_quantization} is done by the transformers "
             f"engine only; drop it, or use --rollout-engine transformers instead of {engine}",
+        )
+        expect(
+            traits.reports_route_weights or not self.replays_route_weights,
+            f"--use-rollout-routing-replay ids+weights with --rollout-engine {engine}, which "
+            "reports the experts of a token and not their weights; use ids, or --rollout-engine "
+            "transformers",
         )
         behind = engine_traits(self.rollout_server) if http else traits
         lowest = behind.lowest_temperature

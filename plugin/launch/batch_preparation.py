@@ -28,6 +28,11 @@ def prepare_batch(config: JobConfig, rollouts: Rollouts, route_shape: Any = None
     config.require_rollout_log_probs("rollout_log_probs" in batch)
     if config.use_rollout_routing_replay:
         batch = with_checked_routes(batch, route_shape)
+    if config.replays_route_weights and "rollout_routed_weights" not in batch:
+        raise BatchError(
+            "--use-rollout-routing-replay ids+weights needs rollout_routed_weights and the batch "
+            "has none; use an engine that reports them, or ids"
+        )
     batch = batch.with_column("advantages", advantages_of(config, rollouts))
     batch.check()
     return batch

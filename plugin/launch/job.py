@@ -237,7 +237,9 @@ class _Job:
         if config.dump_log_probs is not None:
             from plugin.compare.log_prob_dump import LogProbDump
 
-            self._dump = LogProbDump(config.dump_log_probs, force=config.resumes)
+            self._dump = LogProbDump(
+                config.dump_log_probs, force=config.resumes, with_routes=config.dump_routes
+            )
 
     def run(self, interrupts: Interrupts) -> None:
         """All rollouts that are left; an interrupted job is saved where it stands."""

@@ -91,6 +91,11 @@ def check_job(
     reference = _other_policy(config, "--ref-hf-checkpoint", policy)
     teacher = _other_policy(config, "--teacher-hf-checkpoint", policy)
     route_shape = _route_shape(config, policy)
+    if config.replays_route_weights and config.router_gradient == "stop":
+        say(
+            "--use-rollout-routing-replay ids+weights: the routers get no gradient and stay as "
+            "they are; --router-gradient keep trains them"
+        )
     begin("task and reward")
     task = _tried_task(config, say, policy.hf_config["vocab_size"])
     return JobParts(
@@ -262,6 +267,7 @@ def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> Sampli
         log_probs=log_probs,
         routed_experts=config.wants_rollout_routes,
         sampling_mask=config.replays_sampling_mask,
+        routed_weights=config.wants_route_weights,
     )
 
 

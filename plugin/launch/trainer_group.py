@@ -149,6 +149,8 @@ class TrainerGroup:
             longest=hf_config["max_position_embeddings"],
         )
         weight = total_weight(batch, per_token=config.per_token)
+        if "rollout_routed_weights" in batch and not config.replays_route_weights:
+            batch = batch.without_column("rollout_routed_weights")  # they are for the dump only
         objects: dict[Any, Any] = {}
         references = []
         for part, layers in zip(self._parts, self._route_layers, strict=True):

@@ -33,15 +33,17 @@ from plugin.megatron_backend.model.builder import (
 from plugin.megatron_backend.model.hf_weights import export_hf_weights, load_hf_weights, unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.live_routes import LiveRoutes
-from plugin.megatron_backend.routing.router_replay import (
+from plugin.megatron_backend.routing.microbatch_routes import (
     MicrobatchRoutes,
-    RecordedRoutes,
-    RoutedModel,
-    RouterReplaySession,
     router_order,
     routes_of,
-    share_fingerprint,
     token_places,
+)
+from plugin.megatron_backend.routing.routed_model import RoutedModel
+from plugin.megatron_backend.routing.router_replay import (
+    RecordedRoutes,
+    RouterReplaySession,
+    share_fingerprint,
 )
 from plugin.megatron_backend.step.batch_share import (
     BatchShare,
@@ -385,6 +387,7 @@ class MegatronTrainer:
             replayed=step.routes,
             recorded=self.recorded_routes if self.config.use_routing_replay else None,
             live=live,
+            keep_gradient=self.config.router_gradient == "keep",
             device=self.device,
         )
 
@@ -463,6 +466,7 @@ class MegatronTrainer:
                 self.routed_model,
                 self.groups,
                 sequence_parallel=self.config.sequence_parallel,
+                with_weights=self.config.replays_route_weights,
                 sample_numbers=samples,
             )
             for microbatch, laid_out, samples in zip(

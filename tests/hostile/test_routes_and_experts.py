@@ -22,13 +22,9 @@ from plugin.compare.log_prob_dump import LogProbDump
 from plugin.errors import BatchError, ReplayError
 from plugin.launch.array_transport import batch_from_arrays, batch_to_arrays
 from plugin.launch.batch_preparation import with_checked_routes
-from plugin.megatron_backend.routing.router_replay import (
-    RecordedRoutes,
-    RoutedModel,
-    check_routes,
-    routes_of,
-    share_fingerprint,
-)
+from plugin.megatron_backend.routing.microbatch_routes import check_routes, routes_of
+from plugin.megatron_backend.routing.routed_model import RoutedModel
+from plugin.megatron_backend.routing.router_replay import RecordedRoutes, share_fingerprint
 from plugin.megatron_backend.step.batch_share import cut_share
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.step.sequence_packing import model_inputs

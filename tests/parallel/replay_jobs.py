@@ -14,6 +14,8 @@ from plugin.config import TrainerConfig
 from plugin.megatron_backend.model.hf_weights import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing import router_replay
+from plugin.megatron_backend.routing.microbatch_routes import router_order
+from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.step import batch_share as share_module
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.trainer import MegatronTrainer
@@ -31,15 +33,17 @@ def with_routes(
     without: float = 0.0,
     seed: int = 11,
 ) -> RolloutBatch:
-    """Add random valid routes; a share `without` of the tokens gets none."""
+    """Add random valid routes and weights of them; a share `without` of the tokens gets none."""
     generator = torch.Generator().manual_seed(seed)
-    columns = []
+    columns, weights = [], []
     for total in batch.columns["total_lengths"]:
         scores = torch.rand(total, layers, experts, generator=generator)
         routes = scores.topk(topk, dim=2).indices.to(route_dtype(experts))
         routes[torch.rand(total, generator=generator) < without] = NO_ROUTE
         columns.append(routes)
-    return batch.with_column("rollout_routed_experts", columns)
+        weights.append(torch.rand(total, layers, topk, generator=generator).softmax(dim=2))
+    batch = batch.with_column("rollout_routed_experts", columns)
+    return batch.with_column("rollout_routed_weights", weights)
 
 
 def expert_counts(routes: Sequence[Tensor], experts: int) -> Tensor:
@@ -243,7 +247,7 @@ def misnumber_routers(groups: ParallelGroups, hf_config: Any) -> dict[str, str]:
     for name, number in (("orphan", 99), ("alias", 1)):
         model.routers[1].layer_number = number
         try:
-            router_replay.RoutedModel.of(trainer.chunks)
+            RoutedModel.of(trainer.chunks)
         except router_replay.ReplayError as error:
             messages[name] = str(error)
     router = model.routers[2]
@@ -297,9 +301,7 @@ class RouteReader:
         self._places = []
         for laid_out, samples in zip(prepared, plan, strict=True):
             local, positions = (
-                router_replay.router_order(
-                    values, self.trainer.groups, self.trainer.config.sequence_parallel
-                )
+                router_order(values, self.trainer.groups, self.trainer.config.sequence_parallel)
                 for values in (laid_out.inputs.sample_ids, laid_out.inputs.position_ids)
             )
             table = torch.tensor([*samples, -1])
@@ -366,4 +368,41 @@ def live_routes_of_a_step(
         "routes": result.live_routes,
         "metrics": result.metrics,
         "clean": _routers_are_clean(trainer),
+    }
+
+
+def mix_experts(
+    groups: ParallelGroups, hf_config: Any, state_dict: dict[str, Tensor], keep: bool
+) -> dict[str, Any]:
+    """One MoE layer with the engine's experts and weights: output, and gradients of <output, probe>."""
+    trainer = MegatronTrainer(
+        TrainerConfig(use_rollout_routing_replay="ids+weights"), hf_config, groups, trainable=False
+    )
+    trainer.load_hf_weights(state_dict)
+    model = trainer.routed_model
+    assert model is not None
+    generator = torch.Generator().manual_seed(2)
+    rows, experts, topk = 7, model.num_experts, model.topk
+    hidden = torch.randn(rows, 1, hf_config.hidden_size, generator=generator, requires_grad=True)
+    probe = torch.randn(rows, 1, hf_config.hidden_size, generator=generator)
+    routes = torch.rand(rows, model.num_layers, experts, generator=generator).topk(topk).indices
+    weights = torch.rand(rows, model.num_layers, topk, generator=generator)
+    session = router_replay.RouterReplaySession(
+        model,
+        [torch.ones(rows, dtype=torch.bool)],
+        replayed=[router_replay.MicrobatchRoutes(routes, None, weights)],
+        keep_gradient=keep,
+    )
+    layer = unwrap(trainer.chunks[0]).decoder.layers[1].mlp
+    with session, session.microbatch(0):
+        output, _ = layer(hidden)
+    (output * probe).sum().backward()
+    return {
+        "hidden": hidden.detach(),
+        "probe": probe,
+        "routes": routes[:, 1],
+        "weights": weights[:, 1],
+        "output": output.detach(),
+        "hidden_grad": hidden.grad,
+        "router_grad": layer.router.weight.grad,
     }

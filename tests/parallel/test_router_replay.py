@@ -16,6 +16,8 @@ FULL_RECOMPUTE = {
     "recompute_num_layers": 1,
 }
 REPLAY = {"use_rollout_routing_replay": True}
+WEIGHTS = {"use_rollout_routing_replay": "ids+weights"}
+KEEP = {**WEIGHTS, "router_gradient": "keep"}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2": (2, {}, {}),
@@ -89,6 +91,81 @@ def test_replay_gives_the_same_step_on_every_layout(
         )
         assert_same_step(results[0], want, layout=name)
         assert all(result["routers_left_clean"] for result in results)
+
+
+MIXED = ("tp2_sp", "pp2_recompute")
+
+
+@pytest.mark.parametrize(
+    ("replay", "layouts"),
+    [
+        pytest.param(KEEP, MIXED, id="router gradient kept"),
+        pytest.param(WEIGHTS, MIXED, id="router gradient stopped", marks=pytest.mark.slow),
+        pytest.param(
+            KEEP,
+            [name for name in LAYOUTS if name not in MIXED],
+            id="router gradient kept, more layouts",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            WEIGHTS,
+            [name for name in LAYOUTS if name not in MIXED],
+            id="router gradient stopped, more layouts",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_replayed_weights_give_the_same_step_on_every_layout(
+    run_ranks, dense_first, replay, layouts
+) -> None:
+    want = run_ranks(replay_jobs.train_with_replay, 1, *dense_first, replay, 0.3)[0]
+    ids = run_ranks(replay_jobs.train_with_replay, 1, *dense_first, REPLAY, 0.3)[0]
+    assert abs(ids["metrics"][0]["grad_norm"] - want["metrics"][0]["grad_norm"]) > 1e-3
+    for name in layouts:
+        ranks, sizes, settings = LAYOUTS[name]
+        settings = {**replay, **settings, **sizes}
+        results = run_ranks(
+            replay_jobs.train_with_replay, ranks, *dense_first, settings, 0.3, **sizes
+        )
+        assert_same_step(results[0], want, layout=name)
+        assert all(result["routers_left_clean"] for result in results)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_experts_are_mixed_exactly_as_the_engine_mixed_them(run_ranks, keep) -> None:
+    config = tiny_models.tiny_qwen3_moe()
+    state = tiny_models.hf_state_dict(config, seed=3)
+    got = run_ranks(replay_jobs.mix_experts, 1, config, state, keep)[0]
+    hidden = got["hidden"].double()[:, 0].requires_grad_(True)
+    router = state["model.layers.1.mlp.gate.weight"].double().requires_grad_(True)
+    outputs = torch.stack([expert_output(state, 1, e, hidden) for e in range(4)], dim=1)
+    chosen = got["routes"]
+    weights = got["weights"].double()
+    # Straight-through: the value is the engine's, the derivative that of softmax over the chosen.
+    live = (hidden @ router.t()).gather(1, chosen).softmax(dim=1)
+    mixing = weights + (live - live.detach()) if keep else weights
+    picked = outputs.gather(1, chosen[:, :, None].expand(-1, -1, outputs.shape[2]))
+    want = (mixing[:, :, None] * picked).sum(dim=1)
+    (want * got["probe"].double()[:, 0]).sum().backward()
+    torch.testing.assert_close(got["output"].double()[:, 0], want.detach(), rtol=2e-5, atol=1e-5)
+    torch.testing.assert_close(got["hidden_grad"].double()[:, 0], hidden.grad, rtol=2e-5, atol=1e-5)
+    if keep:
+        assert float(router.grad.abs().max()) > 1e-2
+        torch.testing.assert_close(got["router_grad"].double(), router.grad, rtol=2e-5, atol=1e-5)
+    else:
+        # Still in the graph, with a gradient of exactly 0.
+        assert got["router_grad"] is not None and not bool(got["router_grad"].any())
+
+
+def expert_output(
+    state: dict[str, torch.Tensor], layer: int, expert: int, hidden: torch.Tensor
+) -> torch.Tensor:
+    """SwiGLU of one expert in float64, from the checkpoint's own tensors."""
+    gate, up, down = (
+        state[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"].double()
+        for name in ("gate", "up", "down")
+    )
+    return (torch.nn.functional.silu(hidden @ gate.t()) * (hidden @ up.t())) @ down.t()
 
 
 @pytest.mark.slow  # the test that goes token by token says more

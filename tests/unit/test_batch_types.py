@@ -28,10 +28,14 @@ def sample(**changes: Any) -> RolloutSample:
     return RolloutSample(**{**fields, **changes})
 
 
+ROUTES = torch.zeros(5, 2, 3, dtype=torch.uint8)
+
+
 def full_batch() -> RolloutBatch:
     """A batch in which every field of the table is present."""
     more = {
-        "routed_experts": torch.zeros(5, 2, 3, dtype=torch.uint8),
+        "routed_experts": ROUTES,
+        "routed_weights": torch.full((5, 2, 3), 1 / 3),
         "sampling_mask": Ragged(torch.tensor([2, 7, 9], dtype=torch.int32), [2, 0, 1]),
     }
     batch = RolloutBatch.from_samples([sample(**more), sample(**more, reward=0.0)])
@@ -142,7 +146,9 @@ def test_a_bad_sample_is_named_with_field_and_position(
         RolloutBatch.from_samples([sample(**changes)])
 
 
-@pytest.mark.parametrize("name", [n for n, f in FIELDS.items() if f.dtype == torch.float32])
+@pytest.mark.parametrize("name", [
+    n for n, f in FIELDS.items() if f.dtype == torch.float32 and f.shape != "routes"
+])  # fmt: skip
 def test_every_float_field_of_the_table_is_checked_where_unmasked(name: str) -> None:
     batch = full_batch()
     value: Any = math.nan if FIELDS[name].shape == "scalar" else torch.tensor([-0.5, 0, math.nan])
@@ -152,6 +158,48 @@ def test_every_float_field_of_the_table_is_checked_where_unmasked(name: str) -> 
     if FIELDS[name].shape == "response":
         masked = torch.tensor([-0.5, math.nan, -0.5])
         batch.with_column(name, [good, masked]).check()
+
+
+@pytest.mark.parametrize(
+    "weights, message",
+    [
+        ([[math.nan, 0.5]], r"of sample 1, token 2, MoE layer 0 are \[nan, 0.5\]"),
+        ([[-0.5, 1.5]], r"are \[-0.5, 1.5\]; weights are finite, at least 0"),
+        ([[math.inf, 0.5]], r"are \[inf, 0.5\]"),
+        ([[0.0, 0.0]], "not all 0"),
+    ],
+)
+def test_a_bad_weight_of_a_route_is_named_with_sample_token_and_layer(
+    weights: list[list[float]], message: str
+) -> None:
+    routes = torch.tensor([[[0, 1]]] * 5, dtype=torch.int8)
+    good = torch.full((5, 1, 2), 0.5)
+    bad = good.clone()
+    bad[2] = torch.tensor(weights)
+    samples = [sample(routed_experts=routes, routed_weights=w) for w in (good, bad)]
+    with pytest.raises(BatchError, match=message):
+        RolloutBatch.from_samples(samples)
+    # A token without a route may hold anything.
+    routes = routes.clone()
+    routes[2] = -1
+    RolloutBatch.from_samples([sample(routed_experts=routes, routed_weights=bad)])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"routed_experts": None}, "weights of which experts"),
+        ({"routed_weights": torch.ones(5, 2, 2)}, r"shape \[2, 2\] per token, .* \[2, 3\]"),
+        ({"routed_weights": torch.ones(4, 2, 3)}, "rollout_routed_weights of sample 0 has length 4"),
+        ({"routed_weights": torch.ones(5, 2, 3, dtype=torch.int64)}, "are torch.int64"),
+    ],
+)  # fmt: skip
+def test_weights_of_routes_need_the_routes_and_their_shape(
+    changes: dict[str, Any], message: str
+) -> None:
+    routed = {"routed_experts": ROUTES, "routed_weights": torch.ones(5, 2, 3)}
+    with pytest.raises(BatchError, match=message):
+        RolloutBatch.from_samples([sample(**(routed | changes))])
 
 
 def test_half_precision_log_probs_pass_the_check() -> None:
@@ -178,6 +226,8 @@ def test_a_padding_microbatch_has_every_field_of_the_table() -> None:
     assert not padding.batch.columns["loss_masks"][0].any()
     routes = padding.batch.columns["rollout_routed_experts"][0]
     assert routes.shape == (2, 2, 3) and routes[0, 0].tolist() == [0, 1, 2]  # distinct experts
+    weights = padding.batch.columns["rollout_routed_weights"][0]
+    torch.testing.assert_close(weights, torch.full((2, 2, 3), 1 / 3))
 
 
 def test_a_padding_microbatch_contributes_nothing() -> None:

@@ -80,12 +80,13 @@ def cut_share(
 
 def with_stage_routes(batch: RolloutBatch, layers: Sequence[int]) -> RolloutBatch:
     """The batch with the routes of MoE layers `layers` only, or as it is where it has none."""
-    routes = batch.columns.get("rollout_routed_experts")
-    if routes is None or list(layers) == list(range(routes.values.shape[1])):
-        return batch
-    return batch.with_column(
-        "rollout_routed_experts", routes.like(routes.values[:, list(layers)].contiguous())
-    )
+    for name in ("rollout_routed_experts", "rollout_routed_weights"):
+        routes = batch.columns.get(name)
+        if routes is not None and list(layers) != list(range(routes.values.shape[1])):
+            batch = batch.with_column(
+                name, routes.like(routes.values[:, list(layers)].contiguous())
+            )
+    return batch
 
 
 def plan_batch(

@@ -170,4 +170,5 @@ class _OpenSample:
             rollout_log_probs=None if last.log_probs is None else torch.cat(self._log_probs)[:end],
             routed_experts=last.routed_experts,
             sampling_mask=Ragged.concatenated(self._kept)[:end] if masked else None,
+            routed_weights=last.routed_weights,
         )

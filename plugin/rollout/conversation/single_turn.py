@@ -43,5 +43,6 @@ def _trajectory(prompt: tuple[int, ...], answer: Answer) -> Trajectory:
         rollout_log_probs=answer.log_probs,
         routed_experts=answer.routed_experts,
         sampling_mask=answer.sampling_mask,
+        routed_weights=answer.routed_weights,
     )
     return Trajectory((sample,), truncated=answer.finish_reason == "length")

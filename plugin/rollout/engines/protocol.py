@@ -31,6 +31,7 @@ class SamplingParameters:
     log_probs: bool = True
     routed_experts: bool = False
     sampling_mask: bool = False
+    routed_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Generation:
         asked for
     sampling_mask: [response] entries of ascending token ids, those that top-k and top-p kept; an
         empty one = the whole vocabulary; None if not asked for
+    routed_weights: as `routed_experts`, float32: what each expert's output was multiplied with
     weight_version: of the weights that sampled each token, [response] int64; or one number for all
         of them
     """
@@ -69,6 +71,7 @@ class Generation:
     log_probs: Tensor | None = None
     routed_experts: Tensor | None = None
     sampling_mask: Ragged | None = None
+    routed_weights: Tensor | None = None
 
     def token_versions(self) -> Tensor:
         """[response] int64: the weight version of each token."""
@@ -148,6 +151,7 @@ def _check_generation(
         ("log-probs", parameters.log_probs, generation.log_probs, length),
         ("routed experts", parameters.routed_experts, generation.routed_experts, total),
         ("rows of kept ids", parameters.sampling_mask, generation.sampling_mask, length),
+        ("weights of routes", parameters.routed_weights, generation.routed_weights, total),
     ):
         if asked and (value is None or len(value) != rows):
             found = "none" if value is None else str(len(value))

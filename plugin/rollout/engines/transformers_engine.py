@@ -25,7 +25,7 @@ from plugin.rollout.engines.protocol import (
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.rollout.engines.route_recorder import RouteRecorder
+from plugin.rollout.engines.route_recorder import RecordedRoutes, RouteRecorder
 from plugin.rollout.engines.sampling import draw, kept_ids, sampling_log_probs, uniform_rows
 from plugin.rollout.engines.weight_buckets import WeightLoader
 
@@ -174,8 +174,8 @@ class _Rows:
         self._lengths = torch.zeros(len(seeds), dtype=torch.int64)
         self._stopped = torch.zeros(len(seeds), dtype=torch.bool)
         self._stop_tokens = torch.tensor(parameters.stop_token_ids, dtype=torch.int64)
-        self._prompt_routes: list[Tensor] = []
-        self._routes: list[list[Tensor]] = [[] for _ in seeds]
+        self._prompt_routes: list[RecordedRoutes] = []
+        self._routes: list[list[RecordedRoutes]] = [[] for _ in seeds]
         self._kept: list[list[Tensor]] = [[] for _ in seeds]
 
     def uniforms(self, rows: Tensor) -> Tensor:
@@ -192,14 +192,17 @@ class _Rows:
         self._stopped[rows] = stopped
         return ~stopped & (self._lengths[rows] < self._parameters.max_response_length)
 
-    def add_prompt_routes(self, routes: Tensor, mask: Tensor) -> None:
+    def add_prompt_routes(self, routes: RecordedRoutes, mask: Tensor) -> None:
         """Take `routes` [requests, S, layers, topk]; `mask` [requests, S] is 0 at padding."""
-        self._prompt_routes = [row[kept.bool()] for row, kept in zip(routes, mask, strict=True)]
+        self._prompt_routes = [
+            RecordedRoutes(experts[kept], weights[kept])
+            for experts, weights, kept in zip(*routes, mask.bool(), strict=True)
+        ]
 
-    def add_response_routes(self, rows: Tensor, routes: Tensor) -> None:
+    def add_response_routes(self, rows: Tensor, routes: RecordedRoutes) -> None:
         """`routes` [len(rows), 1, layers, topk] of the tokens just read."""
-        for row, route in zip(rows.tolist(), routes, strict=True):
-            self._routes[row].append(route)
+        for row, experts, weights in zip(rows.tolist(), *routes, strict=True):
+            self._routes[row].append(RecordedRoutes(experts, weights))
 
     def add_kept_ids(self, rows: Tensor, kept: list[Tensor]) -> None:
         """One entry of ids for each of `rows`, of the tokens about to be added."""
@@ -213,17 +216,19 @@ class _Rows:
 
     def _generation(self, request: int, row: int) -> Generation:
         length = int(self._lengths[row])
-        routes = None
-        if self._parameters.routed_experts:
-            routes = torch.cat([self._prompt_routes[request], *self._routes[row]])
+        parameters, experts, weights = self._parameters, None, None
+        if parameters.routed_experts:
+            parts = [self._prompt_routes[request], *self._routes[row]]
+            experts, weights = map(torch.cat, zip(*parts, strict=True))
         reason: FinishReason = "stop" if bool(self._stopped[row]) else "length"
         return Generation(
             tokens=self._tokens[row, :length].clone(),
             finish_reason=reason,
             weight_version=self._weight_version,
-            log_probs=self._log_probs[row, :length].clone() if self._parameters.log_probs else None,
-            routed_experts=routes,
-            sampling_mask=Ragged.of(self._kept[row]) if self._parameters.sampling_mask else None,
+            log_probs=self._log_probs[row, :length].clone() if parameters.log_probs else None,
+            routed_experts=experts,
+            routed_weights=weights if parameters.routed_weights else None,
+            sampling_mask=Ragged.of(self._kept[row]) if parameters.sampling_mask else None,
         )
 
 

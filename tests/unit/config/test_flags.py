@@ -179,3 +179,50 @@ def test_a_flag_for_numbers_may_take_a_word() -> None:
         JobConfig.from_sources({"threads_per_rank": "many"})
     with pytest.raises(ConfigError, match="--threads-per-rank is 0; it must be at least 1"):
         JobConfig.from_sources({"threads_per_rank": 0})
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ((), False),
+        (("--use-rollout-routing-replay",), "ids"),
+        (("--use-rollout-routing-replay", "--seed", "3"), "ids"),
+        (("--use-rollout-routing-replay", "ids"), "ids"),
+        (("--use-rollout-routing-replay=ids+weights",), "ids+weights"),
+        (("--no-use-rollout-routing-replay",), False),
+    ],
+)
+def test_a_switch_with_choices_goes_on_being_a_switch(words: tuple[str, ...], value: Any) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    JobConfig.add_arguments(parser)
+    config = JobConfig.from_sources(vars(parser.parse_args(words)))
+    assert config.use_rollout_routing_replay == value
+    # As in a written configuration, in YAML (true, false) and in another framework's namespace.
+    assert JobConfig(use_rollout_routing_replay=value) == JobConfig(
+        use_rollout_routing_replay={"ids": True}.get(value, value)
+    )
+
+
+def test_a_switch_with_choices_refuses_other_values() -> None:
+    for value in ("weights", "on", 1, "true"):
+        with pytest.raises(ConfigError, match=r"choose one of ids, ids\+weights, or false"):
+            JobConfig(use_rollout_routing_replay=value)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    JobConfig.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--no-use-rollout-routing-replay", "ids+weights"])
+
+
+def test_weights_of_routes_are_asked_of_engines_that_report_them() -> None:
+    both = {"use_rollout_routing_replay": "ids+weights"}
+    assert JobConfig(**both).wants_route_weights
+    assert not JobConfig(use_rollout_routing_replay=True).wants_route_weights
+    dumped = {"detect_routing": True, "dump_routes": True, "dump_log_probs": "dumps"}
+    assert JobConfig(**dumped).wants_route_weights
+    assert not JobConfig(**dumped, rollout_engine="vllm").wants_route_weights
+    with pytest.raises(ConfigError, match="reports the experts of a token and not their weights"):
+        JobConfig(**both, rollout_engine="vllm")
+    with pytest.raises(ConfigError, match=r"it needs --use-rollout-routing-replay ids\+weights"):
+        JobConfig.from_sources({"router_gradient": "keep", "use_rollout_routing_replay": True})
+    with pytest.raises(ConfigError, match="--dump-routes would do nothing"):
+        JobConfig.from_sources({"dump_routes": True, "dump_log_probs": "dumps"})

@@ -27,6 +27,7 @@ def full_batch() -> RolloutBatch:
             weight_version=7,
             rollout_log_probs=-torch.rand(response),
             routed_experts=torch.randint(0, 4, (total, 3, 2), dtype=torch.uint8),
+            routed_weights=torch.rand(total, 3, 2) + 0.1,
         )
         for number, (total, response) in enumerate([(5, 3), (4, 1)])
     ]

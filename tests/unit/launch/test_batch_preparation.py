@@ -128,6 +128,13 @@ def test_routes_are_checked_on_the_driver(routes: torch.Tensor | None, message: 
         with_checked_routes(batch, (1, 2, 4))
 
 
+def test_weights_of_routes_that_are_to_be_replayed_have_to_be_there() -> None:
+    routes = torch.tensor([[[0, 1]]] * 5, dtype=torch.int8)
+    config = JobConfig(embedded_model="qwen3_moe", use_rollout_routing_replay="ids+weights")
+    with pytest.raises(BatchError, match=r"ids\+weights needs rollout_routed_weights"):
+        prepare_batch(config, Rollouts.of([group([1.0, 0.0], routes=routes)]), (1, 2, 4))
+
+
 def test_a_token_without_a_route_passes_in_all_layers_or_none() -> None:
     routes = torch.tensor([[[0, 1], [2, 3]]] * 5, dtype=torch.int8)
     routes[1] = -1

@@ -79,6 +79,9 @@ def test_a_stage_gets_the_routes_of_its_layers() -> None:
     routes = stage.columns["rollout_routed_experts"]
     assert routes.values.shape[1:] == (2, 2) and routes.values[0, :, 0].tolist() == [2, 5]
     assert with_stage_routes(batch, range(LAYERS)) is batch
+    weights = routes.like(routes.values.float() + 0.5)
+    both = with_stage_routes(stage.with_column("rollout_routed_weights", weights), [1])
+    assert both.columns["rollout_routed_weights"].values[0].tolist() == [[5.5, 5.5]]
 
 
 def test_a_share_that_arrives_is_a_view_of_the_arrays() -> None:

@@ -9,12 +9,13 @@ import torch
 
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.errors import ReplayError
-from plugin.megatron_backend.routing.router_replay import (
+from plugin.megatron_backend.routing.microbatch_routes import (
     MicrobatchRoutes,
-    RoutedModel,
     check_routes,
+    check_weights,
     routes_of,
 )
+from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.step.sequence_packing import model_inputs
 from plugin.ragged import Ragged
 from tests.unit.megatron_backend.rank_places import place
@@ -97,6 +98,9 @@ def chunk_with(**changes: object) -> SimpleNamespace:
         "moe_layer_freq": 1,
         "num_layers": 2,
         "moe_router_topk": 2,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": None,
     }
     return SimpleNamespace(config=SimpleNamespace(**(config | changes)), named_modules=list)
 
@@ -144,3 +148,63 @@ def test_the_last_of_256_experts_is_a_route_and_a_row_of_minus_one_is_none() -> 
     routes[0] = -1
     has_route = replayed().has_route
     assert has_route is not None and has_route.tolist() == [False, True, True, True]
+
+
+def test_weights_that_a_router_would_not_give_are_refused() -> None:
+    model = RoutedModel({0: None}, num_layers=1, num_experts=4, topk=2, weight_sum=2.5)
+    routes = Ragged.of([torch.tensor([[[0, 1]], [[2, 3]], [[-1, -1]]], dtype=torch.int8)])
+    # 2.5 up to the rounding of bfloat16; the last token has no route and may hold anything.
+    good = torch.tensor([[[2.0, 0.5]], [[1.24, 1.255]], [[float("nan"), 0.0]]])
+    check_weights(Ragged.of([good]), routes, model, [5])
+    unscaled = good.clone()
+    unscaled[1] = torch.tensor([0.6, 0.4])
+    with pytest.raises(
+        ReplayError, match=r"sample 5, token 1, MoE layer 0 sum up to 1, .* gives 2.5"
+    ):
+        check_weights(Ragged.of([unscaled]), routes, model, [5])
+    with pytest.raises(ReplayError, match="one weight per expert"):
+        check_weights(Ragged.of([good[:, :, :1]]), routes, model)
+    free = RoutedModel({0: None}, num_layers=1, num_experts=4, topk=2)
+    check_weights(Ragged.of([unscaled]), routes, free)
+
+
+@pytest.mark.parametrize(
+    ("changes", "weight_sum"),
+    [
+        ({}, 1.0),
+        ({"moe_router_topk_scaling_factor": 2.5}, 2.5),
+        ({"moe_router_pre_softmax": True}, None),
+        ({"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True}, 1.0),
+        ({"moe_router_score_function": "sigmoid", "moe_router_topk": 1}, None),
+    ],
+)
+def test_the_sum_of_a_tokens_weights_follows_from_the_router(changes, weight_sum) -> None:
+    assert RoutedModel.of([chunk_with(**changes)]).weight_sum == weight_sum
+
+
+def test_weights_follow_their_tokens_and_padding_gets_equal_ones() -> None:
+    routes = good_routes().to(torch.int8)
+    routes[1] = -1
+    weights = torch.rand(3, 2, 2)
+    weights[1] = float("nan")
+    batch = RolloutBatch(
+        {
+            "unconcat_tokens": [torch.arange(3)],
+            "total_lengths": [3],
+            "response_lengths": [2],
+            "loss_masks": [torch.ones(2, dtype=torch.int64)],
+            "rollout_routed_experts": [routes],
+        }
+    )
+    inputs = model_inputs(batch, place(), at_least=4)
+
+    def replayed(batch: RolloutBatch) -> MicrobatchRoutes:
+        return routes_of(
+            Microbatch(batch), inputs, MODEL, place(), sequence_parallel=False, with_weights=True
+        )
+
+    with pytest.raises(ReplayError, match="needs rollout_routed_weights and the batch has none"):
+        replayed(batch)
+    got = replayed(batch.with_column("rollout_routed_weights", [weights])).weights
+    equal = torch.full((2, 2), 0.5)
+    torch.testing.assert_close(got, torch.stack([weights[0], equal, weights[2], equal]))

@@ -101,33 +101,40 @@ def test_low_precision_gives_real_but_small_mismatch(options: dict[str, str]) ->
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_routes_cover_prompt_and_response_and_are_those_of_the_model(quantization: str) -> None:
     recorded = SamplingParameters(
-        max_response_length=6, stop_token_ids=tuple(range(3, 10)), routed_experts=True
+        max_response_length=6,
+        stop_token_ids=tuple(range(3, 10)),
+        routed_experts=True,
+        routed_weights=True,
     )
     config = FAMILIES["qwen3_moe"]()
     model = hf_model(config)
     answers = loaded_engine("qwen3_moe", quantization=quantization).generate(REQUESTS, recorded)
     check_generations(REQUESTS, answers, recorded)
     same = total = 0
+    furthest = 0.0
     for request, generation in flat(answers):
         tokens = torch.cat([torch.tensor(request.prompt), generation.tokens])
-        seen: list[Tensor] = []
+        seen: list[tuple[Tensor, ...]] = []
         hooks = [
-            layer.mlp.gate.register_forward_hook(
-                lambda _m, _i, out, seen=seen: seen.append(out[-1])
-            )
+            layer.mlp.gate.register_forward_hook(lambda _m, _i, out, seen=seen: seen.append(out))
             for layer in model.model.layers
         ]
         with torch.no_grad():
             model(tokens[None])
         for hook in hooks:
             hook.remove()
-        expected = torch.stack(seen, dim=1)
+        # logits, weights after renormalization, experts
+        expected = torch.stack([out[2] for out in seen], dim=1)
+        weights = torch.stack([out[1] for out in seen], dim=1)
+        assert generation.routed_weights.dtype is torch.float32
+        furthest = max(furthest, float((generation.routed_weights - weights).abs().max()))
         assert generation.routed_experts.dtype is torch.int8
         assert generation.routed_experts.shape == expected.shape
         same += int((generation.routed_experts.long() == expected).sum())
         total += expected.numel()
     # Exact in full precision; int8 flips some routes, which is what replay is for.
     assert same == total if quantization == "none" else 0.5 < same / total < 1.0
+    assert furthest < 1e-5 if quantization == "none" else furthest > 1e-4
 
 
 def test_every_sample_carries_the_version_that_generated_it() -> None:

@@ -1,0 +1,205 @@
+"""The routes of a microbatch, checked and in the order in which this rank's routers see the tokens.
+
+Routes arrive as [tokens, moe_layers, topk] per sample, in any integer type that holds every expert;
+samples of one microbatch may differ. A token may have *no route*: a row in which every entry, in
+all layers, is -1, where an engine cannot say which experts it used. In an unsigned type every value
+is an expert. The routers of a token without a route choose live, in the forward pass and again in
+recomputation. It counts in `replay/live_tokens`, lowers `replay/coverage` and has no part in
+`replay/agreement`. A token without a route in some layers only is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plugin.batch_types import (
+    Microbatch,
+    holds_experts,
+    no_route,
+    route_dtype,
+    route_faults,
+)
+from plugin.errors import ReplayError
+from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.routing.routed_model import RoutedModel
+from plugin.megatron_backend.step.sequence_packing import ModelInputs
+from plugin.ragged import Integers, Ragged, as_integers
+
+#: Weights in bfloat16 have 8 bits each; a sum that is off by more was never normalized.
+WEIGHT_SUM_TOLERANCE = 0.02
+
+
+class MicrobatchRoutes(NamedTuple):
+    """Routes of one microbatch in the order in which this rank's routers see the tokens.
+
+    experts: [rows, layers of this stage, topk]; has_route: [rows] bool, or None if all have one
+    weights: as `experts`, float32; None where they are not replayed
+    """
+
+    experts: Tensor
+    has_route: Tensor | None
+    weights: Tensor | None = None
+
+
+def routes_of(
+    microbatch: Microbatch,
+    inputs: ModelInputs,
+    model: RoutedModel,
+    groups: ParallelGroups,
+    *,
+    sequence_parallel: bool,
+    with_weights: bool = False,
+    sample_numbers: Sequence[int] | Integers | None = None,
+) -> MicrobatchRoutes:
+    """Check a microbatch's routes and bring them into the routers' order.
+
+    Padding gets valid dummy routes, experts 0..topk-1, with equal weights.
+    with_weights: replay the engine's weights too
+    sample_numbers: what errors call the samples; None = their places in the microbatch
+    """
+    columns = microbatch.batch.columns
+    if "rollout_routed_experts" not in columns:
+        raise ReplayError(
+            "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; "
+            "make the engine return its routed experts"
+        )
+    routes: Ragged = columns["rollout_routed_experts"]
+    check_routes(routes, columns["total_lengths"], model, sample_numbers)
+    dummy = torch.arange(model.topk).expand(1, len(model.route_layers), model.topk)
+    # The dummy comes last: padding is at place -1.
+    flat = torch.cat([routes.values.long(), dummy])
+    routed = torch.cat([~no_route(routes.values).all(dim=1), torch.ones(1, dtype=torch.bool)])
+    starts = torch.from_numpy(np.append(routes.starts, 0))
+    places = token_places(inputs, starts, groups, sequence_parallel)
+    has_route = routed[places]
+    experts = torch.where(has_route[:, None, None], flat[places], dummy)
+    device = inputs.tokens.device
+    experts = experts.to(route_dtype(model.num_experts)).to(device)
+    weights = None
+    if with_weights:
+        if "rollout_routed_weights" not in columns:
+            raise ReplayError(
+                "--use-rollout-routing-replay ids+weights needs rollout_routed_weights and the "
+                "batch has none; make the engine return the weights of its routes, or use ids"
+            )
+        given: Ragged = columns["rollout_routed_weights"]
+        if not microbatch.is_padding:
+            check_weights(given, routes, model, sample_numbers)
+        equal = torch.full((1, len(model.route_layers), model.topk), 1 / model.topk)
+        weights = torch.cat([given.values.float(), equal])[places]
+        weights = torch.where(has_route[:, None, None], weights, equal).to(device)
+    all_routed = bool(has_route.all())
+    return MicrobatchRoutes(experts, None if all_routed else has_route.to(device), weights)
+
+
+def token_places(
+    inputs: ModelInputs, starts: Tensor, groups: ParallelGroups, sequence_parallel: bool
+) -> Tensor:
+    """[rows] int64: which token each row is that this rank's routers see, -1 where it is padding.
+
+    starts: the number of the first token of every sample of the microbatch
+    """
+    sample_ids = router_order(inputs.sample_ids, groups, sequence_parallel)
+    positions = router_order(inputs.position_ids.cpu(), groups, sequence_parallel)
+    return torch.where(sample_ids >= 0, starts[sample_ids] + positions, -1)
+
+
+def router_order(values: Tensor, groups: ParallelGroups, sequence_parallel: bool) -> Tensor:
+    """[B, S_local] values -> [rows] in the order in which this rank's routers see the tokens.
+
+    Routers flatten sequence-major hidden states; under sequence parallelism each sees its slice of
+    the sequence.
+    """
+    ordered = values.t()
+    if sequence_parallel:
+        ordered = ordered.chunk(groups.tp_size)[groups.tp_rank]
+    return ordered.reshape(-1)
+
+
+def check_routes(
+    routes: Ragged,
+    total_lengths: Sequence[int] | Tensor,
+    model: RoutedModel,
+    sample_numbers: Sequence[int] | Integers | None = None,
+) -> None:
+    """Check shape, range and distinctness of samples' routes; a `ReplayError` names the place."""
+    numbers = range(len(routes)) if sample_numbers is None else sample_numbers
+    per_token, expected = tuple(routes.values.shape[1:]), (len(model.route_layers), model.topk)
+    wrong_shape = (routes.lengths != as_integers(total_lengths)) | (per_token != expected)
+    for i in np.flatnonzero(wrong_shape)[:1]:
+        raise ReplayError(
+            f"routes of sample {numbers[i]} have shape {(int(routes.lengths[i]), *per_token)}, "
+            f"expected {(int(total_lengths[i]), *expected)}: [tokens, moe layers, topk]; the "
+            "engine and the trainer must run the same model"
+        )
+    if not holds_experts(routes.values.dtype, model.num_experts):
+        raise ReplayError(
+            f"routes are {routes.values.dtype}, which does not hold experts "
+            f"0..{model.num_experts - 1}; give {route_dtype(model.num_experts)}"
+        )
+    outside, repeated = route_faults(routes.values, model.num_experts)
+    for wrong, problem in (
+        (
+            outside,
+            f"are {{}}; the model has experts 0..{model.num_experts - 1}, and a row of -1 in a "
+            "signed type means no route",
+        ),
+        (
+            repeated,
+            f"name an expert twice: {{}}; each token goes to {model.topk} different experts",
+        ),
+    ):
+        places = wrong.nonzero()
+        if len(places):
+            place, layer = places[0].tolist()
+            sample, token = routes.place_of(place)
+            raise ReplayError(
+                f"routes of sample {numbers[sample]}, token {token}, MoE layer {layer} "
+                + problem.format(routes.values[place, layer].tolist())
+            )
+    missing = no_route(routes.values)
+    partly = (missing.any(dim=1) & ~missing.all(dim=1)).nonzero()
+    if len(partly):
+        sample, token = routes.place_of(int(partly[0]))
+        raise ReplayError(
+            f"token {token} of sample {numbers[sample]} has routes in some layers only; give all "
+            "or none"
+        )
+
+
+def check_weights(
+    weights: Ragged,
+    routes: Ragged,
+    model: RoutedModel,
+    sample_numbers: Sequence[int] | Integers | None = None,
+) -> None:
+    """Check that weights have the routes' shape, and the sum that the model's router gives them.
+
+    Their values were checked with the batch.
+    """
+    numbers = range(len(routes)) if sample_numbers is None else sample_numbers
+    if weights.values.shape != routes.values.shape:
+        raise ReplayError(
+            f"weights of routes have shape {tuple(weights.values.shape)}, the routes "
+            f"{tuple(routes.values.shape)}; the engine has to report one weight per expert"
+        )
+    if model.weight_sum is None:
+        return
+    sums = weights.values.float().sum(dim=2)
+    # Negated, so that NaN is wrong.
+    wrong = ~((sums - model.weight_sum).abs() <= WEIGHT_SUM_TOLERANCE * model.weight_sum)
+    places = (wrong & ~no_route(routes.values)).nonzero()
+    if len(places):
+        place, layer = places[0].tolist()
+        sample, token = routes.place_of(place)
+        raise ReplayError(
+            f"weights of sample {numbers[sample]}, token {token}, MoE layer {layer} sum up to "
+            f"{float(sums[place, layer]):.4g}, the model's router gives {model.weight_sum:.4g}; "
+            "the engine has to report what it multiplies the experts' outputs with, normalized "
+            "and scaled"
+        )
