@@ -1,10 +1,14 @@
-"""`megatron-tis compare DUMP...`: what every loss and correction would have done with a dump."""
+"""`megatron-tis compare DUMP...`: what every loss and correction would have done with a dump.
+
+With `--routing`: what replaying the engine's routes, and their weights, does to the mismatch.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,6 +59,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="import paths of your own mismatch detectors, comma-separated",
     )
+    parser.add_argument(
+        "--routing",
+        action="store_true",
+        help="instead: mismatch KL with live routing, the engine's routes, and their weights too, "
+        "by forward passes of the model in --hf-checkpoint",
+    )
+    parser.add_argument(
+        "--hf-checkpoint", metavar="DIR", help="--routing: the weights that the dump was made with"
+    )
+    parser.add_argument(
+        "--train-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="--routing: the trainer's (default: float32)",
+    )
+    parser.add_argument(
+        "--routing-tokens",
+        type=int,
+        default=65536,
+        metavar="N",
+        help="--routing: look at no more than about N tokens (default: 65536)",
+    )
     parser.add_argument("--html", metavar="FILE", help="write the table and the curves as a page")
     parser.add_argument(
         "--json", metavar="FILE", help="write everything as JSON; - = standard output"
@@ -66,11 +92,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, print, write; an error if nothing could be read."""
     try:
+        if args.routing:
+            return _run_routing(args)
+        if args.hf_checkpoint is not None:
+            raise ConfigError("--hf-checkpoint would do nothing without --routing; add it")
         _present(args, _compare(args))
     except OSError as error:
         if error.filename is None:
             raise
         raise ConfigError(f"{error.filename}: {error.strerror}") from error
+    return 0
+
+
+def _run_routing(args: argparse.Namespace) -> int:
+    """Three forward passes over the samples of a dump that carry routes."""
+    if args.hf_checkpoint is None:
+        raise ConfigError(
+            "--routing needs --hf-checkpoint: the log-probs of a dump are of one routing, and "
+            "another takes forward passes of the model"
+        )
+    if args.html or args.sweep:
+        raise ConfigError("--routing prints one table; drop --html and --sweep, or --routing")
+    if args.json and args.json != "-":
+        refuse_overwriting(Path(args.json), args.force)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron's, about every optional package
+        from plugin.compare.dump_reading import open_dump
+        from plugin.compare.routing_mismatch import routing_mismatch, routing_text
+
+        dump = open_dump(args.dumps)
+        result = routing_mismatch(
+            dump,
+            args.hf_checkpoint,
+            train_dtype=args.train_dtype,
+            temperature=getattr(args, "rollout_temperature", 1.0),
+            max_tokens=args.routing_tokens,
+        )
+    for problem in dump.problems:
+        print(f"warning: {problem}", file=sys.stderr)
+    text = json.dumps(result, indent=1)
+    print(text if args.json == "-" else routing_text(result))
+    if args.json and args.json != "-":
+        write_page(Path(args.json), text, force=args.force)
     return 0
 
 

@@ -25,6 +25,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "trainer_version": (),
     "weight_versions": ("weight_version", "policy_version"),
     "rollout_routed_experts": (),
+    "rollout_routed_weights": (),
     "train_routed_experts": (),
     "routed_layers": (),
     "routed_topk": (),
@@ -32,7 +33,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 KNOWN_NAMES = frozenset(name for key, others in ALIASES.items() for name in (key, *others))
 LOG_PROBS = ("rollout_log_probs", "train_log_probs", "cur_log_probs")
 PER_RESPONSE = (*LOG_PROBS, "loss_mask", "advantages", "weight_versions")
-ROUTES = ("rollout_routed_experts", "train_routed_experts")
+ROUTES = ("rollout_routed_experts", "rollout_routed_weights", "train_routed_experts")
 #: Tokens that are read in one piece; larger files of other frameworks should be cut.
 BLOCK_TOKENS = 1 << 18
 
@@ -70,6 +71,7 @@ class DumpBlock:
     lengths: [N] int64; mask: [T] bool; rollout, train, cur, advantages: [T] float32
     step, trainer_version: [N] int64; weight_versions: [T] int64; -1 where unknown
     ids: [T] int64 ids of the response tokens, where dumped
+    sequences: one [prompt + response] int64 array per sample, where dumped
     routes: name -> one [total, layers, topk] array per sample, only where dumped
     """
 
@@ -83,6 +85,7 @@ class DumpBlock:
     trainer_version: NDArray[np.int64]
     weight_versions: NDArray[np.int64]
     ids: NDArray[np.int64] | None = None
+    sequences: list[NDArray[np.int64]] | None = None
     routes: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
 
     @property
@@ -214,12 +217,13 @@ def _block(columns: Columns, rows: slice, tokens: slice) -> DumpBlock:
         values[name.removesuffix("_log_probs")] = np.where(mask, column, np.float32(0))
     versions = {name: columns[name][rows].astype(np.int64) for name in ("step", "trainer_version")}
     versions["weight_versions"] = columns["weight_versions"].values[tokens].astype(np.int64)
-    ids = None
+    ids = sequences = None
     if isinstance(columns.get("tokens"), Ragged):
         samples = columns["tokens"].rows(rows)
         if len(samples) == len(lengths) and all(map(np.greater_equal, map(len, samples), lengths)):
             parts = [row[len(row) - n :] for row, n in zip(samples, lengths, strict=True)]
             ids = np.concatenate(parts).astype(np.int64)
+            sequences = [row.astype(np.int64, copy=False) for row in samples]
     routes = {
         name: [
             _signed(route).reshape(-1, layers, topk)
@@ -233,7 +237,9 @@ def _block(columns: Columns, rows: slice, tokens: slice) -> DumpBlock:
         for name in ROUTES
         if isinstance(columns.get(name), Ragged) and "routed_layers" in columns
     }
-    return DumpBlock(lengths, mask, **values, **versions, ids=ids, routes=routes)
+    return DumpBlock(
+        lengths, mask, **values, **versions, ids=ids, sequences=sequences, routes=routes
+    )
 
 
 def _signed(routes: NDArray[Any]) -> NDArray[Any]:

@@ -14,6 +14,7 @@ Formats: a directory of our Parquet files or single ones; `.pt` (torch.load with
 | response_length | response_lengths | one number; needed by flat arrays |
 | weight_versions | weight_version, policy_version | [response] or one number |
 | step, trainer_version | | one number |
+| rollout_routed_experts, rollout_routed_weights | | [prompt + response, moe layers, topk] |
 
 `.jsonl`: one object per sample. `.pt`: a list of dicts (samples), or a dict of columns; a column is
 a list of 1-D tensors, a padded [N, S] tensor (loss_mask says what is padding) or a flat [T] tensor
@@ -36,6 +37,7 @@ from plugin.compare.dump_columns import (
     BLOCK_TOKENS,
     KNOWN_NAMES,
     PER_RESPONSE,
+    ROUTES,
     Columns,
     DumpBlock,
     Ragged,
@@ -262,6 +264,12 @@ def _sample_arrays(sample: Mapping[str, Any]) -> Columns:
     if "weight_versions" in sample:
         versions = np.array(sample["weight_versions"], np.int64)
         arrays["weight_versions"] = np.repeat(versions, count) if versions.ndim == 0 else versions
+    for name in (name for name in ROUTES if name in sample):
+        routes = np.asarray(sample[name])
+        if routes.ndim != 3:
+            raise BatchError(f"{name} has shape {list(routes.shape)}, not [tokens, layers, topk]")
+        arrays |= {name: routes.reshape(-1)}
+        arrays |= {"routed_layers": routes.shape[1], "routed_topk": routes.shape[2]}
     for name in ("step", "trainer_version"):
         if name in sample:
             arrays[name] = int(np.int64(sample[name]))  # refuses what 64 bits do not hold

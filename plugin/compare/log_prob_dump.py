@@ -11,6 +11,7 @@ A row is a sample. Lists hold one value per response token (`tokens`: also of th
                    (0 = all), and these ids end to end; where present, every log-prob is of them
     list<int32>    rollout_routed_experts, train_routed_experts, -1 = no route; routed_layers and
                    routed_topk give them back their shape [total_length, layers, topk]
+    list<float32>  rollout_routed_weights, of the same shape: what each expert was weighted with
 
 Columns that a job does not have are absent. Where cur equals train on every token (the first update
 on a rollout) cur is not stored twice; the file's metadata says so. A file is written under another
@@ -165,7 +166,8 @@ def _table(
     for name in ROUTES if routes else ():
         if name in columns:
             shapes = [np.shape(value) for value in columns[name]]
-            arrays[name] = _list_array(columns[name], np.int32)
+            kind = np.float32 if name == "rollout_routed_weights" else np.int32
+            arrays[name] = _list_array(columns[name], kind)
             arrays["routed_layers"] = pa.array([shape[1] for shape in shapes], pa.int32())
             arrays["routed_topk"] = pa.array([shape[2] for shape in shapes], pa.int32())
     return pa.table(arrays).replace_schema_metadata(metadata)
@@ -183,7 +185,7 @@ def _list_array(values: Sequence[Any], kind: type) -> pa.Array:
 def _write_table(table: pa.Table, path: Path) -> None:
     import pyarrow.parquet as pq
 
-    floats = [name for name in table.column_names if name.endswith("log_probs")]
+    floats = [name for name in table.column_names if name.endswith(("log_probs", "weights"))]
     tokens = max(int(sum(table["response_length"].to_pylist())), 1)
     pq.write_table(
         table,

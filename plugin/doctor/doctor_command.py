@@ -1,4 +1,7 @@
-"""`megatron-tis doctor`: can this machine train, do its layouts agree, what went wrong in a run?"""
+"""`megatron-tis doctor`: can this machine train, do its layouts agree, what went wrong in a run?
+
+With `--bisect`: which layer do engine and trainer compute differently?
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import json
 import sys
 from dataclasses import asdict
 
+from plugin.doctor.bisect import command as bisect_command
 from plugin.doctor.configuration_checks import configuration_checks
 from plugin.doctor.environment_checks import environment_checks
 from plugin.doctor.layout_agreement import default_layouts, parse_layout, run_layouts
@@ -41,10 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=600.0, metavar="SECONDS", help="for all layouts together"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    bisect_command.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 only if nothing failed and every layout agrees with one process."""
+    if args.bisect:
+        return _run_bisect(args)
+    if idle := bisect_command.given_without_bisect(args):
+        raise ConfigError(f"{idle} would do nothing without --bisect; add that, or drop {idle}")
     if args.run_dir is not None:
         return _run_on_run_dir(args)
     named = [] if args.layouts in (None, "none") else args.layouts.split(",")
@@ -77,6 +86,15 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(content, indent=1))
     return 0 if healthy else 1
+
+
+def _run_bisect(args: argparse.Namespace) -> int:
+    if args.run_dir or args.layouts or args.config or args.custom_tis_function_path:
+        raise ConfigError(
+            "doctor --bisect compares the layers of engine and trainer and checks nothing else; "
+            "drop RUN_DIR, --layouts, --config and --custom-tis-function-path"
+        )
+    return bisect_command.run(args)
 
 
 def _run_on_run_dir(args: argparse.Namespace) -> int:

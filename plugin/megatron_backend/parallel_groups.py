@@ -7,6 +7,9 @@ lets it be called with any group, in a test or in somebody else's trainer.
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -184,6 +187,16 @@ def destroy_parallel() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def one_process() -> Iterator[ParallelGroups]:
+    """The groups of a process that is all of them, for the length of the body."""
+    with tempfile.TemporaryDirectory(prefix="megatron-tis-") as directory:
+        try:
+            yield init_parallel(0, 1, init_method=f"file://{directory}/rendezvous")
+        finally:
+            destroy_parallel()
 
 
 def loss_context(groups: ParallelGroups) -> ParallelContext:

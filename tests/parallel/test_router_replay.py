@@ -93,7 +93,7 @@ def test_replay_gives_the_same_step_on_every_layout(
         assert all(result["routers_left_clean"] for result in results)
 
 
-MIXED = ("tp2_sp", "pp2_recompute")
+MIXED = ("pp2_recompute",)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,8 @@ def test_a_moe_job_repeats_the_routes_of_the_engine_it_shares_its_slot_with(
         tmp_path / "run",
         num_nodes=1,
         embedded_model="qwen3_moe",
-        use_rollout_routing_replay=True,
+        use_rollout_routing_replay="ids+weights",
+        router_gradient="keep",
         get_mismatch_metrics=True,
         colocate=True,
     )

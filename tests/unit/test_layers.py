@@ -42,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": {"errors", "json_lines", "ragged", "batch_types", "config"},
     "adapters": CORE,
     "observe": CORE,
-    "compare": {*CORE, "observe"},
+    "compare": {*CORE, "observe", "megatron_backend"},
     "launch": {*CORE, "megatron_backend", "rollout", "observe", "compare"},
     "doctor": {*CORE, "observe", "compare", "megatron_backend", "rollout", "launch"},
     "cli": {"errors", "config"},

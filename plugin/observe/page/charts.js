@@ -1,7 +1,7 @@
 "use strict";
 /* Line charts as inline SVG. A chart is {title, note, log, series, bands, marks, xLabels}:
    series: [{run, label, color, dash, dots, x: [...], y: [...]}], bands: [{run, color, opacity, x, low, high}],
-   marks: [{y}] horizontal reference lines, xLabels: names of the x values of a categorical axis. */
+   marks: [{y}] horizontal reference lines, points: [{x, label}] vertical lines with a name, xLabels: names of the x values of a categorical axis. */
 
 const SVG = "http://www.w3.org/2000/svg";
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -114,6 +114,11 @@ function draw(entry) {
   }
   drawXAxis(svg, chart, x0, x1, X, width, height, left, right, bottom);
   for (const mark of chart.marks || []) element("line", { class: "zero", x1: left, x2: width - right, y1: Y(mark.y), y2: Y(mark.y) }, svg);
+  for (const point of chart.points || []) {
+    const after = X(point.x) < width / 2;
+    element("line", { class: "point", x1: X(point.x), x2: X(point.x), y1: top, y2: height - bottom }, svg);
+    element("text", { class: "point", x: X(point.x) + (after ? 6 : -6), y: top + 10, "text-anchor": after ? "start" : "end" }, svg, point.label);
+  }
   for (const band of bands) {
     const back = band.x.slice().reverse(), low = band.low.slice().reverse();
     const d = path(band.x, band.high, X, Y) + path(back, low, X, Y).replace(/^M/, "L") + "Z";

@@ -75,6 +75,11 @@ class TransformersEngine:
         self._name = name
         self._generated_tokens = 0
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that generates, in evaluation mode."""
+        return self._model
+
     def load_weights(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
         """One bucket of version `version`; see `RolloutEngine`."""
         self._loader.load(version, bucket, last=last)

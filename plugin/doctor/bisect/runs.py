@@ -1,0 +1,165 @@
+"""Builds engine and trainer, runs the same tokens through both and compares their layers.
+
+Done dtype by dtype: first both sides in float32, where rounding is a millionth and anything else
+stands out; then as they are run, which says what rounding adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plugin.config import JobConfig, TrainerConfig
+from plugin.doctor.bisect.bisection import Bisection, Verdict, bisect, judge
+from plugin.doctor.bisect.engine_trace import trace_engine
+from plugin.doctor.bisect.layer_trace import LayerTrace, load_trace, save_trace
+from plugin.doctor.bisect.trainer_trace import trace_trainer
+from plugin.launch.model_source import ModelSource, directory_source, policy_source
+from plugin.megatron_backend.model.weight_files import HfDirectory
+from plugin.megatron_backend.parallel_groups import ParallelGroups, one_process
+from plugin.megatron_backend.trainer import MegatronTrainer
+from plugin.rollout.engines.transformers_engine import TransformersEngine
+from plugin.rollout.engines.weight_buckets import pack_buckets
+
+#: The engine's model at a dtype; None = given with the weights that the trainer exports.
+EngineModel = Callable[[Any, MegatronTrainer], nn.Module]
+
+
+@dataclass(frozen=True)
+class BisectOptions:
+    """What to compare; see `megatron-tis doctor --help`."""
+
+    hf_checkpoint: str | None = None
+    embedded_model: Any = "qwen3_moe"
+    engine_hf_checkpoint: str | None = None
+    hidden_states: str | None = None
+    save_hidden_states: str | None = None
+    train_dtype: Any = "float32"
+    rollout_dtype: Any = "bfloat16"
+    rollout_quantization: Any = "none"
+    seed: int = 0
+
+
+def run_bisect(options: BisectOptions) -> tuple[list[Bisection], Verdict]:
+    """One comparison per pair of dtypes, and what they say together."""
+    config = JobConfig(
+        hf_checkpoint=options.hf_checkpoint,
+        embedded_model=options.embedded_model,
+        seed=options.seed,
+        transformer_impl="auto",
+    )
+    source = policy_source(config)
+    hf_config = source.as_config()
+    given: LayerTrace | EngineModel
+    if options.hidden_states is not None:
+        given = load_trace(Path(options.hidden_states), hf_config)
+    else:
+        given = _engine_builder(options, source, config)
+    weights = source.directory or source.random_weights()
+    with one_process() as groups:
+        passes = bisect_passes(
+            groups,
+            hf_config,
+            weights,
+            given,
+            random_sequences(hf_config, seed=options.seed),
+            dtypes=[("float32", "float32"), (options.train_dtype, options.rollout_dtype)],
+            save=None if options.save_hidden_states is None else Path(options.save_hidden_states),
+        )
+    return passes, verdict_of(passes)
+
+
+def verdict_of(passes: Sequence[Bisection]) -> Verdict:
+    """The first fault: what shows in float32 is no rounding. Without one, the last word."""
+    verdicts = [judge(bisection) for bisection in passes]
+    return next((verdict for verdict in verdicts if verdict.fault), verdicts[-1])
+
+
+def bisect_passes(
+    groups: ParallelGroups,
+    hf_config: Any,
+    weights: str | Mapping[str, Tensor],
+    engine: LayerTrace | EngineModel,
+    sequences: Sequence[Tensor],
+    *,
+    dtypes: Sequence[tuple[Any, Any]],
+    save: Path | None = None,
+) -> list[Bisection]:
+    """Compare at every (trainer's, engine's) dtype; of a trace the engine's dtype is what it is.
+
+    save: where the engine's trace of the last pass is written
+    """
+    if isinstance(engine, LayerTrace):
+        found = precision_of(engine)
+        dtypes = [(train_dtype, found) for train_dtype, _ in dtypes]
+        sequences = engine.sequences()
+    topk = getattr(hf_config, "num_experts_per_tok", None)
+    passes = []
+    for train_dtype, rollout_dtype in dict.fromkeys(dtypes):
+        trainer = MegatronTrainer(
+            TrainerConfig(train_dtype=train_dtype), hf_config, groups, trainable=False
+        )
+        trainer.load_hf_weights(weights)
+        if isinstance(engine, LayerTrace):
+            trace = engine
+        else:
+            trace = trace_engine(engine(rollout_dtype, trainer), sequences)
+        passes.append(
+            bisect(
+                trace,
+                trace_trainer(trainer, sequences),
+                trace_trainer(trainer, sequences, trace),
+                train_dtype=train_dtype,
+                rollout_dtype=rollout_dtype,
+                topk=topk,
+            )
+        )
+    if save is not None:
+        save_trace(trace, save)
+    return passes
+
+
+def _engine_builder(options: BisectOptions, source: ModelSource, config: JobConfig) -> EngineModel:
+    """The transformers engine, with the trainer's weights or those of another directory."""
+    other = None
+    if options.engine_hf_checkpoint is not None:
+        other = directory_source(options.engine_hf_checkpoint, "--engine-hf-checkpoint", config)
+
+    def build(dtype: Any, trainer: MegatronTrainer) -> nn.Module:
+        engine = TransformersEngine(
+            (other or source).hf_config, dtype=dtype, quantization=options.rollout_quantization
+        )
+        if other is None:
+            weights: Any = trainer.export_hf_weights()
+        else:
+            weights = HfDirectory(Path(str(other.directory))).items()
+        buckets = list(pack_buckets(weights))
+        for number, bucket in enumerate(buckets):
+            engine.load_weights(0, bucket, last=number + 1 == len(buckets))
+        return engine.model
+
+    return build
+
+
+def random_sequences(
+    hf_config: Any, *, count: int = 4, length: int = 64, seed: int = 0
+) -> list[Tensor]:
+    """`count` sequences of different lengths, up to `length` tokens or what the model takes."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = min(length, hf_config.max_position_embeddings)
+    lengths = [max(2, longest - 5 * number) for number in range(count)]
+    return [torch.randint(hf_config.vocab_size, (n,), generator=generator) for n in lengths]
+
+
+def precision_of(trace: LayerTrace) -> str:
+    """The dtype that the states were computed in, whatever they are stored in."""
+    values = trace.states["layers.0.output"]
+    for name in ("bfloat16", "float16"):
+        if torch.equal(values.to(getattr(torch, name)).float(), values):
+            return name
+    return "float32"
