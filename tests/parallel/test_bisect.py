@@ -42,7 +42,7 @@ def test_a_planted_fault_is_found_at_its_own_layer(run_ranks, name) -> None:
     if fault[0] == "rope":
         assert "RoPE base" in found["cause"]
     if fault[0] == "swapped experts":
-        assert f"experts {fault[2][0]}, {fault[2][1]} is off" in found["cause"]
+        assert f"expert {fault[2][0]} and {fault[2][1]} is off" in found["cause"]
 
 
 @pytest.mark.parametrize(

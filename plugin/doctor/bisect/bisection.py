@@ -7,6 +7,7 @@ wrong is the input of all that follow. So a layer is judged by what the trainer 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,9 +25,9 @@ _Pair = tuple[Any, int | None, Tensor, Tensor, dict[str, Any]]
 Part = Literal["embedding", "attention", "router", "mlp", "layer", "head"]
 #: Local differences that rounding explains. The first holds where all layers are below; one layer
 #: may stand out to the second, as deep as five times the median of its kind.
-_LIMITS = {"float32": (2e-5, 2e-4), "float16": (4e-3, 3e-2), "bfloat16": (2.5e-2, 0.15)}
+_LIMITS = {"float32": (2e-5, 2e-4), "float16": (4e-3, 3e-2), "bfloat16": (2e-2, 0.15)}
 _STANDS_OUT = 5.0
-_NAMES = {"mlp": "MLP", "head": "LM head"}
+_NAMES = {"mlp": "MLP", "head": "LM head", "layer": "whole"}
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Bisection:
     """One comparison, at one pair of dtypes.
 
     accumulated: per layer |trainer - engine| / |engine| of its output when both run by themselves
+    jump: the layer that makes it grow by the largest factor; None where rounding explains it
     log_prob_difference: mean |trainer - engine| of the tokens' log-probs, likewise
     """
 
@@ -83,7 +85,8 @@ class Bisection:
     rollout_dtype: str
     parts: list[PartDifference]
     accumulated: list[float]
-    log_prob_difference: float | None
+    jump: int | None = None
+    log_prob_difference: float | None = None
 
     @property
     def name(self) -> str:
@@ -92,19 +95,9 @@ class Bisection:
     def of_layer(self, layer: int | None) -> dict[str, PartDifference]:
         return {part.part: part for part in self.parts if part.layer == layer}
 
-    def jump(self) -> int | None:
-        """The layer after which the accumulated difference has grown by the largest factor."""
-        if len(self.accumulated) < 2:
-            return None
-        steps = [
-            after / max(before, 1e-12)
-            for before, after in zip(self.accumulated, self.accumulated[1:], strict=False)
-        ]
-        return 1 + int(np.argmax(steps))
-
     def as_dict(self) -> dict[str, Any]:
         parts = [{**asdict(part), "is_fault": part.is_fault} for part in self.parts]
-        return {**asdict(self), "parts": parts, "jump": self.jump()}
+        return {**asdict(self), "parts": parts}
 
 
 def bisect(
@@ -146,7 +139,19 @@ def bisect(
     difference = None
     if "log_probs" in engine.states:
         difference = float((alone.states["log_probs"] - engine.states["log_probs"]).abs().mean())
-    return Bisection(train_dtype, rollout_dtype, found, accumulated, difference)
+    jump = jump_of([found[0].local, *accumulated], low)
+    return Bisection(train_dtype, rollout_dtype, found, accumulated, jump, difference)
+
+
+def jump_of(differences: Sequence[float], floor: float) -> int | None:
+    """The layer after which a difference above `floor` has grown most; the embedding comes first.
+
+    Example: [0, 1e-7, 2e-7, 1e-3, 3e-3] and floor 1e-5: layer 2, by a factor of 100.
+    """
+    pairs = itertools.pairwise(differences)
+    factors = [after / max(before, floor) for before, after in pairs]
+    largest = int(np.argmax(factors))
+    return largest if factors[largest] > 2 else None
 
 
 def _layer_pairs(engine: LayerTrace, forced: LayerTrace, i: int, topk: int | None) -> list[_Pair]:
@@ -299,10 +304,10 @@ def _cause(part: PartDifference) -> str:
                 "go to other experts"
             )
         case "mlp" if part.experts:
-            experts = ", ".join(map(str, part.experts))
+            experts = " and ".join(map(str, part.experts))
             return (
-                f"every token of experts {experts} is off and the router agrees: weights of these "
-                "experts (swapped, quantized, not updated)"
+                f"every token of expert {experts} is off and the router agrees: the experts' "
+                "weights (swapped, quantized, not updated)"
             )
         case "mlp":
             return "weights or precision of the MLP or of all experts, or the norm before it"

@@ -162,14 +162,13 @@ def table(bisection: Bisection) -> tuple[list[str], list[list[Any]]]:
     if "embedding" in edges:
         blank = [None] * (len(headers) - 2)
         rows.append(["embedding", *blank, _marked(edges["embedding"])])
-    jump = bisection.jump()
     for layer, accumulated in enumerate(bisection.accumulated):
         found = bisection.of_layer(layer)
         row: list[Any] = [str(layer)]
         row += [_marked(found[part]) if part in found else None for part in parts]
         if "router" in parts:
             row.append(f"{found['router'].changed:.1%}" if "router" in found else None)
-        row.append(f"{accumulated:.1e}" + (" <- jumps" if layer == jump else ""))
+        row.append(f"{accumulated:.1e}" + (" <- jumps" if layer == bisection.jump else ""))
         rows.append(row)
     if "head" in edges:
         blank = [None] * (len(headers) - 2)

@@ -79,7 +79,9 @@ class TraceRecorder:
 
     def add(self, name: str, values: Tensor) -> None:
         """Values [S, ...] of the sequence at hand."""
-        self._parts.setdefault(name, []).append(values.detach().to("cpu", torch.float32))
+        # A copy: in a forward-only pass Megatron adds the residual stream in place.
+        copied = values.detach().to("cpu", torch.float32, copy=True)
+        self._parts.setdefault(name, []).append(copied)
 
     def trace(self, sequences: Sequence[Tensor]) -> LayerTrace:
         """All that was collected, of `sequences` in this order."""

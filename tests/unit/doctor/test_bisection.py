@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plugin.doctor import doctor_command
-from plugin.doctor.bisect.bisection import Bisection, PartDifference, bisect, judge
+from plugin.doctor.bisect.bisection import Bisection, bisect, judge, jump_of
 from plugin.doctor.bisect.command import as_page, as_text
 from plugin.doctor.bisect.layer_trace import LayerTrace, load_trace, save_trace
 from plugin.errors import BatchError, ConfigError
@@ -79,7 +79,7 @@ def test_experts_whose_every_token_is_off_are_named() -> None:
     forced = trace()
     forced.states["layers.1.mlp"][4:] *= 1.5
     verdict = judge(compared(forced))
-    assert (verdict.layer, verdict.part) == (1, "mlp") and "experts 1 is off" in verdict.cause
+    assert (verdict.layer, verdict.part) == (1, "mlp") and "expert 1 is off" in verdict.cause
 
 
 def test_the_same_part_of_most_layers_is_one_finding_without_a_layer() -> None:
@@ -213,6 +213,7 @@ def test_flags_that_do_not_go_together_are_refused(words: tuple[str, ...], messa
 
 
 def test_the_jump_is_where_the_accumulated_difference_grows_most() -> None:
-    parts = [PartDifference(0, "layer", 0.0, 1.0, (0.0, 0.0, 0.0))]
-    grown = Bisection("float32", "float32", parts, [1e-7, 2e-7, 1e-3, 3e-3], None)
-    assert grown.jump() == 2
+    # The embedding first; below the floor a factor means nothing.
+    assert jump_of([0, 1e-9, 1e-7, 1e-3, 3e-3], 1e-5) == 2
+    assert jump_of([0, 0.2, 0.1, 0.1], 1e-5) == 0
+    assert jump_of([0, 1e-9, 1e-7, 1.5e-5], 1e-5) is None
