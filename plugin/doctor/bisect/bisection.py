@@ -27,6 +27,8 @@ Part = Literal["embedding", "attention", "router", "mlp", "layer", "head"]
 #: may stand out to the second, as deep as five times the median of its kind.
 _LIMITS = {"float32": (2e-5, 2e-4), "float16": (4e-3, 3e-2), "bfloat16": (2e-2, 0.15)}
 _STANDS_OUT = 5.0
+#: Router logits closer than this, relative to their size, mix the same experts alike.
+_SAME_LOGITS = 0.05
 _NAMES = {"mlp": "MLP", "head": "LM head", "layer": "whole"}
 
 
@@ -173,8 +175,10 @@ def _layer_pairs(engine: LayerTrace, forced: LayerTrace, i: int, topk: int | Non
         )
         same = _same_choice(wanted, got, topk)
         pairs.append(("router", i, wanted, got, {"changed": float((~same).double().mean())}))
-        # Tokens that went to other experts are the router's doing, not the experts'.
-        same = same if bool(same.any()) else None
+        # What the router weighs otherwise is its doing, not the experts'.
+        same &= (got - wanted).norm(dim=1) <= _SAME_LOGITS * wanted.norm(dim=1)
+        if not bool(same.any()):
+            return pairs
     wanted, got = engine.states[f"{name}.mlp"], forced.states[f"{name}.mlp"]
     pairs.append(("mlp", i, wanted, got, {"rows": same}))
     return pairs
