@@ -25,15 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mbridge.core import LLMBridge
-from mbridge.core.parallel_states import ParallelStates
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plugin.config.import_paths import load_function
 from plugin.errors import WeightError
 from plugin.megatron_backend.model.builder import padded_vocab_size
 from plugin.megatron_backend.model.families import FAMILIES
+from plugin.megatron_backend.model.mbridge_tables import ParallelStates, load_table
 from plugin.megatron_backend.model.weight_files import HfDirectory
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
@@ -204,10 +202,10 @@ def _experts_per_rank(model: Any, groups: ParallelGroups) -> int:
     return (model.config.num_moe_experts or 0) // groups.ep_size
 
 
-def _bridge(model: Any, groups: ParallelGroups) -> LLMBridge:
+def _bridge(model: Any, groups: ParallelGroups) -> Any:
     """mbridge's tables for this model; a subclass, because mbridge edits them when tied."""
     hf_config = model.hf_config
-    base: Any = load_function(FAMILIES[hf_config.model_type].weights)
+    base = load_table(FAMILIES[hf_config.model_type].weights)
     names = [f"{group}_{what}" for group in ("tp", "pp", "ep", "etp") for what in ("size", "rank")]
     states = ParallelStates(
         vpp_size=groups.vpp_size, **{name: getattr(groups, name) for name in names}
@@ -245,7 +243,7 @@ def _local_shard(
     canonical: str,
     parameter: Tensor,
     tensors: Mapping[str, Tensor],
-    bridge: LLMBridge,
+    bridge: Any,
     groups: ParallelGroups,
 ) -> Tensor:
     """This rank's part of one parameter, cut out of the Hugging Face tensors that it is made of."""
@@ -298,7 +296,7 @@ def _whole(
     entry: _Entry,
     parameter: torch.nn.Parameter | None,
     stage: int,
-    bridge: LLMBridge,
+    bridge: Any,
     groups: ParallelGroups,
 ) -> Tensor:
     """A parameter of pipeline stage `stage`, merged, on all stages (`parameter` None on others).

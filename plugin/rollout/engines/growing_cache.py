@@ -19,6 +19,11 @@ class GrowingLayer(DynamicLayer):
     more than the rest of a step on CPU.
     """
 
+    keys: Tensor
+    values: Tensor
+    _keys: Tensor
+    _values: Tensor
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:

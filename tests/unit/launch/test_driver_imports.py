@@ -26,3 +26,20 @@ def test_the_command_line_is_read_without_torch() -> None:
     code += "print([name for name in ('torch', 'ray', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_a_rank_loads_its_weight_tables_without_the_compiler_and_mbridge_stays_whole() -> None:
+    code = """
+import sys
+from plugin.megatron_backend.cpu_runtime import import_megatron
+import_megatron()
+from plugin.megatron_backend.model.families import FAMILIES
+from plugin.megatron_backend.model.mbridge_tables import load_table
+tables = [load_table(family.weights) for family in FAMILIES.values()]
+print("torch._dynamo" in sys.modules)
+from mbridge import AutoBridge
+from mbridge.models import Qwen3Bridge
+print(Qwen3Bridge in tables)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stdout + done.stderr
