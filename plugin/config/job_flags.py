@@ -223,8 +223,13 @@ class BatchingFlags(FlagGroup):
     max_tokens_per_gpu: int | None = flag(
         None, "token budget of a microbatch: packs samples of different length", at_least=2
     )
+    global_batch_size: int | None = flag(
+        None,
+        "responses per optimizer step: a mini-batch of the rollout; none = the whole rollout",
+        at_least=1,
+    )
     num_updates_per_rollout: int = flag(
-        1, "optimizer updates on each rollout batch, each over the whole batch", at_least=1
+        1, "epochs over the mini-batches of a rollout, each a new shuffle by seed", at_least=1
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(None, "activation recompute")
     recompute_method: Literal["uniform", "block"] | None = flag(
@@ -628,6 +633,7 @@ class JobConfig(
     def check(self) -> None:
         self._check_world()
         self._check_rollouts()
+        self._check_mini_batches()
         self._check_stale_samples()
         self.check_sampling(self)
         self._check_engine()
@@ -740,6 +746,35 @@ class JobConfig(
                 "(transformers), sample with 1 and none, or insist with --allow-biased-correction"
             )
         warnings.warn(f"{message}, so gradients are biased; prefer 1 and none", stacklevel=3)
+
+    @property
+    def responses_per_rollout(self) -> int:
+        """Responses to all prompts of a rollout."""
+        return self.rollout_batch_size * self.n_samples_per_prompt
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps on a rollout: mini-batches times epochs."""
+        size = self.global_batch_size or self.responses_per_rollout
+        return self.responses_per_rollout // size * self.num_updates_per_rollout
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer steps of the whole job."""
+        return self.num_rollouts * self.updates_per_rollout
+
+    def _check_mini_batches(self) -> None:
+        size, everything = self.global_batch_size, self.responses_per_rollout
+        if size is None or everything % size == 0:
+            return
+        fits = [n for n in range(1, everything + 1) if everything % n == 0]
+        near = [max(n for n in fits if n < size), *[n for n in fits if n > size][:1]]
+        raise ConfigError(
+            f"--global-batch-size is {size} and a rollout has {everything} responses "
+            f"(--rollout-batch-size {self.rollout_batch_size} x --n-samples-per-prompt "
+            f"{self.n_samples_per_prompt}), which it has to divide; the nearest that fit are "
+            f"{' and '.join(map(str, near))}"
+        )
 
     def _check_stale_samples(self) -> None:
         """Refuse old samples in a loss that takes them for the current policy's."""

@@ -48,8 +48,7 @@ def _facts(record: RunRecord) -> list[str]:
     if not record.steps:
         return ["no step was recorded: it failed before the first one, or has just started"]
     first, last = record.steps[0], record.steps[-1]
-    wanted = record.config.get("num_rollouts"), record.config.get("num_updates_per_rollout", 1)
-    total = wanted[0] * wanted[1] if all(isinstance(n, int) for n in wanted) else None
+    total = _planned_steps(record.config)
     facts = [f"{last['step']} of {total} steps" if total else f"{last['step']} steps"]
     if total and last["step"] < total:
         facts[0] += ": it has not finished"
@@ -67,6 +66,20 @@ def _facts(record: RunRecord) -> list[str]:
         if isinstance(count, (int, float)) and math.isfinite(count) and count > 0:
             facts.append(f"{count:g} {text}")
     return facts
+
+
+def _planned_steps(config: Mapping[str, Any]) -> int | None:
+    """The optimizer steps of a whole run with these settings; None if some are missing."""
+    rollouts, epochs = config.get("num_rollouts"), config.get("num_updates_per_rollout", 1)
+    if not isinstance(rollouts, int) or not isinstance(epochs, int):
+        return None
+    size, prompts, samples = (
+        config.get(name)
+        for name in ("global_batch_size", "rollout_batch_size", "n_samples_per_prompt")
+    )
+    if not all(isinstance(count, int) and count > 0 for count in (size, prompts, samples)):
+        return rollouts * epochs
+    return rollouts * epochs * -(-prompts * samples // size)
 
 
 def _findings_of_dump(record: RunRecord, directory: str) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
 from plugin.launch.interrupts import Interrupts, ignored_interrupts
 from plugin.launch.job_paths import with_absolute_paths
+from plugin.launch.mini_batches import MiniBatch, mini_batches
 from plugin.launch.mismatch_watch import MismatchWatch
 from plugin.launch.placement import plan_on_cluster, reserve
 from plugin.launch.preflight import JobParts, check_job
@@ -43,6 +44,7 @@ from plugin.megatron_backend.checkpoint.directory import set_aside_later
 from plugin.observe.findings import Finding
 from plugin.observe.learning import learning_findings
 from plugin.observe.run_files import RunFiles, new_run_dir, without_slices
+from plugin.ragged import Ragged
 
 _STEPS_KEPT = 2000
 #: After so many steps a person is told if nothing is learned; once more at the end.
@@ -289,15 +291,17 @@ class _Job:
         batch = prepare_batch(config, rollouts, self._parts.route_shape)
         described = describe_batch(config, batch, rollouts, self._at.version)
         prepared = time.monotonic()
-        batch = self._with_log_probs(batch)
+        updates = mini_batches(config, rollouts, self._at.rollouts)
+        batch = self._with_log_probs(batch, updates)
         timings = {
             "seconds_waiting": generated - began,
             "seconds_preparing": prepared - generated,
             "seconds_log_probs": time.monotonic() - prepared,
             "seconds_weight_sync": self._sync_seconds,
         }
-        for _ in range(config.num_updates_per_rollout):
-            self._one_update(batch, described | timings, began)
+        for update in updates:
+            place = {"epoch": update.epoch, "mini_batch": update.number}
+            self._one_update(update.of(batch), described | timings | place, began)
             began, timings = time.monotonic(), {}
         trained = [group.index for group in groups]
         self._files.log_prompts(self._at.rollouts, trained, self._queue.take_dropped())
@@ -401,8 +405,7 @@ class _Job:
             for finding in learning_findings(self._history, self._config):
                 self._console.say(f"step {self._at.updates}: {finding}")
         self._files.log_step(line)
-        total = self._config.num_rollouts * self._config.num_updates_per_rollout
-        self._console.step(line, total)
+        self._console.step(line, self._config.total_updates)
         if self._wandb is not None:
             self._wandb.log(line, step=self._at.updates)
         columns = batch.columns
@@ -415,16 +418,22 @@ class _Job:
                 self._at.updates, {**columns, **current}, trainer_version=self._at.version
             )
 
-    def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
+    def _with_log_probs(self, batch: RolloutBatch, updates: list[MiniBatch]) -> RolloutBatch:
         """Add what the loss needs from forward-only passes.
 
         The trainer's own log-probs are recomputed where they can differ from those of the update:
         on a second update, or when its routes are replayed. On the first update they are the
         update's own.
         """
-        config = self._config
-        if config.num_updates_per_rollout > 1 or config.use_routing_replay:
-            batch = batch.with_column("log_probs", self._trainer.log_probs("policy", batch))
+        if len(updates) > 1 or self._config.use_routing_replay:
+            # Recorded routes belong to one cut of one batch. The first epoch is in order.
+            replays = self._config.use_routing_replay
+            parts = [u.of(batch) for u in updates if u.epoch == 0] if replays else [batch]
+            passes = [
+                self._trainer.log_probs("policy", part, keep_routes=number > 0)
+                for number, part in enumerate(parts)
+            ]
+            batch = batch.with_column("log_probs", Ragged.concatenated(passes))
         if self._parts.reference is not None:
             batch = batch.with_column("ref_log_probs", self._trainer.log_probs("reference", batch))
         if self._parts.teacher is not None:
@@ -520,7 +529,7 @@ def learning_rate(config: JobConfig, update: int) -> float:
         return config.lr * (update + 1) / config.lr_warmup_steps
     if config.lr_decay_style == "constant":
         return config.lr
-    total = config.num_rollouts * config.num_updates_per_rollout
-    done = min(1.0, (update - config.lr_warmup_steps) / max(1, total - config.lr_warmup_steps))
+    decays = max(1, config.total_updates - config.lr_warmup_steps)
+    done = min(1.0, (update - config.lr_warmup_steps) / decays)
     share = 1 - done if config.lr_decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.min_lr + (config.lr - config.min_lr) * share

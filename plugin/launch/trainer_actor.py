@@ -177,9 +177,11 @@ class TrainerRank(ReportingActor):
         self._trainers[name] = trainer
         return None if trainer.routed_model is None else trainer.routed_model.route_layers
 
-    def log_probs(self, share: Arrays, name: PolicyName) -> Any:
+    def log_probs(self, share: Arrays, name: PolicyName, keep_routes: bool) -> Any:
         """Log-probs of the share's responses, end to end; None where another rank reports them."""
-        results = self._trainers[name].compute_log_probs(share_from_arrays(share))
+        results = self._trainers[name].compute_log_probs(
+            share_from_arrays(share), keep_routes=keep_routes
+        )
         return results.values.numpy() if self._reports else None
 
     def train(self, share: Arrays, version: int, learning_rate: float) -> TrainedStep:

@@ -115,10 +115,16 @@ class TrainerGroup:
         """Set what the driver does while the ranks work: keep the engines busy."""
         self._idle = pump
 
-    def log_probs(self, name: PolicyName, batch: RolloutBatch) -> Ragged:
-        """One [response] tensor per sample, by a forward-only pass of one of the policies."""
+    def log_probs(
+        self, name: PolicyName, batch: RolloutBatch, *, keep_routes: bool = False
+    ) -> Ragged:
+        """One [response] tensor per sample, by a forward-only pass of one of the policies.
+
+        keep_routes: see `MegatronTrainer.compute_log_probs`
+        """
         plan, shares = self._delivered(batch)
-        return self._merged(self._call("log_probs", name, shares=shares), plan, batch)
+        results = self._call("log_probs", name, keep_routes, shares=shares)
+        return self._merged(results, plan, batch)
 
     def train(self, batch: RolloutBatch, version: int, learning_rate: float) -> TrainedStep:
         """One optimizer step."""

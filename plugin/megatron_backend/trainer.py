@@ -145,7 +145,7 @@ class MegatronTrainer:
         self.routed_model = (
             RoutedModel.of(self.chunks) if watches or config.replays_routes else None
         )
-        self.recorded_routes: RecordedRoutes | None = None
+        self.recorded_routes: dict[bytes | None, RecordedRoutes] = {}  # by share
 
     def load_hf_weights(self, source: str | Path | Mapping[str, Tensor]) -> None:
         """Take the weights of a Hugging Face directory or state dict."""
@@ -195,17 +195,23 @@ class MegatronTrainer:
         optimizer = None if self.optimizer is None else self.optimizer.optimizer
         return TrainerParts(self.chunks, optimizer, self.hf_config, self.groups, self.device)
 
-    def compute_log_probs(self, batch: RolloutBatch | BatchShare) -> Ragged:
+    def compute_log_probs(
+        self, batch: RolloutBatch | BatchShare, *, keep_routes: bool = False
+    ) -> Ragged:
         """Return log-probs [response] of every sample, by a forward-only pass.
 
         Of a whole batch: on every rank. Of a share: of its samples, on the last pipeline stage.
+        keep_routes: what earlier passes recorded for --use-routing-replay stays, so that several
+            mini-batches can be recorded before the first is trained on
         """
         errors = ErrorCollector(self.device)
         step = self._prepared(batch, errors)
         for chunk in self.chunks:
             chunk.eval()
         if self.config.use_routing_replay:
-            self.recorded_routes = RecordedRoutes(step.fingerprint)
+            if not keep_routes:
+                self.recorded_routes.clear()
+            self.recorded_routes[step.fingerprint] = RecordedRoutes()
         replay = self._replay_session(step)
         forward_step = log_prob_forward_step(self.config, self.groups, errors, replay)
         with torch.no_grad(), replay or nullcontext():
@@ -259,12 +265,12 @@ class MegatronTrainer:
             if "advantages" not in columns:
                 raise BatchError("the batch has no advantages; compute them from the rewards first")
             self.config.require_rollout_log_probs("rollout_log_probs" in columns)
-            if self.config.use_routing_replay and self.recorded_routes is None:
+            if self.config.use_routing_replay and not self.recorded_routes:
                 raise ReplayError(
                     "--use-routing-replay replays the routes of the log-prob pass and none has "
                     "run; call compute_log_probs on this batch first"
                 )
-        step = self._prepared(batch, errors, recorded=self.recorded_routes)
+        step = self._prepared(batch, errors, replays_recorded=self.config.use_routing_replay)
         table = StatisticsTable(self.device)
         scale = LossScale(
             per_token=self.config.per_token,
@@ -385,7 +391,7 @@ class MegatronTrainer:
                 for ids, m in zip(sample_ids, step.microbatches, strict=True)
             ],
             replayed=step.routes,
-            recorded=self.recorded_routes if self.config.use_routing_replay else None,
+            recorded=self.recorded_routes.get(step.fingerprint),
             live=live,
             keep_gradient=self.config.router_gradient == "keep",
             device=self.device,
@@ -395,7 +401,8 @@ class MegatronTrainer:
         self,
         batch: RolloutBatch | BatchShare,
         errors: ErrorCollector,
-        recorded: RecordedRoutes | None = None,
+        *,
+        replays_recorded: bool = False,
     ) -> _Step:
         """Lay out this rank's share; errors are raised on all ranks, before a schedule."""
         step: _Step | None = None
@@ -415,8 +422,11 @@ class MegatronTrainer:
             fingerprint = share_fingerprint(share) if self.config.use_routing_replay else None
             routes = self._routes(microbatches, prepared, share)
             step = _Step(share, prepared, all_lengths, routes, fingerprint)
-            if recorded is not None:
-                recorded.require(fingerprint)
+            if replays_recorded and fingerprint not in self.recorded_routes:
+                raise ReplayError(
+                    "--use-routing-replay: the routes were recorded for another batch or another "
+                    "cut of it; run the log-prob pass on exactly the batch that is trained on"
+                )
         errors.agree("preparing the batch")
         assert step is not None
         return step

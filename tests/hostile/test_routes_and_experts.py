@@ -24,7 +24,7 @@ from plugin.launch.array_transport import batch_from_arrays, batch_to_arrays
 from plugin.launch.batch_preparation import with_checked_routes
 from plugin.megatron_backend.routing.microbatch_routes import check_routes, routes_of
 from plugin.megatron_backend.routing.routed_model import RoutedModel
-from plugin.megatron_backend.routing.router_replay import RecordedRoutes, share_fingerprint
+from plugin.megatron_backend.routing.router_replay import share_fingerprint
 from plugin.megatron_backend.step.batch_share import cut_share
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.step.sequence_packing import model_inputs
@@ -154,8 +154,5 @@ def test_recorded_routes_are_never_taken_for_other_tokens_of_the_same_lengths() 
     def fingerprint(batch: RolloutBatch) -> bytes:
         return share_fingerprint(cut_share(batch, plan, 0, weight=1.0))
 
-    recorded = RecordedRoutes(fingerprint(batch))
-    recorded.require(fingerprint(batch))
     swapped = batch.with_column("unconcat_tokens", [torch.arange(3), torch.arange(3).flip(0)])
-    with pytest.raises(ReplayError, match="recorded for another batch"):
-        recorded.require(fingerprint(swapped))
+    assert fingerprint(batch) == fingerprint(batch.select([0, 1])) != fingerprint(swapped)

@@ -166,7 +166,7 @@ def record_then_break(
     except Exception as error:
         errors.append(f"{type(error).__name__}: {error}")
     batch = batch.with_column("log_probs", trainer.compute_log_probs(batch))
-    recorded = len(trainer.recorded_routes.routes) if trainer.recorded_routes else 0
+    recorded = sum(len(found.routes) for found in trainer.recorded_routes.values())
     try:
         trainer.train_step(uneven_batch(6).with_column("log_probs", batch.columns["log_probs"][:6]))
     except Exception as error:

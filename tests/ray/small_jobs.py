@@ -28,7 +28,7 @@ def run_small(address: str, run_dir: Path, **settings: Any) -> JobResult:
     )
     result = run_job(config)
     assert not result.interrupted
-    assert len(result.history) == config.num_rollouts * config.num_updates_per_rollout
+    assert len(result.history) == config.total_updates
     for line in result.history:
         for name in ("reward", "loss", "grad_norm", "tokens_per_second", "staleness"):
             assert math.isfinite(line[name]), (name, line[name])

@@ -49,16 +49,7 @@ def share_fingerprint(share: BatchShare) -> bytes:
 class RecordedRoutes:
     """What this rank's routers chose, by microbatch and MoE layer; for one plan of one batch."""
 
-    fingerprint: Any
     routes: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-
-    def require(self, fingerprint: Any) -> None:
-        """Raise if the routes are not those of this plan of this batch."""
-        if self.fingerprint != fingerprint:
-            raise ReplayError(
-                "--use-routing-replay: the routes were recorded for another batch or another cut "
-                "of it; run the log-prob pass on exactly the batch that is trained on"
-            )
 
 
 class RouterReplaySession:
