@@ -634,6 +634,7 @@ class JobConfig(
         self._check_world()
         self._check_rollouts()
         self._check_mini_batches()
+        self._check_old_log_probs()
         self._check_stale_samples()
         self.check_sampling(self)
         self._check_engine()
@@ -774,6 +775,20 @@ class JobConfig(
             f"(--rollout-batch-size {self.rollout_batch_size} x --n-samples-per-prompt "
             f"{self.n_samples_per_prompt}), which it has to divide; the nearest that fit are "
             f"{' and '.join(map(str, near))}"
+        )
+
+    def _check_old_log_probs(self) -> None:
+        approximate = self.old_log_probs == "approximate"
+        expect(
+            not approximate or self.updates_per_rollout > 1,
+            "--train-log-probs approximate with one update per rollout: the old log-probs are then "
+            "the update's own and no pass is saved; drop it, or set --global-batch-size or "
+            "--num-updates-per-rollout",
+        )
+        expect(
+            not (approximate and self.use_routing_replay),
+            "--train-log-probs approximate with --use-routing-replay: the routes come from the "
+            "log-prob pass that it saves; drop one of the two",
         )
 
     def _check_stale_samples(self) -> None:

@@ -17,6 +17,7 @@ from plugin.config.policy_loss_traits import (
 from plugin.config.rejection_rules import parse_rejection_rules
 from plugin.errors import ConfigError
 
+OldLogProbs = Literal["recompute", "approximate", "rollout"]
 KlEstimatorName = Literal["k1", "abs", "k2", "k3"]
 ReferenceKlName = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
 VANILLA_TIS = "plugin.ppo_utils.vanilla_tis_function"
@@ -236,9 +237,16 @@ class CorrectionFlags(FlagGroup):
         "opsm_function drops whole sequences by their mean advantage, or their tokens with A < 0",
         needs=_hooks("opsm_function"),
     )
+    train_log_probs: OldLogProbs = flag(
+        "recompute",
+        "the old log-probs of later updates on a rollout: from a pass of the trainer before the "
+        "first, interpolated between the engine's and the current ones by weight version (A-3PO, "
+        "no pass), or the engine's",
+    )
     use_rollout_logprobs: bool = flag(
         False,
-        "use the engine's log-probs in place of the trainer's; mismatch metrics still compare both",
+        "as --train-log-probs rollout: use the engine's log-probs in place of the trainer's; "
+        "mismatch metrics still compare both",
     )
     get_mismatch_metrics: bool = flag(False, "report train/rollout mismatch without correcting it")
     rollout_temperature: float = flag(1.0, "temperature the rollouts were sampled at", above=0)
@@ -266,10 +274,21 @@ class CorrectionFlags(FlagGroup):
             "add --use-tis (or --get-mismatch-metrics for its metrics alone)",
         )
         expect(
-            not (self.use_tis and self.use_rollout_logprobs) or self._only_compares_with_cur(),
-            "--use-tis with --use-rollout-logprobs: the old policy is then the rollout policy and "
-            "every weight is 1; drop one of the two",
+            not self.use_rollout_logprobs or self.train_log_probs != "approximate",
+            "--use-rollout-logprobs with --train-log-probs approximate: the old log-probs are the "
+            "engine's or an approximation; drop one of the two",
         )
+        expect(
+            not (self.use_tis and self.old_log_probs == "rollout")
+            or self._only_compares_with_cur(),
+            "--use-tis with --use-rollout-logprobs (--train-log-probs rollout): the old policy is "
+            "then the rollout policy and every weight is 1; drop one of the two",
+        )
+
+    @property
+    def old_log_probs(self) -> OldLogProbs:
+        """Where the old log-probs come from, by either flag."""
+        return "rollout" if self.use_rollout_logprobs else self.train_log_probs
 
     def _only_compares_with_cur(self) -> bool:
         """Whether the corrections look at the old and the current policy alone."""
@@ -391,7 +410,7 @@ class LossConfig(
         return (
             compares_with == "rollout"
             or (self.use_tis and not self._only_compares_with_cur())
-            or (self.use_rollout_logprobs and compares_with_old)
+            or (self.old_log_probs == "rollout" and compares_with_old)
         )
 
     def needs_rollout_log_probs(self) -> list[str]:
@@ -401,6 +420,7 @@ class LossConfig(
             "--use-tis": self.use_tis,
             "--use-rollout-kl-loss": self.use_rollout_kl_loss,
             "--use-rollout-logprobs": self.use_rollout_logprobs,
+            f"--train-log-probs {self.train_log_probs}": self.train_log_probs != "recompute",
             "--get-mismatch-metrics": self.get_mismatch_metrics,
         }
         return [name for name, needed in wanted.items() if needed]

@@ -25,7 +25,8 @@ from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
 from plugin.launch.interrupts import Interrupts, ignored_interrupts
 from plugin.launch.job_paths import with_absolute_paths
-from plugin.launch.mini_batches import MiniBatch, mini_batches
+from plugin.launch.log_prob_passes import LogProbPasses
+from plugin.launch.mini_batches import mini_batches
 from plugin.launch.mismatch_watch import MismatchWatch
 from plugin.launch.placement import plan_on_cluster, reserve
 from plugin.launch.preflight import JobParts, check_job
@@ -44,7 +45,6 @@ from plugin.megatron_backend.checkpoint.directory import set_aside_later
 from plugin.observe.findings import Finding
 from plugin.observe.learning import learning_findings
 from plugin.observe.run_files import RunFiles, new_run_dir, without_slices
-from plugin.ragged import Ragged
 
 _STEPS_KEPT = 2000
 #: After so many steps a person is told if nothing is learned; once more at the end.
@@ -228,6 +228,7 @@ class _Job:
         self._restarts, self._restarts_in_a_row, self._furthest = 0, 0, -1
         self._skipped_in_a_row = 0
         self._watch = MismatchWatch(config, files, console.say)
+        self._log_prob_passes = LogProbPasses(config, parts, trainer)
         self._wandb: Any = None
         self._dump: Any = None
         if config.use_wandb:
@@ -290,18 +291,21 @@ class _Job:
         rollouts = joined(groups)
         batch = prepare_batch(config, rollouts, self._parts.route_shape)
         described = describe_batch(config, batch, rollouts, self._at.version)
-        prepared = time.monotonic()
         updates = mini_batches(config, rollouts, self._at.rollouts)
-        batch = self._with_log_probs(batch, updates)
         timings = {
             "seconds_waiting": generated - began,
-            "seconds_preparing": prepared - generated,
-            "seconds_log_probs": time.monotonic() - prepared,
+            "seconds_preparing": time.monotonic() - generated,
             "seconds_weight_sync": self._sync_seconds,
         }
+        batch, passes = self._log_prob_passes.added_to(batch, updates)
+        timings |= passes
+        applied = 0
         for update in updates:
             place = {"epoch": update.epoch, "mini_batch": update.number}
-            self._one_update(update.of(batch), described | timings | place, began)
+            progress = applied / len(updates)
+            applied += self._one_update(
+                update.of(batch), progress, described | timings | place, began
+            )
             began, timings = time.monotonic(), {}
         trained = [group.index for group in groups]
         self._files.log_prompts(self._at.rollouts, trained, self._queue.take_dropped())
@@ -339,10 +343,16 @@ class _Job:
             except MegatronTisError as error:
                 self._console.complain("error", f"the weights are not saved: {error}")
 
-    def _one_update(self, batch: RolloutBatch, described: dict[str, float], began: float) -> None:
+    def _one_update(
+        self, batch: RolloutBatch, progress: float, described: dict[str, float], began: float
+    ) -> bool:
+        """Train on a mini-batch and record it; return whether the weights were changed.
+
+        progress: share of the rollout's updates that have been made
+        """
         started = time.monotonic()
         rate = learning_rate(self._config, self._at.updates)
-        trained = self._trainer.train(batch, self._at.version, rate)
+        trained = self._trainer.train(batch, self._at.version, progress, rate)
         self._at.updates += 1
         now = time.monotonic()
         tokens = int(batch.columns["response_lengths"].sum())
@@ -362,8 +372,9 @@ class _Job:
             **trained.metrics,
         }
         line["skipped"] = float(trained.skipped is not None)
-        self._record(line, batch, trained)
+        self._record(line, batch, trained, of_rollout_weights=progress == 0)
         self._note_skipped(trained.skipped)
+        return trained.skipped is None
 
     def _epoch(self) -> dict[str, float]:
         """Passes over --prompt-data so far, with the rows that were dropped."""
@@ -396,7 +407,14 @@ class _Job:
                 f"{'go on from the last checkpoint with --resume' if saved else 'start again'}"
             )
 
-    def _record(self, line: dict[str, Any], batch: RolloutBatch, trained: TrainedStep) -> None:
+    def _record(
+        self,
+        line: dict[str, Any],
+        batch: RolloutBatch,
+        trained: TrainedStep,
+        *,
+        of_rollout_weights: bool,
+    ) -> None:
         # All of it is in the file; kept here it would fill the driver of a long run.
         self._history.append(without_slices(line))
         if len(self._history) > _STEPS_KEPT:
@@ -410,36 +428,16 @@ class _Job:
             self._wandb.log(line, step=self._at.updates)
         columns = batch.columns
         if trained.log_probs is not None:
+            # After an update the step's own log-probs are of other weights than the samples'.
+            comparable = of_rollout_weights or "log_probs" in columns
             columns = {"log_probs": trained.log_probs, **columns}
-            self._watch.check(self._at.updates, columns, self._at.version, trained.live_routes)
+            if comparable:
+                self._watch.check(self._at.updates, columns, self._at.version, trained.live_routes)
         if self._dump is not None:
             current = {} if trained.log_probs is None else {"cur_log_probs": trained.log_probs}
             self._dump.write(
                 self._at.updates, {**columns, **current}, trainer_version=self._at.version
             )
-
-    def _with_log_probs(self, batch: RolloutBatch, updates: list[MiniBatch]) -> RolloutBatch:
-        """Add what the loss needs from forward-only passes.
-
-        The trainer's own log-probs are recomputed where they can differ from those of the update:
-        on a second update, or when its routes are replayed. On the first update they are the
-        update's own.
-        """
-        if len(updates) > 1 or self._config.use_routing_replay:
-            # Recorded routes belong to one cut of one batch. The first epoch is in order.
-            replays = self._config.use_routing_replay
-            parts = [u.of(batch) for u in updates if u.epoch == 0] if replays else [batch]
-            passes = [
-                self._trainer.log_probs("policy", part, keep_routes=number > 0)
-                for number, part in enumerate(parts)
-            ]
-            batch = batch.with_column("log_probs", Ragged.concatenated(passes))
-        if self._parts.reference is not None:
-            batch = batch.with_column("ref_log_probs", self._trainer.log_probs("reference", batch))
-        if self._parts.teacher is not None:
-            teacher = self._trainer.log_probs("teacher", batch)
-            batch = batch.with_column("teacher_log_probs", teacher)
-        return batch
 
     def _sync_weights(self, *, wait: bool) -> None:
         began = time.monotonic()

@@ -184,13 +184,17 @@ class TrainerRank(ReportingActor):
         )
         return results.values.numpy() if self._reports else None
 
-    def train(self, share: Arrays, version: int, learning_rate: float) -> TrainedStep:
+    def train(
+        self, share: Arrays, version: int, progress: float, learning_rate: float
+    ) -> TrainedStep:
         """One optimizer step.
 
-        version: of the weights the step starts from, counted in weight syncs; ages refer to it
+        version: of the weights before the rollout's first update, counted in weight syncs; ages
+            refer to it
+        progress: share of the rollout's updates that have been made since
         """
         trainer = self._trainers["policy"]
-        trainer.version = version
+        trainer.version, trainer.version_progress = version, progress
         trainer.set_learning_rate(learning_rate)
         watch = self._config.detect_mismatch or self._config.dump_log_probs is not None
         result = trainer.train_step(

@@ -126,10 +126,12 @@ class TrainerGroup:
         results = self._call("log_probs", name, keep_routes, shares=shares)
         return self._merged(results, plan, batch)
 
-    def train(self, batch: RolloutBatch, version: int, learning_rate: float) -> TrainedStep:
-        """One optimizer step."""
+    def train(
+        self, batch: RolloutBatch, version: int, progress: float, learning_rate: float
+    ) -> TrainedStep:
+        """One optimizer step; the arguments are those of `TrainerRank.train`."""
         plan, shares = self._delivered(batch)
-        results = self._call("train", version, learning_rate, shares=shares)
+        results = self._call("train", version, progress, learning_rate, shares=shares)
         log_probs = [result.log_probs for result in results]
         if all(values is None for values in log_probs):
             return results[0]

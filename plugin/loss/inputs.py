@@ -45,6 +45,8 @@ class KnownTokens:
         where the batch has none; `train_log_probs` or `recomputed_log_probs` is None where the
         update's own log-probs stand for them
     sample_numbers: what errors call the samples; None = their places in the batch
+    share_of_current: [T] how far the approximated old policy is from the engine's towards the
+        current one; None where it is not approximated
     """
 
     mask: Tensor
@@ -52,6 +54,7 @@ class KnownTokens:
     loss_masks: Sequence[Tensor]
     fields: Mapping[str, Tensor | None]
     sample_numbers: Sequence[int] | None = None
+    share_of_current: Tensor | None = None
 
     @classmethod
     def of(
@@ -69,13 +72,13 @@ class KnownTokens:
             name: shards.flat(name, batch.get(name))
             for name in ("advantages", *_OPTIONAL_LOG_PROBS)
         }
-        fields["train_log_probs"] = (
-            fields["rollout_log_probs"]
-            if config.use_rollout_logprobs
-            else shards.flat("log_probs", batch.get("log_probs"))
-        )
-        if config.use_rollout_logprobs:
-            fields["recomputed_log_probs"] = shards.flat("log_probs", batch.get("log_probs"))
+        own, share = shards.flat("log_probs", batch.get("log_probs")), None
+        fields["train_log_probs"] = own
+        if config.old_log_probs != "recompute":
+            fields["train_log_probs"] = fields["rollout_log_probs"]
+            fields["recomputed_log_probs"] = own
+        if config.old_log_probs == "approximate":
+            share = share_of_current(batch, shards)
         loss_masks = Ragged.of(batch["loss_masks"])
         lengths = loss_masks.lengths.tolist()
         if lengths != shards.response_lengths:
@@ -84,7 +87,7 @@ class KnownTokens:
                 "give one mask per sample, as long as its whole response"
             )
         mask = shards.local_mask(loss_masks)
-        return cls(mask, shards, loss_masks, fields, batch.get("sample_numbers"))
+        return cls(mask, shards, loss_masks, fields, batch.get("sample_numbers"), share)
 
     def at_policy(
         self, config: LossConfig, cur: Tensor, entropy: Tensor | None, *, check: bool = True
@@ -100,6 +103,10 @@ class KnownTokens:
         for name in ("train_log_probs", "recomputed_log_probs"):
             if name in raw and raw[name] is None:
                 raw[name] = cur.detach()
+        if self.share_of_current is not None:
+            rollout = raw["rollout_log_probs"]
+            assert rollout is not None
+            raw["train_log_probs"] = rollout + self.share_of_current * (cur.detach() - rollout)
         if check and config.validates_on(cur.device):
             check_tokens(raw, mask, self.shards, self.sample_numbers)
         if entropy is not None:
@@ -128,7 +135,38 @@ class KnownTokens:
             shards=SequenceShards.of(length, length, mask.device, SINGLE_PROCESS),
             loss_masks=Ragged(mask.long(), length),
             fields={k: None if v is None else v[index] for k, v in self.fields.items()},
+            share_of_current=None
+            if self.share_of_current is None
+            else self.share_of_current[index],
         )
+
+
+def share_of_current(batch: Mapping[str, Any], shards: SequenceShards) -> Tensor:
+    """alpha [T] of A-3PO: log old = log rollout + alpha (log cur - log rollout).
+
+    alpha = (v_old - v_rollout) / (v_cur - v_rollout) in weight versions: `weight_versions` of the
+    samples or their tokens, `trainer_version` before the first update on the rollout, and
+    `current_version`, which lies between that and the next by the updates made since. Before the
+    first update alpha is 1 and nothing is approximated.
+    """
+    names = ("weight_versions", "trainer_version", "current_version")
+    missing = [name for name in names if batch.get(name) is None]
+    if missing:
+        raise ConfigError(
+            f"--train-log-probs approximate needs {', '.join(names)} and the batch has no "
+            f"{', '.join(missing)}; add them, or use --train-log-probs recompute"
+        )
+    versions, old, current = (batch[name] for name in names)
+    if len(versions) and isinstance(versions[0], Tensor) and versions[0].dim():
+        sampled = shards.flat("weight_versions", versions)
+        assert sampled is not None
+    else:
+        per_sample = torch.as_tensor(versions, dtype=torch.float32)
+        sampled = shards.per_token(per_sample.to(shards.device, non_blocking=True))
+    behind = (old - sampled).clamp(min=0.0)
+    if current <= old:
+        return torch.ones_like(behind)
+    return behind / (behind + (current - old))
 
 
 def require_columns(batch: Mapping[str, Any], *names: str) -> None:

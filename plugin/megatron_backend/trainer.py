@@ -131,6 +131,8 @@ class MegatronTrainer:
         self.config, self.hf_config, self.groups, self.layout = config, hf_config, groups, layout
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.version = 0
+        # How far the updates on the rollout at hand have gone from `version` to the next one.
+        self.version_progress = 0.0
         self._warned_of_oversize = False
         check_loss(config)
         takes_separable_head(config, groups.tp_size)  # refuses what can never work
@@ -459,6 +461,7 @@ class MegatronTrainer:
         )
         for microbatch in prepared:
             microbatch.columns["trainer_version"] = self.version
+            microbatch.columns["current_version"] = self.version + self.version_progress
         return prepared
 
     def _routes(

@@ -20,6 +20,7 @@ from tests.parallel import tiny_models
 from tests.parallel.training_jobs import SMOOTH_ADAM, RunRanks, Start, exported, new_trainer
 
 SETTINGS = {"policy_loss": "ppo", "eps_clip": 0.05, "max_tokens_per_gpu": 20}
+APPROXIMATE = {"train_log_probs": "approximate"}
 
 
 def steps_of_a_rollout(start: Start) -> list[Any]:
@@ -45,17 +46,22 @@ def steps_of_a_rollout(start: Start) -> list[Any]:
 
 
 def train_on_mini_batches(
-    groups: ParallelGroups, start: Start
+    groups: ParallelGroups, start: Start, settings: dict[str, Any]
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """Old log-probs of the whole rollout first, then a step per mini-batch."""
-    trainer = new_trainer(groups, start, SETTINGS)
+    """Old log-probs of the whole rollout first, then a step per mini-batch, as the driver does it."""
+    trainer = new_trainer(groups, start, {**SETTINGS, **settings})
     batch = start.batch.with_column("log_probs", trainer.compute_log_probs(start.batch))
-    results = [trainer.train_step(step.of(batch)) for step in steps_of_a_rollout(start)]
+    results, steps = [], steps_of_a_rollout(start)
+    for number, step in enumerate(steps):
+        trainer.version, trainer.version_progress = 0, number / len(steps)
+        results.append(trainer.train_step(step.of(batch)))
     losses = [result.metrics["loss"] for result in results]
     return losses, [result.grad_norm for result in results], exported(trainer)
 
 
-def plain_loop(start: Start) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def plain_loop(
+    start: Start, *, approximate: bool = False
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The same by hand: PPO, mean of sample means, gradients clipped to norm 1, Adam."""
     model = tiny_models.hf_model(tiny_models.FAMILIES[start.family]())
     columns = start.batch.columns
@@ -71,10 +77,17 @@ def plain_loop(start: Start) -> tuple[list[float], list[float], dict[str, Tensor
         model.parameters(), lr=SMOOTH_ADAM["lr"], eps=SMOOTH_ADAM["adam_eps"], betas=(0.9, 0.98)
     )
     losses, norms = [], []
-    for step in steps_of_a_rollout(start):
+    steps = steps_of_a_rollout(start)
+    for number, step in enumerate(steps):
         means = []
         for i in step.samples.tolist():
-            ratio, advantages = (log_probs(i) - old[i]).exp(), columns["advantages"][i]
+            cur, advantages = log_probs(i), columns["advantages"][i]
+            if approximate:
+                behind = 0 - int(columns["weight_versions"][i])  # 2, 1 or 0
+                share = behind / (behind + number / len(steps)) if number else 1.0
+                rollout = columns["rollout_log_probs"][i]
+                old[i] = rollout + share * (cur.detach() - rollout)
+            ratio = (cur - old[i]).exp()
             per_token = torch.maximum(-ratio * advantages, -ratio.clamp(0.95, 1.05) * advantages)
             mask = columns["loss_masks"][i] != 0
             if bool(mask.any()):
@@ -89,19 +102,20 @@ def plain_loop(start: Start) -> tuple[list[float], list[float], dict[str, Tensor
 
 
 @pytest.mark.parametrize(
-    "ranks, sizes",
+    "settings, sizes",
     [
-        pytest.param(2, {"tensor_model_parallel_size": 2}, id="TP2"),
-        pytest.param(2, {}, id="DP2 uneven"),
+        pytest.param({}, {"tensor_model_parallel_size": 2}, id="TP2"),
+        pytest.param({}, {}, id="DP2 uneven"),
+        pytest.param(APPROXIMATE, {"context_parallel_size": 2}, id="approximate CP2"),
     ],
 )
 def test_mini_batches_are_as_many_manual_steps(
-    run_ranks: RunRanks, ranks: int, sizes: dict[str, int]
+    run_ranks: RunRanks, settings: dict[str, Any], sizes: dict[str, int]
 ) -> None:
     start = Start.of("qwen3")
-    losses, norms, weights = plain_loop(start)
+    losses, norms, weights = plain_loop(start, approximate=settings == APPROXIMATE)
     [(mine, my_norms, my_weights), *others] = run_ranks(
-        train_on_mini_batches, ranks, start, **sizes
+        train_on_mini_batches, 2, start, settings, **sizes
     )
     assert mine == pytest.approx(losses, rel=1e-4, abs=1e-5)
     assert my_norms == pytest.approx(norms, rel=1e-4)

@@ -81,6 +81,32 @@ def test_pipeline_parallel_across_nodes_with_asynchronous_rollouts(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("old", ["recompute", "approximate"])
+def test_mini_batches_and_epochs_of_an_asynchronous_job(
+    two_nodes: str, tmp_path: Path, old: str
+) -> None:
+    # 4 x 3 responses in mini-batches of 6: 2 mini-batches x 2 epochs x 4 rollouts = 16 steps
+    result = run_small(
+        two_nodes,
+        tmp_path / "run",
+        num_nodes=1,
+        num_rollouts=4,
+        rollout_batch_size=4,
+        n_samples_per_prompt=3,
+        global_batch_size=6,
+        num_updates_per_rollout=2,
+        async_rollouts=True,
+        use_tis=True,
+        train_log_probs=old,
+    )
+    places = [(line["rollout"], line["epoch"], line["mini_batch"]) for line in result.history]
+    assert places == [(r, e, m) for r in range(4) for e in range(2) for m in range(2)]
+    assert all(abs(line["ppo_kl"]) > 1e-7 for line in result.history if line["epoch"])
+    saved = [line["step"] for line in result.history if "seconds_log_probs_saved" in line]
+    assert saved == ([9, 13] if old == "approximate" else [])
+
+
+@pytest.mark.slow
 def test_data_parallel_with_uneven_batches_two_updates_and_a_reference(
     two_nodes: str, tmp_path: Path
 ) -> None:

@@ -1,0 +1,73 @@
+"""The forward-only passes before the first update on a rollout, and what they take or save."""
+
+from __future__ import annotations
+
+import time
+
+from plugin.batch_types import RolloutBatch
+from plugin.config import JobConfig
+from plugin.launch.mini_batches import MiniBatch
+from plugin.launch.preflight import JobParts
+from plugin.launch.trainer_group import TrainerGroup
+from plugin.ragged import Ragged
+
+#: The approximated rollout on which a pass is run to be timed: the first also warms up.
+_TIMED = 2
+
+
+class LogProbPasses:
+    """Adds what the loss needs from forward-only passes.
+
+    The trainer's own log-probs are computed where they can differ from those of the update: with
+    more than one update on a rollout, or when its routes are replayed. On an only update they are
+    the update's own.
+    """
+
+    def __init__(self, config: JobConfig, parts: JobParts, trainer: TrainerGroup) -> None:
+        self._config, self._parts, self._trainer = config, parts, trainer
+        self._approximated = 0
+        self._seconds_per_token: float | None = None
+
+    def added_to(
+        self, batch: RolloutBatch, updates: list[MiniBatch]
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """The batch with log-probs of the policies that were asked, and seconds as metrics."""
+        began, saved = time.monotonic(), {}
+        if self._config.old_log_probs == "approximate" and len(updates) > 1:
+            saved = self._saved(batch)
+        elif len(updates) > 1 or self._config.use_routing_replay:
+            batch = batch.with_column("log_probs", self._old_log_probs(batch, updates))
+        if self._parts.reference is not None:
+            batch = batch.with_column("ref_log_probs", self._trainer.log_probs("reference", batch))
+        if self._parts.teacher is not None:
+            teacher = self._trainer.log_probs("teacher", batch)
+            batch = batch.with_column("teacher_log_probs", teacher)
+        return batch, {"seconds_log_probs": time.monotonic() - began, **saved}
+
+    def _old_log_probs(self, batch: RolloutBatch, updates: list[MiniBatch]) -> Ragged:
+        if not self._config.use_routing_replay:
+            return self._trainer.log_probs("policy", batch)
+        # Recorded routes belong to one cut of one batch. The first epoch is in order.
+        parts = [update.of(batch) for update in updates if update.epoch == 0]
+        return Ragged.concatenated(
+            [
+                self._trainer.log_probs("policy", part, keep_routes=number > 0)
+                for number, part in enumerate(parts)
+            ]
+        )
+
+    def _saved(self, batch: RolloutBatch) -> dict[str, float]:
+        """Seconds of the pass that was not run, by one that was: once per process, for its time.
+
+        Its result is not used, so that a resumed run trains as one that was never interrupted.
+        """
+        self._approximated += 1
+        tokens = int(batch.columns["total_lengths"].sum())
+        if self._approximated == _TIMED:
+            began = time.monotonic()
+            self._trainer.log_probs("policy", batch)
+            self._seconds_per_token = (time.monotonic() - began) / tokens
+            return {}
+        if self._seconds_per_token is None:
+            return {}
+        return {"seconds_log_probs_saved": self._seconds_per_token * tokens}

@@ -1,0 +1,64 @@
+"""Which log-prob passes a rollout needs, and the seconds that an approximation saves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from plugin.batch_types import RolloutBatch, RolloutSample
+from plugin.config import JobConfig
+from plugin.launch.log_prob_passes import LogProbPasses
+from plugin.launch.mini_batches import MiniBatch
+from plugin.ragged import Ragged
+
+BATCH = RolloutBatch.from_samples(
+    [RolloutSample(torch.tensor([1, 7]), 1, torch.ones(1, dtype=torch.int64)) for _ in range(4)]
+)
+HALVES = [MiniBatch(0, 0, np.array([0, 1])), MiniBatch(0, 1, np.array([2, 3]))]
+
+
+class CountingTrainer:
+    """Remembers which policy was asked about how many samples, and whether routes were kept."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, bool]] = []
+
+    def log_probs(self, name: str, batch: RolloutBatch, *, keep_routes: bool = False) -> Ragged:
+        self.asked.append((name, len(batch), keep_routes))
+        return Ragged(torch.full((len(batch),), -1.0), [1] * len(batch))
+
+
+def passes_of(**settings: Any) -> tuple[LogProbPasses, CountingTrainer]:
+    trainer, parts = CountingTrainer(), SimpleNamespace(reference=None, teacher=None)
+    config = JobConfig(rollout_batch_size=2, n_samples_per_prompt=2, **settings)
+    return LogProbPasses(config, parts, trainer), trainer  # type: ignore[arg-type]
+
+
+def test_old_log_probs_are_of_the_whole_rollout_before_the_first_of_several_updates() -> None:
+    passes, trainer = passes_of(global_batch_size=2)
+    batch, _ = passes.added_to(BATCH, HALVES)
+    assert trainer.asked == [("policy", 4, False)]
+    assert batch.columns["log_probs"].values.tolist() == [-1.0] * 4
+    passes, trainer = passes_of()
+    assert "log_probs" not in passes.added_to(BATCH, [MiniBatch(0, 0)])[0] and not trainer.asked
+
+
+def test_routes_are_recorded_mini_batch_by_mini_batch() -> None:
+    passes, trainer = passes_of(global_batch_size=2, use_routing_replay=True)
+    batch, _ = passes.added_to(BATCH, [*HALVES, MiniBatch(1, 0, np.array([2, 3]))])
+    assert trainer.asked == [("policy", 2, False), ("policy", 2, True)]
+    assert len(batch.columns["log_probs"]) == 4
+
+
+def test_an_approximation_runs_one_pass_for_its_time_and_reports_the_others_as_saved() -> None:
+    passes, trainer = passes_of(global_batch_size=2, train_log_probs="approximate")
+    reported = []
+    for _ in range(4):
+        batch, seconds = passes.added_to(BATCH, HALVES)
+        assert "log_probs" not in batch
+        reported.append("seconds_log_probs_saved" in seconds)
+    assert trainer.asked == [("policy", 4, False)]
+    assert reported == [False, False, True, True], "unknown, measured, estimated"
