@@ -40,7 +40,7 @@ def steps_of_a_rollout(start: Start) -> list[Any]:
         global_batch_size=3,
         num_updates_per_rollout=2,
     )
-    steps = mini_batches(config, rollouts, 0)
+    steps = mini_batches(config, rollouts, 1)
     assert len(steps) == 6 and steps[3].samples.tolist() != steps[0].samples.tolist()
     return steps
 
