@@ -71,9 +71,9 @@ def test_the_gradient_does_not_flow_through_the_approximated_old_policy() -> Non
 def test_tis_on_the_approximated_policy_is_the_decoupled_weight_of_the_paper() -> None:
     config = LossConfig(train_log_probs="approximate", use_tis=True, tis_clip=10.0)
     inputs = loss_inputs(config, batch_of([4, 5], 5.5), CUR)
-    weights = compute_loss(config, inputs, with_weights=True).policy.weight
+    weights = compute_loss(config, inputs).metrics["tis"]
     # old / rollout: exp(-2/3), exp(2/3), 1
-    torch.testing.assert_close(weights, torch.tensor([-2 / 3, 2 / 3, 0.0]).exp())
+    torch.testing.assert_close(weights.values, torch.tensor([-2 / 3, 2 / 3, 0.0]).exp())
 
 
 def test_garbage_on_a_masked_token_changes_nothing() -> None:
