@@ -20,7 +20,9 @@ class EstimatorTraits:
 #: The built-in estimators; their functions are in `plugin.ppo_utils.advantages`.
 ESTIMATOR_TRAITS: dict[str, EstimatorTraits] = {
     "grpo": EstimatorTraits(group=True),
+    "dr_grpo": EstimatorTraits(group=True),
     "rloo": EstimatorTraits(group=True),
+    "opo": EstimatorTraits(group=True),
     "reinforce_plus_plus": EstimatorTraits(),
     "reinforce_plus_plus_baseline": EstimatorTraits(group=True),
     "gae": EstimatorTraits(values=True),

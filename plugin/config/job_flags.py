@@ -617,6 +617,8 @@ class JobConfig(
         own_model = given.get("hf_checkpoint") or given.get("hf-checkpoint")
         below = {} if own_model else EMBEDDED_DEFAULTS
         named = {key.replace("-", "_") for key in given}
+        if "loss_reduction" in named:
+            named.add("calculate_per_token_loss")
         extra = {key: value for key, value in below.items() if key not in named}
         for source in (flags, settings):
             expect(

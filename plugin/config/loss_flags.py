@@ -17,6 +17,7 @@ from plugin.config.policy_loss_traits import (
 from plugin.config.rejection_rules import parse_rejection_rules
 from plugin.errors import ConfigError
 
+LossReduction = Literal["token-mean", "sample-mean", "fixed-length", "prompt-mean", "group-mean"]
 OldLogProbs = Literal["recompute", "approximate", "rollout"]
 KlEstimatorName = Literal["k1", "abs", "k2", "k3"]
 ReferenceKlName = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
@@ -349,6 +350,12 @@ class AdvantageFlags(FlagGroup):
     grpo_std_normalization: bool = flag(
         True, "grpo: divide by the group's standard deviation", needs=_estimators("grpo")
     )
+    rloo_std: Literal["none", "group", "others", "batch"] = flag(
+        "none",
+        "rloo: divide by the standard deviation of the group's rewards, of those of the others in "
+        "it, or of the advantages of the whole batch",
+        needs=_estimators("rloo"),
+    )
     normalize_advantages: bool = flag(False, "whiten advantages over the whole batch")
     gamma: float = flag(1.0, "discount", at_least=0, needs=_estimators("reinforce_plus_plus"))
     lambd: float = flag(1.0, "GAE lambda, for estimators with a value model", at_least=0)
@@ -368,8 +375,25 @@ class NormalizationFlags(FlagGroup):
     loss_denominator: Literal["original", "kept"] = flag(
         "original", "whether rejected tokens stay in the denominator of the policy loss"
     )
+    loss_reduction: LossReduction | None = flag(
+        None,
+        "how the losses of tokens become one: a mean over tokens; over samples of their token "
+        "means; over samples of their sums by a fixed length (Dr. GRPO); over prompts of their "
+        "token means; over groups of the means of their samples; none = token-mean or "
+        "sample-mean by --calculate-per-token-loss",
+    )
+    loss_fixed_length: int | None = flag(
+        None,
+        "tokens that fixed-length divides a sample by; none = --max-response-length",
+        at_least=1,
+        needs=Needs(
+            "--loss-reduction fixed-length", lambda config: config.reduction == "fixed-length"
+        ),
+    )
     calculate_per_token_loss: bool | None = flag(
-        None, "one global token denominator; none = on for icepop, dppo_tv, dppo, ipo_kl, else off"
+        None,
+        "one global token denominator, as --loss-reduction token-mean; none = on for icepop, "
+        "dppo_tv, dppo, ipo_kl, else off",
     )
     validate_batch: Literal["auto", "always", "never"] = flag(
         "auto", "check values inside the loss; auto = where reading them does not stall a GPU"
@@ -389,14 +413,28 @@ class LossConfig(
 
     def check(self) -> None:
         self._check_correction_fits_loss()
+        self._check_reduction()
         self._check_kept_denominator()
+
+    @property
+    def reduction(self) -> LossReduction:
+        """How the losses of tokens become one, by either flag."""
+        if self.loss_reduction is not None:
+            return self.loss_reduction
+        per_token = self.calculate_per_token_loss
+        if per_token is None:
+            per_token = self.loss_traits.per_token
+        return "token-mean" if per_token else "sample-mean"
 
     @property
     def per_token(self) -> bool:
         """Whether the loss has one global token denominator."""
-        if self.calculate_per_token_loss is None:
-            return self.loss_traits.per_token
-        return self.calculate_per_token_loss
+        return self.reduction == "token-mean"
+
+    @property
+    def fixed_length(self) -> int | None:
+        """The tokens that a sample is divided by, where that is a constant."""
+        return self.loss_fixed_length or getattr(self, "max_response_length", None)
 
     @property
     def corrects_mismatch(self) -> bool:
@@ -459,6 +497,27 @@ class LossConfig(
                     "--allow-biased-correction"
                 )
             warnings.warn(message, stacklevel=2)
+
+    def _check_reduction(self) -> None:
+        per_token, reduction = self.calculate_per_token_loss, self.loss_reduction
+        given = f"--{'' if per_token else 'no-'}calculate-per-token-loss"
+        expect(
+            None in (per_token, reduction) or per_token == (reduction == "token-mean"),
+            f"{given} with --loss-reduction {reduction}: two different denominators; drop one of "
+            "the two",
+        )
+        expect(
+            self.reduction != "fixed-length" or self.fixed_length is not None,
+            "--loss-reduction fixed-length needs --loss-fixed-length, the tokens that every sample "
+            "is divided by; give the longest response",
+        )
+        expect(
+            self.loss_denominator == "original"
+            or self.reduction not in ("fixed-length", "prompt-mean"),
+            f"--loss-denominator kept with --loss-reduction {self.reduction}: kept tokens are "
+            "counted over a sample or over all; use token-mean, sample-mean or group-mean, or the "
+            "original denominator",
+        )
 
     def _check_kept_denominator(self) -> None:
         regularized = {

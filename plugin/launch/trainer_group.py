@@ -21,7 +21,7 @@ from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.remote_calls import wait_for_all
 from plugin.launch.trainer_actor import PolicyName, RankPart, TrainedStep, TrainerRank
 from plugin.megatron_backend.step.batch_share import cut_share, plan_batch, with_stage_routes
-from plugin.megatron_backend.step.loss_scaling import total_weight
+from plugin.megatron_backend.step.loss_scaling import weigh_samples
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.ragged import Ragged, as_integers, ragged_range
 
@@ -156,7 +156,7 @@ class TrainerGroup:
             hidden_size=hf_config["hidden_size"],
             longest=hf_config["max_position_embeddings"],
         )
-        weight = total_weight(batch, per_token=config.per_token)
+        batch, weight = weigh_samples(batch, config)
         if "rollout_routed_weights" in batch and not config.replays_route_weights:
             batch = batch.without_column("rollout_routed_weights")  # they are for the dump only
         objects: dict[Any, Any] = {}

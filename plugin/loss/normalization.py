@@ -1,13 +1,19 @@
 """Which denominator, over which tokens.
 
-Every loss here is a weighted mean over the tokens of the whole global batch,
+Every loss here is a weighted sum over the tokens of the whole global batch,
 
-    loss = sum_t w_t l_t / sum_t w_t,
+    loss = sum_t w_t l_t / W,
 
-with w_t = 1 for one global token denominator, and w_t = 1 / (tokens of the sample) for a mean of
-sample means. The weights depend on the original masks alone, so that sum_t w_t is known before the
-step, is the number of tokens or of samples that carry loss, and does not depend on how the batch
-was cut.
+    reduction     w_t                                        W, of what carries loss
+    token-mean    1                                          tokens
+    sample-mean   1 / tokens of the sample                   samples
+    fixed-length  1 / a constant                             samples
+    prompt-mean   1 / tokens of all samples of the prompt    prompts
+    group-mean    1 / (tokens of the sample x samples        prompts
+                  of the group that carry loss)
+
+The weights depend on the original masks alone, so that W, which is sum_t w_t except for
+fixed-length, is known before the step and does not depend on how the batch was cut.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ def sample_denominators(
 ) -> Tensor:
     """[N] float32: the token count that each sample is divided by, at least 1.
 
-    `mask_sums` overrides the sample's own count, e.g. with the count of all samples of one rollout.
+    `mask_sums` overrides the sample's own count, e.g. with the count of all samples of one prompt.
     """
     if mask_sums is not None:
         counts = torch.as_tensor(mask_sums, dtype=torch.float32)

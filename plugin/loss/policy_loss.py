@@ -102,6 +102,12 @@ def reduce_loss(
     config: LossConfig, outputs: LossOutputs, reduce: Reducer
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Reduce loss, terms and metrics with the caller's reducer, over the original masks."""
+    if config.reduction not in ("token-mean", "sample-mean"):
+        raise ConfigError(
+            f"--loss-reduction {config.reduction}: only the backend's own step knows the prompts "
+            "of all microbatches, and the caller brings its own reducer here; use token-mean or "
+            "sample-mean"
+        )
     if config.loss_denominator == "kept" and config.per_token:
         raise ConfigError(
             "--loss-denominator kept with a global token denominator: only the backend's own step "

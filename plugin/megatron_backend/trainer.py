@@ -55,7 +55,7 @@ from plugin.megatron_backend.step.forward_step import (
     log_prob_forward_step,
     training_forward_step,
 )
-from plugin.megatron_backend.step.loss_scaling import LossScale, total_weight
+from plugin.megatron_backend.step.loss_scaling import LossScale, weigh_samples
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch, prepare
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.schedule import (
@@ -445,7 +445,7 @@ class MegatronTrainer:
             hidden_size=self.hf_config.hidden_size,
             longest=self.hf_config.max_position_embeddings,
         )
-        weight = total_weight(batch, per_token=self.config.per_token)
+        batch, weight = weigh_samples(batch, self.config)
         if self.routed_model is not None and self.config.use_rollout_routing_replay:
             batch = with_stage_routes(batch, self.routed_model.route_layers)
         return cut_share(batch, plan, groups.dp_rank, weight=weight)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from plugin.config.import_paths import load_function
 from plugin.errors import BatchError
 from plugin.ragged import Integers, Ragged
 
+RlooStd = Literal["none", "group", "others", "batch"]
 #: fn(rewards [N], group_index [N], loss_masks, config) -> advantages; `loss_masks` and the result
 #: have one [response] tensor per sample.
 Estimator = Callable[[Tensor, Tensor, Sequence[Tensor], AdvantageFlags], Sequence[Tensor]]
@@ -42,13 +44,47 @@ def grpo_advantages(
     return (centered / (variance.sqrt() + epsilon)).to(_result_dtype(rewards))
 
 
-def rloo_advantages(rewards: Tensor, group_index: Tensor) -> Tensor:
-    """reward - mean reward of the others of its group [N]; a group of one has advantage 0."""
+def rloo_advantages(
+    rewards: Tensor, group_index: Tensor, *, std: RlooStd = "none", epsilon: float = 1e-6
+) -> Tensor:
+    """reward - mean reward of the others of its group [N]; a group of one has advantage 0.
+
+    std: what divides it, plus epsilon: the standard deviation (unbiased) of the group's rewards, of
+        those of the others, or of the advantages of all N. Where that is 0, nothing does.
+    """
     # All n deviations from the group mean add up to 0, so
     # r - mean(others) = (r - mean) * n / (n - 1).
     centered = _centered_in_group(rewards, group_index)
     count = _group_sum(torch.ones_like(centered), group_index)
-    return (centered * count / (count - 1).clamp(min=1)).to(_result_dtype(rewards))
+    advantages = centered * count / (count - 1).clamp(min=1)
+    if std == "none":
+        return advantages.to(_result_dtype(rewards))
+    squares = _group_sum(centered.square(), group_index)
+    if std == "group":
+        variance = squares / (count - 1).clamp(min=1)
+    elif std == "others":
+        # Leaving out one of n values takes n / (n - 1) times its squared deviation off the sum.
+        rest = squares - centered.square() * count / (count - 1).clamp(min=1)
+        # What rounding leaves of the difference of two equal sums is no deviation.
+        rest = torch.where(rest > 1e-9 * squares, rest, 0.0)
+        variance = rest / (count - 2).clamp(min=1)
+    else:
+        # Advantages add up to 0 in every group, so their mean is 0.
+        variance = advantages.square().sum() / max(len(advantages) - 1, 1)
+    scale = torch.where(variance > 0, variance.sqrt() + epsilon, 1.0)
+    return (advantages / scale).to(_result_dtype(rewards))
+
+
+def opo_advantages(rewards: Tensor, group_index: Tensor, lengths: Tensor) -> Tensor:
+    """reward - length-weighted mean reward of its group [N]; `lengths` [N] in tokens.
+
+    The baseline of least variance if every token's gradient has the same size and they are
+    orthogonal (OPO, arXiv 2505.23585): sum(l r) / sum(l).
+    """
+    centered, weight = _centered_in_group(rewards, group_index), lengths.double()
+    total = _group_sum(weight, group_index).clamp(min=1.0)
+    baseline = _group_sum(weight * centered, group_index) / total
+    return (centered - baseline).to(_result_dtype(rewards))
 
 
 def reinforce_plus_plus_returns(
@@ -125,8 +161,14 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo": lambda rewards, groups, masks, config: spread_over_tokens(
         grpo_advantages(rewards, groups, std_normalization=config.grpo_std_normalization), masks
     ),
+    "dr_grpo": lambda rewards, groups, masks, config: spread_over_tokens(
+        grpo_advantages(rewards, groups, std_normalization=False), masks
+    ),
     "rloo": lambda rewards, groups, masks, config: spread_over_tokens(
-        rloo_advantages(rewards, groups), masks
+        rloo_advantages(rewards, groups, std=config.rloo_std), masks
+    ),
+    "opo": lambda rewards, groups, masks, config: spread_over_tokens(
+        opo_advantages(rewards, groups, torch.from_numpy(_Steps.of(masks).counts)), masks
     ),
     "reinforce_plus_plus": lambda rewards, groups, masks, config: reinforce_plus_plus_advantages(
         rewards, masks, gamma=config.gamma

@@ -18,9 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
+from plugin.config import LossConfig
+from plugin.errors import BatchError
 from plugin.ragged import Ragged
 
 
@@ -28,7 +31,7 @@ from plugin.ragged import Ragged
 class LossScale:
     """The factors of one step.
 
-    total_weight: sum of w_t over the global batch
+    total_weight: what the sum of w_t l_t over the global batch is divided by
     """
 
     per_token: bool
@@ -53,13 +56,51 @@ class LossScale:
         return weighted_sum * factor, torch.ones((), dtype=torch.int, device=weighted_sum.device)
 
 
-def total_weight(batch: RolloutBatch, *, per_token: bool) -> float:
-    """Sum of w_t over the whole batch: tokens that carry loss, or samples that carry loss."""
+def weigh_samples(batch: RolloutBatch, config: LossConfig) -> tuple[RolloutBatch, float]:
+    """The whole batch with what divides every sample, and `total_weight` of the reduction.
+
+    Divisors over prompts need all of their samples, so they are found before the batch is cut and
+    travel as `rollout_mask_sums`.
+    """
+    reduction = config.reduction
+    if reduction in ("token-mean", "sample-mean"):
+        return batch, total_weight(batch, per_token=config.per_token)
+    if "rollout_mask_sums" in batch:
+        raise BatchError(
+            f"the batch has rollout_mask_sums and --loss-reduction is {reduction}: both divide the "
+            "samples; drop the column, or use sample-mean"
+        )
+    counts = _loss_tokens(batch)
+    if reduction == "fixed-length":
+        assert config.fixed_length is not None
+        divisors = np.full(len(batch), float(config.fixed_length))
+        return batch.with_column("rollout_mask_sums", divisors), float((counts > 0).sum())
+    if "group_index" not in batch:
+        raise BatchError(
+            f"--loss-reduction {reduction} needs group_index, the prompt of every sample, and the "
+            "batch has none; add it, or use sample-mean"
+        )
+    _, group = np.unique(batch.columns["group_index"].numpy(force=True), return_inverse=True)
+    if reduction == "prompt-mean":
+        divisors = np.bincount(group, weights=counts)[group]
+    else:
+        divisors = counts * np.bincount(group, weights=counts > 0)[group]
+    batch = batch.with_column("rollout_mask_sums", np.maximum(divisors, 1.0))
+    return batch, total_weight(batch, per_token=False)
+
+
+def _loss_tokens(batch: RolloutBatch) -> NDArray[np.float64]:
+    """[N] how many tokens of each sample carry loss."""
     masks: Ragged = batch.columns["loss_masks"]
     carries = (masks.values != 0).numpy(force=True)
+    return np.bincount(masks.sample_index, weights=carries, minlength=len(masks))
+
+
+def total_weight(batch: RolloutBatch, *, per_token: bool) -> float:
+    """Sum of w_t over the whole batch: tokens that carry loss, or samples that carry loss."""
+    counts = _loss_tokens(batch)
     if per_token:
-        return float(carries.sum())
-    counts = np.bincount(masks.sample_index, weights=carries, minlength=len(masks))
+        return float(counts.sum())
     divisors = batch.columns.get("rollout_mask_sums")
     divided_by = counts if divisors is None else divisors.numpy(force=True).astype(np.float64)
     return float((counts / np.maximum(divided_by, 1.0)).sum())

@@ -11,6 +11,7 @@ from torch import Tensor
 from plugin.config import TrainerConfig
 from plugin.errors import BatchError
 from plugin.loss.interfaces import LossInputs, LossOutputs
+from plugin.loss.normalization import token_weights
 from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarize
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from plugin.ragged import Ragged
@@ -26,17 +27,21 @@ def record_step(
 ) -> None:
     """Add one microbatch to the step's table.
 
-    Losses are weighted means with the weights [T] of the loss itself; every other metric is a mean
-    over tokens.
+    Losses are weighted with the weights [T] of the loss itself and divided as it is; every other
+    metric is a mean over tokens.
     """
     own = StatisticsTable(table.device)
     with torch.no_grad():
+        counted = weights
+        if config.reduction == "fixed-length":
+            # Weights by a constant add up to nothing in particular: the samples are counted.
+            counted = token_weights(inputs.shards, inputs.mask, inputs.loss_masks, per_token=False)
         kept_only = config.loss_denominator == "kept" and config.per_token
-        loss_weight = weights * outputs.denominator if kept_only else weights
+        loss_weight = counted * outputs.denominator if kept_only else counted
         _add_weighted(own, "loss", outputs.total, weights, loss_weight)
         _add_weighted(own, "pg_loss", outputs.policy_loss, weights, loss_weight)
         for term in outputs.regularizers:
-            _add_weighted(own, term.name, term.values, weights, weights)
+            _add_weighted(own, term.name, term.values, weights, counted)
         for name, metric in outputs.metrics.items():
             own.add_mean(name, metric.values, metric.over)
         for name, values in outputs.policy.extremes.items():

@@ -1,0 +1,98 @@
+"""Baselines of groups: Dr. GRPO, OPO and leave-one-out in its variants, by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugin.config import JobConfig
+from plugin.errors import BatchError, ConfigError
+from plugin.ppo_utils.advantages import ESTIMATORS, opo_advantages, rloo_advantages
+
+#: A group of four with one success, and a group of two.
+REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 4.0])
+GROUPS = torch.tensor([5, 5, 5, 5, 1, 1])
+
+
+def estimated(name: str, masks: list[list[int]] | None = None, **flags: Any) -> list[float]:
+    """The advantage of every sample's first token."""
+    columns = [torch.tensor(mask) for mask in masks or [[1]] * 6]
+    config = JobConfig(advantage_estimator=name, **flags)
+    return [float(a[0]) for a in ESTIMATORS[name](REWARDS, GROUPS, columns, config)]
+
+
+def test_dr_grpo_is_the_difference_from_the_group_mean_without_a_deviation() -> None:
+    # means 0.25 and 3
+    assert estimated("dr_grpo") == pytest.approx([0.75, -0.25, -0.25, -0.25, -1, 1])
+    assert estimated("dr_grpo") == estimated("grpo", grpo_std_normalization=False)
+
+
+def test_opo_weights_the_baseline_by_the_tokens_that_the_policy_chose() -> None:
+    # group 5: lengths 3, 1, 1, 1 (a masked token does not count): 3 * 1 / 6 = 0.5
+    # group 1: lengths 1, 3: (1 * 2 + 3 * 4) / 4 = 3.5
+    masks = [[1, 0, 1, 1], [1], [1], [1], [1], [1, 1, 1]]
+    assert estimated("opo", masks) == pytest.approx([0.5, -0.5, -0.5, -0.5, -1.5, 0.5])
+
+
+def test_opo_with_equal_lengths_is_dr_grpo() -> None:
+    assert estimated("opo") == pytest.approx(estimated("dr_grpo"))
+    empty = opo_advantages(REWARDS, GROUPS, torch.zeros(6))
+    assert bool(empty.isfinite().all()), "a group without a token of its own"
+
+
+@pytest.mark.parametrize(
+    "std, expected",
+    [
+        # 1 - 0; 0 - 1/3; 2 - 4; 4 - 2
+        ("none", [1, -1 / 3, -1 / 3, -1 / 3, -2, 2]),
+        # deviations 0.5 (0.75 / 3 = 0.25) and sqrt 2
+        ("group", [2, -2 / 3, -2 / 3, -2 / 3, -(2**0.5), 2**0.5]),
+        # others of the success: all 0, so undivided; of a failure: 1, 0, 0 with variance 1/3; of two: one value
+        ("others", [1, -(3**-0.5), -(3**-0.5), -(3**-0.5), -2, 2]),
+        # (1 + 3/9 + 4 + 4) / 5 = 28/15, its root 1.36626
+        ("batch", [0.731925, -0.243975, -0.243975, -0.243975, -1.46385, 1.46385]),
+    ],
+)
+def test_leave_one_out_and_what_divides_it(std: str, expected: list[float]) -> None:
+    assert estimated("rloo", rloo_std=std) == pytest.approx(expected, rel=1e-5)
+
+
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, -7.7]), min_size=3, max_size=9),
+    std=st.sampled_from(["none", "group", "others"]),
+)
+@settings(max_examples=80, deadline=None)
+def test_leave_one_out_is_what_leaving_one_out_gives(rewards: list[float], std: str) -> None:
+    values = torch.tensor(rewards, dtype=torch.float64)
+    found = rloo_advantages(values, torch.zeros(len(rewards), dtype=torch.int64), std=std)  # type: ignore[arg-type]
+    for i, advantage in enumerate(found.tolist()):
+        others = torch.cat([values[:i], values[i + 1 :]])
+        expected = float(values[i] - others.mean())
+        spread = float((values if std == "group" else others).std()) if std != "none" else 0.0
+        if spread > 1e-9:
+            expected /= spread + 1e-6
+        assert advantage == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_a_group_without_spread_teaches_nothing() -> None:
+    equal, group = torch.full((7,), 0.1), torch.zeros(7, dtype=torch.int64)
+    for std in ("none", "group", "others", "batch"):
+        assert float(rloo_advantages(equal, group, std=std).abs().max()) < 1e-9  # type: ignore[arg-type]
+    assert float(opo_advantages(equal, group, torch.arange(7)).abs().max()) < 1e-9
+    assert rloo_advantages(
+        torch.ones(1), torch.zeros(1, dtype=torch.int64), std="others"
+    ).tolist() == [0]
+
+
+def test_baselines_that_cannot_be_are_refused() -> None:
+    with pytest.raises(BatchError, match="one group index per reward"):
+        opo_advantages(REWARDS, GROUPS[:3], torch.ones(6))
+    for name in ("dr_grpo", "opo", "rloo"):
+        with pytest.raises(ConfigError, match="a group of one has no baseline"):
+            JobConfig(advantage_estimator=name, n_samples_per_prompt=1)
+    with pytest.raises(ConfigError, match="--rloo-std group would do nothing"):
+        JobConfig.from_sources({"rloo_std": "group", "advantage_estimator": "opo"})
