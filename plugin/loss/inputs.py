@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugin.batch_types import spread
 from plugin.config import LossConfig
 from plugin.errors import BatchError, ConfigError
 from plugin.loss.interfaces import LossInputs
@@ -157,12 +158,10 @@ def share_of_current(batch: Mapping[str, Any], shards: SequenceShards) -> Tensor
             f"{', '.join(missing)}; add them, or use --train-log-probs recompute"
         )
     versions, old, current = (batch[name] for name in names)
-    if len(versions) and isinstance(versions[0], Tensor) and versions[0].dim():
-        sampled = shards.flat("weight_versions", versions)
-        assert sampled is not None
-    else:
-        per_sample = torch.as_tensor(versions, dtype=torch.float32)
-        sampled = shards.per_token(per_sample.to(shards.device, non_blocking=True))
+    if not isinstance(versions, Ragged):
+        versions = spread(versions, shards.held)
+    sampled = shards.flat("weight_versions", versions)
+    assert sampled is not None
     behind = (old - sampled).clamp(min=0.0)
     if current <= old:
         return torch.ones_like(behind)

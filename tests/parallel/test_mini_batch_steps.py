@@ -83,7 +83,7 @@ def plain_loop(
         for i in step.samples.tolist():
             cur, advantages = log_probs(i), columns["advantages"][i]
             if approximate:
-                behind = 0 - int(columns["weight_versions"][i])  # 2, 1 or 0
+                behind = -columns["weight_versions"][i].float()  # of a trainer at version 0
                 share = behind / (behind + number / len(steps)) if number else 1.0
                 rollout = columns["rollout_log_probs"][i]
                 old[i] = rollout + share * (cur.detach() - rollout)
