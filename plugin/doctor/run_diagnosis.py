@@ -73,12 +73,11 @@ def _planned_steps(config: Mapping[str, Any]) -> int | None:
     rollouts, epochs = config.get("num_rollouts"), config.get("num_updates_per_rollout", 1)
     if not isinstance(rollouts, int) or not isinstance(epochs, int):
         return None
-    size, prompts, samples = (
-        config.get(name)
-        for name in ("global_batch_size", "rollout_batch_size", "n_samples_per_prompt")
-    )
-    if not all(isinstance(count, int) and count > 0 for count in (size, prompts, samples)):
+    names = ("global_batch_size", "rollout_batch_size", "n_samples_per_prompt")
+    counts = [count for name in names if isinstance(count := config.get(name), int) and count > 0]
+    if len(counts) < len(names):
         return rollouts * epochs
+    size, prompts, samples = counts
     return rollouts * epochs * -(-prompts * samples // size)
 
 

@@ -99,7 +99,7 @@ def _apply(
 def _arguments(inputs: LossInputs, pg_loss: Tensor, loss_masks: Sequence[Tensor]) -> dict[str, Any]:
     return {
         "pg_loss": pg_loss,
-        "train_log_probs": inputs.per_sample(inputs.trainer_log_probs),
+        "train_log_probs": inputs.per_sample(inputs.train_log_probs),
         "rollout_log_probs": inputs.per_sample(inputs.require_rollout()),
         "loss_masks": list(loss_masks),
         "cur_log_probs": inputs.per_sample(inputs.cur_log_probs),

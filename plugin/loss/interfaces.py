@@ -26,7 +26,8 @@ class LossInputs:
     mask: [T] bool, the original loss mask
     cur_log_probs: [T] with gradient; train_log_probs, advantages: [T] without
     rollout_log_probs, ref_log_probs, teacher_log_probs: [T] without gradient, or None
-    recomputed_log_probs: [T] the trainer's own where `train_log_probs` are the engine's, else None
+    recomputed_log_probs: [T] the trainer's own where `train_log_probs` are the engine's or
+        approximated, else None
     entropy: [T] or None; carries a gradient only if its coefficient is not 0
     loss_masks: the full-response masks, one per sample, as hooks receive them
     """

@@ -55,8 +55,10 @@ def compute_loss(
         chain = hook_chain(config, args)
         term = chain.apply(args, term, inputs, with_weights=with_weights)
     elif config.get_mismatch_metrics and with_metrics:
+        # Observed is the mismatch of the trainer's own log-probs, whatever stands for the old ones.
+        of_trainer = replace(inputs, train_log_probs=inputs.trainer_log_probs)
         with torch.no_grad():
-            observed = hook_chain(config, args).apply(args, term, inputs)
+            observed = hook_chain(config, args).apply(args, term, of_trainer)
         term = replace(term, metrics=observed.metrics | term.metrics)
     if policy_weights is not None:
         weights = torch.where(inputs.mask, policy_weights.detach().float(), 0.0)

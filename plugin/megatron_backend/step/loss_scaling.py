@@ -93,7 +93,8 @@ def _loss_tokens(batch: RolloutBatch) -> NDArray[np.float64]:
     """[N] how many tokens of each sample carry loss."""
     masks: Ragged = batch.columns["loss_masks"]
     carries = (masks.values != 0).numpy(force=True)
-    return np.bincount(masks.sample_index, weights=carries, minlength=len(masks))
+    counts = np.bincount(masks.sample_index, weights=carries, minlength=len(masks))
+    return counts.astype(np.float64)
 
 
 def total_weight(batch: RolloutBatch, *, per_token: bool) -> float:

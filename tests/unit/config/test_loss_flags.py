@@ -59,7 +59,7 @@ def test_a_coefficient_is_not_negative(coefficient: str) -> None:
     "flag, values",
     [
         ("policy_loss", "ppo, reinforce, cispo"),
-        ("advantage_estimator", "grpo, rloo, reinforce_plus_plus"),
+        ("advantage_estimator", "grpo, dr_grpo, rloo, opo, reinforce_plus_plus"),
         ("rollout_kl_estimator_type", "k1, abs, k2, k3"),
         ("kl_loss_type", "k1, abs, k2, k3, low_var_kl"),
         ("rollout_kl_scope", "all, kept"),

@@ -76,6 +76,21 @@ def test_tis_on_the_approximated_policy_is_the_decoupled_weight_of_the_paper() -
     torch.testing.assert_close(weights.values, torch.tensor([-2 / 3, 2 / 3, 0.0]).exp())
 
 
+def test_opsm_with_the_engines_log_probs_as_the_old_ones_compares_with_the_engine() -> None:
+    # mean(rollout - cur): (1 - 1) / 2 = 0 for the first sample; with cur -4 and -4: (3 + 1) / 2 = 2
+    config = LossConfig(
+        use_rollout_logprobs=True,
+        use_tis=True,
+        custom_tis_function_path="plugin.ppo_utils.opsm_function",
+        opsm_delta=1.0,
+    )
+    cur = torch.tensor([-4.0, -4.0, -1.0])
+    batch = batch_of([5, 5], 5.0)  # advantages 1, -2: the mean is negative
+    for values, dropped in ((CUR, [0.0, 0.0, 0.0]), (cur, [1.0, 1.0, 0.0])):
+        outputs = compute_loss(config, loss_inputs(config, batch, values))
+        assert outputs.metrics["opsm_clipfrac"].values.tolist() == dropped
+
+
 def test_garbage_on_a_masked_token_changes_nothing() -> None:
     masks = [torch.tensor([1, 0]), torch.tensor([1])]
     spoiled = [torch.tensor([-1.0, -math.inf]), torch.tensor([-2.0])]
