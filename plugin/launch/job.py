@@ -301,7 +301,7 @@ class _Job:
         timings |= passes
         applied = 0
         for update in updates:
-            place = {"epoch": update.epoch, "mini_batch": update.number}
+            place = {"update_epoch": update.epoch, "mini_batch": update.number}
             progress = applied / len(updates)
             applied += self._one_update(
                 update.of(batch), progress, described | timings | place, began

@@ -99,9 +99,11 @@ def test_mini_batches_and_epochs_of_an_asynchronous_job(
         use_tis=True,
         train_log_probs=old,
     )
-    places = [(line["rollout"], line["epoch"], line["mini_batch"]) for line in result.history]
+    places = [
+        (line["rollout"], line["update_epoch"], line["mini_batch"]) for line in result.history
+    ]
     assert places == [(r, e, m) for r in range(4) for e in range(2) for m in range(2)]
-    assert all(abs(line["ppo_kl"]) > 1e-7 for line in result.history if line["epoch"])
+    assert all(abs(line["ppo_kl"]) > 1e-7 for line in result.history if line["update_epoch"])
     saved = [line["step"] for line in result.history if "seconds_log_probs_saved" in line]
     assert saved == ([9, 13] if old == "approximate" else [])
 
