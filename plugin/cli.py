@@ -20,6 +20,14 @@ from plugin.errors import ConfigError, MegatronTisError
 #: name -> module, one line of help
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("plugin.launch.train_command", "run a complete RL job, on this machine or a cluster"),
+    "eval": (
+        "plugin.launch.eval_command",
+        "evaluate a run, a checkpoint or a Hugging Face model",
+    ),
+    "export": (
+        "plugin.launch.export_command",
+        "write a checkpoint of a run as a Hugging Face model",
+    ),
     "doctor": (
         "plugin.doctor.doctor_command",
         "check packages and devices, a hook, a configuration, that parallel layouts agree; or say "
@@ -28,10 +36,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": (
         "plugin.compare.compare_command",
         "replay every loss and correction on dumped log-probs, offline",
-    ),
-    "export": (
-        "plugin.launch.export_command",
-        "write a checkpoint of a run as a Hugging Face model",
     ),
     "report": ("plugin.observe.report_command", "write the HTML report of one or several runs"),
     "corrections": (

@@ -1,6 +1,7 @@
 """Configuration: frozen dataclasses with every flag, default, help text and check."""
 
 from plugin.config.data_flags import DataFlags
+from plugin.config.eval_flags import EvalFlags
 from plugin.config.flags import FlagGroup, flag
 from plugin.config.job_flags import (
     EMBEDDED_DEFAULTS,
@@ -36,6 +37,7 @@ __all__ = [
     "ConversationFlags",
     "CorrectionFlags",
     "DataFlags",
+    "EvalFlags",
     "FlagGroup",
     "JobConfig",
     "LaunchFlags",

@@ -10,6 +10,7 @@ namespace) has been merged.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import math
 import re
@@ -166,6 +167,13 @@ class FlagGroup:
                     f"{shown}{value} would do nothing: it needs {needs.what}; add that, or drop "
                     f"{shown}"
                 )
+
+    def unchecked_copy(self, **changes: Any) -> Self:
+        """A copy with other values, for a part of the job whose settings need not fit the rest."""
+        changed = copy.copy(self)
+        for name, value in changes.items():
+            object.__setattr__(changed, name, value)
+        return changed
 
     def as_dict(self) -> dict[str, Any]:
         """Flat mapping of every field, as written to a run's `config.yaml`."""

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from plugin.config.data_flags import DataFlags
 from plugin.config.engine_traits import ENGINES, EngineTraits, engine_traits
 from plugin.config.estimator_traits import ESTIMATOR_TRAITS, estimator_traits
+from plugin.config.eval_flags import EvalFlags
 from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag, read_yaml
 from plugin.config.loss_flags import LossConfig
 from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS, RATIO_LOSSES, ROLLOUT_LOSSES
@@ -540,7 +541,12 @@ class OutputFlags(FlagGroup):
     overwrite: bool = flag(
         False, "delete what an earlier run wrote to --run-dir and --dump-log-probs, then start"
     )
-    save_hf: bool = flag(False, "write the trained model as a Hugging Face directory at the end")
+    save_hf: bool = flag(
+        False, "write the trained model as a Hugging Face directory, model/, at the end"
+    )
+    save_hf_interval: int | None = flag(
+        None, "rollouts between Hugging Face models in models/step_<number>/; all stay", at_least=1
+    )
     detect_mismatch: bool = flag(
         True, "look for shifted, constant, tempered, truncated or stale log-probs at every step"
     )
@@ -602,6 +608,7 @@ class JobConfig(
     DataFlags,
     RolloutFlags,
     SamplingFlags,
+    EvalFlags,
     ServerFlags,
     ConversationFlags,
     LaunchFlags,
@@ -640,6 +647,7 @@ class JobConfig(
         self._check_stale_samples()
         self.check_sampling(self)
         self._check_engine()
+        self.check_evaluation(self)
         self._check_other_policies()
         self._check_estimator()
 
@@ -823,6 +831,12 @@ class JobConfig(
         dumped = self.dump_routes and self.engine_traits.reports_route_weights
         return self.replays_route_weights or dumped
 
+    @property
+    def sampling_traits(self) -> EngineTraits:
+        """Those of what samples the tokens in the end: the engine, or the servers behind it."""
+        behind_servers = self.engine_traits.asks_servers
+        return engine_traits(self.rollout_server) if behind_servers else self.engine_traits
+
     def _check_engine(self) -> None:
         """Check that a built-in engine can do what is asked, and reads every flag given."""
         engine, traits, http = (
@@ -862,8 +876,7 @@ class JobConfig(
             "reports the experts of a token and not their weights; use ids, or --rollout-engine "
             "transformers",
         )
-        behind = engine_traits(self.rollout_server) if http else traits
-        lowest = behind.lowest_temperature
+        lowest = self.sampling_traits.lowest_temperature
         expect(
             self.rollout_temperature >= lowest,
             f"--rollout-temperature is {self.rollout_temperature}; vLLM raises what is below "

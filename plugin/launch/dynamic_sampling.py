@@ -60,16 +60,15 @@ class DynamicSampling:
             self._allowed -= refills
         return uniform[stay:]
 
-    def drop_on_arrival(self, groups: Sequence[Group]) -> list[int]:
-        """Numbers of the groups to drop from those that are ready in an asynchronous job."""
-        if not self._config.dynamic_sampling:
-            return []
-        uniform = self._uniform(groups)
-        if len(uniform) > self._allowed:
+    def drops_on_arrival(self, group: Group) -> bool:
+        """Whether a group of an asynchronous rollout is dropped; another prompt may be issued."""
+        if not self._config.dynamic_sampling or self.teaches(group):
+            return False
+        if not self._allowed:
             self._note_limit()
-        dropped = uniform[: self._allowed]
-        self._allowed -= len(dropped)
-        return dropped
+            return False
+        self._allowed -= 1
+        return True
 
     def _uniform(self, groups: Sequence[Group]) -> list[int]:
         return sorted(group.index for group in groups if not self.teaches(group))

@@ -16,10 +16,16 @@ from plugin.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run, the target and optionally the checkpoint."""
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="run directory with checkpoints")
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="run directory with checkpoints, or one of its checkpoints/step_*",
+    )
     parser.add_argument("target", metavar="TARGET", help="new directory for the model")
     parser.add_argument(
-        "--checkpoint", metavar="STEP", help="such as step_0000012 (default: the latest)"
+        "--checkpoint",
+        metavar="STEP",
+        help="of a run directory: such as step_0000012, or best (default: the latest)",
     )
 
 
@@ -29,34 +35,28 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console()
     with capture_warnings(console.warn):
-        chosen = export(Path(args.run_dir), Path(args.target), args.checkpoint)
+        chosen = export(Path(args.source), Path(args.target), args.checkpoint)
     console.say(f"model of {chosen} written to {args.target}")
     return 0
 
 
-def export(run_dir: Path, target: Path, name: str | None = None) -> Path:
-    """Write the model of a checkpoint of `run_dir` to `target`; returns the checkpoint."""
+def export(source: Path, target: Path, name: str | None = None) -> Path:
+    """Write the model of a checkpoint to `target`; returns the checkpoint.
+
+    source: the checkpoint, or a run directory, of which `name` or the latest is taken
+    """
     from plugin.config import JobConfig
-    from plugin.config.flags import read_yaml
     from plugin.launch.model_source import policy_source
-    from plugin.launch.resuming import find_checkpoint
-    from plugin.launch.run_directory import CHECKPOINTS
+    from plugin.launch.resuming import find_source
 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty; choose a new directory")
-    settings_file = run_dir / "config.yaml"
-    read_yaml(settings_file, "RUN_DIR")
-    chosen = find_checkpoint(run_dir / CHECKPOINTS, name, "--checkpoint")
-    if chosen is None:
-        raise ConfigError(
-            f"{run_dir} holds no complete checkpoint; give the run directory of a job that saved "
-            "one (--save-interval, or at the end)"
-        )
+    run_dir, chosen = find_source(source, name)
     # Before anything asks for CUDA: one GPU might be too small for what several trained.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    config = JobConfig.from_sources({}, settings_file)
-    source = policy_source(config)
-    _convert(chosen, target, config.train_dtype, source.as_config(), config.hf_checkpoint)
+    config = JobConfig.from_sources({}, run_dir / "config.yaml")
+    policy = policy_source(config)
+    _convert(chosen, target, config.train_dtype, policy.as_config(), config.hf_checkpoint)
     return chosen
 
 

@@ -13,7 +13,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from plugin.errors import ActorLost, MegatronTisError, ParallelError, TrainingEr
 from plugin.launch.batch_preparation import describe_batch, prepare_batch
 from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
+from plugin.launch.evaluation import Evaluations, Evaluator, describe
 from plugin.launch.interrupts import Interrupts, ignored_interrupts
 from plugin.launch.job_paths import with_absolute_paths
 from plugin.launch.log_prob_passes import LogProbPasses
@@ -32,16 +33,18 @@ from plugin.launch.placement import plan_on_cluster, reserve
 from plugin.launch.preflight import JobParts, check_job
 from plugin.launch.ray_cluster import cluster
 from plugin.launch.resuming import (
+    CHECKPOINTS,
     RunCheckpoints,
     changed_settings,
+    earlier_evaluations,
     earlier_steps,
     find_checkpoint,
 )
 from plugin.launch.rollout_queue import Group, RolloutQueue, joined
-from plugin.launch.run_directory import CHECKPOINTS, MODEL, check_run_dir, claimed_run_dir
+from plugin.launch.run_directory import MODEL, MODELS, check_run_dir, claimed_run_dir
 from plugin.launch.trainer_actor import TrainedStep
 from plugin.launch.trainer_group import TrainerGroup
-from plugin.megatron_backend.checkpoint.directory import set_aside_later
+from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
 from plugin.observe.findings import Finding
 from plugin.observe.learning import learning_findings
 from plugin.observe.run_files import RunFiles, new_run_dir, without_slices
@@ -57,13 +60,16 @@ class JobResult:
 
     history: the metrics of the first and the latest steps, without their slices by position, age
         and probability
-    checkpoint: the newest one
+    evaluations: what metrics.jsonl has of them
+    checkpoint: the newest one; best_checkpoint: that of --keep-best
     """
 
     run_dir: Path
     history: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     interrupted: bool = False
     checkpoint: Path | None = None
+    best_checkpoint: Path | None = None
 
 
 def run_job(
@@ -113,6 +119,7 @@ def _run_in(
     run_dir = result.run_dir
     if config.resumes:
         result.history, problems = earlier_steps(run_dir)
+        result.evaluations = earlier_evaluations(run_dir)
         for problem in problems:
             console.warn(problem)
         for change in changed_settings(run_dir, config):
@@ -127,7 +134,7 @@ def _run_in(
     def finish() -> None:
         """Write the report and say how the job ended; once."""
         with ignored_interrupts():
-            result.checkpoint = checkpoints.newest()
+            result.checkpoint, result.best_checkpoint = checkpoints.newest(), checkpoints.best()
             if result.history:
                 files.write_report()
             files.close()
@@ -139,7 +146,7 @@ def _run_in(
                 f"trainer ranks: {trainer.places_as_text()}; engines: {len(engines)}; started in "
                 f"{time.monotonic() - console.began:.0f} s; run directory: {run_dir}"
             )
-            job = _Job(config, parts, trainer, engines, files, checkpoints, console, result.history)
+            job = _Job(config, parts, trainer, engines, files, checkpoints, console, result)
             try:
                 job.run(interrupts)
             except KeyboardInterrupt:
@@ -211,10 +218,12 @@ class _Job:
         files: RunFiles,
         checkpoints: RunCheckpoints,
         console: Console,
-        history: list[dict[str, Any]],
+        result: JobResult,
     ) -> None:
         self._config, self._parts, self._trainer, self._engines = config, parts, trainer, engines
-        self._files, self._console, self._history = files, console, history
+        self._files, self._console, self._history = files, console, result.history
+        evaluator = Evaluator(config, parts.eval_sets, engines, parts.sampling, console.say)
+        self._evaluations = Evaluations(config, evaluator, result.evaluations)
         self._queue = RolloutQueue(parts.task, engines, parts.sampling, config, console.say)
         self._start_of_queue = self._queue.state()
         self._checkpoints = checkpoints
@@ -262,17 +271,43 @@ class _Job:
         self._engines.require_version(self._at.version)
         if self._config.async_rollouts:
             self._trainer.while_waiting(self._queue.pump)
-        while self._at.rollouts < self._config.num_rollouts:
+        finished = False
+        while not finished:
             try:
-                self._one_rollout(interrupts)
+                self._evaluate_if_due()
+                finished = self._at.rollouts >= self._config.num_rollouts
+                if not finished:
+                    self._one_rollout(interrupts)
             except ParallelError as error:
                 self._recover(error)
         if self._config.save_hf:
-            target = self._files.run_dir / MODEL
-            self._trainer.save_hf(
-                str(target.resolve()), self._config.hf_checkpoint, replace=self._config.resumes
-            )
-            self._console.say(f"model written to {target}")
+            self._save_hf(MODEL, replace=self._config.resumes)
+
+    def _save_hf(self, name: str, *, replace: bool) -> None:
+        target = self._files.run_dir / name
+        self._trainer.save_hf(str(target.resolve()), self._config.hf_checkpoint, replace=replace)
+        self._console.say(f"model written to {target}")
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate between two rollouts; with --keep-best the best weights so far are saved."""
+        if not (self._config.eval_data and self._evaluations.is_due(self._at.rollouts)):
+            return
+        if self._last_sent != self._at.version:
+            self._sync_weights(wait=True)
+        self._queue.settle()
+        at = self._at
+        record = self._evaluations.run(at.updates, at.rollouts, at.version)
+        self._files.log_evaluation(record)
+        if self._wandb is not None:
+            self._wandb.log(record, step=at.updates)
+        self._console.say(f"evaluation after rollout {at.rollouts}: {describe(record)}")
+        best = self._checkpoints.best()
+        if not self._config.keep_best or at.rollouts == 0:
+            return
+        if self._evaluations.last_is_best(None if best is None else step_of(best)):
+            if at.rollouts > self._saved:
+                self._save()
+            self._checkpoints.mark_best(at.updates)
 
     def _one_rollout(self, interrupts: Interrupts) -> None:
         began = time.monotonic()
@@ -316,6 +351,10 @@ class _Job:
         due = config.save_interval and self._at.rollouts % config.save_interval == 0
         if due or (last and config.saves_at_end):
             self._save()
+        hf_due = config.save_hf_interval and self._at.rollouts % config.save_hf_interval == 0
+        if hf_due and not (last and config.save_hf):
+            # One of the same step is this run's own, from before it went back to a checkpoint.
+            self._save_hf(f"{MODELS}/step_{self._at.updates:07d}", replace=True)
         if not last:
             self._sync_weights(wait=not config.async_rollouts)
 
@@ -511,6 +550,7 @@ class _Job:
         self._at.version = max(self._at.version, self._last_sent + 1)
         self._queue.restore(state["queue"])
         self._history[:] = [line for line in self._history if line["step"] <= self._at.updates]
+        self._evaluations.go_back(self._at.rollouts)
         if self._dump is not None:
             self._dump.remove_after(self._at.updates)
         self._console.say(

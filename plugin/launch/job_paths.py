@@ -36,4 +36,10 @@ def with_absolute_paths(config: JobConfig) -> JobConfig:
         value = getattr(config, name)
         if value is not None:
             changes[name] = os.path.abspath(value)
+    if config.eval_data:
+        named = [
+            (name, rows if isinstance(rows, int) else os.path.abspath(rows))
+            for name, rows in config.eval_sets
+        ]
+        changes["eval_data"] = tuple(f"{name}:{rows}" for name, rows in named)
     return dataclasses.replace(config, **changes) if changes else config

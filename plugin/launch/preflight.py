@@ -37,6 +37,7 @@ from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
 from plugin.rollout.tasks.copy_digits import CopyDigitsTask
 from plugin.rollout.tasks.dataset_task import DatasetTask, RewardFunction
+from plugin.rollout.tasks.eval_set import FIRST_HELD_OUT, EvalSet
 from plugin.rollout.tasks.prompt_data import PromptDataset
 from plugin.rollout.tasks.prompt_format import PromptFormat, lookup, no_column
 from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt, checked_reward, require_task
@@ -56,6 +57,7 @@ class JobParts:
     sampling: SamplingParameters
     route_shape: tuple[int, int, int] | None
     data: PromptDataset | None = None
+    eval_sets: tuple[EvalSet, ...] = ()
 
 
 def check_job(
@@ -86,7 +88,7 @@ def check_job(
     load_called_with("--rollout-engine", factory, "config", "hf_config", "name")
     begin("models and parallel layout")
     policy = policy_source(config)
-    _check_lengths(config, policy)
+    check_lengths(config, policy)
     _check_answer_size(config, policy)
     reference = _other_policy(config, "--ref-hf-checkpoint", policy)
     teacher = _other_policy(config, "--teacher-hf-checkpoint", policy)
@@ -97,7 +99,10 @@ def check_job(
             "they are; --router-gradient keep trains them"
         )
     begin("task and reward")
-    task = _tried_task(config, say, policy.hf_config["vocab_size"])
+    vocabulary = policy.hf_config["vocab_size"]
+    task = _tried_task(config, say, vocabulary)
+    begin("evaluation data")
+    eval_sets = _eval_sets(config, task, say, vocabulary)
     return JobParts(
         task=task,
         policy=policy,
@@ -106,6 +111,7 @@ def check_job(
         sampling=sampling_parameters(config, task),
         route_shape=route_shape,
         data=task.data if isinstance(task, DatasetTask) else None,
+        eval_sets=eval_sets,
     )
 
 
@@ -160,10 +166,48 @@ def _tried_task(config: JobConfig, say: Callable[[str], None], vocab_size: int) 
         prompts = OpeningPrompts(task, tokenizer, config)
         _require_vocabulary(checked_prompt(prompts, 0, config.max_prompt_length), vocab_size)
         return prompts
+    _try_single_turn(task, config, vocab_size)
+    return task
+
+
+def _try_single_turn(task: Task, config: JobConfig, vocab_size: int) -> None:
     first = checked_prompt(task, 0, config.max_prompt_length)
     _require_vocabulary(first, vocab_size)
     checked_reward(task, first, list(task.stop_token_ids)[:1], config.reward_timeout)
-    return task
+
+
+def evaluation_parts(
+    config: JobConfig, vocab_size: int, say: Callable[[str], None]
+) -> tuple[tuple[EvalSet, ...], SamplingParameters]:
+    """The sets of --eval-data and how training samples, for an evaluation by itself."""
+    task = None
+    if any(isinstance(rows, int) for _, rows in config.eval_sets):
+        task = _tried_task(config, say, vocab_size)
+    sets = _eval_sets(config, task, say, vocab_size)
+    return sets, sampling_parameters(config, sets[0].task)
+
+
+def _eval_sets(
+    config: JobConfig, task: Task | None, say: Callable[[str], None], vocab_size: int
+) -> tuple[EvalSet, ...]:
+    """The sets of --eval-data; each is tried like the task."""
+    found = []
+    for name, rows in config.eval_sets:
+        if isinstance(rows, int):
+            assert task is not None
+            one = EvalSet(name, task, rows, FIRST_HELD_OUT)
+            _require_vocabulary(
+                checked_prompt(task, one.first, config.max_prompt_length), vocab_size
+            )
+        else:
+            own = config.unchecked_copy(prompt_data=rows, shuffle_data=False)
+            data = _dataset_task(own, load_tokenizer(config), say, "--eval-data")
+            _try_single_turn(data, config, vocab_size)
+            one = EvalSet(name, data, len(data.data))
+        if one.rows == 1:
+            say(f"--eval-data {name} has one prompt: its scores say little about others")
+        found.append(one)
+    return tuple(found)
 
 
 def _require_vocabulary(prompt: Prompt, vocab_size: int) -> None:
@@ -199,7 +243,9 @@ def load_task(
     return CopyDigitsTask(tokenizer, seed=config.seed)
 
 
-def _dataset_task(config: JobConfig, tokenizer: Any, say: Callable[[str], None]) -> DatasetTask:
+def _dataset_task(
+    config: JobConfig, tokenizer: Any, say: Callable[[str], None], option: str = "--prompt-data"
+) -> DatasetTask:
     assert config.prompt_data is not None
     key, path = config.label_key, config.reward_function_path
 
@@ -224,6 +270,7 @@ def _dataset_task(config: JobConfig, tokenizer: Any, say: Callable[[str], None])
         shuffle=config.shuffle_data,
         seed=config.seed,
         say=say,
+        option=option,
     )
     return DatasetTask(data, tokenizer, reward)
 
@@ -286,13 +333,18 @@ def _other_policy(config: JobConfig, option: str, policy: ModelSource) -> ModelS
     return source
 
 
-def _check_lengths(config: JobConfig, policy: ModelSource) -> None:
+def check_lengths(config: JobConfig, policy: ModelSource) -> None:
+    """Refuse responses and contexts that are longer than the model's positions."""
     longest = policy.hf_config.get("max_position_embeddings")
-    if longest is not None and config.max_response_length >= longest:
-        raise ConfigError(
-            f"--max-response-length is {config.max_response_length}, the model has {longest} "
-            "positions for prompt and response together; lower it"
-        )
+    for option, length in (
+        ("--max-response-length", config.max_response_length),
+        ("--eval-max-response-length", config.eval_max_response_length or 0),
+    ):
+        if longest is not None and length >= longest:
+            raise ConfigError(
+                f"{option} is {length}, the model has {longest} positions for prompt and response "
+                "together; lower it"
+            )
     context = config.max_context_length
     if longest is not None and context is not None and context > longest:
         raise ConfigError(

@@ -180,6 +180,11 @@ class RolloutQueue:
         if self.config.async_rollouts:
             self._issue()
 
+    def settle(self) -> None:
+        """Wait until the engines have answered all they were sent, and send nothing new."""
+        while self._in_flight:
+            self._collect(wait=True)
+
     @property
     def under_way(self) -> int:
         """Groups issued and not yet taken."""
@@ -306,7 +311,6 @@ class RolloutQueue:
                 self._send_again(chunk)
             else:
                 self._accept(chunk, answer)
-                self._drop_uniform()
         self._replace_hung_engines()
 
     def _accept(self, chunk: _Chunk, answer: Rollouts) -> None:
@@ -326,9 +330,24 @@ class RolloutQueue:
                 self._resample_or_drop(one_try, [str(error)], _REWARD_ATTEMPTS)
                 continue
             self._reward_errors.clear()
-            group = Group(one_try.index, answer, place)
-            self._generated.append(float(group.rewards.mean()))
-            self._ready.append(group)
+            self._add_ready(Group(one_try.index, answer, place))
+
+    def _add_ready(self, group: Group) -> None:
+        """Take a scored group, or drop it if it teaches nothing.
+
+        Those of a round are decided together, when all of it is there.
+        """
+        self._generated.append(float(group.rewards.mean()))
+        self._ready.append(group)
+        dropped: list[int] = []
+        if not self._in_rounds:
+            dropped = [group.index] if self._sampling.drops_on_arrival(group) else []
+        elif not self._round_is_open():
+            dropped = self._sampling.drop_from_round(self._ready)
+        if dropped:
+            self.counts.dropped_uniform += len(dropped)
+            self._dropped.setdefault("uniform", []).extend(dropped)
+            self._ready = deque(g for g in self._ready if g.index not in set(dropped))
 
     def _score(self, answer: Rollouts, place: slice, prompt: Prompt) -> None:
         """Fill in the rewards that the task gives."""
@@ -397,19 +416,6 @@ class RolloutQueue:
                 f"--max-weight-staleness allows {self.config.staleness_limit}. The engines do not "
                 "load new weights, or report another version than they were sent"
             )
-
-    def _drop_uniform(self) -> None:
-        """Drop groups that teach nothing; those of a round when all of it is there."""
-        if self._round_is_open():
-            return
-        if self._in_rounds:
-            numbers = self._sampling.drop_from_round(self._ready)
-        else:
-            numbers = self._sampling.drop_on_arrival(self._ready)
-        if numbers:
-            self.counts.dropped_uniform += len(numbers)
-            self._dropped.setdefault("uniform", []).extend(numbers)
-            self._ready = deque(g for g in self._ready if g.index not in set(numbers))
 
     def _drop_stale(self, version: int) -> list[Group]:
         oldest = version - self.config.staleness_limit

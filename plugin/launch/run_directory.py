@@ -9,14 +9,16 @@ from pathlib import Path
 
 from plugin.compare.log_prob_dump import dump_files
 from plugin.config import JobConfig
-from plugin.config.flags import expect
+from plugin.config.flags import expect, option_name
 from plugin.errors import ConfigError
 from plugin.launch.directory_lock import lock_directory, refuse_locked
-from plugin.launch.resuming import earlier_settings, find_checkpoint
+from plugin.launch.resuming import CHECKPOINTS, earlier_settings, find_checkpoint
 from plugin.megatron_backend.checkpoint.directory import remove_checkpoints
 from plugin.observe.run_files import RUN_FILES
 
-CHECKPOINTS, MODEL = "checkpoints", "model"
+MODEL, MODELS = "model", "models"
+#: Where Hugging Face models are written, by the flag that asks for them.
+_TARGETS = {"save_hf": MODEL, "save_hf_interval": MODELS}
 
 
 def check_run_dir(run_dir: Path, config: JobConfig) -> None:
@@ -56,12 +58,13 @@ def claimed_run_dir(run_dir: Path, config: JobConfig) -> Iterator[None]:
 
 
 def _check_model_target(run_dir: Path, config: JobConfig) -> None:
-    replaces = (config.resumes or config.overwrite) and _wrote_model(run_dir)
-    expect(
-        not config.save_hf or replaces or not _holds(run_dir / MODEL),
-        f"--save-hf would write to {run_dir / MODEL}, which is not empty and not of this run; move "
-        "it away, or choose another --run-dir",
-    )
+    for flag, name in _TARGETS.items():
+        replaces = (config.resumes or config.overwrite) and _wrote_models(run_dir, flag)
+        expect(
+            not getattr(config, flag) or replaces or not _holds(run_dir / name),
+            f"{option_name(flag)} would write to {run_dir / name}, which is not empty and not of "
+            "this run; move it away, or choose another --run-dir",
+        )
 
 
 def _check_dump(run_dir: Path, config: JobConfig) -> None:
@@ -82,8 +85,9 @@ def _check_dump(run_dir: Path, config: JobConfig) -> None:
 
 def _remove_earlier_run(run_dir: Path, config: JobConfig) -> None:
     """Delete what a run writes, and nothing else."""
-    if _wrote_model(run_dir):
-        shutil.rmtree(run_dir / MODEL, ignore_errors=True)
+    for flag, name in _TARGETS.items():
+        if _wrote_models(run_dir, flag):
+            shutil.rmtree(run_dir / name, ignore_errors=True)
     remove_checkpoints(run_dir / CHECKPOINTS)
     for pattern in RUN_FILES:
         for path in run_dir.glob(pattern):
@@ -93,10 +97,10 @@ def _remove_earlier_run(run_dir: Path, config: JobConfig) -> None:
             path.unlink()
 
 
-def _wrote_model(run_dir: Path) -> bool:
-    """Whether `model/` is from the run in this directory."""
+def _wrote_models(run_dir: Path, flag: str) -> bool:
+    """Whether the models that `flag` asks for are from the run in this directory."""
     try:
-        return earlier_settings(run_dir).get("save_hf") is True
+        return bool(earlier_settings(run_dir).get(flag))
     except ConfigError:
         return False
 

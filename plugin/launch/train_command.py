@@ -23,7 +23,8 @@ COMMON_FLAGS = (
     *("lr", "num_rollouts", "rollout_batch_size"),
     *("n_samples_per_prompt", "max_response_length", "max_tokens_per_gpu", "rollout_engine"),
     *("async_rollouts", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    *("num_gpus_per_node", "address", "run_dir", "resume"),
+    *("eval_data", "eval_interval", "n_samples_per_eval_prompt", "dynamic_sampling"),
+    *("num_gpus_per_node", "address", "run_dir", "resume", "save_interval", "save_hf"),
 )
 
 
@@ -99,6 +100,15 @@ def _summarize(
 ) -> bool:
     """Say how far a job came and where its weights are; whether these can have changed."""
     learned = _say_what_was_learned(result, config, console) if result.history else True
+    if result.evaluations:
+        from plugin.launch.evaluation import describe
+
+        console.say(
+            f"last evaluation, after rollout {result.evaluations[-1]['rollout']}: "
+            f"{describe(result.evaluations[-1])}"
+        )
+    if result.best_checkpoint is not None:
+        console.say(f"best checkpoint: {result.best_checkpoint} (--checkpoint best)")
     if result.checkpoint is not None:
         longer = f" --num-rollouts {2 * config.num_rollouts}"
         if config.num_epochs is not None:

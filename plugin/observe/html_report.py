@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,11 @@ def report_html(runs: Sequence[RunRecord]) -> str:
             for i, run in enumerate(runs)
         ],
         "tiles": _tiles(runs, names),
-        "charts": [chart for panel in PANELS if (chart := _chart(panel, runs, names))],
+        "charts": [
+            *(chart for panel in PANELS[:1] if (chart := _chart(panel, runs, names))),
+            *_evaluation_charts(runs, names),
+            *(chart for panel in PANELS[1:] if (chart := _chart(panel, runs, names))),
+        ],
         "other": [chart for panel in _other_panels(runs) if (chart := _chart(panel, runs, names))],
         "slices": [chart for part in _SLICES if (chart := _slice_chart(*part, runs, names))],
         "findings": [
@@ -248,6 +252,31 @@ def _other_panels(runs: Sequence[RunRecord]) -> list[Panel]:
         for name in sorted(found - drawn - {*_BOOKKEEPING})
         if not name.startswith(_BOOKKEEPING_PREFIXES)
     ]
+
+
+def _evaluation_charts(runs: Sequence[RunRecord], names: list[str]) -> list[dict[str, Any]]:
+    """One chart per set: mean with its interval, and pass@k of the smallest and the largest k."""
+    found = {name for run in runs for record in run.evaluations for name in record}
+    sets = sorted({name.split("/")[1] for name in found if name.startswith("eval/")})
+    evaluated = [replace(run, steps=run.evaluations) for run in runs]
+    charts = []
+    for name in sets:
+        prefix = f"eval/{name}/"
+        passes = [key.removeprefix(prefix) for key in found if key.startswith(f"{prefix}pass@")]
+        ks = sorted({int(key.split("/")[0].removeprefix("pass@")) for key in passes})
+        lines = ["mean", *dict.fromkeys(f"pass@{k}" for k in (*ks[:1], *ks[-1:]))]
+        panel = Panel(
+            prefix,
+            f"Evaluation on {name}",
+            "Mean reward and pass@k on prompts that are not trained on; the band is the 95 % "
+            "interval of the mean.",
+            {line: (prefix + line,) for line in lines},
+            bands=((f"{prefix}mean/ci_low", f"{prefix}mean/ci_high", 0.18),),
+        )
+        chart = _chart(panel, evaluated, names)
+        if chart is not None:
+            charts.append(chart)
+    return charts
 
 
 def thinned(steps: Sequence[float], values: Sequence[float | None]) -> tuple[list, list]:

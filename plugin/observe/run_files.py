@@ -1,7 +1,8 @@
 """Writing a run directory while a job runs; `run_record.py` reads it.
 
     config.yaml      the resolved configuration
-    metrics.jsonl    one object per step
+    metrics.jsonl    one object per step, and one per evaluation: the step it was made after, and
+                     eval/<set>/<metric>
     prompts.jsonl    one object per rollout: the numbers of the prompts trained on, and of those
                      dropped, by cause
     findings.jsonl   what the mismatch detectors found, one object per finding
@@ -37,7 +38,7 @@ REQUIRED_METRICS = (
 )
 
 
-#: All that a run writes besides `checkpoints/` and `model/`, as patterns.
+#: All that a run writes besides `checkpoints/`, `model/` and `models/`, as patterns.
 RUN_FILES = (
     *("config.yaml", "config.[0-9]*.yaml", "config.yaml.partial", "report.html"),
     *("metrics.jsonl", "prompts.jsonl", "findings.jsonl", "events.out.tfevents.*"),
@@ -90,14 +91,20 @@ class RunFiles:
             raise ConfigError(
                 "log_step was called without a step; every line of metrics.jsonl has one"
             )
-        record = {name: metrics.get(name) for name in REQUIRED_METRICS} | dict(metrics)
+        self._log({name: metrics.get(name) for name in REQUIRED_METRICS} | dict(metrics))
+
+    def log_evaluation(self, metrics: Mapping[str, Any]) -> None:
+        """Append an evaluation to metrics.jsonl and TensorBoard; `step` is the last one before."""
+        self._log(metrics)
+
+    def _log(self, record: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", record)
         if self._events is None or self._broken:
             return
         for name, value in record.items():
             graphed = "/by_" not in name or name.endswith(("/k3", "/ess_share"))
             if name != "step" and isinstance(value, (int, float)) and graphed:
-                self._events.add_scalar(name, value, int(metrics["step"]))
+                self._events.add_scalar(name, value, int(record["step"]))
 
     def log_prompts(
         self, rollout: int, trained: Iterable[int], dropped: Mapping[str, Iterable[int]]

@@ -24,6 +24,7 @@ class RunRecord:
 
     steps: metrics of every step in order; a run that went back to a checkpoint repeats some, and
         what it had recorded from there on no longer counts
+    evaluations: in order, with the step that each was made after; 0 = before the first
     problems: what could not be read, with file and line
     """
 
@@ -31,6 +32,7 @@ class RunRecord:
     path: Path
     config: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     findings: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -62,10 +64,12 @@ def read_run(run_dir: str | Path) -> RunRecord:
     for line in _read_lines(metrics, record.problems):
         step = line.get("step")
         if isinstance(step, (int, float)) and abs(step) < 1 << 53:
-            numbered.append((int(step), line))
+            numbered.append(((int(step), _is_evaluation(line)), line))
         else:
             record.problems.append(f"{metrics}: a line without a step was skipped")
-    record.steps = _last_course(numbered)
+    course = _last_course(numbered)
+    record.steps = [line for line in course if not _is_evaluation(line)]
+    record.evaluations = [line for line in course if _is_evaluation(line)]
     if (path / "findings.jsonl").exists():
         record.findings = list(_read_lines(path / "findings.jsonl", record.problems))
     record.config = _read_config(path / "config.yaml", record.problems)
@@ -79,9 +83,13 @@ def read_prompts(run_dir: str | Path) -> list[dict[str, Any]]:
     return _last_course(numbered)
 
 
-def _last_course(numbered: list[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+def _is_evaluation(line: Mapping[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in line)
+
+
+def _last_course(numbered: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
     """The records in order, without those that a later record with a smaller number takes back."""
-    kept: list[tuple[int, dict[str, Any]]] = []
+    kept: list[tuple[Any, dict[str, Any]]] = []
     for number, record in numbered:
         while kept and kept[-1][0] >= number:
             kept.pop()

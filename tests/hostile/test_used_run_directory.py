@@ -70,6 +70,13 @@ def test_overwrite_keeps_a_model_that_the_run_did_not_write(tmp_path: Path) -> N
         assert (run_dir / "model" / "config.json").exists()
 
 
+def test_models_per_interval_have_a_directory_of_their_own(tmp_path: Path) -> None:
+    run_dir = used_directory(tmp_path)
+    (run_dir / "models" / "step_0000002").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"--save-hf-interval would write to .*models, which is"):
+        check_run_dir(run_dir, job(run_dir, resume=True, save_hf_interval=2))
+
+
 def test_a_second_driver_is_refused_and_told_who_holds_the_directory(tmp_path: Path) -> None:
     with (
         claimed_run_dir(tmp_path / "run", job(tmp_path / "run")),

@@ -71,7 +71,17 @@ def test_pipeline_parallel_across_nodes_with_asynchronous_rollouts(
         max_weight_staleness=1,
         num_rollouts=4,
         rollout_quantization="int8",
+        eval_data="held:6",
+        eval_interval=1,
+        dynamic_sampling=True,
     )
+    # Each evaluation is of the weights after its rollout, and no prompt of training is missing.
+    assert [line["weight_version"] for line in result.evaluations] == [0, 1, 2, 3, 4]
+    assert all(line["eval/held/prompts"] == 6 for line in result.evaluations)
+    for line in result.history:
+        dropped = sum(line[f"dropped_{cause}"] for cause in ("stale", "failed", "uniform"))
+        known = line["prompts_trained"] + dropped + line["prompts_under_way"]
+        assert line["prompts_issued"] == known
     assert result.history[0]["staleness"] == 0
     assert max(line["staleness_max"] for line in result.history) == 1
     for line in result.history:

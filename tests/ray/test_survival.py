@@ -15,6 +15,7 @@ import pytest
 
 from plugin.errors import EngineError, ParallelError
 from plugin.launch.job import JobResult
+from plugin.observe.run_record import read_run
 from tests.ray.casualties import (
     AfterSteps,
     dropped_prompts,
@@ -28,7 +29,13 @@ from tests.ray.small_jobs import SIZES, run_small
 pytestmark = pytest.mark.timeout(600)
 
 ONE_NODE = {"num_nodes": 1, "num_rollouts": 10}
-RESUMABLE = {**ONE_NODE, "num_gpus_per_node": 2, "save_interval": 3}
+RESUMABLE = {
+    **ONE_NODE,
+    "num_gpus_per_node": 2,
+    "save_interval": 3,
+    "eval_data": "held:8",
+    "eval_interval": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +159,10 @@ def _command(run_dir: Path, *extra: str, rollouts: int) -> list[str]:
     return [sys.executable, "-m", "plugin", "train", *flags, *extra]
 
 
-def _metrics(run_dir: Path) -> list[dict[str, Any]]:
-    from plugin.observe.run_record import read_run
-
-    return read_run(run_dir).steps
+def _scores(run_dir: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run, without their times."""
+    found = read_run(run_dir).evaluations
+    return [{k: v for k, v in line.items() if "seconds" not in k} for line in found]
 
 
 def _gone(pid: int) -> bool:
@@ -179,10 +186,12 @@ def test_a_run_resumed_after_kill_9_of_the_driver_repeats_the_unbroken_one(
     driver.wait()
     assert logged_steps(killed / "metrics.jsonl") < 10
     run_small(two_nodes, killed, **RESUMABLE, resume=True)
-    mine, theirs = _metrics(killed), _metrics(unbroken.run_dir)
+    mine, theirs = read_run(killed).steps, read_run(unbroken.run_dir).steps
     assert [step["step"] for step in mine] == list(range(1, 11))
     for name in ("loss", "grad_norm", "reward", "mismatch_kl", "weight_version", "lr"):
         assert [s[name] for s in mine] == [s[name] for s in theirs], name
+    assert [line["step"] for line in _scores(killed)] == [0, 2, 4, 6, 8, 10]
+    assert _scores(killed) == _scores(unbroken.run_dir)
     assert trained_prompts(killed) == list(range(10 * 4))
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, [process.cmdline() for process in alive]

@@ -107,6 +107,7 @@ FAILING = {
     "train": ["--config", "no/such/file.yaml"],
     "doctor": ["--layouts", "no-such-layout"],
     "compare": ["no/such/dump"],
+    "eval": ["no/such/run"],
     "export": ["no/such/run", "no/such/target"],
     "report": ["no/such/run"],
     "corrections": ["no-such-correction"],

@@ -33,7 +33,8 @@ PUBLIC: dict[str, set[str]] = {
     },
     "plugin.config": {
         *("EMBEDDED_DEFAULTS", "RATIO_LOSSES", "ROLLOUT_LOSSES", "AdvantageFlags"),
-        *("BatchingFlags", "ConversationFlags", "CorrectionFlags", "DataFlags", "FlagGroup"),
+        *("BatchingFlags", "ConversationFlags", "CorrectionFlags", "DataFlags", "EvalFlags"),
+        *("FlagGroup",),
         *(
             "JobConfig",
             "LaunchFlags",

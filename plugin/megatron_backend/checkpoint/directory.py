@@ -2,6 +2,7 @@
 
     checkpoints/
       latest                      text: the name of the directory to resume from
+      best                        text: the name of that with the best evaluation (--keep-best)
       step_0000012/
         metadata.json             format, step, model, layout, size and checksum of every other file
         user_state.json           what the driver wants back
@@ -37,6 +38,8 @@ FORMAT_VERSION = 1
 METADATA_FILE = "metadata.json"
 USER_STATE_FILE = "user_state.json"
 LATEST_FILE = "latest"
+#: The file that names the checkpoint with the best evaluation.
+BEST = "best"
 INCOMPLETE = ".incomplete"
 SET_ASIDE = ".set_aside"
 
@@ -102,18 +105,33 @@ def publish(incomplete: Path) -> Path:
 
 
 def _mark_latest(final: Path) -> None:
-    draft = final.with_name(LATEST_FILE + INCOMPLETE)
-    draft.write_text(final.name + "\n")
+    _mark(final, LATEST_FILE)
+
+
+def mark_best(checkpoint: Path) -> None:
+    """Name `checkpoint` as the best one, which is never pruned."""
+    _mark(checkpoint, BEST)
+
+
+def best_checkpoint(root: Path) -> Path | None:
+    """The complete checkpoint that was marked as the best one."""
+    marked = _read_marker(root, BEST)
+    return next((path for path in complete_checkpoints(root) if path.name == marked), None)
+
+
+def _mark(checkpoint: Path, marker: str) -> None:
+    draft = checkpoint.with_name(marker + INCOMPLETE)
+    draft.write_text(checkpoint.name + "\n")
     _sync(draft)
-    os.replace(draft, final.with_name(LATEST_FILE))
-    _sync(final.parent)
+    os.replace(draft, checkpoint.with_name(marker))
+    _sync(checkpoint.parent)
 
 
 def prune(root: Path, keep_last: int | None) -> None:
-    """Remove all but the newest `keep_last` and the latest, and what killed saves left behind."""
-    latest = _read_marker(root)
+    """Remove all but the newest `keep_last`, the latest and the best; and killed saves."""
+    marked = {_read_marker(root, LATEST_FILE), _read_marker(root, BEST)}
     surplus = [] if keep_last is None else complete_checkpoints(root)[:-keep_last]
-    for directory in [path for path in surplus if path.name != latest] + incomplete_saves(root):
+    for directory in [path for path in surplus if path.name not in marked] + incomplete_saves(root):
         # Renamed first: an interrupted removal must not leave half a checkpoint under a good name.
         doomed = directory
         if not directory.name.endswith(INCOMPLETE):
@@ -128,6 +146,11 @@ def complete_checkpoints(root: Path) -> list[Path]:
         return []
     named = [path for path in root.iterdir() if path.is_dir() and _STEP_NAME.fullmatch(path.name)]
     return sorted(named, key=step_of)
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether a directory is a checkpoint, rather than one that holds some."""
+    return (directory / METADATA_FILE).exists() or bool(_STEP_NAME.fullmatch(directory.name))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -149,7 +172,9 @@ def set_aside_later(chosen: Path) -> list[Path]:
 
 def remove_checkpoints(root: Path) -> None:
     """Remove all that saves have written to `root`, and `root` itself if nothing else is in it."""
-    (root / LATEST_FILE).unlink(missing_ok=True)
+    for marker in (root / LATEST_FILE, root / BEST):
+        if marker.is_file():
+            marker.unlink()
     set_aside = root.glob(f"step_*{SET_ASIDE}")
     for directory in [*complete_checkpoints(root), *incomplete_saves(root), *set_aside]:
         shutil.rmtree(directory)
@@ -174,7 +199,7 @@ def resolve(directory: Path) -> Path:
             f"{directory} was left behind by a save that did not finish; give {directory.parent}, "
             "which holds the last complete one"
         )
-    if (directory / METADATA_FILE).exists() or _STEP_NAME.fullmatch(directory.name):
+    if is_checkpoint(directory):
         return directory
     complete = complete_checkpoints(directory)
     leftovers = incomplete_saves(directory)
@@ -184,7 +209,8 @@ def resolve(directory: Path) -> Path:
             f"{directory} holds no complete checkpoint{also}; give the `checkpoints` directory of "
             "a run or one step_<number> in it"
         )
-    newest, marker, marked = complete[-1], directory / LATEST_FILE, _read_marker(directory)
+    newest, marker = complete[-1], directory / LATEST_FILE
+    marked = _read_marker(directory, LATEST_FILE)
     chosen = next((path for path in complete if path.name == marked), None)
     if chosen is None:
         message = "%s names %r, which is no complete checkpoint; taking the newest, %s"
@@ -208,8 +234,8 @@ def resolve(directory: Path) -> Path:
     return chosen
 
 
-def _read_marker(root: Path) -> str | None:
-    marker = root / LATEST_FILE
+def _read_marker(root: Path, name: str) -> str | None:
+    marker = root / name
     return marker.read_text(errors="replace").strip() if marker.is_file() else None
 
 

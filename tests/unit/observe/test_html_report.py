@@ -187,3 +187,24 @@ def _data(text: str) -> str:
     found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
     assert found
     return found.group(1)
+
+
+def test_every_evaluated_set_has_a_chart_with_its_interval(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=4)
+    with RunFiles(run, {"policy_loss": "ppo"}, tensorboard=False) as files:
+        for step in (4, 8):
+            scores = {"mean": 0.5, "mean/ci_low": 0.4, "mean/ci_high": 0.6}
+            scores |= {f"pass@{k}": 0.1 * k for k in (1, 2, 8)}
+            files.log_evaluation(
+                {"step": step, **{f"eval/math/{name}": value for name, value in scores.items()}}
+            )
+    data = page_data(_written(run))
+    [chart] = [chart for chart in data["charts"] if chart["id"] == "eval/math/"]
+    assert [line["label"] for line in chart["series"]] == ["mean", "pass@1", "pass@8"]
+    assert chart["series"][0]["x"] == [4, 8] and chart["bands"][0]["low"] == [0.4, 0.4]
+    assert not any("eval/" in chart["id"] for chart in data["other"])
+
+
+def _written(run: Path) -> Path:
+    assert run_report(str(run)) == 0
+    return run / "report.html"

@@ -116,3 +116,16 @@ def test_new_run_directories_do_not_collide(tmp_path: Path) -> None:
 def test_a_directory_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no metrics\.jsonl"):
         read_run(tmp_path)
+
+
+def test_evaluations_are_read_apart_from_the_steps_and_taken_back_with_them(tmp_path: Path) -> None:
+    with RunFiles(tmp_path, CONFIG, tensorboard=False) as files:
+        files.log_evaluation({"step": 0, "rollout": 0, "eval/a/mean": 0.1})
+        for step in (1, 2, 3):
+            files.log_step({"step": step, "reward": 0.5})
+            files.log_evaluation({"step": step, "rollout": step, "eval/a/mean": step / 10})
+        # Back to the checkpoint of step 1, whose evaluation stays.
+        files.log_step({"step": 2, "reward": 0.6})
+    record = read_run(tmp_path)
+    assert [(step["step"], step["reward"]) for step in record.steps] == [(1, 0.5), (2, 0.6)]
+    assert [line["step"] for line in record.evaluations] == [0, 1]

@@ -14,15 +14,18 @@ from plugin.megatron_backend.checkpoint.directory import (
     FORMAT,
     CheckpointMetadata,
     begin,
+    best_checkpoint,
     check_files,
     complete_checkpoints,
     files_of,
+    mark_best,
     prune,
     publish,
     read_json,
     read_metadata,
     resolve,
     seal_files,
+    set_aside_later,
     write_json,
     write_metadata,
 )
@@ -222,3 +225,23 @@ def test_values_that_json_keeps_come_back(tmp_path: Path) -> None:
     value = {"cursor": 7, "queue": [[1, "é"], None, True], "nested": {"x": 0.1}}
     write_json(tmp_path / "user_state.json", value)
     assert read_json(tmp_path / "user_state.json") == value
+
+
+def test_the_best_checkpoint_stays_when_older_ones_are_removed(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, step)
+    assert best_checkpoint(tmp_path) is None
+    mark_best(tmp_path / "step_0000002")
+    prune(tmp_path, keep_last=1)
+    assert names(tmp_path) == ["best", "latest", "step_0000002", "step_0000004"]
+    assert best_checkpoint(tmp_path) == tmp_path / "step_0000002"
+    mark_best(tmp_path / "step_0000004")
+    prune(tmp_path, keep_last=1)
+    assert names(tmp_path) == ["best", "latest", "step_0000004"]
+
+
+def test_a_best_checkpoint_that_a_run_went_back_beyond_is_none(tmp_path: Path) -> None:
+    first = saved(tmp_path, 1)
+    mark_best(saved(tmp_path, 2))
+    set_aside_later(first)
+    assert best_checkpoint(tmp_path) is None
