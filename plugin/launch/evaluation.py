@@ -12,7 +12,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,20 +28,22 @@ _ATTEMPTS = 3
 
 
 def evaluation_sampling(config: JobConfig, sampling: SamplingParameters) -> SamplingParameters:
-    """How the engines sample in an evaluation; neither log-probs nor routes are asked for."""
+    """How the engines sample in an evaluation; they report nothing but the tokens.
+
+    sampling: that of training
+    """
     temperature = config.eval_temperature
     if temperature is None:
         one = config.n_samples_per_eval_prompt == 1
         temperature = 0.0 if one else config.rollout_temperature
     greedy = temperature == 0
-    return replace(
-        sampling,
+    return SamplingParameters(
         temperature=1.0 if greedy else temperature,
         top_p=1.0 if greedy else config.eval_top_p,
         top_k=1 if greedy else None,
         max_response_length=config.eval_max_response_length or sampling.max_response_length,
+        stop_token_ids=sampling.stop_token_ids,
         log_probs=False,
-        routed_experts=False,
     )
 
 
