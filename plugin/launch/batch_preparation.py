@@ -14,6 +14,7 @@ from plugin.launch.overlong_responses import overlong_penalty, with_overlong_rul
 from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of, whiten
 from plugin.ragged import Ragged
 from plugin.rollout.conversation.trajectory import Rollouts
+from plugin.sampling_mask import KEPT_COUNTS
 
 
 def prepare_batch(config: JobConfig, rollouts: Rollouts, route_shape: Any = None) -> RolloutBatch:
@@ -112,7 +113,10 @@ def describe_batch(
     starts = np.flatnonzero(np.diff(rollouts.groups, prepend=-1))
     uniform = np.maximum.reduceat(rewards, starts) == np.minimum.reduceat(rewards, starts)
     penalty = overlong_penalty(config, rollouts)
+    counts = batch.columns.get(KEPT_COUNTS)
+    kept = {} if counts is None else {"kept_ids_per_token": float(counts.values.double().mean())}
     return {
+        **kept,
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "uniform_group_share": float(uniform.mean()),

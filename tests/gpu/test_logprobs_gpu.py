@@ -8,6 +8,7 @@ import torch
 from plugin.logprobs.fused_lm_head import fused_log_probs_and_entropy
 from plugin.logprobs.kernels import row_kernels_for
 from plugin.logprobs.vocab_parallel import log_probs_and_entropy
+from plugin.ragged import Ragged
 
 NUM_GPUS = 1
 
@@ -16,17 +17,19 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", ["all", "mask", "kept ids"])
 def test_results_and_gradients_equal_those_of_the_cpu(
-    dtype: torch.dtype, inplace: bool, masked: bool
+    dtype: torch.dtype, inplace: bool, masked: str
 ) -> None:
     logits = (torch.randn(33, 10_007) * 4).to(dtype)
     tokens = torch.randint(10_007, (33,))
-    keep = torch.rand(33, 10_007) < 0.5 if masked else None
-    if keep is not None:
-        keep[torch.arange(33), tokens] = True
+    keep = torch.rand(33, 10_007) < 0.5
+    keep[torch.arange(33), tokens] = True
     results = []
     for device in ("cpu", "cuda"):
+        kept = (
+            Ragged(keep.nonzero()[:, 1].to(device), keep.sum(1)) if masked == "kept ids" else None
+        )
         source = logits.to(device).requires_grad_()
         log_probs, entropy = log_probs_and_entropy(
             source * 1,
@@ -34,7 +37,8 @@ def test_results_and_gradients_equal_those_of_the_cpu(
             temperature=0.8,
             entropy_grad=True,
             inplace_grad=inplace,
-            keep_mask=None if keep is None else keep.to(device),
+            keep_mask=keep.to(device) if masked == "mask" else None,
+            kept=kept,
         )
         assert entropy is not None
         (log_probs.sum() - entropy.sum()).backward()

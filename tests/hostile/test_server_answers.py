@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -25,6 +26,7 @@ from plugin.rollout.engines.protocol import Generation, GenerationRequest, Sampl
 from plugin.rollout.engines.server_answers import MalformedAnswer
 from plugin.rollout.engines.server_calls import ServerSession, parse_json
 from plugin.rollout.engines.server_dialects import ServerCall, SglangDialect, VllmDialect
+from plugin.rollout.engines.vllm_engine import mask_rows
 from tests.hostile.good_answers import (
     ASK,
     EXPERTS,
@@ -153,6 +155,12 @@ def test_sglang_reports_kept_ids_and_the_log_probs_over_them() -> None:
     expected = [sorted(row) for row in KEPT[:-1]] + [[]]
     assert [row.tolist() for row in generation.sampling_mask] == expected
     assert generation.log_probs.tolist() == [-0.5, 0.0, -0.25]
+
+
+def test_both_forms_of_vllms_sampling_mask_are_read() -> None:
+    lists = SimpleNamespace(token_ids=[[3, 7], [5]])
+    flat = SimpleNamespace(token_ids=numpy.array([3, 7, 5]), offsets=[0, 2, 3])
+    assert mask_rows(lists) == mask_rows(flat) == [[3, 7], [5]] and mask_rows(None) is None
 
 
 def test_the_answers_that_are_spoiled_here_are_good() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from plugin.logprobs.fused_lm_head import fused_log_probs_and_entropy
 from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.ragged import Ragged
 from tests.parallel.training_jobs import RunRanks
 
 ROWS, COLUMNS = 13, 64
@@ -73,6 +74,33 @@ def equal_to_one_process(rank: int, size: int) -> None:
                 torch.testing.assert_close(part[0], one[0])
                 torch.testing.assert_close(part[1], one[1])
                 torch.testing.assert_close(part[2], one[2][:, mine])
+
+
+def kept_ids_equal_one_process_in_two_collectives(rank: int, size: int) -> None:
+    whole = whole_problem(torch.float32)
+    logits, tokens = whole["logits"], whole["tokens"].clamp(0, COLUMNS - 1)
+    keep = whole["keep"].clone()
+    keep[torch.arange(ROWS), tokens] = True
+    for untruncated in ([0, 5], []):
+        keep[untruncated] = False  # rows of the whole vocabulary beside the others
+        kept = Ragged(keep.nonzero()[:, 1].int(), keep.sum(1))
+        mine = slice(rank * COLUMNS // size, (rank + 1) * COLUMNS // size)
+        for options in ({"entropy_grad": True}, {"entropy_grad": True, "entropy_of": "kept"}):
+            results = []
+            for columns, group in ((logits, None), (logits[:, mine], dist.group.WORLD)):
+                source = columns.clone().requires_grad_()
+                with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as counted:
+                    log_probs, entropy = log_probs_and_entropy(
+                        source, tokens, group=group, kept=kept, **options
+                    )
+                    (log_probs.sum() - 0.5 * entropy.sum()).backward()
+                assert counted.call_count == (2 if group is not None else 0)
+                results.append((log_probs.detach(), entropy.detach(), source.grad))
+            one, part = results
+            torch.testing.assert_close(part[:2], one[:2])
+            torch.testing.assert_close(part[2], one[2][:, mine])
+        keep[untruncated] = whole["keep"][untruncated]
+        keep[torch.arange(ROWS), tokens] = True
 
 
 def two_collectives_forward_none_backward(rank: int, size: int) -> None:
@@ -150,6 +178,7 @@ def fused_head_equals_one_process(rank: int, size: int) -> None:
 def all_claims(groups: ParallelGroups) -> None:
     rank, size = groups.rank, groups.world_size
     equal_to_one_process(rank, size)
+    kept_ids_equal_one_process_in_two_collectives(rank, size)
     two_collectives_forward_none_backward(rank, size)
     a_nan_row_is_nan_on_every_rank_and_poisons_no_gradient(rank, size)
     no_rows_run_without_a_collective_that_hangs(rank, size)

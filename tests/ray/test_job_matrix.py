@@ -92,6 +92,21 @@ def test_layouts(two_nodes: str, tmp_path: Path, settings: dict[str, Any]) -> No
     run_small(two_nodes, tmp_path / "run", **settings)
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"tensor_model_parallel_size": 2}, {"num_updates_per_rollout": 2}]
+)
+def test_a_job_with_truncated_sampling_keeps_the_mismatch_of_one_without(
+    two_nodes: str, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    settings = {"num_nodes": 1, "rollout_dtype": "bfloat16", "use_tis": True, **more}
+    truncated = {"rollout_top_p": 0.9, "rollout_top_k": 5}
+    plain = run_small(two_nodes, tmp_path / "plain", **settings).history
+    replayed = run_small(two_nodes, tmp_path / "replayed", **settings, **truncated).history
+    for line, other in zip(replayed, plain, strict=True):
+        assert line["mismatch_kl"] < 2 * other["mismatch_kl"] + 1e-5
+        assert 1 <= line["kept_ids_per_token"] <= 5
+
+
 def test_a_saved_model_is_trained_further_on_jsonl_prompts_with_a_teacher(
     two_nodes: str, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ copy of the weights in host memory.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -190,9 +191,8 @@ class VllmEngine:
             found = torch.as_tensor(completion.routed_experts)
             routes = complete_routes(found, length, self._route_shape)
         if parameters.sampling_mask:
-            mask: Any = getattr(completion, "sampling_mask", None)
-            rows = None if mask is None else [list(map(int, row)) for row in mask.token_ids]
             try:
+                rows = mask_rows(getattr(completion, "sampling_mask", None))
                 kept = kept_rows(rows, tokens, self._vocab_size)
             except MalformedAnswer as error:
                 return GenerationFailure(f"vLLM: {error}")
@@ -205,6 +205,17 @@ class VllmEngine:
             routed_experts=routes,
             sampling_mask=kept,
         )
+
+
+def mask_rows(mask: Any) -> list[list[int]] | None:
+    """The kept ids of every token, of a vLLM that reports lists or flat ids with offsets."""
+    if mask is None:
+        return None
+    offsets = getattr(mask, "offsets", None)
+    if offsets is None:
+        return [list(map(int, row)) for row in mask.token_ids]
+    ids = list(map(int, mask.token_ids))
+    return [ids[start:end] for start, end in itertools.pairwise(offsets)]
 
 
 class _Reports(NamedTuple):

@@ -86,8 +86,9 @@ SETTINGS = {
 }
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["", "kept ids"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_microbatch_does_not_synchronize_with_the_host(name: str) -> None:
+def test_a_microbatch_does_not_synchronize_with_the_host(name: str, kept: bool) -> None:
     config = LossConfig(
         **SETTINGS[name],
         validate_batch="never",
@@ -98,6 +99,11 @@ def test_a_microbatch_does_not_synchronize_with_the_host(name: str) -> None:
         entropy_coef=0.01,
     )
     batch, logits = batch_and_logits()
+    if kept:
+        batch["rollout_kept_counts"] = [torch.full((r,), 3) for r in batch["response_lengths"]]
+        batch["rollout_kept_ids"] = [torch.arange(3).repeat(r) for r in batch["response_lengths"]]
+        for ids, r in zip(batch["unconcat_tokens"], batch["response_lengths"], strict=True):
+            ids[-r:] %= 3
     shards = SequenceShards.of(batch["total_lengths"], batch["response_lengths"], logits.device)
     mask = shards.local_mask(batch["loss_masks"])
     reducer = weighted_sum(token_weights(shards, mask, batch["loss_masks"], per_token=False))
