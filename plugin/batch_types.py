@@ -18,7 +18,7 @@ from torch import Tensor
 
 from plugin.errors import BatchError
 from plugin.ragged import Integers, Ragged, as_integers, ragged_range
-from plugin.sampling_mask import KEPT_COUNTS, KEPT_IDS, find_fault, kept_rows
+from plugin.sampling_mask import KEPT_COUNTS, KEPT_IDS, check_columns
 
 Shape = Literal["tokens", "response", "routes", "kept", "scalar"]
 #: One entry per sample.
@@ -233,7 +233,7 @@ class RolloutBatch:
             self._check_lengths(numbers)
             self._check_tokens(numbers)
             self._check_numbers(numbers)
-            self._check_kept(numbers, vocabulary)
+            check_columns(self.columns, self._response_tokens(), numbers, vocabulary)
 
     def _check_lengths(self, numbers: Integers) -> None:
         totals, responses = (
@@ -306,45 +306,6 @@ class RolloutBatch:
                     f"the loss mask is 1; it must be {bound}. Mask the token or repair the source "
                     f"of {name}"
                 )
-
-    def _check_kept(self, numbers: Integers, vocabulary: int | None) -> None:
-        """Check the kept ids of truncated sampling where the loss mask is 1."""
-        rows = kept_rows(self.columns)
-        if rows is None:
-            for name in {KEPT_COUNTS, KEPT_IDS} & self.columns.keys():
-                raise BatchError(
-                    f"the batch has {name} alone; {KEPT_IDS} are all kept ids end to end and "
-                    f"{KEPT_COUNTS} says how many belong to each token: give both or none"
-                )
-            return
-        counts: Ragged = self.columns[KEPT_COUNTS]
-        for name in (KEPT_COUNTS, KEPT_IDS):
-            if not _is_integer(self.columns[name].values.dtype):
-                raise BatchError(f"{name} are {self.columns[name].values.dtype}; give integers")
-        if bool((counts.values < 0).any()):
-            sample, position, value = _first(counts.values < 0, counts)
-            raise BatchError(
-                f"{KEPT_COUNTS} of sample {numbers[sample]} is {value} at position {position}; it "
-                "is at least 0 (0 = the whole vocabulary)"
-            )
-        expected, found = counts.sums(), self.columns[KEPT_IDS].lengths
-        for i in np.flatnonzero(expected != found)[:1]:
-            raise BatchError(
-                f"{KEPT_IDS} of sample {numbers[i]} has {found[i]} ids and its {KEPT_COUNTS} add "
-                f"up to {expected[i]}; rows are missing or left over"
-            )
-        fault = find_fault(
-            rows,
-            self._response_tokens(),
-            as_integers(self.columns["loss_masks"].values) != 0,
-            vocabulary=vocabulary,
-        )
-        if fault is not None:
-            sample, position = counts.place_of(fault.token)
-            raise BatchError(
-                f"the token at position {position} of sample {numbers[sample]} {fault.problem}; "
-                "repair what reports the sampling mask, or mask the token"
-            )
 
     def _response_tokens(self) -> Integers:
         """[R]: the ids of all response tokens, end to end."""

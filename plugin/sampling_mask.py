@@ -58,59 +58,111 @@ def top_p_rows(batch: Mapping[str, Any], response_lengths: Sequence[int]) -> Rag
     return Ragged(Ragged.of(ids).values, np.concatenate(counts) if counts else [])
 
 
-class KeptFault(NamedTuple):
-    """The first response token (of all samples end to end) with wrong kept ids, and what is."""
+def check_columns(
+    columns: Mapping[str, Any],
+    tokens: Integers,
+    numbers: Integers,
+    vocabulary: int | None,
+) -> None:
+    """Check the kept ids of a batch, if it has any; `tokens` [R] are the response tokens.
+
+    numbers: [N] what errors call the samples
+    """
+    given = [name for name in (KEPT_COUNTS, KEPT_IDS) if name in columns]
+    if len(given) == 1:
+        raise BatchError(
+            f"the batch has {given[0]} alone; {KEPT_IDS} are all kept ids end to end and "
+            f"{KEPT_COUNTS} says how many belong to each token: give both or none"
+        )
+    for name in given:
+        dtype = columns[name].values.dtype
+        if dtype.is_floating_point or dtype == torch.bool:
+            raise BatchError(f"{name} are {dtype}; give integers")
+    rows = kept_rows(columns)
+    if rows is None:
+        return
+    counts: Ragged = columns[KEPT_COUNTS]
+    for token in np.flatnonzero(rows.lengths < 0)[:1]:
+        sample, position = counts.place_of(int(token))
+        raise BatchError(
+            f"{KEPT_COUNTS} of sample {numbers[sample]} is {rows.lengths[token]} at position "
+            f"{position}; it is at least 0 (0 = the whole vocabulary)"
+        )
+    expected, found = counts.sums(), columns[KEPT_IDS].lengths
+    for i in np.flatnonzero(expected != found)[:1]:
+        raise BatchError(
+            f"{KEPT_IDS} of sample {numbers[i]} has {found[i]} ids and its {KEPT_COUNTS} add up to "
+            f"{expected[i]}; rows are missing or left over"
+        )
+    unmasked = as_integers(columns["loss_masks"].values) != 0
+    check_rows(rows, counts.lengths, tokens, unmasked, numbers=numbers, vocabulary=vocabulary)
+
+
+def check_rows(
+    rows: Ragged,
+    response_lengths: Integers,
+    tokens: Integers,
+    unmasked: NDArray[np.bool_],
+    *,
+    numbers: Integers | None = None,
+    vocabulary: int | None = None,
+    ordered: bool = True,
+    complete: bool = False,
+) -> None:
+    """Raise a `BatchError` for the first unmasked token [R] with kept ids that it cannot have.
+
+    numbers: what errors call the samples; None = their places
+    vocabulary: ids are below it, where it is known; ordered: ids ascend, else they only differ
+    complete: every token has kept ids
+    """
+    fault = _find_fault(rows, tokens, unmasked, vocabulary, ordered, complete)
+    if fault is not None:
+        sample, position = Ragged(rows.values, response_lengths).place_of(fault.token)
+        number = sample if numbers is None else numbers[sample]
+        raise BatchError(
+            f"the token at position {position} of sample {number} {fault.problem}; repair what "
+            "reports the sampling mask, or mask the token"
+        )
+
+
+class _Fault(NamedTuple):
+    """A response token (of all samples end to end), and what is wrong with its kept ids."""
 
     token: int
     problem: str
 
 
-def find_fault(
+def _find_fault(
     rows: Ragged,
     tokens: Integers,
-    loss_mask: NDArray[np.bool_],
-    *,
-    vocabulary: int | None = None,
-    ordered: bool = True,
-    complete: bool = False,
-) -> KeptFault | None:
-    """Look at every token [R] whose loss mask is 1; what is masked may hold anything.
-
-    vocabulary: ids are below it, where it is known; ordered: ids ascend, else they only differ
-    complete: every token has kept ids
-    """
+    unmasked: NDArray[np.bool_],
+    vocabulary: int | None,
+    ordered: bool,
+    complete: bool,
+) -> _Fault | None:
     ids, owner = as_integers(rows.values), rows.sample_index
     if not ordered:
-        order = np.lexsort((ids, owner))
-        ids = ids[order]
-    inside = loss_mask[owner]
-    same_row = owner[1:] == owner[:-1]
-    step = np.diff(ids)
-    highest = np.iinfo(np.int64).max if vocabulary is None else vocabulary
+        ids = ids[np.lexsort((ids, owner))]
+    inside = unmasked[owner]
+    follows = np.append(False, inside[1:] & (owner[1:] == owner[:-1])) if len(ids) else inside
+    step = np.diff(ids, prepend=0)
+    outside = (ids < 0) | (ids >= (np.iinfo(np.int64).max if vocabulary is None else vocabulary))
+    of_all = "" if vocabulary is None else f" of {vocabulary}"
+    for wrong, problem in (
+        (inside & outside, f"keeps the id {{}}, which is not in the vocabulary{of_all}"),
+        (follows & (step == 0), "keeps the id {} twice"),
+        (follows & (step < 0), "has kept ids that do not ascend (at {})"),
+    ):
+        for place in np.flatnonzero(wrong)[:1]:
+            return _Fault(int(owner[place]), problem.format(ids[place]))
     found = np.zeros(len(rows), bool)
     found[owner[ids == tokens[owner]]] = True
     truncated = rows.lengths > 0
-    kept_id = lambda places: f"{ids[places[0]]}"  # noqa: E731
-    for places, problem in (
-        (
-            np.flatnonzero(inside & ((ids < 0) | (ids >= highest))),
-            "keeps the id {id}, which is not in the vocabulary"
-            + ("" if vocabulary is None else f" of {vocabulary}"),
-        ),
-        (1 + np.flatnonzero(inside[1:] & same_row & (step == 0)), "keeps the id {id} twice"),
-        (
-            1 + np.flatnonzero(inside[1:] & same_row & (step < 0)),
-            "has kept ids that do not ascend (at {id})",
-        ),
-    ):
-        if len(places):
-            return KeptFault(int(owner[places[0]]), problem.format(id=kept_id(places)))
-    for outside in np.flatnonzero(loss_mask & truncated & ~found)[:1]:
-        return KeptFault(
-            int(outside),
-            f"was sampled as {tokens[outside]}, which is not among its {rows.lengths[outside]} "
-            "kept ids",
+    for token in np.flatnonzero(unmasked & truncated & ~found)[:1]:
+        count = rows.lengths[token]
+        return _Fault(
+            int(token), f"was sampled as {tokens[token]}, which is not among its {count} kept ids"
         )
-    for bare in np.flatnonzero(loss_mask & ~truncated)[:1] if complete else ():
-        return KeptFault(int(bare), "has no kept ids")
+    for token in np.flatnonzero(unmasked & ~truncated)[:1] if complete else ():
+        return _Fault(int(token), "has no kept ids")
     return None

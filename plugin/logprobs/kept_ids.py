@@ -24,7 +24,8 @@ from plugin.logprobs.vocab_shards import combine_shards, group_size
 from plugin.ragged import Ragged
 
 EntropyOf = Literal["full", "kept"]
-_PRODUCTS_AT_A_TIME = 1 << 14
+#: Of float32 factors that are at hand at a time.
+_PRODUCT_BYTES = 32 << 20
 
 
 class KeptColumns(NamedTuple):
@@ -90,8 +91,9 @@ class KeptLogits(NamedTuple):
     def of_products(cls, hidden: Tensor, weight: Tensor, at: KeptColumns) -> KeptLogits:
         """Those of `hidden @ weight.t()`: K products of two vectors in place of T times V/tp."""
         values = hidden.new_empty(at.rows.numel())
-        for start in range(0, at.rows.numel(), _PRODUCTS_AT_A_TIME):
-            block = slice(start, start + _PRODUCTS_AT_A_TIME)
+        count = max(1, _PRODUCT_BYTES // (8 * hidden.shape[1]))
+        for start in range(0, at.rows.numel(), count):
+            block = slice(start, start + count)
             left, right = hidden[at.rows[block]], weight[at.columns[block]]
             # Rounded to the model's type like the logits of a matrix product.
             values[block] = torch.linalg.vecdot(left.float(), right.float()).to(values.dtype)

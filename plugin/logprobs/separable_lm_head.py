@@ -15,8 +15,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from plugin.errors import BatchError, ConfigError
-from plugin.logprobs.fused_lm_head import add_product, budget_bytes, check_arguments, spread_rows
+from plugin.logprobs.fused_lm_head import budget_bytes, check_arguments, spread_rows
 from plugin.logprobs.kept_ids import EntropyOf
+from plugin.logprobs.lm_head_tiles import add_product
 from plugin.logprobs.vocab_parallel import RowSettings, summarize_rows, write_gradient
 from plugin.ragged import Ragged
 

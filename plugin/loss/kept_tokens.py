@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from plugin.config import LossConfig
-from plugin.errors import BatchError
 from plugin.logprobs.vocab_shards import group_size
 from plugin.ragged import Ragged, as_integers
-from plugin.sampling_mask import find_fault, kept_rows, top_p_rows
+from plugin.sampling_mask import check_rows, kept_rows, top_p_rows
 from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
 
@@ -43,8 +42,9 @@ def _check(
 ) -> None:
     """Look at whole responses: every rank that holds a part of a sample raises, or none."""
     whole = SequenceShards.of(shards.totals, shards.responses, shards.device, SINGLE_PROCESS)
-    fault = find_fault(
+    check_rows(
         rows,
+        shards.responses,
         as_integers(whole.response_tokens(batch["unconcat_tokens"])),
         as_integers(Ragged.of(batch["loss_masks"]).values) != 0,
         vocabulary=columns * group_size(shards.context.tp_group),
@@ -52,9 +52,3 @@ def _check(
         ordered=ours,
         complete=not ours,
     )
-    if fault is not None:
-        sample, position = Ragged(rows.values, shards.responses).place_of(fault.token)
-        raise BatchError(
-            f"the token at position {position} of sample {sample} {fault.problem}; repair what "
-            "reports the sampling mask, or mask the token"
-        )

@@ -12,6 +12,7 @@ from plugin.launch.array_transport import (
     rollouts_from_arrays,
     rollouts_to_arrays,
 )
+from plugin.ragged import Ragged
 from plugin.rollout.conversation.trajectory import Rollouts, Trajectory, failed
 
 
@@ -28,6 +29,8 @@ def full_batch() -> RolloutBatch:
             rollout_log_probs=-torch.rand(response),
             routed_experts=torch.randint(0, 4, (total, 3, 2), dtype=torch.uint8),
             routed_weights=torch.rand(total, 3, 2) + 0.1,
+            # Of the last token, which is total - 1; the others were drawn from everything.
+            sampling_mask=Ragged(torch.arange(total).int(), [0] * (response - 1) + [total]),
         )
         for number, (total, response) in enumerate([(5, 3), (4, 1)])
     ]

@@ -12,8 +12,8 @@ from plugin.errors import BatchError, ConfigError
 from plugin.logprobs.fused_lm_head import (
     fused_lm_head_pays,
     fused_log_probs_and_entropy,
-    plan_tiles,
 )
+from plugin.logprobs.lm_head_tiles import plan_tiles
 from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 
 # One tile, many tiles none of which can be kept, and many tiles about half of which are kept.

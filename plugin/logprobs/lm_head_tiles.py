@@ -1,0 +1,264 @@
+"""The logits of an LM head, a tile at a time: their statistics, and the gradients behind them.
+
+A tile is a range of rows and columns. Its logits are a product that is reduced to row statistics at
+once; the backward pass computes the product again, unless the tile was kept, turns it into its
+gradient in place and multiplies it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from plugin.logprobs.kept_ids import (
+    EntropyOf,
+    KeptColumns,
+    KeptLogits,
+    dense_gradients,
+    needs_dense,
+)
+from plugin.logprobs.kernels import RowNormalizer, ShardStatistics, row_kernels_for
+from plugin.logprobs.vocab_parallel import RowState
+from plugin.logprobs.vocab_shards import merge_column_ranges
+
+# One tile: on the CPU it should stay in the last-level cache between the product and the pass over
+# it; on an accelerator it should be large enough to keep the device busy.
+TILE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+_LEAST_TILE_COLUMNS = 1024
+
+
+class Tile(NamedTuple):
+    """Rows `[row, row_end)` and columns `[column, column_end)` of the logits."""
+
+    row: int
+    row_end: int
+    column: int
+    column_end: int
+
+
+def plan_tiles(rows: int, columns: int, element_size: int, tile_bytes: int) -> list[Tile]:
+    """Cut `[rows, columns]` into tiles of at most `tile_bytes`, in column-major order.
+
+    Few, wide row ranges make each slice of the weight's gradient complete after one product.
+    """
+    elements = max(1, tile_bytes // element_size)
+    width = max(1, min(columns, max(elements // max(1, rows), min(_LEAST_TILE_COLUMNS, elements))))
+    height = max(1, min(rows, elements // width))
+    return [
+        Tile(row, min(row + height, rows), column, min(column + width, columns))
+        for column in range(0, columns, width)
+        for row in range(0, rows, height)
+    ]
+
+
+class HeadSettings(NamedTuple):
+    group: dist.ProcessGroup | None
+    scale: float
+    with_entropy: bool
+    entropy_grad: bool
+    sequence_parallel: bool
+    reduce_hidden_grad: bool
+    budget: int
+    keep_tiles: bool
+    entropy_of: EntropyOf
+
+
+class Tiles:
+    """The logits `[n, V/tp]`, one tile at a time in one buffer, some of them kept."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        budget: int,
+        kept: dict[Tile, torch.Tensor] | None = None,
+    ) -> None:
+        self.hidden, self.weight = hidden, weight
+        self.kept: dict[Tile, torch.Tensor] = {} if kept is None else kept
+        size = hidden.element_size()
+        tile_bytes = min(budget, TILE_BYTES.get(hidden.device.type, TILE_BYTES["cuda"]))
+        self.plan = plan_tiles(hidden.shape[0], weight.shape[0], size, tile_bytes)
+        largest = max(
+            ((t.row_end - t.row) * (t.column_end - t.column) for t in self.plan), default=0
+        )
+        self.largest, self.room_to_keep = largest, budget - largest * size
+
+    @cached_property
+    def buffer(self) -> torch.Tensor:
+        """Room for the largest tile."""
+        return self.hidden.new_empty(self.largest)
+
+    def logits(self, keep: bool) -> Iterator[tuple[Tile, torch.Tensor]]:
+        """Every tile with its logits; a tile that is not kept is overwritten by the next one."""
+        for tile in self.plan:
+            if tile in self.kept:
+                yield tile, self.kept[tile]
+                continue
+            shape = (tile.row_end - tile.row, tile.column_end - tile.column)
+            elements = shape[0] * shape[1]
+            if keep and elements * self.hidden.element_size() <= self.room_to_keep:
+                out = self.kept[tile] = self.hidden.new_empty(shape)
+                self.room_to_keep -= elements * out.element_size()
+            else:
+                out = self.buffer[:elements].view(shape)
+            weight = self.weight[tile.column : tile.column_end]
+            yield tile, torch.mm(self.hidden[tile.row : tile.row_end], weight.t(), out=out)
+
+    def statistics(
+        self, targets: torch.Tensor, at: KeptColumns | None, settings: HeadSettings
+    ) -> tuple[ShardStatistics | None, KeptLogits | None]:
+        """Row statistics over all columns of this rank, and the logits of the kept ids.
+
+        From one tile after the other; what no row needs is None.
+        """
+        wide = needs_dense(at, settings.with_entropy, settings.entropy_of)
+        if at is not None and not wide and not settings.keep_tiles:
+            return None, KeptLogits.of_products(self.hidden, self.weight, at)
+        kernels = row_kernels_for(self.buffer)
+        ranges: dict[int, ShardStatistics] = {}
+        few = None
+        if at is not None:
+            few = self.hidden.new_full((at.rows.numel(),), -torch.inf, dtype=torch.float32)
+        for tile, logits in self.logits(settings.keep_tiles):
+            if at is not None and few is not None:
+                inside, places = _kept_of(tile, at)
+                few = torch.where(inside, logits[places].float(), few)
+            if not wide:
+                continue
+            part = kernels.forward_blocks(
+                logits,
+                _targets_of(tile, targets),
+                scale=settings.scale,
+                with_entropy=settings.with_entropy,
+            )
+            earlier = ranges.get(tile.row)
+            ranges[tile.row] = (
+                part if earlier is None else merge_column_ranges(earlier, part, settings.scale)
+            )
+        kept = None if at is None or few is None else KeptLogits(few, at)
+        return self._joined(ranges, settings) if wide else None, kept
+
+    def _joined(
+        self, ranges: dict[int, ShardStatistics], settings: HeadSettings
+    ) -> ShardStatistics:
+        if not ranges:
+            empty = self.hidden.new_empty(0, dtype=torch.float32)
+            return ShardStatistics(empty, empty, empty if settings.with_entropy else None, empty)
+        maximum, sum_exp, weighted_sum, target_logit = zip(*ranges.values(), strict=True)
+        joined = None if weighted_sum[0] is None else torch.cat(weighted_sum)
+        return ShardStatistics(
+            torch.cat(maximum), torch.cat(sum_exp), joined, torch.cat(target_logit)
+        )
+
+    def gradients(
+        self,
+        state: RowState,
+        grad_log_probs: torch.Tensor | None,
+        grad_entropy: torch.Tensor | None,
+        settings: HeadSettings,
+        want_hidden: bool,
+        want_weight: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of hidden states `[n, H]`, over this rank's columns only, and weight."""
+        hidden = _without_idle_rows(self.hidden, grad_log_probs, grad_entropy)
+        # Many tiles add to the same rows, so those sums are float32 whatever the dtype of the
+        # model.
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if want_hidden else None
+        grad_weight = torch.empty_like(self.weight) if want_weight else None
+        if grad_weight is not None and not self.plan:
+            grad_weight.zero_()
+        to_gradient = _TileGradient.of(state, grad_log_probs, grad_entropy, settings)
+        for tile, logits in self.logits(keep=False):
+            span, columns = slice(tile.row, tile.row_end), slice(tile.column, tile.column_end)
+            to_gradient.write(tile, logits)
+            if grad_hidden is not None:
+                add_product(grad_hidden[span], logits, self.weight[columns])
+            if grad_weight is not None and tile.row == 0:
+                torch.mm(logits.t(), hidden[span], out=grad_weight[columns])
+            elif grad_weight is not None:
+                grad_weight[columns].addmm_(logits.t(), hidden[span])
+            self.kept.pop(tile, None)
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
+
+
+class _TileGradient(NamedTuple):
+    """Turns the logits of a tile into their gradient, in place.
+
+    dense: the gradients [n] that all columns of a row take part in; few: [K] of the kept logits
+    """
+
+    state: RowState
+    dense: tuple[torch.Tensor | None, torch.Tensor | None]
+    few: torch.Tensor | None
+    scale: float
+
+    @classmethod
+    def of(
+        cls,
+        state: RowState,
+        grad_log_probs: torch.Tensor | None,
+        grad_entropy: torch.Tensor | None,
+        settings: HeadSettings,
+    ) -> _TileGradient:
+        few, entropy_of = None, settings.entropy_of
+        if state.kept is not None and state.kept_rows is not None:
+            on_kept = grad_entropy if entropy_of == "kept" else None
+            few = state.kept.gradient(state.kept_rows, grad_log_probs, on_kept, settings.scale)
+        dense = dense_gradients(state.kept_columns, grad_log_probs, grad_entropy, entropy_of)
+        return cls(state, dense, few, settings.scale)
+
+    def write(self, tile: Tile, logits: torch.Tensor) -> None:
+        span, rows = slice(tile.row, tile.row_end), self.state.dense
+        if rows is None:
+            logits.zero_()
+        else:
+            row_kernels_for(logits).backward_blocks(
+                logits,
+                _targets_of(tile, self.state.targets),
+                RowNormalizer(*(None if v is None else v[span] for v in rows)),  # type: ignore[arg-type]
+                *(None if grad is None else grad[span] for grad in self.dense),
+                scale=self.scale,
+                out=logits,
+            )
+        if self.few is not None and self.state.kept is not None:
+            inside, places = _kept_of(tile, self.state.kept.at)
+            gradient = torch.where(inside, self.few, 0.0).to(logits.dtype)
+            logits.index_put_(places, gradient, accumulate=True)
+
+
+def _kept_of(tile: Tile, at: KeptColumns) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """[K] bool: which kept ids are in the tile; and where, or somewhere in it if they are not."""
+    rows, columns = at.rows - tile.row, at.columns - tile.column
+    height, width = tile.row_end - tile.row, tile.column_end - tile.column
+    inside = at.held & (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    return inside, (torch.where(inside, rows, 0), torch.where(inside, columns, 0))
+
+
+def _targets_of(tile: Tile, targets: torch.Tensor) -> torch.Tensor:
+    targets = targets[tile.row : tile.row_end]
+    inside = (targets >= tile.column) & (targets < tile.column_end)
+    return torch.where(inside, targets - tile.column, -1)
+
+
+def _without_idle_rows(hidden: torch.Tensor, *grads: torch.Tensor | None) -> torch.Tensor:
+    """Zero the rows without gradient: 0 * NaN there would spoil the gradient of the weight."""
+    idle = torch.ones(hidden.shape[0], dtype=torch.bool, device=hidden.device)
+    for grad in grads:
+        if grad is not None:
+            idle &= grad == 0
+    # On another device the question would wait for it.
+    if idle.device.type == "cpu" and not idle.any():
+        return hidden
+    return hidden.masked_fill(idle[:, None], 0.0)
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`total += left @ right`; `total` may be of a wider dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(torch.mm(left, right))
