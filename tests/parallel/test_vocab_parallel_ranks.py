@@ -15,6 +15,7 @@ from plugin.ragged import Ragged
 from tests.parallel.training_jobs import RunRanks
 
 ROWS, COLUMNS = 13, 64
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
 
 
 def whole_problem(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -103,6 +104,28 @@ def kept_ids_equal_one_process_in_two_collectives(rank: int, size: int) -> None:
         keep[torch.arange(ROWS), tokens] = True
 
 
+def products_of_kept_ids_equal_one_process(rank: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(8, 5, generator=generator)
+    weight = torch.randn(COLUMNS, 5, generator=generator)
+    tokens = torch.arange(8) * 7
+    ids = torch.stack([tokens, (tokens + 1) % COLUMNS, (tokens + 40) % COLUMNS], 1)
+    kept = Ragged(ids.sort(1).values.flatten(), [3] * 8)
+    with torch.no_grad():
+        one, _ = log_probs_and_entropy(hidden @ weight.t(), tokens, kept=kept)
+        for hidden_rows, options in ((hidden, {}), (hidden.chunk(size)[rank], SEQUENCE_PARALLEL)):
+            found, _ = fused_log_probs_and_entropy(
+                hidden_rows,
+                weight.chunk(size)[rank],
+                tokens,
+                kept=kept,
+                with_entropy=False,
+                group=dist.group.WORLD,
+                **options,
+            )
+            torch.testing.assert_close(found, one)
+
+
 def two_collectives_forward_none_backward(rank: int, size: int) -> None:
     logits = torch.randn(5, 8, requires_grad=True)
     real = dist.all_reduce
@@ -179,6 +202,7 @@ def all_claims(groups: ParallelGroups) -> None:
     rank, size = groups.rank, groups.world_size
     equal_to_one_process(rank, size)
     kept_ids_equal_one_process_in_two_collectives(rank, size)
+    products_of_kept_ids_equal_one_process(rank, size)
     two_collectives_forward_none_backward(rank, size)
     a_nan_row_is_nan_on_every_rank_and_poisons_no_gradient(rank, size)
     no_rows_run_without_a_collective_that_hangs(rank, size)
