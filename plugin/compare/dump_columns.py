@@ -29,6 +29,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "train_routed_experts": (),
     "routed_layers": (),
     "routed_topk": (),
+    "kept_counts": (),
+    "kept_ids": (),
 }
 KNOWN_NAMES = frozenset(name for key, others in ALIASES.items() for name in (key, *others))
 LOG_PROBS = ("rollout_log_probs", "train_log_probs", "cur_log_probs")
@@ -73,6 +75,7 @@ class DumpBlock:
     ids: [T] int64 ids of the response tokens, where dumped
     sequences: one [prompt + response] int64 array per sample, where dumped
     routes: name -> one [total, layers, topk] array per sample, only where dumped
+    kept: kept_counts [response] and kept_ids of truncated sampling, per sample, where dumped
     """
 
     lengths: NDArray[np.int64]
@@ -87,6 +90,7 @@ class DumpBlock:
     ids: NDArray[np.int64] | None = None
     sequences: list[NDArray[np.int64]] | None = None
     routes: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
+    kept: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -237,8 +241,13 @@ def _block(columns: Columns, rows: slice, tokens: slice) -> DumpBlock:
         for name in ROUTES
         if isinstance(columns.get(name), Ragged) and "routed_layers" in columns
     }
+    kept = {
+        name: columns[name].rows(rows)
+        for name in ("kept_counts", "kept_ids")
+        if isinstance(columns.get(name), Ragged)
+    }
     return DumpBlock(
-        lengths, mask, **values, **versions, ids=ids, sequences=sequences, routes=routes
+        lengths, mask, **values, **versions, ids=ids, sequences=sequences, routes=routes, kept=kept
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from plugin.batch_types import RolloutBatch
+from plugin.batch_types import KEPT_COUNTS, KEPT_IDS, RolloutBatch
 from plugin.compare.dump_columns import DumpBlock
 from plugin.compare.dump_reading import Dump
 from plugin.config import TrainerConfig
@@ -143,6 +143,9 @@ def _routed_samples(block: DumpBlock) -> Iterator[RolloutBatch]:
             "rollout_log_probs": [torch.from_numpy(block.rollout[response].copy())],
             "rollout_routed_experts": [torch.from_numpy(routes[i].astype("int32"))],
         }
+        for name, column in ((KEPT_COUNTS, "kept_counts"), (KEPT_IDS, "kept_ids")):
+            if column in block.kept:
+                columns[name] = [torch.from_numpy(block.kept[column][i].astype("int32"))]
         if weights is not None:
             columns["rollout_routed_weights"] = [torch.from_numpy(weights[i].astype("float32"))]
         yield RolloutBatch(columns)

@@ -21,7 +21,9 @@ from plugin.rollout.engines.transformers_engine import TransformersEngine
 from plugin.rollout.engines.weight_buckets import pack_buckets
 
 
-def sampled(hf_config: Any, state_dict: dict[str, Tensor], **engine: Any) -> RolloutBatch:
+def sampled(
+    hf_config: Any, state_dict: dict[str, Tensor], top_k: int | None = None, **engine: Any
+) -> RolloutBatch:
     """128 responses of up to 16 tokens, with log-probs, routes and weights."""
     built = TransformersEngine(hf_config.to_dict(), **engine)
     buckets = list(pack_buckets(state_dict.items()))
@@ -34,16 +36,25 @@ def sampled(hf_config: Any, state_dict: dict[str, Tensor], **engine: Any) -> Rol
         for i, prompt in enumerate(prompts)
     ]
     parameters = SamplingParameters(
-        max_response_length=16, stop_token_ids=(0,), routed_experts=True, routed_weights=True
+        top_k=top_k,
+        max_response_length=16,
+        stop_token_ids=(0,),
+        routed_experts=True,
+        routed_weights=True,
+        sampling_mask=top_k is not None,
     )
     return Rollouts.of(run_single_turn(built, requests, parameters)).batch
 
 
 def replay_a_dump(
-    groups: ParallelGroups, hf_config: Any, state_dict: dict[str, Tensor], directory: str
+    groups: ParallelGroups,
+    hf_config: Any,
+    state_dict: dict[str, Tensor],
+    directory: str,
+    top_k: int | None = None,
 ) -> list[dict[str, Any]]:
     """Sample in bfloat16, dump, read back, and measure every way to route."""
-    batch = sampled(hf_config, state_dict, dtype="bfloat16")
+    batch = sampled(hf_config, state_dict, top_k, dtype="bfloat16")
     log_probs = batch.columns["rollout_log_probs"]
     LogProbDump(Path(directory), with_routes=True).write(
         0, {**batch.columns, "log_probs": log_probs}

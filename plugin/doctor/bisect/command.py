@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from plugin.doctor.bisect.bisection import Bisection, Verdict
 
 _PARTS = ("attention", "router", "mlp", "layer")
+#: Where a logarithmic axis shows 0.
+_SHOWN_ZERO = 1e-8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -190,10 +192,9 @@ def as_page(passes: Sequence[Bisection], verdict: Verdict) -> str:
     for number, bisection in enumerate(passes):
         charts.append(_local_chart(number, bisection, verdict))
     charts.append(_accumulated_chart(passes, verdict))
-    first = passes[0]
     data = {
         "finding": {
-            "title": verdict.text,
+            "title": verdict.text[0].upper() + verdict.text[1:],
             "severity": "error" if verdict.fault else "info",
             "cause": verdict.cause,
         },
@@ -207,7 +208,8 @@ def as_page(passes: Sequence[Bisection], verdict: Verdict) -> str:
         "stream, when the trainer's part gets the engine's input; accumulated: the same of a "
         "layer's output, when both run by themselves; ! = more than rounding explains",
     }
-    subtitle = f"{len(first.accumulated)} layers; {', '.join(b.name for b in passes)}"
+    names = "; ".join(bisection.name for bisection in passes)
+    subtitle = f"{len(passes[0].accumulated)} layers; {names}"
     return page("Where does the mismatch come from?", subtitle, data, "bisect.js")
 
 
@@ -222,7 +224,7 @@ def _local_chart(number: int, bisection: Bisection, verdict: Verdict) -> dict[st
                     color,
                     label,
                     [p.layer for p in found],
-                    [p.local for p in found],
+                    [max(p.local, _SHOWN_ZERO) for p in found],
                     dots=True,
                     kind=label,
                 )
@@ -231,10 +233,10 @@ def _local_chart(number: int, bisection: Bisection, verdict: Verdict) -> dict[st
     return {
         "id": f"local-{number}",
         "title": f"Local difference, {bisection.name}",
-        "note": "Each layer on the engine's own input: a fault stands out where it is. Dashed: "
-        "what rounding explains.",
+        "note": "Each layer on the engine's own input: a fault stands out where it is. Dotted: "
+        "what rounding explains; 0 is drawn at 1e-8.",
         "log": True,
-        "xName": "layer",
+        "xLabels": [str(layer) for layer in range(len(bisection.accumulated))],
         "marks": [{"y": limit} for limit in sorted(limits)],
         "points": _points(verdict),
         "series": lines,
@@ -247,7 +249,7 @@ def _accumulated_chart(passes: Sequence[Bisection], verdict: Verdict) -> dict[st
         "title": "Accumulated difference of the hidden states",
         "note": "Engine and trainer by themselves: what one layer gets wrong reaches all after it.",
         "log": True,
-        "xName": "layer",
+        "xLabels": [str(layer) for layer in range(len(passes[0].accumulated))],
         "points": _points(verdict),
         "series": [
             series(

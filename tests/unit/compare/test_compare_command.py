@@ -9,6 +9,7 @@ import pytest
 
 from plugin.cli import main
 from plugin.compare.log_prob_dump import LogProbDump
+from plugin.errors import BatchError
 from tests.unit.compare.dump_samples import batch_columns
 from tests.unit.observe.test_html_report import BROWSER, browse
 
@@ -96,3 +97,27 @@ def test_a_browser_draws_the_sweeps(dump: Path, tmp_path: Path) -> None:
     assert "CONSOLE" not in log, log
     assert 'data-plot="ess_against_bias"' in dom
     assert "ppo + vanilla_tis" in dom
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--routing",), "--routing needs --hf-checkpoint"),
+        (("--hf-checkpoint", "model"), "would do nothing without --routing"),
+        (("--routing", "--hf-checkpoint", "nowhere"), "nowhere holds no config.json"),
+        (("--routing", "--hf-checkpoint", "model", "--html", "a.html"), "drop --html and --sweep"),
+    ],
+)
+def test_routing_says_what_it_needs(
+    dump: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    assert compare(str(dump), *words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_dump_without_routes_is_told_how_to_get_them(dump: Path) -> None:
+    from plugin.compare.dump_reading import open_dump
+    from plugin.compare.routing_mismatch import routed_batch
+
+    with pytest.raises(BatchError, match="--dump-log-probs DIR --dump-routes"):
+        routed_batch(open_dump([dump]), max_tokens=100)

@@ -151,3 +151,22 @@ def test_paths_that_are_no_dump_say_what_is_expected(tmp_path: Path) -> None:
         open_dump([tmp_path / "missing.pt"])
     with pytest.raises(ConfigError, match="holds no dump"):
         open_dump([tmp_path])
+
+
+def test_routes_of_other_frameworks_samples_are_read_and_a_wrong_shape_is_named(
+    tmp_path: Path,
+) -> None:
+    routes = torch.arange(12).reshape(3, 2, 2) % 4
+    sample = {
+        "tokens": torch.tensor([5, 6, 7]),
+        "rollout_log_probs": torch.tensor([-0.5, -1.0]),
+        "log_probs": torch.tensor([-0.5, -1.0]),
+        "rollout_routed_experts": routes,
+        "rollout_routed_weights": routes + 0.5,
+    }
+    torch.save([sample, {**sample, "rollout_routed_experts": routes[0]}], tmp_path / "a.pt")
+    dump = open_dump([tmp_path / "a.pt"])
+    [(block, _)] = list(dump.blocks())
+    np.testing.assert_array_equal(block.routes["rollout_routed_experts"][0], routes)
+    np.testing.assert_array_equal(block.routes["rollout_routed_weights"][0], routes + 0.5)
+    assert "row 1: rollout_routed_experts has shape [2, 2]" in dump.problems[0]

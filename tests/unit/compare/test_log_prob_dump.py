@@ -117,9 +117,12 @@ def test_routes_come_back_in_their_shape(tmp_path: Path) -> None:
     columns = batch_columns(samples=2)
     routes = [np.arange(total * 6).reshape(total, 3, 2) % 8 for total in columns["total_lengths"]]
     columns["rollout_routed_experts"] = routes
+    columns["rollout_routed_weights"] = [(route + 0.5).astype(np.float32) for route in routes]
     LogProbDump(tmp_path, with_routes=True).write(0, columns)
     [(block, _)] = list(open_dump([tmp_path]).blocks())
     np.testing.assert_array_equal(block.routes["rollout_routed_experts"][1], routes[1])
+    np.testing.assert_array_equal(block.routes["rollout_routed_weights"][1], routes[1] + 0.5)
+    np.testing.assert_array_equal(block.sequences[1], columns["unconcat_tokens"][1])
 
 
 def test_kept_ids_travel_with_the_log_probs_that_are_over_them(tmp_path: Path) -> None:
@@ -133,4 +136,5 @@ def test_kept_ids_travel_with_the_log_probs_that_are_over_them(tmp_path: Path) -
     assert table["kept_counts"].to_pylist() == [[2], [0, 3]]
     dump = open_dump([path])
     [(block, _)] = list(dump.blocks())
+    assert block.kept["kept_ids"][1].tolist() == [7, 8, 9]
     assert dump.problems == [] and block.lengths.tolist() == [1, 2]
