@@ -10,6 +10,7 @@ from plugin.compare.dump_reading import Dump
 from plugin.compare.offline_detection import OfflineDetection, RepeatedFinding
 from plugin.compare.replay import Method, MethodStatistics, replay_block
 from plugin.compare.sweeps import Sweep
+from plugin.observe.text_table import aligned
 
 #: (key of a summary, heading of the table)
 COLUMNS = (
@@ -95,14 +96,7 @@ def text_table(comparison: Comparison) -> str:
     for entry in comparison.methods:
         summary = entry.summary()
         rows.append([entry.method.name, *(_number(summary[key]) for key, _ in COLUMNS)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    lines = aligned(rows)
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 

@@ -24,6 +24,7 @@ from plugin.errors import BatchError, ConfigError
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.parallel_groups import ParallelGroups, one_process
 from plugin.megatron_backend.trainer import MegatronTrainer
+from plugin.observe.text_table import aligned
 from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarize
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from plugin.ragged import Ragged
@@ -169,12 +170,7 @@ def routing_text(result: dict[str, Any]) -> str:
     """The table for a terminal."""
     rows = [["routing", *_COLUMNS.values()]]
     rows += [[row["routing"], *(f"{row[key]:.3g}" for key in _COLUMNS)] for row in result["rows"]]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        row[0].ljust(widths[0])
-        + "".join("  " + c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    ]
+    lines = aligned(rows)
     head = f"{result['tokens']:,} tokens in {result['samples']:,} samples\n"
     if len(result["rows"]) < len(_NAMES):
         lines.append("the dump has no rollout_routed_weights: the engine did not report them")
