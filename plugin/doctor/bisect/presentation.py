@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from plugin.doctor.bisect.bisection import Bisection, PartDifference, Verdict
+from plugin.doctor.bisect.bisection import Bisection, PartDifference
+from plugin.doctor.bisect.verdict import Verdict
 from plugin.observe.html_page import page, series
 from plugin.observe.text_table import aligned
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from plugin.config import JobConfig, TrainerConfig
-from plugin.doctor.bisect.bisection import Bisection, Verdict, bisect, judge
+from plugin.doctor.bisect.bisection import Bisection, bisect
 from plugin.doctor.bisect.engine_trace import trace_engine
 from plugin.doctor.bisect.layer_trace import LayerTrace, load_trace, save_trace
 from plugin.doctor.bisect.trainer_trace import trace_trainer
+from plugin.doctor.bisect.verdict import Verdict, judge
 from plugin.launch.model_source import ModelSource, directory_source, policy_source
 from plugin.megatron_backend.model.weight_files import HfDirectory
 from plugin.megatron_backend.parallel_groups import ParallelGroups, one_process

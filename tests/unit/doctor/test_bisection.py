@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from plugin.doctor import doctor_command
-from plugin.doctor.bisect.bisection import Bisection, bisect, judge, jump_of
+from plugin.doctor.bisect.bisection import Bisection, bisect, jump_of
 from plugin.doctor.bisect.layer_trace import LayerTrace, load_trace, save_trace
 from plugin.doctor.bisect.presentation import as_page, as_text
+from plugin.doctor.bisect.verdict import judge
 from plugin.errors import BatchError, ConfigError
 
 HIDDEN = 4
