@@ -12,8 +12,10 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,7 @@ from plugin.launch.placement import most_cpu_slots, plan_resources
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _START_ATTEMPTS = 3
 _CONNECT_SECONDS = 5.0
+_REMOVAL_SECONDS = 5.0
 
 
 @contextlib.contextmanager
@@ -84,7 +87,7 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
             over.set()
             thread.join()
         for session in sessions:
-            shutil.rmtree(session, ignore_errors=True)
+            remove_session(Path(session))
 
 
 def end_process(code: int) -> NoReturn:
@@ -99,10 +102,39 @@ def end_process(code: int) -> NoReturn:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(child), signal.SIGKILL)
     for session in Path(get_default_ray_temp_dir()).glob(f"session_*_{os.getpid()}"):
-        shutil.rmtree(session, ignore_errors=True)
+        remove_session(session)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def remove_session(session: Path) -> None:
+    """Remove the directory of a private Ray that has ended, and end what still writes there.
+
+    Ray's agents outlive it by seconds and would write the directory anew.
+    """
+    deadline = time.monotonic() + _REMOVAL_SECONDS
+    while time.monotonic() < deadline:
+        writers = _writers(session)
+        for process in writers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        shutil.rmtree(session, ignore_errors=True)
+        if not writers and not session.exists():
+            return
+        time.sleep(0.01)
+
+
+def _writers(directory: Path) -> list[int]:
+    """The other processes of this user that hold a file below `directory` open for writing."""
+    found = set()
+    for files in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            for file in files.iterdir():
+                writable = file.lstat().st_mode & stat.S_IWUSR
+                if writable and os.readlink(file).startswith(f"{directory}/"):
+                    found.add(int(files.parent.name))
+    return sorted(found - {os.getpid()})
 
 
 def private_ray_is_gone() -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from plugin.launch.directory_lock import OwnedDirectory
+from plugin.launch.ray_cluster import remove_session
 from plugin.logprobs.kernels import cpu_extension
 
 HOLDER = """
@@ -47,6 +48,43 @@ def test_weights_of_a_killed_job_are_removed_by_the_next_and_those_of_a_living_o
     assert not mine.path.exists()
     jobs[1].kill()
     jobs[1].wait()
+
+
+AGENT = """
+import sys, time
+from pathlib import Path
+directory = Path(sys.argv[1])
+log = open(directory / "raylet.out", "a")
+print("ready", flush=True)
+while True:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "port").write_text("1")
+    time.sleep(0.001)
+"""
+READER = """
+import sys, time
+log = open(sys.argv[1])
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_agents_of_a_private_ray_do_not_write_its_directory_anew(tmp_path: Path) -> None:
+    session = tmp_path / "session_1" / "logs"
+    session.mkdir(parents=True)
+    (session / "raylet.out").touch()
+    agent, reader = (
+        subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
+        for code, path in ((AGENT, session), (READER, session / "raylet.out"))
+    )
+    for process in (agent, reader):
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    remove_session(tmp_path / "session_1")
+    assert agent.wait(10) == -signal.SIGKILL
+    assert not list(tmp_path.iterdir())
+    assert reader.poll() is None, "who reads a log is left alone"
+    reader.kill()
+    reader.wait()
 
 
 def test_kernels_built_without_a_cache_leave_no_file(
