@@ -18,6 +18,7 @@ class EngineTraits:
     lowest_temperature: what it raises lower temperatures to
     smallest_head_dim: of the models it can run on CPU
     reports_route_weights: with the experts of a token also what each was weighted with
+    partial_rollout_modes: what it can do with responses that new weights interrupt
     """
 
     factory: str
@@ -29,6 +30,7 @@ class EngineTraits:
     lowest_temperature: float = 0.0
     smallest_head_dim: int = 1
     reports_route_weights: bool = True
+    partial_rollout_modes: tuple[str, ...] = ()
 
 
 ENGINES: dict[str, EngineTraits] = {
@@ -37,6 +39,7 @@ ENGINES: dict[str, EngineTraits] = {
         quantizes=True,
         reads_views=True,
         reports_kept_ids=True,
+        partial_rollout_modes=("recompute", "continue"),
     ),
     "vllm": EngineTraits(
         "plugin.rollout.engines.vllm_engine:make_engine",
@@ -52,6 +55,7 @@ ENGINES: dict[str, EngineTraits] = {
         reads_views=True,
         smallest_head_dim=32,
         reports_route_weights=False,
+        partial_rollout_modes=("recompute",),
     ),
 }
 

@@ -296,6 +296,25 @@ class RolloutFlags(FlagGroup):
     max_weight_staleness: int | None = flag(
         None, "async: drop samples more weight versions old than this; none = 1", at_least=0
     )
+    partial_rollouts: bool = flag(
+        False,
+        "new weights interrupt running responses, which go on with them; each token keeps the "
+        "version that sampled it",
+        needs=needs_flag("async_rollouts"),
+    )
+    partial_rollout_mode: Literal["recompute", "continue"] = flag(
+        "recompute",
+        "interrupted responses are read again with the new weights, or go on with the keys and "
+        "values of the old ones",
+        needs=needs_flag("partial_rollouts"),
+    )
+    max_token_staleness: int | None = flag(
+        None,
+        "mask tokens more weight versions old than this, and drop groups only if a response has "
+        "no other; none = drop groups with a token beyond --max-weight-staleness",
+        at_least=0,
+        needs=needs_flag("partial_rollouts"),
+    )
 
     max_error_reschedule_attempts: int | None = flag(
         None,
@@ -319,6 +338,11 @@ class RolloutFlags(FlagGroup):
             self.max_weight_staleness is None or self.async_rollouts,
             f"--max-weight-staleness is {self.max_weight_staleness} but rollouts are synchronous "
             "and never stale; add --async-rollouts",
+        )
+        expect(
+            (self.max_token_staleness or 0) <= self.staleness_limit,
+            f"--max-token-staleness is {self.max_token_staleness} and --max-weight-staleness "
+            f"{self.staleness_limit}: no token gets that old; lower the first or raise the second",
         )
 
     @property
@@ -875,6 +899,18 @@ class JobConfig(
             f"--use-rollout-routing-replay ids+weights with --rollout-engine {engine}, which "
             "reports the experts of a token and not their weights; use ids, or --rollout-engine "
             "transformers",
+        )
+        modes = traits.partial_rollout_modes
+        expect(
+            not self.partial_rollouts or bool(modes),
+            f"--partial-rollouts: --rollout-engine {engine} cannot be interrupted; use "
+            "transformers, or servers (--rollout-engine http)",
+        )
+        expect(
+            not self.partial_rollouts or self.partial_rollout_mode in modes,
+            f"--partial-rollout-mode {self.partial_rollout_mode}: servers do not say which tokens "
+            f"which weights sampled while they go on; --rollout-engine {engine} can "
+            f"{' or '.join(modes)}",
         )
         lowest = self.sampling_traits.lowest_temperature
         expect(

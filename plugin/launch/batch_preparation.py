@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,18 @@ def prepare_batch(config: JobConfig, rollouts: Rollouts, route_shape: Any = None
     batch = batch.with_column("advantages", advantages_of(config, rollouts))
     batch.check()
     return batch
+
+
+def without_old_tokens(rollouts: Rollouts, oldest: int) -> tuple[Rollouts, float]:
+    """The rollouts with tokens of versions before `oldest` masked, and their share of all.
+
+    They stay in the sequence as context; advantages and denominators are of the others.
+    """
+    masks: Ragged = rollouts.batch.columns["loss_masks"]
+    old = (masks.values != 0) & (rollouts.batch.columns["weight_versions"].values < oldest)
+    share = float(old.sum()) / max(1, int((masks.values != 0).sum()))
+    kept = masks.like(masks.values.masked_fill(old, 0))
+    return replace(rollouts, batch=rollouts.batch.with_column("loss_masks", kept)), share
 
 
 def advantages_of(config: JobConfig, rollouts: Rollouts) -> Ragged:

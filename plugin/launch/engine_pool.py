@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,13 +23,19 @@ from plugin.launch.remote_calls import ReportingActor, result_of, wait_for_all
 from plugin.rollout.conversation.trajectory import Rollouts
 from plugin.rollout.engines.choice import api_key, make_engine
 from plugin.rollout.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters
+from plugin.rollout.engines.weight_buckets import NO_WEIGHTS
 
 _IDLE_SECONDS = 0.2
 _LOAD_POLL_SECONDS = 0.005
+#: Ray's concurrency group of `load_weights` with --partial-rollouts.
+_WEIGHTS = "weights"
 
 
 class EngineActor(ReportingActor):
-    """The body of an engine's actor: any engine, with answers as flat arrays."""
+    """The body of an engine's actor: any engine, with answers as flat arrays.
+
+    With --partial-rollouts weights are loaded in a thread of their own, while another generates.
+    """
 
     def __init__(
         self,
@@ -43,18 +50,28 @@ class EngineActor(ReportingActor):
         os.environ.update(secrets)
         self._engine = make_engine(config, hf_config, name)
         self._rollouts = choose_rollouts(config)
+        self._version, self._loaded = NO_WEIGHTS, threading.Condition()
         self.health = self._engine.health
 
     def generate(
-        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+        self,
+        requests: Sequence[GenerationRequest],
+        parameters: SamplingParameters,
+        at_least: int = NO_WEIGHTS,
     ) -> Arrays:
-        """One trajectory per seed of every request."""
+        """One trajectory per seed of every request; no token is older than version `at_least`."""
+        with self._loaded:
+            self._loaded.wait_for(lambda: self._version >= at_least)
         return rollouts_to_arrays(Rollouts.of(self._rollouts(self._engine, requests, parameters)))
 
     def load_weights(self, version: int, bucket: np.ndarray, last: bool) -> None:
         """As `RolloutEngine.load_weights`, from the object store's own memory where it can be."""
         given: Any = bucket if self._reads_views else bucket.tobytes()
         self._engine.load_weights(version, given, last=last)
+        if last:
+            with self._loaded:
+                self._version = version
+                self._loaded.notify_all()
 
 
 @dataclass
@@ -83,6 +100,9 @@ class _Running:
 
 class EnginePool:
     """Starts the engines; sends requests and weights, which each engine serves in order.
+
+    With --partial-rollouts weights overtake requests: they have a thread of their own in the actor,
+    and requests begin with the weights that were sent before them, or newer ones.
 
     An engine that dies, breaks or hangs is replaced by a new actor that gets the newest weights
     before any request. Its unanswered tickets end in `ActorLost`: send their requests again.
@@ -122,7 +142,10 @@ class EnginePool:
             root = Path(config.rollout_weights_dir)
             weights = OwnedDirectory(root, "megatron_tis_", "--rollout-weights-dir")
             config = replace(config, rollout_weights_dir=str(weights.path))
-        body: Any = ray.remote(EngineActor)
+        remote: Any = ray.remote
+        if config.partial_rollouts:
+            remote = remote(concurrency_groups={_WEIGHTS: 1})
+        body: Any = remote(EngineActor)
         actor = body.options(
             num_cpus=self._plan.engine["CPU"],
             num_gpus=self._plan.engine.get("GPU", 0),
@@ -149,7 +172,10 @@ class EnginePool:
     ) -> Any:
         """A ticket for the answer of engine number `engine`."""
         actor = self._engines[engine].actor
-        ticket = actor.call.remote("generate", list(requests), parameters)
+        arguments = [list(requests), parameters]
+        if self._config.partial_rollouts and self._weights is not None:
+            arguments.append(self._weights[0])
+        ticket = actor.call.remote("generate", *arguments)
         self._asked[ticket] = (engine, actor)
         return ticket
 
@@ -203,16 +229,22 @@ class EnginePool:
             self.replace(number, reason)
 
     def send_weights(self, version: int, buckets: Sequence[Any]) -> None:
-        """Queue new weights behind what each engine is doing; `finish_loads` waits for them."""
+        """Queue new weights behind what each engine is doing; `finish_loads` waits for them.
+
+        With --partial-rollouts they interrupt it.
+        """
         self._weights = (version, list(buckets))
         for number in range(len(self)):
             self._load(number, version, buckets)
 
     def _load(self, number: int, version: int, buckets: Sequence[Any]) -> None:
         actor = self._engines[number].actor
+        method = actor.call
+        if self._config.partial_rollouts:
+            method = method.options(concurrency_group=_WEIGHTS)
         for place, bucket in enumerate(buckets):
             last = place == len(buckets) - 1
-            call = actor.call.remote("load_weights", version, bucket, last)
+            call = method.remote("load_weights", version, bucket, last)
             self._loads[call] = (number, actor)
 
     def poll(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, MegatronTisError, ParallelError, TrainingError
-from plugin.launch.batch_preparation import describe_batch, prepare_batch
+from plugin.launch.batch_preparation import describe_batch, prepare_batch, without_old_tokens
 from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
 from plugin.launch.evaluation import Evaluations, Evaluator, describe
@@ -323,9 +323,12 @@ class _Job:
         config, self._boundary = self._config, None
         self._queue.pump()
         generated = time.monotonic()
-        rollouts = joined(groups)
+        rollouts, masked = joined(groups), {}
+        if config.max_token_staleness is not None:
+            oldest = self._at.version - config.max_token_staleness
+            rollouts, masked["stale_token_share"] = without_old_tokens(rollouts, oldest)
         batch = prepare_batch(config, rollouts, self._parts.route_shape)
-        described = describe_batch(config, batch, rollouts, self._at.version)
+        described = describe_batch(config, batch, rollouts, self._at.version) | masked
         updates = mini_batches(config, rollouts, self._at.rollouts)
         timings = {
             "seconds_waiting": generated - began,

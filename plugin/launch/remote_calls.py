@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class ReportingActor:
     def __init__(self) -> None:
         self._warnings: list[str] = []
         self._printed: list[str] = []
+        self._taking = threading.Lock()
         capture_warnings(self._warnings.append)
         sys.stdout = cast(TextIO, PrintedLines(sys.stdout, self._printed.append))
 
@@ -80,10 +82,11 @@ class ReportingActor:
         return Reported(value, self._take_messages())
 
     def _take_messages(self) -> Messages:
-        taken = Messages(self._warnings[:], self._printed[:])
-        del self._warnings[: len(taken.warnings)]
-        del self._printed[: len(taken.printed)]
-        return taken
+        with self._taking:
+            taken = Messages(self._warnings[:], self._printed[:])
+            del self._warnings[: len(taken.warnings)]
+            del self._printed[: len(taken.printed)]
+            return taken
 
 
 def wait_for_all(

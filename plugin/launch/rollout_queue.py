@@ -80,6 +80,11 @@ class Group:
         """The oldest weights that any of the responses came from."""
         return int(self.rollouts.oldest_version[self.place].min())
 
+    @property
+    def newest_of_each(self) -> int:
+        """The weights of which every response has a token, or a newer one."""
+        return int(self.rollouts.newest_version[self.place].min())
+
 
 @dataclass(frozen=True, order=True)
 class _Try:
@@ -418,13 +423,19 @@ class RolloutQueue:
             )
 
     def _drop_stale(self, version: int) -> list[Group]:
-        oldest = version - self.config.staleness_limit
-        stale = [group for group in self._ready if group.weight_version < oldest]
+        stale = [group for group in self._ready if self._is_stale(group, version)]
         if stale:
             self.counts.dropped_stale += len(stale)
             self._dropped.setdefault("stale", []).extend(group.index for group in stale)
-            self._ready = deque(g for g in self._ready if g.weight_version >= oldest)
+            self._ready = deque(g for g in self._ready if not self._is_stale(g, version))
         return stale
+
+    def _is_stale(self, group: Group, version: int) -> bool:
+        limit = self.config.max_token_staleness
+        if limit is None:
+            return group.weight_version < version - self.config.staleness_limit
+        # Older tokens are masked; the others of the response are trained on.
+        return group.newest_of_each < version - limit
 
 
 def joined(groups: Sequence[Group]) -> Rollouts:

@@ -6,6 +6,7 @@ import base64
 import copy
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ NASTY: list[Any] = [None, True, False, 0, 1, 3, -1, 95, 96, 2**63, -(2**64), 10*
 NASTY += [-9998.9, -9999, 1e308, -1e308, float("nan"), float("inf"), -float("inf"), "", "stop"]
 NASTY += [
     "length",
+    "abort",
+    {"type": "abort"},
     "\ud800",
     "AAAA",
     "k05VTVBZ",
@@ -108,7 +111,7 @@ def test_no_answer_of_a_server_raises_anything_else() -> None:
             dialect = DIALECTS[name]()
             try:
                 body = parse_json(text)
-                generation = dialect.parse(body, ASK, SHAPE, 0)
+                generation = dialect.parse(body, replace(ASK, interruptible=True), SHAPE, 0)
                 dialect.label_of_response(body)
             except MalformedAnswer as error:
                 outcomes["malformed"] += 1
@@ -126,7 +129,7 @@ def test_no_answer_of_a_server_raises_anything_else() -> None:
 @pytest.mark.parametrize("name", ANSWERS)
 def test_no_answer_to_another_call_raises_anything_else(name: str) -> None:
     dialect = DIALECTS[name]()
-    calls = [*dialect.weight_update("weights", "label"), dialect.weight_label("label")]
+    calls = [*dialect.weight_update("weights", "label", abort=True), dialect.weight_label("label")]
     if name == "vllm":
         calls.append(dialect.self_test(PARAMETERS.__class__(temperature=0.5)))
 

@@ -62,8 +62,9 @@ def test_a_killed_engine_is_replaced_and_a_killed_rank_sends_the_trainer_back_to
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("interrupting", [{}, {"partial_rollouts": True, "max_token_staleness": 1}])
 def test_an_asynchronous_job_accounts_for_every_prompt_through_kills(
-    two_nodes: str, tmp_path: Path
+    two_nodes: str, tmp_path: Path, interrupting: dict[str, Any]
 ) -> None:
     run_dir = tmp_path / "run"
     with (
@@ -81,6 +82,7 @@ def test_an_asynchronous_job_accounts_for_every_prompt_through_kills(
             async_rollouts=True,
             max_weight_staleness=2,
             use_tis=True,
+            **interrupting,
         )
     last = result.history[-1]
     trained, dropped = trained_prompts(run_dir), dropped_prompts(run_dir)

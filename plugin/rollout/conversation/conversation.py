@@ -17,6 +17,7 @@ from plugin.errors import BatchError
 from plugin.ragged import Ragged
 from plugin.rollout.conversation.chat_rendering import ChatRenderer, is_user
 from plugin.rollout.conversation.environment_protocol import Message, Reply, Step
+from plugin.rollout.engines.expert_routes import continued_routes
 from plugin.rollout.engines.protocol import Generation
 
 
@@ -123,6 +124,8 @@ class _OpenSample:
         self._log_probs: list[Tensor] = []
         self._versions: list[Tensor] = []
         self._kept: list[Ragged] = []
+        self._routes: Tensor | None = None
+        self._route_weights: Tensor | None = None
         self.generations: list[Generation] = []
         self._end_of_last_reply = 0
 
@@ -150,16 +153,15 @@ class _OpenSample:
         self._versions.append(generation.token_versions())
         if generation.sampling_mask is not None:
             self._kept.append(generation.sampling_mask)
+        if generation.routed_experts is not None:
+            self._routes = continued_routes(self._routes, generation.routed_experts)
+        if generation.routed_weights is not None:
+            self._route_weights = continued_routes(self._route_weights, generation.routed_weights)
         self.generations.append(generation)
         self._end_of_last_reply = len(self._tokens)
 
     def sample(self) -> RolloutSample:
-        """The training sample, up to the end of the last reply.
-
-        The last turn's context was the whole sample before it, so its routes are those of every
-        position: for earlier replies they are of the pass that read them as context, not of the one
-        that sampled them.
-        """
+        """The training sample, up to the end of the last reply."""
         last, end = self.generations[-1], self._end_of_last_reply
         masked = last.sampling_mask is not None
         return RolloutSample(
@@ -168,7 +170,7 @@ class _OpenSample:
             loss_mask=torch.tensor(self._mask[:end], dtype=torch.int64),
             weight_version=torch.cat(self._versions)[:end],
             rollout_log_probs=None if last.log_probs is None else torch.cat(self._log_probs)[:end],
-            routed_experts=last.routed_experts,
+            routed_experts=self._routes,
             sampling_mask=Ragged.concatenated(self._kept)[:end] if masked else None,
-            routed_weights=last.routed_weights,
+            routed_weights=self._route_weights,
         )

@@ -46,6 +46,16 @@ def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(layer for layer in layers if (layer + 1) % step == 0 and layer not in dense)
 
 
+def continued_routes(before: Tensor | None, now: Tensor) -> Tensor:
+    """Routes of a sequence that grew, each of the pass that the next token was sampled in.
+
+    before: [tokens, ...] of the sequence when it was shorter, None at first. They stay, except that
+        of the last token: the pass that read it is the one that `now` comes from.
+    now: [more tokens, ...] of the sequence after it was read again and went on
+    """
+    return now if before is None else torch.cat([before[:-1], now[len(before) - 1 :]])
+
+
 def complete_routes(routes: Tensor, length: int, shape: RouteShape) -> Tensor:
     """`routes` [length - 1 or length, all or MoE layers, topk] as [length, MoE layers, topk].
 

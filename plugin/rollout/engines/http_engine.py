@@ -4,23 +4,31 @@ Every response is a call of its own, so servers batch as they like. A response i
 tokens and log-probs are complete and the server confirms that it still has the weights it was
 given; everything else is asked for again and finally becomes a `GenerationFailure`. No thread, task
 or connection outlives a call of this class.
+
+With `interrupts` one thread may call `load_weights` while another generates. Servers then cut their
+running responses short, load the weights, and are asked for the rest of each: the prompt and what
+was sampled so far, read anew with the new weights.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, WeightError
+from plugin.ragged import Ragged
 from plugin.rollout.engines.choice import api_key
-from plugin.rollout.engines.expert_routes import RouteShape
+from plugin.rollout.engines.expert_routes import RouteShape, continued_routes
 from plugin.rollout.engines.protocol import (
     Answer,
     EngineHealth,
@@ -38,11 +46,12 @@ from plugin.rollout.engines.server_calls import (
 )
 from plugin.rollout.engines.server_dialects import DIALECTS, Dialect, ResponseShape
 from plugin.rollout.engines.server_pool import Server, ServerPool
-from plugin.rollout.engines.weight_buckets import weight_ledger
+from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, weight_ledger
 from plugin.rollout.engines.weight_directory import WeightDirectory
 
 _PROBE_TIMEOUT = 10.0
 _REVIVE_SECONDS = 0.5
+_UPDATE_POLL_SECONDS = 0.02
 _LONGEST_BACKOFF = 15.0
 #: Failing at once would make a driver that samples again spin while the servers restart.
 _ALL_OUT_PAUSE = 1.0
@@ -62,6 +71,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> H
         max_batch=config.rollout_max_batch,
         max_answer_bytes=config.max_answer_bytes,
         max_model_len=config.max_context_length,
+        interrupts=config.partial_rollouts,
         name=name,
     )
 
@@ -78,6 +88,7 @@ class HttpEngine:
     api_key: sent with every call as a bearer token
     max_batch: responses asked for at the same time
     max_answer_bytes: of one answer, decompressed
+    interrupts: responses are cut short and continued when weights arrive; see above
     pool: the servers and their state
     """
 
@@ -96,6 +107,7 @@ class HttpEngine:
         max_batch: int = 256,
         max_answer_bytes: int = 16 << 20,
         max_model_len: int | None = None,
+        interrupts: bool = False,
         name: str = "engine",
     ) -> None:
         if not urls:
@@ -113,7 +125,7 @@ class HttpEngine:
         )
         self._request_timeout, self._update_timeout = request_timeout, update_timeout
         self._retries, self._backoff, self._max_batch = retries, backoff, max_batch
-        self._name = name
+        self._interrupts, self._name = interrupts, name
         self._session = partial(ServerSession, max_answer_bytes, api_key)
         self._generated_tokens = 0
 
@@ -151,8 +163,24 @@ class HttpEngine:
 
     async def _update(self, session: ServerSession, server: Server) -> str | None:
         """Give `server` the newest weights; the reason if it answered and refused."""
+        while not server.updating.acquire(blocking=False):
+            await asyncio.sleep(_UPDATE_POLL_SECONDS)  # the other thread revives it
         try:
-            for call in self._dialect.weight_update(self._weights.path, str(self._weights.label)):
+            return await self._update_alone(session, server)
+        finally:
+            server.updating.release()
+
+    async def _update_alone(self, session: ServerSession, server: Server) -> str | None:
+        label = str(self._weights.label)
+        calls = self._dialect.weight_update(
+            self._weights.path_of(label), label, abort=self._interrupts
+        )
+        if self._interrupts and server.label is not None and server.label != label:
+            await self._note_interruption(session, server, server.label)
+        # Responses that are answered from here on may come from either weights.
+        server.label = None
+        try:
+            for call in calls:
                 await session.call(server.url, call, self._update_timeout)
         except ServerTrouble as trouble:
             self.pool.take_out(server, f"it did not load new weights: {trouble}")
@@ -160,25 +188,35 @@ class HttpEngine:
             self.pool.take_out(server, f"it did not load new weights: {refusal}")
             return f"{server.url}: {refusal}"
         else:
-            self.pool.put_in(server)
+            self.pool.put_in(server, label)
         return None
+
+    async def _note_interruption(self, session: ServerSession, server: Server, has: str) -> None:
+        """Have the server confirm that its interrupted responses come from the weights `has`.
+
+        Those of one that does not are thrown away.
+        """
+        with contextlib.suppress(ServerTrouble, CallRefused, MalformedAnswer):
+            await session.call(server.url, self._dialect.weight_label(has), _PROBE_TIMEOUT)
+            server.interrupted_at = has
 
     async def _revive(self, session: ServerSession, server: Server) -> None:
         """Put a server back that answers, after loading the weights again if it has lost them."""
-        label = self._dialect.weight_label(str(self._weights.label))
+        label = str(self._weights.label)
         try:
-            await session.call(server.url, label, _PROBE_TIMEOUT)
+            await session.call(server.url, self._dialect.weight_label(label), _PROBE_TIMEOUT)
         except MalformedAnswer:
             server.tested = False
             await self._update(session, server)
         except (ServerTrouble, CallRefused) as trouble:
             self.pool.take_out(server, str(trouble))
         else:
-            self.pool.put_in(server)
+            self.pool.put_in(server, label)
 
     async def _revive_due(self, session: ServerSession) -> None:
         now = time.monotonic()
-        due = [s for s in self.pool.servers if s.out_because is not None and s.probe_at <= now]
+        out = [s for s in self.pool.servers if s.out_because and not s.updating.locked()]
+        due = [server for server in out if server.probe_at <= now]
         await asyncio.gather(*(self._revive(session, server) for server in due))
 
     async def _keep_reviving(self, session: ServerSession, end: asyncio.Event) -> None:
@@ -196,7 +234,8 @@ class HttpEngine:
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> list[list[Answer]]:
         """For each request, one answer per seed, in order."""
-        self._ledger.require_complete(self._name)
+        if not self._interrupts or self._ledger.version == NO_WEIGHTS:
+            self._ledger.require_complete(self._name)
         answers = asyncio.run(self._generate(requests, parameters))
         self._generated_tokens += sum(
             answer.tokens.numel()
@@ -259,27 +298,33 @@ class HttpEngine:
 
         async def respond(seed: int) -> Answer:
             async with slots:
-                ask = Ask(request.prompt, seed, max_tokens, parameters)
+                ask = Ask(request.prompt, seed, max_tokens, parameters, self._interrupts)
                 return await self._response(session, ask)
 
         return await _until_one_fails([respond(seed) for seed in request.seeds])
 
     async def _response(self, session: ServerSession, ask: Ask) -> Answer:
-        """One response, after as many attempts as it takes and is allowed."""
+        """One response, after as many attempts as it takes and is allowed.
+
+        New weights may cut it into pieces; those cost no attempt.
+        """
         server: Server | None = None
-        last = ""
-        for attempt in range(self._retries + 1):
-            if attempt:
-                # Spread, so that clients do not come back together.
-                pause = min(self._backoff * 2 ** (attempt - 1), _LONGEST_BACKOFF)
-                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+        pieces: list[Generation] = []
+        last, attempt = "", 0
+        while attempt <= self._retries:
             server = self.pool.pick(avoid=server)
+            if server is None and self.pool.is_updating:
+                await asyncio.sleep(_UPDATE_POLL_SECONDS)
+                continue
             if server is None:
                 causes = "; ".join(f"{s.url}: {s.out_because}" for s in self.pool.servers)
                 return GenerationFailure(f"no rollout server is in service: {causes}")
             with self.pool.call(server) as known_before:
                 try:
-                    answer = await self._attempt(session, server, ask)
+                    piece = await self._attempt(session, server, _rest_of(ask, pieces))
+                except Overtaken:
+                    await asyncio.sleep(_UPDATE_POLL_SECONDS)
+                    continue
                 except CallRefused as refusal:
                     return GenerationFailure(f"{server.url}: {refusal}")
                 except ServerGone as gone:
@@ -290,29 +335,93 @@ class HttpEngine:
                     self.pool.trouble(server, known_before, str(trouble))
                 else:
                     server.troubles = 0
-                    return answer
+                    pieces.append(piece)
+                    if piece.finish_reason != "abort":
+                        return _joined(pieces)
+                    continue
+            attempt += 1
+            # Spread, so that clients do not come back together.
+            pause = min(self._backoff * 2 ** (attempt - 1), _LONGEST_BACKOFF)
+            if attempt <= self._retries:
+                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
         return GenerationFailure(f"{self._retries + 1} attempts failed, the last at {last}")
 
     async def _attempt(self, session: ServerSession, server: Server, ask: Ask) -> Generation:
         """Ask, parse, and have the weights confirmed afterwards.
 
         A label is lost with the weights and only this object gives it, so a server that has it
-        after the response had it during the response.
+        after the response, or right before an update that came after it, had it during the
+        response.
         """
+        label = server.label
+        if label is None:
+            raise Overtaken
         call = self._dialect.generation(ask)
-        body = await session.call(server.url, call, self._request_timeout)
-        generation = self._dialect.parse(body, ask, self._shape, self._ledger.version)
-        expected, said = str(self._weights.label), self._dialect.label_of_response(body)
+        version = self._weights.version_of(label)
+        try:
+            body = await session.call(server.url, call, self._request_timeout)
+            generation = self._dialect.parse(body, ask, self._shape, version)
+        except (ServerTrouble, CallRefused, MalformedAnswer):
+            if server.interrupted_at == label:
+                raise Overtaken from None  # before its first token, or the connection was cut
+            raise
+        if generation.finish_reason == "abort":
+            if server.interrupted_at != label:
+                raise MalformedAnswer("finish reason abort, and no new weights were the cause")
+            return generation
+        said = self._dialect.label_of_response(body)
         del body  # not held while the server is asked again
-        if said is not None and said != expected:
-            raise ServerGone(f"the response came from weights {said!r}, not {expected!r}")
+        if server.label != label and said != label:
+            raise Overtaken  # asked before an update, answered after it
+        if said is not None and said != label:
+            raise ServerGone(f"the response came from weights {said!r}, not {label!r}")
         if said is None:
-            confirm = self._dialect.weight_label(expected)
-            try:
-                await session.call(server.url, confirm, self._request_timeout)
-            except (MalformedAnswer, CallRefused) as lost:
-                raise ServerGone(f"the response cannot be trusted: {lost}") from None
+            await self._confirm(session, server, label)
         return generation
+
+    async def _confirm(self, session: ServerSession, server: Server, label: str) -> None:
+        """`ServerGone` unless the server has the weights `label`, or had them until an update."""
+        confirm = self._dialect.weight_label(label)
+        try:
+            await session.call(server.url, confirm, self._request_timeout)
+        except (MalformedAnswer, CallRefused) as lost:
+            if server.interrupted_at != label:
+                raise ServerGone(f"the response cannot be trusted: {lost}") from None
+
+
+class Overtaken(Exception):
+    """The server's weights changed before the response was complete; what came is not used."""
+
+
+def _rest_of(ask: Ask, pieces: Sequence[Generation]) -> Ask:
+    """What is still to be sampled after `pieces`."""
+    if not pieces:
+        return ask
+    prefix = tuple(token for piece in pieces for token in piece.tokens.tolist())
+    # The same seed would draw the random numbers again that the prefix was drawn with.
+    seed = random.Random(f"{ask.seed}/{len(prefix)}").getrandbits(62)
+    prompt, left = (*ask.prompt, *prefix), ask.max_tokens - len(prefix)
+    return replace(ask, prompt=prompt, seed=seed, max_tokens=left)
+
+
+def _joined(pieces: Sequence[Generation]) -> Generation:
+    """The pieces as one response; log-probs, routes and versions are those they came with."""
+    if len(pieces) == 1:
+        return pieces[0]
+    routes = None
+    for piece in pieces:
+        if piece.routed_experts is not None:
+            routes = continued_routes(routes, piece.routed_experts)
+    log_probs = [piece.log_probs for piece in pieces if piece.log_probs is not None]
+    kept = [piece.sampling_mask for piece in pieces if piece.sampling_mask is not None]
+    return Generation(
+        tokens=torch.cat([piece.tokens for piece in pieces]),
+        finish_reason=pieces[-1].finish_reason,
+        weight_version=torch.cat([piece.token_versions() for piece in pieces]),
+        log_probs=torch.cat(log_probs) if log_probs else None,
+        routed_experts=routes,
+        sampling_mask=Ragged.concatenated(kept) if kept else None,
+    )
 
 
 async def _until_one_fails(responses: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:

@@ -16,7 +16,8 @@ from torch import Tensor
 from plugin.errors import EngineError
 from plugin.ragged import Ragged
 
-FinishReason = Literal["stop", "length"]
+#: abort: interrupted by new weights; the engine goes on with it before it answers.
+FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ class RecordedRoutes(NamedTuple):
     experts: Tensor
     weights: Tensor
 
+    def of_last_token(self) -> RecordedRoutes:
+        """[B, 1, ...] of [B, S, ...]."""
+        return RecordedRoutes(self.experts[:, -1:], self.weights[:, -1:])
+
 
 class RouteRecorder:
     """Hooks the routers of a transformers MoE model, in layer order.

@@ -43,12 +43,16 @@ shown = _short.repr
 
 @dataclass(frozen=True)
 class Ask:
-    """One response that is wanted: to a prompt, from a seed, of at most `max_tokens` tokens."""
+    """One response that is wanted: to a prompt, from a seed, of at most `max_tokens` tokens.
+
+    interruptible: whether a response that the server cut short is an answer
+    """
 
     prompt: tuple[int, ...]
     seed: int
     max_tokens: int
     parameters: SamplingParameters
+    interruptible: bool = False
 
 
 def field(body: Any, *path: str | int) -> Any:
@@ -122,10 +126,14 @@ def kept_rows(value: Any, tokens: Tensor, vocab_size: int) -> Ragged:
 
 
 def finish_reason(value: Any, tokens: Tensor, ask: Ask) -> FinishReason:
-    """`stop` or `length`, if the tokens bear it out."""
+    """`stop` or `length`, if the tokens bear it out; `abort` of an interruptible one."""
     stops = torch.isin(tokens, torch.tensor(ask.parameters.stop_token_ids, dtype=torch.int64))
     if bool(stops[:-1].any()):
         raise MalformedAnswer("the response goes on after a stop token")
+    if value == "abort" and ask.interruptible:
+        if bool(stops[-1]):
+            return "stop"
+        return "length" if tokens.numel() == ask.max_tokens else "abort"
     if value not in ("stop", "length"):
         raise MalformedAnswer(f"finish reason {shown(value)}; expected stop or length")
     if value == "stop" and not bool(stops[-1]):

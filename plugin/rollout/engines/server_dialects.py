@@ -57,8 +57,11 @@ class Dialect(Protocol):
         """The response in `body`, or `MalformedAnswer`."""
         ...
 
-    def weight_update(self, directory: str, label: str) -> list[ServerCall]:
-        """The calls after which the server has the weights in `directory` and says so."""
+    def weight_update(self, directory: str, label: str, *, abort: bool) -> list[ServerCall]:
+        """The calls after which the server has the weights in `directory` and says so.
+
+        abort: responses may be running; they end at once with what they have
+        """
         ...
 
     def weight_label(self, label: str) -> ServerCall:
@@ -119,7 +122,7 @@ class VllmDialect:
         values = log_probs(_token_logprobs(choice), tokens.numel()) if wanted.log_probs else None
         return Generation(tokens, finished, weight_version, values, routes)
 
-    def weight_update(self, directory: str, label: str) -> list[ServerCall]:
+    def weight_update(self, directory: str, label: str, *, abort: bool) -> list[ServerCall]:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         # The label is changed last: a failure half-way leaves none that could be believed.
         return [
@@ -200,12 +203,14 @@ class SglangDialect:
                 values = log_probs(meta.get("output_token_sampling_logprobs"), tokens.numel())
         return Generation(tokens, finished, weight_version, values, routes, kept)
 
-    def weight_update(self, directory: str, label: str) -> list[ServerCall]:
+    def weight_update(self, directory: str, label: str, *, abort: bool) -> list[ServerCall]:
         payload = {"model_path": directory, "weight_version": label, "flush_cache": True}
-        return [
-            ServerCall("/update_weights_from_disk", payload, check=_update_succeeded),
-            self.weight_label(label),
-        ]
+        calls = [ServerCall("/update_weights_from_disk", payload, check=_update_succeeded)]
+        if abort:
+            # Without a pause the update waits until all running responses have ended.
+            pause = ServerCall("/pause_generation", {"mode": "abort"})
+            calls = [pause, *calls, ServerCall("/continue_generation", {})]
+        return [*calls, self.weight_label(label)]
 
     def weight_label(self, label: str) -> ServerCall:
         return ServerCall("/get_model_info", method="GET", check=_has_label(label))

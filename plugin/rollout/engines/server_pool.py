@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,6 +25,9 @@ class Server:
     out_because: why it is not asked; None while it is in service
     probe_at: when an answer is looked for again (`time.monotonic`)
     tested: whether its log-probs are known to be of the sampled distribution
+    label: of the weights it has; None while they are unknown or change
+    interrupted_at: the label that it had right before an update interrupted its responses
+    updating: held while its weights change
     """
 
     url: str
@@ -34,6 +38,9 @@ class Server:
     probe_at: float = 0.0
     probe_delay: float = _FIRST_PROBE_SECONDS
     tested: bool = False
+    label: str | None = None
+    interrupted_at: str | None = None
+    updating: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
 
 class ServerPool:
@@ -46,7 +53,12 @@ class ServerPool:
     @property
     def in_service(self) -> list[Server]:
         """The servers that may be asked."""
-        return [server for server in self.servers if server.out_because is None]
+        return [s for s in self.servers if s.out_because is None and not s.updating.locked()]
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether a server is getting weights, after which it may be asked."""
+        return any(server.updating.locked() for server in self.servers)
 
     def pick(self, avoid: Server | None = None) -> Server | None:
         """The least busy server in service, `avoid` only if there is no other; None if none is."""
@@ -88,8 +100,9 @@ class ServerPool:
         server.probe_at = time.monotonic() + server.probe_delay
         server.probe_delay = min(2 * server.probe_delay, _LAST_PROBE_SECONDS)
 
-    def put_in(self, server: Server) -> None:
-        """Put a server in service that has the current weights."""
+    def put_in(self, server: Server, label: str) -> None:
+        """Put a server in service that has the weights `label`."""
+        server.label = label
         if server.out_because is not None and server.probe_at:
             now = time.strftime("%X")
             _LOG.warning("rollout server %s is back in service at %s", server.url, now)

@@ -2,7 +2,8 @@
 
 Prompts are padded on the left and read once however many responses they get; responses that end
 leave the batch. Low precision or int8 weights make it disagree with the trainer the way a real
-engine does.
+engine does. New weights may come between two decode steps; each token is stamped with the version
+that sampled it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from plugin.config import JobConfig
 from plugin.ragged import Ragged
 from plugin.rollout.engines.int8_weights import quantize_linears
+from plugin.rollout.engines.pause_point import PausePoint
 from plugin.rollout.engines.protocol import (
     EngineHealth,
     FinishReason,
@@ -27,7 +29,7 @@ from plugin.rollout.engines.protocol import (
 )
 from plugin.rollout.engines.route_recorder import RecordedRoutes, RouteRecorder
 from plugin.rollout.engines.sampling import draw, kept_ids, sampling_log_probs, uniform_rows
-from plugin.rollout.engines.weight_buckets import WeightLoader
+from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader
 
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> TransformersEngine:
@@ -37,6 +39,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> T
         dtype=config.rollout_dtype,
         quantization=config.rollout_quantization,
         max_batch=config.rollout_max_batch,
+        interrupts=config.partial_rollout_mode if config.partial_rollouts else None,
         name=name,
     )
 
@@ -46,6 +49,10 @@ class TransformersEngine:
 
     hf_config: the config as a mapping (`config.to_dict()`); weights arrive with `load_weights`
     max_batch: responses that are generated at once
+    interrupts: another thread may call `load_weights` while one generates. New weights are kept
+        until they are complete and take over between two decode steps; running responses then have
+        their keys and values computed again (recompute), or go on with those of the old weights
+        (continue). None = calls come one after the other, and weights are written as they arrive
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class TransformersEngine:
         dtype: Literal["float32", "bfloat16"] = "float32",
         quantization: Literal["none", "int8"] = "none",
         max_batch: int = 256,
+        interrupts: Literal["recompute", "continue"] | None = None,
         name: str = "engine",
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -72,6 +80,9 @@ class TransformersEngine:
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._loader = WeightLoader(self._model, int8=quantization == "int8")
         self._max_batch = max_batch
+        self._interrupts = interrupts
+        self._pause_point = PausePoint()
+        self._staged: tuple[int, list[bytes | np.ndarray]] = (NO_WEIGHTS, [])
         self._name = name
         self._generated_tokens = 0
 
@@ -82,7 +93,19 @@ class TransformersEngine:
 
     def load_weights(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
         """One bucket of version `version`; see `RolloutEngine`."""
-        self._loader.load(version, bucket, last=last)
+        if self._interrupts is None:
+            self._loader.load(version, bucket, last=last)
+            return
+        if self._staged[0] != version:
+            self._staged = (version, [])
+        buckets = self._staged[1]
+        buckets.append(bucket)
+        if not last:
+            return
+        with self._pause_point.changing():
+            for number, held in enumerate(buckets):
+                self._loader.load(version, held, last=number == len(buckets) - 1)
+        self._staged = (NO_WEIGHTS, [])
 
     def health(self) -> EngineHealth:
         """Version of the weights and tokens generated so far."""
@@ -93,10 +116,16 @@ class TransformersEngine:
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> list[list[Generation]]:
         """For each request, one generation per seed, in order."""
+        with self._pause_point.generating():
+            return self._generate(requests, parameters)
+
+    def _generate(
+        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+    ) -> list[list[Generation]]:
         self._loader.require_complete(self._name)
         flat: list[Generation] = []
         for part in _parts(requests, self._max_batch):
-            rows = _Rows(part, parameters, self._loader.version)
+            rows = _Rows(part, parameters)
             recorder = RouteRecorder(self._model) if parameters.routed_experts else None
             try:
                 self._fill(rows, recorder, parameters)
@@ -128,7 +157,8 @@ class TransformersEngine:
             if parameters.sampling_mask:
                 rows.add_kept_ids(open_rows, kept_ids(distribution))
             tokens = tokens.cpu()
-            still_open = rows.add_tokens(open_rows, tokens, log_probs.cpu())
+            version = self._loader.version
+            still_open = rows.add_tokens(open_rows, tokens, log_probs.cpu(), version)
             # The engine never reads a response's last token, unless its routes are wanted.
             reads = torch.ones_like(still_open) if recorder is not None else still_open
             open_rows, mask, tokens = open_rows[reads], mask[reads], tokens[reads]
@@ -136,15 +166,28 @@ class TransformersEngine:
                 return
             if not bool(reads.all()):
                 cache.batch_select_indices(reads.nonzero().flatten().to(self._device))
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-            output = self._forward(tokens[:, None], mask, cache)
+            if self._changed_in_pause() and self._interrupts == "recompute":
+                # All that was read so far, with the new weights; routes recorded before stay.
+                context, mask = _left_padded(rows.contexts(open_rows))
+                cache = self._new_cache(self._model.config)
+                output = self._forward(context, mask, cache)
+            else:
+                mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+                output = self._forward(tokens[:, None], mask, cache)
             logits = output.logits[:, -1]
             if recorder is not None:
-                rows.add_response_routes(open_rows, recorder.take(len(tokens)))
+                rows.add_response_routes(open_rows, recorder.take(len(tokens)).of_last_token())
                 kept = still_open.nonzero().flatten()
                 open_rows, mask = open_rows[kept], mask[kept]
                 logits = logits[kept.to(self._device)]
                 cache.batch_select_indices(kept.to(self._device))
+
+    def _changed_in_pause(self) -> bool:
+        """Let new weights in, if any wait; whether there were some."""
+        if not self._pause_point.pause():
+            return False
+        self._loader.require_complete(self._name)
+        return True
 
     def _forward(self, tokens: Tensor, mask: Tensor, cache: Any) -> Any:
         """One forward pass over `tokens` [B, S], the last S columns of `mask` [B, past + S]."""
@@ -163,19 +206,17 @@ class _Rows:
     """The responses of one batch while they grow; row r belongs to one (request, seed)."""
 
     def __init__(
-        self,
-        requests: Sequence[GenerationRequest],
-        parameters: SamplingParameters,
-        weight_version: int,
+        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> None:
         self.requests = requests
+        self._owners = [number for number, request in enumerate(requests) for _ in request.seeds]
         self._parameters = parameters
-        self._weight_version = weight_version
         seeds = [seed for request in requests for seed in request.seeds]
         length = parameters.max_response_length
         self._uniforms = uniform_rows(seeds, length)
         self._tokens = torch.zeros(len(seeds), length, dtype=torch.int64)
         self._log_probs = torch.zeros(len(seeds), length)
+        self._versions = torch.zeros(len(seeds), length, dtype=torch.int64)
         self._lengths = torch.zeros(len(seeds), dtype=torch.int64)
         self._stopped = torch.zeros(len(seeds), dtype=torch.bool)
         self._stop_tokens = torch.tensor(parameters.stop_token_ids, dtype=torch.int64)
@@ -187,11 +228,21 @@ class _Rows:
         """[len(rows)] random numbers of the next position; open rows have one length."""
         return self._uniforms[rows, self._lengths[rows]]
 
-    def add_tokens(self, rows: Tensor, tokens: Tensor, log_probs: Tensor) -> Tensor:
+    def contexts(self, rows: Tensor) -> list[tuple[int, ...]]:
+        """Prompt and response so far of each of `rows`."""
+        return [
+            (*self.requests[self._owners[row]].prompt, *self._tokens[row, :length].tolist())
+            for row, length in zip(rows.tolist(), self._lengths[rows].tolist(), strict=True)
+        ]
+
+    def add_tokens(
+        self, rows: Tensor, tokens: Tensor, log_probs: Tensor, weight_version: int
+    ) -> Tensor:
         """Appends one token to each of `rows`; returns which of them go on."""
         position = self._lengths[rows]
         self._tokens[rows, position] = tokens
         self._log_probs[rows, position] = log_probs
+        self._versions[rows, position] = weight_version
         self._lengths[rows] += 1
         stopped = torch.isin(tokens, self._stop_tokens)
         self._stopped[rows] = stopped
@@ -216,8 +267,7 @@ class _Rows:
 
     def generations(self) -> list[Generation]:
         """The finished responses, in the order of the rows."""
-        owners = [n for n, request in enumerate(self.requests) for _ in request.seeds]
-        return [self._generation(number, row) for row, number in enumerate(owners)]
+        return [self._generation(number, row) for row, number in enumerate(self._owners)]
 
     def _generation(self, request: int, row: int) -> Generation:
         length = int(self._lengths[row])
@@ -229,7 +279,7 @@ class _Rows:
         return Generation(
             tokens=self._tokens[row, :length].clone(),
             finish_reason=reason,
-            weight_version=self._weight_version,
+            weight_version=self._versions[row, :length].clone(),
             log_probs=self._log_probs[row, :length].clone() if parameters.log_probs else None,
             routed_experts=experts,
             routed_weights=weights if parameters.routed_weights else None,

@@ -28,10 +28,14 @@ class WeightDirectory:
         self._buckets = 0
         self.label: str | None = None
 
-    @property
-    def path(self) -> str:
-        """The directory of the newest complete version."""
-        return str(self._root / str(self.label))
+    def path_of(self, label: str) -> str:
+        """The directory of a complete version."""
+        return str(self._root / label)
+
+    @staticmethod
+    def version_of(label: str) -> int:
+        """The weight version that a label names."""
+        return int(label.rpartition("-v")[2])
 
     def begin(self) -> None:
         """Start a version; what an unfinished one left is removed."""

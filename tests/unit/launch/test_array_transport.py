@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plugin.batch_types import FIELDS, RolloutBatch, RolloutSample
 from plugin.launch.array_transport import (
@@ -112,6 +114,17 @@ def test_versions_travel_in_stretches_and_masked_tokens_have_none() -> None:
     ):
         assert torch.equal(mine, theirs)
     assert returned.oldest_version.tolist() == [4, 5, np.iinfo(np.int64).max]
+
+
+@given(st.lists(st.lists(st.integers(-1, 3), min_size=1, max_size=6), max_size=6))
+def test_any_versions_survive_the_way(rows: list[list[int]]) -> None:
+    answers = [
+        [Trajectory((sample(1, len(row), torch.tensor(row), torch.ones(len(row))),))]
+        for row in rows
+    ]
+    _, returned = there_and_back(answers)
+    assert [row.tolist() for row in returned.batch.columns["weight_versions"]] == rows
+    assert returned.oldest_version.tolist() == list(map(min, rows))
 
 
 def test_selected_and_joined_rollouts_keep_their_samples() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
-from plugin.errors import ActorLost, EngineError
-from plugin.launch.batch_preparation import describe_batch, prepare_batch
+from plugin.errors import ActorLost, ConfigError, EngineError
+from plugin.launch.batch_preparation import describe_batch, prepare_batch, without_old_tokens
 from plugin.launch.rollout_queue import Group, RolloutQueue, joined
 from plugin.rollout.conversation.single_turn import run_single_turn
 from plugin.rollout.conversation.trajectory import Rollouts, Trajectory, failed
@@ -181,6 +181,70 @@ def test_groups_that_are_too_old_are_dropped_counted_and_replaced() -> None:
     assert [group.index for group in groups] == [8, 9, 10, 11]
     assert all(group.weight_version == 3 for group in groups)
     assert queue.counts.issued == queue.counts.taken + queue.counts.dropped_stale + queue.under_way
+
+
+def one_group(*versions: list[int]) -> Group:
+    """A group whose responses have tokens of these versions."""
+    samples = [
+        RolloutSample(
+            torch.arange(len(v) + 1), len(v), torch.ones(len(v)), weight_version=torch.tensor(v)
+        )
+        for v in versions
+    ]
+    rollouts = Rollouts.of([[Trajectory((sample,), 1.0) for sample in samples]])
+    return Group(0, rollouts, slice(0, len(samples)))
+
+
+@pytest.mark.parametrize(
+    ("limits", "stale_at"),
+    [
+        # The oldest token decides: version 3 is 2 versions behind 5.
+        ({"max_weight_staleness": 2}, 6),
+        # The second response has no token after version 4.
+        ({"max_weight_staleness": 2, "max_token_staleness": 2}, 7),
+        ({"max_weight_staleness": 2, "max_token_staleness": 0}, 5),
+    ],
+)
+def test_a_group_is_too_old_by_its_oldest_token_or_if_a_response_has_no_young_one(
+    limits: dict[str, int], stale_at: int
+) -> None:
+    queue, _ = make_queue(async_rollouts=True, partial_rollouts=True, **limits)
+    for version in range(4, 9):
+        queue._ready.append(one_group([3, 4, 5], [4, 4]))
+        dropped = queue._drop_stale(version)
+        assert bool(dropped) == (version >= stale_at), version
+        queue._ready.clear()
+
+
+def test_old_tokens_are_masked_and_count_nowhere() -> None:
+    rollouts, share = without_old_tokens(one_group([3, 4, 5], [5, 5]).rollouts, oldest=4)
+    assert share == pytest.approx(1 / 5)
+    assert [mask.tolist() for mask in rollouts.batch.columns["loss_masks"]] == [[0, 1, 1], [1, 1]]
+    described = describe_batch(JobConfig(), rollouts.batch, rollouts, version=5)
+    assert described["staleness_max"] == 1 and described["staleness"] == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"partial_rollouts": True}, "--partial-rollouts .*--async-rollouts"),
+        ({"max_token_staleness": 0}, "--partial-rollouts"),
+        ({"partial_rollout_mode": "continue"}, "--partial-rollouts"),
+        (
+            {"async_rollouts": True, "partial_rollouts": True, "max_token_staleness": 2},
+            "--max-token-staleness is 2 and --max-weight-staleness 1: no token gets that old",
+        ),
+        (
+            {"async_rollouts": True, "partial_rollouts": True, "rollout_engine": "vllm"},
+            "--rollout-engine vllm cannot be interrupted; use transformers",
+        ),
+    ],
+)
+def test_partial_rollouts_that_cannot_work_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        JobConfig.from_sources({**settings, "policy_loss": "icepop"})
 
 
 def test_prompts_are_shared_out_among_engines() -> None:

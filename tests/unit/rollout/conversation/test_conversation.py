@@ -215,16 +215,22 @@ def test_a_sample_without_inserted_tokens_masks_nothing() -> None:
     assert [bool(sample.loss_mask.all()) for sample in trajectory.samples] == [True, True]
 
 
-def test_the_routes_of_a_sample_are_those_of_its_last_turn_and_cover_every_position() -> None:
+def test_the_routes_before_a_token_are_of_the_turn_that_sampled_it_and_cover_every_position() -> (
+    None
+):
     trajectory, _ = play(
         "qwen_like", script(thoughts(4)), [tool(), user(), tool()], routed_experts=True
     )
     assert len(trajectory.samples) == 2
-    for sample, last_turn in zip(trajectory.samples, (1, 3), strict=True):
+    for sample, turns in zip(trajectory.samples, ([0, 1], [2, 3]), strict=True):
         routes = sample.routed_experts
         assert routes is not None
         assert len(routes) == len(sample.tokens)
-        assert routes.unique().tolist() == [last_turn]
+        assert routes.unique().tolist() == turns
+        # The scripted engine has as many versions as turns, and routes with the turn's number.
+        before = routes[-sample.response_length - 1 : -1, 0, 0]
+        sampled = sample.loss_mask != 0
+        assert before[sampled].tolist() == sample.weight_version[sampled].tolist()
 
 
 VOCABULARY = len(chat_tokenizer())

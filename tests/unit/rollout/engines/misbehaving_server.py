@@ -23,7 +23,7 @@ class MisbehavingServer(ThreadingHTTPServer):
     """Answers generation calls with `script`, one behavior per call, and well when the script is used up.
 
     label: of the weights; updates: directories that were loaded; asked: bodies of the generation calls
-    authorizations: what the calls of any kind carried
+    authorizations: what the calls of any kind carried; paused: set while responses are aborted
     """
 
     daemon_threads = True
@@ -41,6 +41,7 @@ class MisbehavingServer(ThreadingHTTPServer):
         self.raw_log_probs = False
         self.refuse_updates = False
         self.hung_up = 0
+        self.paused = threading.Event()
         self.ending = threading.Event()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
         self._thread.start()
@@ -113,6 +114,10 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/update_weights_from_disk":
             self.load(self.payload["model_path"])
             server.label = self.payload["weight_version"]
+        elif path in ("/pause", "/pause_generation"):
+            server.paused.set()
+        elif path in ("/resume", "/continue_generation"):
+            server.paused.clear()
         self.answer({"success": True})
 
     def load(self, directory: str) -> None:
@@ -198,6 +203,24 @@ def die_midstream(handler: Handler) -> None:
     handler.end_headers()
     handler.wfile.write(body[: len(body) // 2])
     handler.close_connection = True
+
+
+def until_paused(tokens: list[int], log_probs: Any) -> Behavior:
+    """Generates until the server is paused, and answers with what it has."""
+
+    def behavior(handler: Handler) -> None:
+        assert handler.server.paused.wait(20)
+        handler.answer_with(tokens, log_probs, "abort")
+
+    return behavior
+
+
+def late(handler: Handler) -> None:
+    """Comes while the server is paused, and is answered by the weights after it."""
+    assert handler.server.paused.wait(20)
+    while handler.server.paused.is_set():
+        handler.server.ending.wait(0.01)
+    well(handler)
 
 
 def forget_weights(handler: Handler) -> None:

@@ -18,6 +18,7 @@ import torch
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, EngineError, WeightError
 from plugin.rollout.engines.choice import check_engine, make_engine
+from plugin.rollout.engines.expert_routes import continued_routes
 from plugin.rollout.engines.http_engine import HttpEngine
 from plugin.rollout.engines.protocol import (
     Generation,
@@ -293,6 +294,86 @@ def test_new_weights_reach_every_server_and_old_files_go(
         assert all(torch.equal(server.loaded[name], tensor) for name, tensor in new.items())
         assert server.label.endswith("-v4")
     assert [d.name for d in tmp_path.iterdir()] == [servers[0].label]
+
+
+def interrupted(engine: HttpEngine, server: MisbehavingServer) -> Generation | GenerationFailure:
+    """The response that the server was asked for when version 1 arrived."""
+    answers: list[Generation | GenerationFailure] = []
+    thread = threading.Thread(target=lambda: answers.append(only(engine)))
+    thread.start()
+    while not server.asked:
+        time.sleep(0.005)
+    load(engine, weights(1), version=1)
+    thread.join(20)
+    return answers[0]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_an_interrupted_response_goes_on_where_it_was(
+    start: Any, tmp_path: Path, kind: str
+) -> None:
+    server = start(
+        server_kinds.until_paused([12, 13], [-0.75, -1.25]),
+        saying([14, STOP], [-2.0, -3.0], "stop"),
+    )
+    engine = engine_for(tmp_path, server, server=kind, interrupts=True)
+    answer = interrupted(engine, server)
+    assert isinstance(answer, Generation)
+    assert answer.tokens.tolist() == [12, 13, 14, STOP] and answer.finish_reason == "stop"
+    assert answer.log_probs is not None
+    assert answer.log_probs.tolist() == [-0.75, -1.25, -2.0, -3.0]
+    assert answer.token_versions().tolist() == [0, 0, 1, 1]
+    first, second = server.asked
+    assert second.get("prompt", second.get("input_ids")) == [10, 11, 12, 13]
+    sampling = [asked.get("sampling_params", asked) for asked in (first, second)]
+    assert [s.get("max_tokens", s.get("max_new_tokens")) for s in sampling] == [4, 2]
+    assert len({s.get("seed", s.get("sampling_seed")) for s in sampling}) == 2
+    assert engine.pool.times_out == 0
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        server_kinds.until_paused([], []),  # aborted before its first token
+        server_kinds.late,  # sampled by the new weights, asked for under the old ones
+    ],
+)
+def test_a_response_without_a_piece_of_the_old_weights_begins_again(
+    start: Any, tmp_path: Path, kind: str, first: Any
+) -> None:
+    server = start(first)
+    answer = interrupted(engine_for(tmp_path, server, server=kind, interrupts=True), server)
+    assert isinstance(answer, Generation)
+    assert answer.tokens.tolist() == TOKENS and answer.token_versions().tolist() == [1, 1, 1]
+    assert len(server.asked) == 2
+
+
+def test_a_piece_of_unknown_weights_is_thrown_away(start: Any, tmp_path: Path) -> None:
+    def lost_then_paused(handler: Any) -> None:
+        handler.server.label = "default"  # the server restarted with other weights
+        server_kinds.until_paused([12, 13], [-0.75, -1.25])(handler)
+
+    server = start(lost_then_paused)
+    engine = engine_for(tmp_path, server, interrupts=True, retries=1)
+    answer = interrupted(engine, server)
+    assert isinstance(answer, Generation)
+    assert answer.tokens.tolist() == TOKENS and answer.token_versions().tolist() == [1, 1, 1]
+
+
+def test_a_response_that_somebody_else_aborted_is_no_answer(start: Any, tmp_path: Path) -> None:
+    server = start(saying([12, 13], [-0.75, -1.25], "abort"))
+    answer = only(engine_for(tmp_path, server, interrupts=True))
+    assert (
+        isinstance(answer, GenerationFailure) and "no new weights were the cause" in answer.reason
+    )
+
+
+def test_routes_of_the_pieces_stay_as_they_were_sampled() -> None:
+    # Prompt of 2; pieces of 2 and 1 tokens. Row 3 is the stand-in for the last token of piece 1.
+    first = torch.tensor([10, 11, 12, 12]).view(4, 1, 1)
+    second = torch.tensor([20, 21, 22, 23, 23]).view(5, 1, 1)
+    assert continued_routes(first, second).flatten().tolist() == [10, 11, 12, 23, 23]
 
 
 def test_a_server_that_does_not_take_new_weights_is_not_asked(start: Any, tmp_path: Path) -> None:

@@ -31,6 +31,10 @@ def flat(answers: list[list[Generation]]) -> list[tuple[GenerationRequest, Gener
     return [(r, g) for r, answer in zip(REQUESTS, answers, strict=True) for g in answer]
 
 
+def versions_of(answers: list[list[Generation]]) -> set[int]:
+    return {version for _, g in flat(answers) for version in g.token_versions().tolist()}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_those_of_the_whole_sequence_at_the_sampling_temperature(family: str) -> None:
     model = hf_model(FAMILIES[family]())
@@ -137,12 +141,12 @@ def test_routes_cover_prompt_and_response_and_are_those_of_the_model(quantizatio
     assert furthest < 1e-5 if quantization == "none" else furthest > 1e-4
 
 
-def test_every_sample_carries_the_version_that_generated_it() -> None:
+def test_every_token_carries_the_version_that_sampled_it() -> None:
     engine = loaded_engine()
-    assert {g.weight_version for _, g in flat(engine.generate(REQUESTS, PARAMETERS))} == {0}
+    assert versions_of(engine.generate(REQUESTS, PARAMETERS)) == {0}
     load(engine, hf_state_dict(FAMILIES["qwen3"](), seed=1), version=3)
     answers = engine.generate(REQUESTS, PARAMETERS)
-    assert {g.weight_version for _, g in flat(answers)} == {3}
+    assert versions_of(answers) == {3}
     other = hf_model(FAMILIES["qwen3"](), seed=1)
     for request, generation in flat(answers):
         expected = reference_log_probs(other, request, generation, PARAMETERS)

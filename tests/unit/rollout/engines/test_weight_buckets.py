@@ -47,4 +47,6 @@ def test_a_view_is_written_to_a_file_as_it_is(tmp_path: Path) -> None:
     directory.begin()
     directory.add(np.frombuffer(bucket, np.uint8))
     directory.finish(0)
-    assert (Path(directory.path) / "model-00001.safetensors").read_bytes() == bucket
+    assert (
+        Path(directory.path_of(str(directory.label))) / "model-00001.safetensors"
+    ).read_bytes() == bucket
