@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "replay every loss and correction on dumped log-probs, offline",
     ),
     "report": ("plugin.observe.report_command", "write the HTML report of one or several runs"),
+    "samples": ("plugin.observe.samples_command", "print what the policy of a run said and earned"),
     "corrections": (
         "plugin.compare.corrections_command",
         "list or draw every policy loss and correction",
@@ -47,6 +48,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 #: Which extra of the distribution brings a package that a sub-command may find missing.
 _EXTRAS = {
     **dict.fromkeys(("ray", "matplotlib", "tensorboard", "pyarrow", "tqdm"), "job"),
+    "math_verify": "math",
     **dict.fromkeys(("megatron", "mbridge", "transformers", "safetensors", "einops"), "megatron"),
     "vllm": "vllm",
 }

@@ -1,6 +1,6 @@
 """Configuration: frozen dataclasses with every flag, default, help text and check."""
 
-from plugin.config.data_flags import DataFlags
+from plugin.config.data_flags import DataFlags, RewardFlags
 from plugin.config.eval_flags import EvalFlags
 from plugin.config.flags import FlagGroup, flag
 from plugin.config.job_flags import (
@@ -50,6 +50,7 @@ __all__ = [
     "PolicyLossFlags",
     "RegularizerFlags",
     "RejectionRule",
+    "RewardFlags",
     "RolloutFlags",
     "SamplingFlags",
     "TrainerConfig",

@@ -1,11 +1,18 @@
-"""Flags about what a job trains on: prompts, their format, and the rows that cannot be used."""
+"""Flags about what a job trains on: prompts and their format, and the rewards of responses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
 from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
+from plugin.config.reward_specs import BUILT_IN_REWARDS, parse_rewards
+
+
+def _asks_server(config: RewardFlags) -> bool:
+    return any(spec.reward == "http" for spec in parse_rewards(config.reward))
+
 
 #: A task of the user's own may read any flag.
 _PROMPTS = needs_flag("prompt_data") | needs_flag("task_path")
@@ -79,3 +86,59 @@ class DataFlags(FlagGroup):
             f"--prompt-key and --label-key are both {self.prompt_key!r}; the answer would be the "
             "prompt: name another column",
         )
+
+
+@dataclass(frozen=True)
+class RewardFlags(FlagGroup):
+    title: ClassVar[str] = "rewards"
+
+    reward: tuple[str, ...] = flag(
+        (),
+        "reward of --prompt-data, NAME or NAME:WEIGHT; their weighted sum counts; none = exact; "
+        f"NAME: {', '.join(BUILT_IN_REWARDS)}, or the path of fn(response, row) -> float, pkg.mod:"
+        "fn or file.py:fn, which runs that code",
+        needs=needs_flag("prompt_data"),
+    )
+    reward_function_path: str | None = flag(
+        None, "one more --reward: pkg.mod.fn, pkg.mod:fn or file.py:fn; runs that code"
+    )
+    reward_url: str | None = flag(
+        None, "server that --reward http asks", needs=Needs("--reward http", _asks_server)
+    )
+    reward_timeout: float = flag(
+        60.0,
+        "seconds that the rewards of one response may take; then its group is sampled again",
+        above=0,
+    )
+    reward_workers: int | Literal["auto"] = flag(
+        "auto",
+        "processes that compute rewards; auto = one per core, 8 at most, for --prompt-data, and "
+        "none for --task-path, whose rewards then are computed on the driver",
+        at_least=1,
+        needs=_PROMPTS,
+    )
+    reward_memory: int = flag(
+        4096,
+        "megabytes that a process of --reward-workers may take on top of what it needs to start",
+        at_least=16,
+        needs=_PROMPTS,
+    )
+
+    def check(self) -> None:
+        specs = parse_rewards(self.reward)
+        if self.reward_function_path is not None:
+            parse_rewards((*self.reward, self.reward_function_path), "--reward-function-path")
+        asks = any(spec.reward == "http" for spec in specs)
+        expect(not asks or self.reward_url is not None, "--reward http needs --reward-url; add it")
+        if self.reward_url is not None:
+            # The value is not shown: it would carry the secret into the logs.
+            expect(
+                not {"@", "?"} & set(self.reward_url),
+                "--reward-url holds a password or key (user:password@ or ?key=...), which run "
+                "files and the process list would show; put a proxy that adds it before the server",
+            )
+            parts = urlsplit(self.reward_url)
+            expect(
+                parts.scheme in ("http", "https") and bool(parts.hostname),
+                f"--reward-url is {self.reward_url!r}; expected http://host:port/path",
+            )

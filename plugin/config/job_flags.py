@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from plugin.config.data_flags import DataFlags
+from plugin.config.data_flags import DataFlags, RewardFlags
 from plugin.config.engine_traits import ENGINES, EngineTraits, engine_traits
 from plugin.config.estimator_traits import ESTIMATOR_TRAITS, estimator_traits
 from plugin.config.eval_flags import EvalFlags
@@ -257,14 +257,6 @@ class BatchingFlags(FlagGroup):
 class RolloutFlags(FlagGroup):
     title: ClassVar[str] = "rollouts"
 
-    reward_function_path: str | None = flag(
-        None, "fn(response, row) -> float for --prompt-data; none = exact match; runs that code"
-    )
-    reward_timeout: float = flag(
-        60.0,
-        "seconds that the reward of one response may take; then its group is sampled again",
-        above=0,
-    )
     rollout_engine: str = flag(
         "transformers", "what generates the tokens; http = servers at --rollout-url", names=ENGINES
     )
@@ -591,6 +583,12 @@ class OutputFlags(FlagGroup):
             lambda config: config.dump_log_probs is not None and config.wants_rollout_routes,
         ),
     )
+    log_samples: int = flag(
+        3,
+        "samples per rollout that samples.jsonl and the report keep, with their texts: in turn the "
+        "best, the worst, a random one; 0 = none",
+        at_least=0,
+    )
     use_wandb: bool = flag(False, "also log to Weights & Biases, if it is installed")
     wandb_project: str = flag("megatron-tis", "its project", needs=needs_flag("use_wandb"))
 
@@ -630,6 +628,7 @@ class TrainerConfig(LossConfig, ModelFlags, OptimizerFlags, ParallelFlags, Batch
 class JobConfig(
     TrainerConfig,
     DataFlags,
+    RewardFlags,
     RolloutFlags,
     SamplingFlags,
     EvalFlags,

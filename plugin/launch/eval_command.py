@@ -24,6 +24,7 @@ from plugin.errors import CheckpointError, ConfigError
 _FLAGS = (
     *("eval_data", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p"),
     *("eval_max_response_length", "eval_pass_at", "eval_pass_reward"),
+    *("reward", "reward_url", "reward_timeout", "reward_workers", "reward_memory"),
     *("reward_function_path", "task_path", "prompt_key", "label_key", "apply_chat_template"),
     *("system_prompt", "bad_rows", "max_prompt_length", "rollout_engine", "rollout_dtype", "seed"),
 )
@@ -79,6 +80,7 @@ def evaluate(
     from plugin.launch.model_source import policy_source
     from plugin.launch.preflight import check_lengths, choose_rollouts, evaluation_parts
     from plugin.launch.resuming import find_source
+    from plugin.launch.scoring import make_scorer, scorer_for
     from plugin.rollout.engines.choice import check_engine, make_engine
 
     with contextlib.ExitStack() as cleanup:
@@ -105,7 +107,12 @@ def evaluate(
             load_directory(engine, weights)
         engines = LocalEngine(engine, choose_rollouts(config))
         with console.phase("evaluating"):
-            metrics = Evaluator(config, sets, engines, sampling, console.say).run(0)
+            scorer = make_scorer(config, sets[0].task)
+            cleanup.callback(scorer.close)
+            metrics = Evaluator(
+                *(config, sets, engines, sampling, console.say),
+                scorer_of=lambda task: scorer_for(task, scorer, config),
+            ).run(0)
     about = {"source": str(source)} | ({} if chosen is None else {"checkpoint": chosen.name})
     return {**about, **metrics}
 

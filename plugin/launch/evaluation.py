@@ -22,7 +22,9 @@ from plugin.errors import BatchError, EngineError
 from plugin.launch.rollout_queue import Engines, Group, QueueCounts, RolloutQueue
 from plugin.observe.evaluation_metrics import evaluation_metrics
 from plugin.rollout.engines.protocol import SamplingParameters
+from plugin.rollout.rewards.scorers import Scorer
 from plugin.rollout.tasks.eval_set import EvalSet
+from plugin.rollout.tasks.protocol import Task
 
 _ATTEMPTS = 3
 
@@ -92,6 +94,7 @@ class Evaluator:
     """Evaluates whatever weights the engines have on every set.
 
     sampling: that of training; say: prints a message for a person
+    scorer_of: who computes the rewards of a set's task; none = the task, on this thread
     """
 
     def __init__(
@@ -101,8 +104,10 @@ class Evaluator:
         engines: Engines,
         sampling: SamplingParameters,
         say: Callable[[str], None],
+        scorer_of: Callable[[Task], Scorer | None] = lambda _: None,
     ) -> None:
         self._config, self._sets, self._engines, self._say = config, sets, engines, say
+        self._scorer_of = scorer_of
         self._sampling = evaluation_sampling(config, sampling)
 
     def run(self, version: int) -> dict[str, float]:
@@ -122,6 +127,7 @@ class Evaluator:
             self._sampling,
             _queue_config(config, evaluated),
             lambda text: self._say(f"evaluation on {evaluated.name}: {text}"),
+            self._scorer_of(evaluated.task),
             counts=QueueCounts(issued=evaluated.first),
             rows=evaluated.rows,
         )

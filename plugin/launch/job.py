@@ -39,15 +39,19 @@ from plugin.launch.resuming import (
     earlier_evaluations,
     earlier_steps,
     find_checkpoint,
+    warn_of_other_rows,
 )
-from plugin.launch.rollout_queue import Group, RolloutQueue, joined
+from plugin.launch.rollout_queue import Group, RolloutQueue, joined, reward_parts
 from plugin.launch.run_directory import MODEL, MODELS, check_run_dir, claimed_run_dir
+from plugin.launch.sample_log import readable_samples
+from plugin.launch.scoring import make_scorer, scorer_for
 from plugin.launch.trainer_actor import TrainedStep
 from plugin.launch.trainer_group import TrainerGroup
 from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
 from plugin.observe.findings import Finding
 from plugin.observe.learning import learning_findings
 from plugin.observe.run_files import RunFiles, new_run_dir, without_slices
+from plugin.rollout.rewards.scorers import Scorer
 
 _STEPS_KEPT = 2000
 #: After so many steps a person is told if nothing is learned; once more at the end.
@@ -141,12 +145,19 @@ def _run_in(
             ended(result)
 
     try:
-        with _running(config, parts, console, connected, interrupts) as (trainer, engines):
+        with (
+            # Its processes start while Ray does.
+            contextlib.closing(make_scorer(config, parts.task)) as scorer,
+            _running(config, parts, console, connected, interrupts) as (trainer, engines),
+        ):
             console.say(
                 f"trainer ranks: {trainer.places_as_text()}; engines: {len(engines)}; started in "
                 f"{time.monotonic() - console.began:.0f} s; run directory: {run_dir}"
             )
-            job = _Job(config, parts, trainer, engines, files, checkpoints, console, result)
+            job = _Job(
+                *(config, parts, trainer, engines, scorer),
+                *(files, checkpoints, console, result),
+            )
             try:
                 job.run(interrupts)
             except KeyboardInterrupt:
@@ -215,6 +226,7 @@ class _Job:
         parts: JobParts,
         trainer: TrainerGroup,
         engines: EnginePool,
+        scorer: Scorer,
         files: RunFiles,
         checkpoints: RunCheckpoints,
         console: Console,
@@ -222,9 +234,12 @@ class _Job:
     ) -> None:
         self._config, self._parts, self._trainer, self._engines = config, parts, trainer, engines
         self._files, self._console, self._history = files, console, result.history
-        evaluator = Evaluator(config, parts.eval_sets, engines, parts.sampling, console.say)
+        evaluator = Evaluator(
+            *(config, parts.eval_sets, engines, parts.sampling, console.say),
+            scorer_of=lambda task: scorer_for(task, scorer, config),
+        )
         self._evaluations = Evaluations(config, evaluator, result.evaluations)
-        self._queue = RolloutQueue(parts.task, engines, parts.sampling, config, console.say)
+        self._queue = RolloutQueue(parts.task, engines, parts.sampling, config, console.say, scorer)
         self._start_of_queue = self._queue.state()
         self._checkpoints = checkpoints
         self._at = _Position()
@@ -329,6 +344,15 @@ class _Job:
             rollouts, masked["stale_token_share"] = without_old_tokens(rollouts, oldest)
         batch = prepare_batch(config, rollouts, self._parts.route_shape)
         described = describe_batch(config, batch, rollouts, self._at.version) | masked
+        parts = reward_parts(groups)
+        described |= {f"reward/{name}": float(values.mean()) for name, values in parts.items()}
+        trained = [group.index for group in groups]
+        if config.log_samples:
+            samples = readable_samples(
+                *(rollouts, parts, trained, self._parts.tokenizer),
+                *(config.log_samples, f"{config.seed}/{self._at.rollouts}"),
+            )
+            self._files.log_samples(self._at.updates + 1, samples)
         updates = mini_batches(config, rollouts, self._at.rollouts)
         timings = {
             "seconds_waiting": generated - began,
@@ -345,7 +369,6 @@ class _Job:
                 update.of(batch), progress, described | timings | place, began
             )
             began, timings = time.monotonic(), {}
-        trained = [group.index for group in groups]
         self._files.log_prompts(self._at.rollouts, trained, self._queue.take_dropped())
         self._at.rollouts += 1
         self._at.version += 1
@@ -542,12 +565,7 @@ class _Job:
         newest = self._checkpoints.newest()
         if newest is not None:
             state = self._trainer.load_checkpoint(str(newest))
-        data = self._parts.data
-        if data is not None and state.get("data", data.fingerprint) != data.fingerprint:
-            self._console.warn(
-                "the prompts are not those that the checkpoint was trained on: the same numbers "
-                "now mean other rows, and some may be trained on twice or never"
-            )
+        warn_of_other_rows(self._parts.data, state, self._console.warn)
         self._at = _Position(**state["position"])
         # A version names one set of weights: what was sent after the checkpoint keeps its number.
         self._at.version = max(self._at.version, self._last_sent + 1)

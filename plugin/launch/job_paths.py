@@ -27,11 +27,8 @@ def with_absolute_paths(config: JobConfig) -> JobConfig:
     for name in _CODE:
         value = getattr(config, name)
         if value is not None:
-            parts = [part.strip().rpartition(":") for part in value.split(",")]
-            changes[name] = ",".join(
-                f"{os.path.abspath(file) if file.endswith('.py') else file}{colon}{function}"
-                for file, colon, function in parts
-            )
+            changes[name] = ",".join(_with_whole_file(part.strip()) for part in value.split(","))
+    changes["reward"] = tuple(map(_with_whole_file, config.reward))
     for name in _FILES:
         value = getattr(config, name)
         if value is not None:
@@ -42,4 +39,10 @@ def with_absolute_paths(config: JobConfig) -> JobConfig:
             for name, rows in config.eval_sets
         ]
         changes["eval_data"] = tuple(f"{name}:{rows}" for name, rows in named)
-    return dataclasses.replace(config, **changes) if changes else config
+    return dataclasses.replace(config, **changes)
+
+
+def _with_whole_file(path: str) -> str:
+    """`file.py:function`, with whatever follows it, with the whole path of the file."""
+    file, colon, rest = path.partition(".py:")
+    return f"{os.path.abspath(file)}{colon}{rest}" if colon else path

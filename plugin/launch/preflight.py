@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
-from plugin.config.import_paths import load_called_with, load_function, try_on_example
+from plugin.config.import_paths import load_called_with, try_on_example
 from plugin.errors import ConfigError, HookLoadError
 from plugin.launch.model_source import (
     ModelSource,
@@ -35,11 +35,12 @@ from plugin.rollout.conversation.trajectory import Trajectory
 from plugin.rollout.engines.choice import check_engine
 from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
+from plugin.rollout.rewards.reward_set import RewardSet, enforced_limits
 from plugin.rollout.tasks.copy_digits import CopyDigitsTask
-from plugin.rollout.tasks.dataset_task import DatasetTask, RewardFunction
+from plugin.rollout.tasks.dataset_task import DatasetTask
 from plugin.rollout.tasks.eval_set import FIRST_HELD_OUT, EvalSet
 from plugin.rollout.tasks.prompt_data import PromptDataset
-from plugin.rollout.tasks.prompt_format import PromptFormat, lookup, no_column
+from plugin.rollout.tasks.prompt_format import PromptFormat
 from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt, checked_reward, require_task
 
 
@@ -47,10 +48,12 @@ from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt, checked_
 class JobParts:
     """What the driver holds once everything has been checked.
 
+    tokenizer: of the policy
     data: the rows of --prompt-data, where the task has them
     """
 
     task: Task
+    tokenizer: Any
     policy: ModelSource
     reference: ModelSource | None
     teacher: ModelSource | None
@@ -100,11 +103,13 @@ def check_job(
         )
     begin("task and reward")
     vocabulary = policy.hf_config["vocab_size"]
-    task = _tried_task(config, say, vocabulary)
+    tokenizer = load_tokenizer(config)
+    task = _tried_task(config, tokenizer, say, vocabulary)
     begin("evaluation data")
-    eval_sets = _eval_sets(config, task, say, vocabulary)
+    eval_sets = _eval_sets(config, tokenizer, task, say, vocabulary)
     return JobParts(
         task=task,
+        tokenizer=tokenizer,
         policy=policy,
         reference=(reference or policy) if config.use_kl_loss else None,
         teacher=teacher,
@@ -147,9 +152,10 @@ def _try_estimator(config: JobConfig) -> None:
         )
 
 
-def _tried_task(config: JobConfig, say: Callable[[str], None], vocab_size: int) -> Task:
+def _tried_task(
+    config: JobConfig, tokenizer: Any, say: Callable[[str], None], vocab_size: int
+) -> Task:
     """The task as the driver uses it, tried with one prompt and, where it scores, one reward."""
-    tokenizer = load_tokenizer(config)
     task = load_task(config, tokenizer, say)
     if isinstance(task, MultiTurnTask):
         if config.reward_timeout != JobConfig.reward_timeout:
@@ -180,15 +186,19 @@ def evaluation_parts(
     config: JobConfig, vocab_size: int, say: Callable[[str], None]
 ) -> tuple[tuple[EvalSet, ...], SamplingParameters]:
     """The sets of --eval-data and how training samples, for an evaluation by itself."""
-    task = None
+    task, tokenizer = None, load_tokenizer(config)
     if any(isinstance(rows, int) for _, rows in config.eval_sets):
-        task = _tried_task(config, say, vocab_size)
-    sets = _eval_sets(config, task, say, vocab_size)
+        task = _tried_task(config, tokenizer, say, vocab_size)
+    sets = _eval_sets(config, tokenizer, task, say, vocab_size)
     return sets, sampling_parameters(config, sets[0].task)
 
 
 def _eval_sets(
-    config: JobConfig, task: Task | None, say: Callable[[str], None], vocab_size: int
+    config: JobConfig,
+    tokenizer: Any,
+    task: Task | None,
+    say: Callable[[str], None],
+    vocab_size: int,
 ) -> tuple[EvalSet, ...]:
     """The sets of --eval-data; each is tried like the task."""
     found = []
@@ -201,7 +211,7 @@ def _eval_sets(
             )
         else:
             own = config.unchecked_copy(prompt_data=rows, shuffle_data=False)
-            data = _dataset_task(own, load_tokenizer(config), say, "--eval-data")
+            data = _dataset_task(own, tokenizer, say, "--eval-data")
             _try_single_turn(data, config, vocab_size)
             one = EvalSet(name, data, len(data.data))
         if one.rows == 1:
@@ -247,24 +257,12 @@ def _dataset_task(
     config: JobConfig, tokenizer: Any, say: Callable[[str], None], option: str = "--prompt-data"
 ) -> DatasetTask:
     assert config.prompt_data is not None
-    key, path = config.label_key, config.reward_function_path
-
-    def exact_match(response: str, row: Mapping[str, Any]) -> float:
-        return float(response.strip() == str(lookup(row, key)).strip())
-
-    def label_problem(row: Mapping[str, Any]) -> str | None:
-        try:
-            lookup(row, key)
-        except KeyError:
-            return no_column(row, key, "--label-key")
-        return None
-
-    reward: RewardFunction = exact_match if path is None else load_function(path)
+    rewards = RewardSet.of(config)
     data = PromptDataset(
         config.prompt_data,
         tokenizer,
         PromptFormat.of(config),
-        row_problem=label_problem if path is None else lambda _: None,
+        row_problem=rewards.load().label_problem,
         max_prompt_length=config.max_prompt_length,
         bad_rows=config.bad_rows,
         shuffle=config.shuffle_data,
@@ -272,7 +270,10 @@ def _dataset_task(
         say=say,
         option=option,
     )
-    return DatasetTask(data, tokenizer, reward)
+    limits = enforced_limits(rewards)
+    if limits is not None:
+        say(limits)
+    return DatasetTask(data, tokenizer, rewards)
 
 
 Rollouts = Callable[

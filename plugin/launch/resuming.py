@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from plugin.megatron_backend.checkpoint.directory import (
 )
 from plugin.observe.run_files import plain_settings, without_slices
 from plugin.observe.run_record import read_run
+from plugin.rollout.tasks.prompt_data import PromptDataset
 
 #: Where a run directory keeps them.
 CHECKPOINTS = "checkpoints"
@@ -30,6 +31,7 @@ _HARMLESS = {
     *("save_interval", "save_at_end", "keep_checkpoints", "dump_log_probs"),
     *("start_timeout", "step_timeout", "rollout_timeout", "max_restarts", "network_interface"),
     *("use_wandb", "wandb_project", "save_hf", "save_hf_interval"),
+    *("log_samples", "reward_workers", "reward_timeout", "reward_memory"),
     *("rollout_url", "rollout_weights_dir", "rollout_request_timeout", "rollout_request_retries"),
     *("rollout_api_key_env", "threads_per_rank"),
     *("eval_data", "eval_interval", "eval_at_start", "n_samples_per_eval_prompt", "keep_best"),
@@ -123,6 +125,17 @@ def find_source(path: Path, name: str | None) -> tuple[Path, Path]:
             "one (--save-interval, or at the end)"
         )
     return whole, chosen
+
+
+def warn_of_other_rows(
+    data: PromptDataset | None, state: Mapping[str, Any], warn: Callable[[str], None]
+) -> None:
+    """Warn if a checkpoint's position counts in other rows than `data`."""
+    if data is not None and state.get("data", data.fingerprint) != data.fingerprint:
+        warn(
+            "the prompts are not those that the checkpoint was trained on: the same numbers now "
+            "mean other rows, and some may be trained on twice or never"
+        )
 
 
 class RunCheckpoints:

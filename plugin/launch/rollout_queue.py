@@ -3,8 +3,9 @@
 A group is one prompt with all its responses. Groups are sent in chunks, at most two chunks wait at
 an engine, and how many groups may be under way is bounded so that none can be older than allowed
 when its turn comes. Those that are nevertheless (an engine that fell behind) are dropped and
-counted. What an engine that died or hung was working on is sent again as it was; a group with a
-failed response, or with one that could not be scored, is sampled again with other seeds.
+counted. Responses are scored as they arrive, while others are still generated. What an engine that
+died or hung was working on is sent again as it was; a group with a failed response, or with one
+that could not be scored, is sampled again with other seeds.
 
 A synchronous batch does not depend on timing: prompts are issued in rounds, each decided by the
 results of the rounds before it, and the batch is the first groups by number. With dynamic sampling
@@ -18,7 +19,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -29,12 +30,17 @@ from plugin.config import JobConfig
 from plugin.errors import ActorLost, BatchError, EngineError
 from plugin.launch.dynamic_sampling import DynamicSampling
 from plugin.ragged import ragged_range
+from plugin.rollout.conversation.deadline_calls import CallFailure
 from plugin.rollout.conversation.trajectory import Rollouts
 from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
-from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt, checked_reward
+from plugin.rollout.rewards.reward_set import Score
+from plugin.rollout.rewards.scorers import DriverScorer, Scorer
+from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt
 
 _CHUNKS_PER_ENGINE = 2
 _POLL_SECONDS = 1.0
+#: While responses are being scored, which ends at another place.
+_SHORT_POLL_SECONDS = 0.01
 #: A reward that fails on a row usually fails on it again, and a batch waits for all its groups.
 _REWARD_ATTEMPTS = 3
 #: Of all that may be under way, so many times over may be too old before a batch is given up.
@@ -59,11 +65,14 @@ class Group:
     """The number of a prompt, and its scored responses: trajectories `place` of `rollouts`.
 
     rollouts: an engine's whole answer, shared by the groups in it
+    parts: [n] float64 of every reward before its weight, by name; empty where there is only one
+        number, the task's or the environment's
     """
 
     index: int
     rollouts: Rollouts
     place: slice
+    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
     @property
     def rewards(self) -> NDArray[np.float64]:
@@ -103,6 +112,28 @@ class _Chunk:
 
 
 @dataclass
+class _Scoring:
+    """A group whose responses are being scored; `waiting` maps tickets to trajectories."""
+
+    one_try: _Try
+    answer: Rollouts
+    place: slice
+    waiting: dict[int, int] = field(default_factory=dict)
+    scores: dict[int, Score] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def group(self) -> Group:
+        """The group, all of whose responses have been scored."""
+        names = next(iter(self.scores.values())).parts if self.scores else ()
+        places = range(self.place.start, self.place.stop)
+        parts = {
+            name: np.array([self.scores[i].parts[name] for i in places], np.float64)
+            for name in names
+        }
+        return Group(self.one_try.index, self.answer, self.place, parts)
+
+
+@dataclass
 class QueueCounts:
     """Prompts issued, trained on and dropped; at any time issued = taken + dropped + under way.
 
@@ -130,6 +161,7 @@ class RolloutQueue:
     """Issues prompts, collects groups, returns batches; single-threaded, driven by the job's loop.
 
     say: prints a message for a person
+    scorer: who computes the rewards; none = the task, on this thread
     """
 
     task: Task
@@ -137,10 +169,12 @@ class RolloutQueue:
     parameters: SamplingParameters
     config: JobConfig
     say: Callable[[str], None] = print
+    scorer: Scorer | None = None
     counts: QueueCounts = field(default_factory=QueueCounts)
     _waiting: deque[_Try] = field(default_factory=deque)
     _ready: deque[Group] = field(default_factory=deque)
     _in_flight: dict[Any, _Chunk] = field(default_factory=dict)
+    _scoring: dict[int, _Scoring] = field(default_factory=dict)
     _last_answer: dict[int, float] = field(default_factory=dict)
     _dropped: dict[str, list[int]] = field(default_factory=dict)
     _batch_is_out: bool = False
@@ -150,6 +184,7 @@ class RolloutQueue:
 
     def __post_init__(self) -> None:
         self._sampling = DynamicSampling(self.config, lambda text: self.say(text))
+        self._scorer = self.scorer or DriverScorer(self.task, self.config.reward_timeout)
 
     def take(self, version: int) -> list[Group]:
         """The next batch of `rollout_batch_size` groups, oldest prompts first; waits for it.
@@ -194,7 +229,12 @@ class RolloutQueue:
     def under_way(self) -> int:
         """Groups issued and not yet taken."""
         in_flight = sum(len(chunk.tries) for chunk in self._in_flight.values())
-        return len(self._ready) + len(self._waiting) + in_flight
+        return len(self._ready) + len(self._waiting) + len(self._being_scored) + in_flight
+
+    @property
+    def _being_scored(self) -> list[_Try]:
+        by_index = {scoring.one_try.index: scoring.one_try for scoring in self._scoring.values()}
+        return list(by_index.values())
 
     def metrics(self) -> dict[str, float]:
         """The prompts' account so far, for metrics.jsonl, and what the last batch was chosen from.
@@ -228,7 +268,7 @@ class RolloutQueue:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the counts, and the prompts that were issued and not taken."""
-        pending = [_Try(group.index) for group in self._ready]
+        pending = [_Try(group.index) for group in self._ready] + self._being_scored
         pending += [t for chunk in self._in_flight.values() for t in chunk.tries] + [*self._waiting]
         return {
             "counts": asdict(self.counts),
@@ -241,6 +281,8 @@ class RolloutQueue:
         self._waiting = deque(_Try(*pending) for pending in state["pending"])
         self._ready.clear()
         self._in_flight.clear()
+        self._scoring.clear()
+        self._scorer.forget()
         self._dropped.clear()
         self._batch_is_out = False
         self._begin_rollout()
@@ -258,7 +300,8 @@ class RolloutQueue:
         """Whether groups that the batch may need, or that a refill depends on, are still out."""
         if not self._in_rounds:
             return False
-        return bool(self._in_flight or self._waiting) or len(self._ready) < self._limit()
+        out = self._in_flight or self._waiting or self._scoring
+        return bool(out) or len(self._ready) < self._limit()
 
     def _limit(self) -> int:
         """How many groups may be under way.
@@ -304,21 +347,27 @@ class RolloutQueue:
         self._in_flight[ticket] = _Chunk(engine, tries, prompts, time.monotonic())
 
     def _collect(self, *, wait: bool) -> None:
-        if not self._in_flight and not wait:
-            return
-        tickets = list(self._in_flight)
-        for ticket in self.engines.finished(tickets, wait_seconds=_POLL_SECONDS if wait else 0):
-            chunk = self._in_flight.pop(ticket)
-            self._last_answer[chunk.engine] = time.monotonic()
-            try:
-                answer = self.engines.answer(ticket)
-            except ActorLost:
-                self._send_again(chunk)
-            else:
-                self._accept(chunk, answer)
-        self._replace_hung_engines()
+        if self._in_flight:
+            long = 0.0 if not wait else _SHORT_POLL_SECONDS if self._scoring else _POLL_SECONDS
+            for ticket in self.engines.finished(list(self._in_flight), wait_seconds=long):
+                self._answered(ticket)
+            self._replace_hung_engines()
+        elif not self._scoring and wait:  # all engines are starting
+            self.engines.finished([], wait_seconds=_POLL_SECONDS)
+        self._collect_scores(_POLL_SECONDS if wait and not self._in_flight else 0.0)
+
+    def _answered(self, ticket: Any) -> None:
+        chunk = self._in_flight.pop(ticket)
+        self._last_answer[chunk.engine] = time.monotonic()
+        try:
+            answer = self.engines.answer(ticket)
+        except ActorLost:
+            self._send_again(chunk)
+        else:
+            self._accept(chunk, answer)
 
     def _accept(self, chunk: _Chunk, answer: Rollouts) -> None:
+        """Have the responses scored that carry no reward yet."""
         # Arrays of another process are read-only, and rewards are filled in here.
         answer = replace(answer, rewards=answer.rewards.copy())
         ends = np.searchsorted(answer.groups, np.arange(len(chunk.tries) + 1))
@@ -328,14 +377,39 @@ class RolloutQueue:
             if errors:
                 self._resample_or_drop(one_try, errors)
                 continue
-            try:
-                self._score(answer, place, prompt)
-            except BatchError as error:
-                self._count_failed_reward(str(error))
-                self._resample_or_drop(one_try, [str(error)], _REWARD_ATTEMPTS)
+            scoring = _Scoring(one_try, answer, place)
+            for i in range(place.start, place.stop):
+                if np.isnan(answer.rewards[i]):
+                    cut = bool(answer.truncated[i])
+                    ticket = self._scorer.submit(prompt, answer.response(i), truncated=cut)
+                    scoring.waiting[ticket] = i
+                    self._scoring[ticket] = scoring
+            if not scoring.waiting:
+                self._add_ready(scoring.group())
+
+    def _collect_scores(self, wait_seconds: float) -> None:
+        if not self._scoring:
+            return
+        for ticket, score in self._scorer.finished(wait_seconds=wait_seconds):
+            scoring = self._scoring.pop(ticket, None)
+            if scoring is None:  # of before a restart
                 continue
-            self._reward_errors.clear()
-            self._add_ready(Group(one_try.index, answer, place))
+            i = scoring.waiting.pop(ticket)
+            if isinstance(score, CallFailure):
+                scoring.failures.append(score.reason)
+            else:
+                scoring.answer.rewards[i] = score.total
+                scoring.scores[i] = score
+            if not scoring.waiting:
+                self._scored(scoring)
+
+    def _scored(self, scoring: _Scoring) -> None:
+        if scoring.failures:
+            self._count_failed_reward(scoring.failures[0])
+            self._resample_or_drop(scoring.one_try, scoring.failures, _REWARD_ATTEMPTS)
+            return
+        self._reward_errors.clear()
+        self._add_ready(scoring.group())
 
     def _add_ready(self, group: Group) -> None:
         """Take a scored group, or drop it if it teaches nothing.
@@ -353,14 +427,6 @@ class RolloutQueue:
             self.counts.dropped_uniform += len(dropped)
             self._dropped.setdefault("uniform", []).extend(dropped)
             self._ready = deque(g for g in self._ready if g.index not in set(dropped))
-
-    def _score(self, answer: Rollouts, place: slice, prompt: Prompt) -> None:
-        """Fill in the rewards that the task gives."""
-        for i in range(place.start, place.stop):
-            if np.isnan(answer.rewards[i]):
-                answer.rewards[i] = checked_reward(
-                    self.task, prompt, answer.response(i), self.config.reward_timeout
-                )
 
     def _count_failed_reward(self, error: str) -> None:
         """Raise if as many groups as a batch has, and 8 at least, failed with none between them."""
@@ -436,6 +502,12 @@ class RolloutQueue:
             return group.weight_version < version - self.config.staleness_limit
         # Older tokens are masked; the others of the response are trained on.
         return group.newest_of_each < version - limit
+
+
+def reward_parts(groups: Sequence[Group]) -> dict[str, NDArray[np.float64]]:
+    """[M] of every reward before its weight, in the order of `joined`; empty where one has none."""
+    names = groups[0].parts if all(group.parts for group in groups) else ()
+    return {name: np.concatenate([group.parts[name] for group in groups]) for name in names}
 
 
 def joined(groups: Sequence[Group]) -> Rollouts:

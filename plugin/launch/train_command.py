@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 #: What most people set; `--help-all` shows the rest.
 COMMON_FLAGS = (
-    *("hf_checkpoint", "prompt_data", "reward_function_path", "task_path"),
+    *("hf_checkpoint", "prompt_data", "prompt_key", "label_key", "apply_chat_template"),
+    *("reward", "task_path"),
     *("policy_loss", "use_tis", "custom_tis_function_path", "advantage_estimator"),
     *("lr", "num_rollouts", "rollout_batch_size"),
     *("n_samples_per_prompt", "max_response_length", "max_tokens_per_gpu", "rollout_engine"),

@@ -11,10 +11,12 @@ from typing import Any
 
 from plugin.observe.html_page import located, page, series, write_page
 from plugin.observe.learning import run_findings
-from plugin.observe.run_record import RunRecord, read_run
+from plugin.observe.run_record import RunRecord, read_run, read_samples
 
 #: A drawn line has at most twice this many points: the lowest and the highest of every stretch.
 MAX_STRETCHES = 600
+#: Samples in a report, of all runs together, and characters of each text.
+MAX_SAMPLES, MAX_TEXT = 300, 3000
 #: The slices show the mean over this many last steps.
 SLICE_STEPS = 20
 _DASHES = ("", "5 3", "2 3")
@@ -176,7 +178,16 @@ _SLICES = (
 )
 #: Not drawn: numbers that only count, and the slices and totals behind the panels.
 _BOOKKEEPING = (
-    *("step", "rollout", "weight_version", "lr", "turns", "skipped", "samples_per_trajectory"),
+    *(
+        "step",
+        "rollout",
+        "epoch",
+        "weight_version",
+        "lr",
+        "turns",
+        "skipped",
+        "samples_per_trajectory",
+    ),
     *("engine_restarts", "trainer_restarts", "padding_microbatch_share"),
 )
 _BOOKKEEPING_PREFIXES = ("mismatch/", "seconds", "prompts_", "dropped_", "groups_", "num_")
@@ -224,6 +235,7 @@ def report_html(runs: Sequence[RunRecord]) -> str:
             for item in run_findings(run)
         ],
         "checked": any((run.path / "findings.jsonl").exists() for run in runs),
+        "samples": _samples(runs, names),
         "settings": settings,
         "different": [
             row for row in settings if row[0] not in _OF_ONE_RUN and len(set(row[1:])) > 1
@@ -234,6 +246,25 @@ def report_html(runs: Sequence[RunRecord]) -> str:
     steps = ", ".join(str(len(run.steps)) for run in runs)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     return page(title, f"megatron-tis report · {steps} steps", data, "report.js")
+
+
+def _samples(runs: Sequence[RunRecord], names: list[str]) -> list[dict[str, Any]]:
+    """Samples to read, spread evenly over each run, the first and the last among them."""
+    shown = []
+    for run, name in zip(runs, names, strict=True):
+        found = read_samples(run.path) if (run.path / "samples.jsonl").exists() else []
+        most = MAX_SAMPLES // len(runs)
+        stride = max(1.0, (len(found) - 1) / max(1, most - 1))
+        places = {round(i * stride) for i in range(most) if round(i * stride) < len(found)}
+        for place in sorted(places):
+            texts = {key: _shortened(found[place].get(key)) for key in ("prompt", "response")}
+            shown.append({**found[place], **texts, "run": name})
+    return shown
+
+
+def _shortened(text: Any) -> str:
+    text = str(text)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} [...]"
 
 
 def _setting(run: RunRecord, key: str) -> str:

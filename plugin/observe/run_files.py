@@ -5,6 +5,7 @@
                      eval/<set>/<metric>
     prompts.jsonl    one object per rollout: the numbers of the prompts trained on, and of those
                      dropped, by cause
+    samples.jsonl    one object per rollout: a few samples with their texts and rewards
     findings.jsonl   what the mismatch detectors found, one object per finding
     events.out.*     TensorBoard
     report.html      written at the end, or by `megatron-tis report`
@@ -21,7 +22,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ REQUIRED_METRICS = (
 #: All that a run writes besides `checkpoints/`, `model/` and `models/`, as patterns.
 RUN_FILES = (
     *("config.yaml", "config.[0-9]*.yaml", "config.yaml.partial", "report.html"),
-    *("metrics.jsonl", "prompts.jsonl", "findings.jsonl", "events.out.tfevents.*"),
+    *("metrics.jsonl", "prompts.jsonl", "samples.jsonl", "findings.jsonl", "events.out.tfevents.*"),
 )
 
 
@@ -71,7 +72,7 @@ class RunFiles:
             # Prompts and responses may be private; an existing directory keeps its permissions.
             self.run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write_config(self.run_dir / "config.yaml", config)
-            for name in ("metrics.jsonl", "prompts.jsonl", "findings.jsonl"):
+            for name in ("metrics.jsonl", "prompts.jsonl", "samples.jsonl", "findings.jsonl"):
                 _end_broken_line(self.run_dir / name)
         except OSError as error:
             raise ConfigError(
@@ -117,6 +118,10 @@ class RunFiles:
         by_cause = {cause: list(prompts) for cause, prompts in dropped.items()}
         record = {"rollout": rollout, "trained": list(trained), "dropped": by_cause}
         self._append("prompts.jsonl", record)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Append the samples of the rollout whose first update is `step`; counts as in prompts."""
+        self._append("samples.jsonl", {"step": step, "samples": samples})
 
     def log_findings(self, step: int, findings: Iterable[Any]) -> None:
         """Append what the detectors found at `step` (objects with `as_dict`, or mappings)."""

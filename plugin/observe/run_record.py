@@ -87,6 +87,23 @@ def _is_evaluation(line: Mapping[str, Any]) -> bool:
     return any(name.startswith("eval/") for name in line)
 
 
+def read_samples(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The samples of samples.jsonl, each with its step; those of repeated steps as with steps.
+
+    A `ConfigError` if there are none.
+    """
+    path = Path(run_dir) / "samples.jsonl"
+    if not path.exists():
+        raise ConfigError(f"{path.parent} has no samples.jsonl; give a run with --log-samples")
+    lines = [line for line in _read_lines(path, []) if isinstance(line.get("step"), int)]
+    return [
+        {"step": line["step"], **sample}
+        for line in _last_course([(line["step"], line) for line in lines])
+        for sample in line.get("samples") or ()
+        if isinstance(sample, dict)
+    ]
+
+
 def _last_course(numbered: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
     """The records in order, without those that a later record with a smaller number takes back."""
     kept: list[tuple[Any, dict[str, Any]]] = []

@@ -13,11 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from plugin.config import JobConfig
 from plugin.config.policy_loss_traits import traits_of
 from plugin.launch.job import run_job
+from plugin.observe.run_record import read_samples
 from tests.ray.small_jobs import SIZES, run_small
 from tests.ray.tokenizer_files import save_character_tokenizer
 
@@ -107,15 +110,24 @@ def test_a_job_with_truncated_sampling_keeps_the_mismatch_of_one_without(
         assert 1 <= line["kept_ids_per_token"] <= 5
 
 
-def test_a_saved_model_is_trained_further_on_jsonl_prompts_with_a_teacher(
+OWN_REWARD = """
+def picky(response, row, *, label, num_tokens):
+    if label == "33":
+        raise ValueError("no reward for 33")
+    return num_tokens / 100
+"""
+
+
+def test_a_saved_model_is_trained_further_on_a_table_with_rewards_and_a_teacher(
     two_nodes: str, tmp_path: Path
 ) -> None:
     first = run_small(two_nodes, tmp_path / "first", num_nodes=1, save_hf=True)
     model = first.run_dir / "model"
     save_character_tokenizer(model)
-    rows = [{"prompt": f"{i}{i}=", "answer": f"{i}{i}"} for i in range(10)]
-    data = tmp_path / "prompts.jsonl"
-    data.write_text("\n".join(map(json.dumps, rows)))
+    rows = [{"question": f"{i}{i}=", "label": {"text": f"{i}{i}"}} for i in range(10)]
+    data, own = tmp_path / "prompts.parquet", tmp_path / "own.py"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data)
+    own.write_text(OWN_REWARD)
     config = JobConfig.from_sources(
         {
             **SIZES,
@@ -124,6 +136,11 @@ def test_a_saved_model_is_trained_further_on_jsonl_prompts_with_a_teacher(
             "run_dir": str(tmp_path / "second"),
             "hf_checkpoint": str(model),
             "prompt_data": str(data),
+            "prompt_key": "question",
+            "label_key": "label.text",
+            "reward": ["exact", f"{own}:picky:0.5"],
+            "reward_workers": 2,
+            "max_error_reschedule_attempts": 0,
             "teacher_hf_checkpoint": str(model),
             "teacher_tau": 0.5,
             "policy_loss": "dppo_tv",
@@ -133,6 +150,20 @@ def test_a_saved_model_is_trained_further_on_jsonl_prompts_with_a_teacher(
     assert len(history) == 3
     # At the first step the teacher is the policy.
     assert history[0]["teacher_kl"] == pytest.approx(0, abs=1e-6)
+    # The 12 prompts of 3 rollouts hold all 10 rows; the one without a reward costs its group.
+    assert history[-1]["dropped_failed"] == history[-1]["failed_rewards"] >= 1
+    assert history[-1]["epoch"] == 1.2
+    for line in history:
+        parts = line["reward/exact"] + 0.5 * line["reward/picky"]
+        assert line["reward"] == pytest.approx(parts) and 0 < line["reward/picky"] <= 0.06
+    samples = read_samples(tmp_path / "second")
+    assert [(s["step"], s["kind"]) for s in samples[:3]] == [
+        (1, "best"),
+        (1, "worst"),
+        (1, "random"),
+    ]
+    assert samples[0]["prompt"] in {row["question"] for row in rows}
+    assert set(samples[0]["rewards"]) == {"exact", "picky"} and samples[-1]["step"] == 3
 
 
 def train_command(run_dir: Path, *flags: str) -> list[str]:

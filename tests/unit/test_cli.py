@@ -110,6 +110,7 @@ FAILING = {
     "eval": ["no/such/run"],
     "export": ["no/such/run", "no/such/target"],
     "report": ["no/such/run"],
+    "samples": ["no/such/run"],
     "corrections": ["no-such-correction"],
 }
 

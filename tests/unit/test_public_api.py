@@ -44,7 +44,8 @@ PUBLIC: dict[str, set[str]] = {
             "OptimizerFlags",
         ),
         *("OutputFlags", "ParallelFlags", "PolicyLossFlags", "RegularizerFlags", "RejectionRule"),
-        *("RolloutFlags", "SamplingFlags", "TrainerConfig", "flag", "parse_rejection_rules"),
+        *("RewardFlags", "RolloutFlags", "SamplingFlags", "TrainerConfig", "flag"),
+        "parse_rejection_rules",
     },
 }
 

@@ -35,6 +35,37 @@ function findings() {
   addFindings(main, data.findings);
 }
 
+function sampleTable() {
+  element("h2", {}, main, "Samples");
+  const bar = element("div", { class: "toolbar" }, main);
+  const label = element("label", {}, bar, "search");
+  const box = element("input", { type: "search", placeholder: "text, best, worst, truncated" }, label);
+  const count = element("span", { class: "soft" }, bar);
+  const rows = data.samples.map((sample) => {
+    const parts = Object.entries(sample.rewards || {}).map(([name, value]) => `${name} ${shown(value)}`);
+    const kind = sample.kind + (sample.truncated ? ", truncated" : "");
+    const row = [sample.step, kind, sample.reward, parts.join(", "), sample.tokens, sample.prompt, sample.response];
+    return data.runs.length > 1 ? [sample.run, ...row] : row;
+  });
+  const names = ["step", "sample", "reward", "parts", "tokens", "prompt", "response"];
+  const titles = data.runs.length > 1 ? ["run", ...names] : names;
+  const host = element("div", { class: "samples" }, main);
+  addTable(host, titles, rows, [titles.length - 2, titles.length - 1]);
+  const lines = [...host.querySelectorAll("tbody tr")];
+  const search = () => {
+    const wanted = box.value.toLowerCase();
+    let found = 0;
+    lines.forEach((line, i) => {
+      const hit = rows[i].join("\n").toLowerCase().includes(wanted);
+      line.hidden = !hit;
+      found += hit;
+    });
+    count.textContent = `${found} of ${rows.length} samples`;
+  };
+  box.addEventListener("input", search);
+  search();
+}
+
 const headers = ["setting", ...data.runs.map((run) => run.name)];
 
 function differences() {
@@ -68,5 +99,6 @@ if (data.other.length) {
   for (const chart of data.other) addChart(others, chart);
 }
 if (!grave) findings();
+if (data.samples.length) sampleTable();
 settings();
 finish();

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from plugin.errors import ConfigError
+from plugin.rollout.rewards.reward_set import RewardSet, reward_input
 from plugin.rollout.tasks.prompt_data import PromptDataset
 from plugin.rollout.tasks.protocol import Prompt
 
-RewardFunction = Callable[[str, Mapping[str, Any]], float]
-
 
 class DatasetTask:
-    """Prompts of `data`, and `reward_function` of a response's text and its row."""
+    """Prompts of `data`; `rewards` of a response's text and its row.
 
-    def __init__(
-        self, data: PromptDataset, tokenizer: Any, reward_function: RewardFunction
-    ) -> None:
+    In a job the rewards are computed by a `TextScorer`; `reward` is the same on this thread.
+    """
+
+    def __init__(self, data: PromptDataset, tokenizer: Any, rewards: RewardSet) -> None:
         if tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no eos_token_id, so no response could end")
-        self.data = data
-        self._tokenizer, self._reward_function = tokenizer, reward_function
+        self.data, self.rewards, self.tokenizer = data, rewards, tokenizer
+        self._loaded = rewards.load()
         self.stop_token_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
 
     def prompt(self, index: int) -> Prompt:
@@ -29,6 +29,11 @@ class DatasetTask:
         return self.data.prompt(index)
 
     def reward(self, prompt: Prompt, response: Sequence[int]) -> float:
-        """The reward function's value for the text of the response, without the stop token."""
-        kept = [token for token in response if token not in self.stop_token_ids]
-        return self._reward_function(self._tokenizer.decode(kept), prompt.data)
+        """The weighted sum of the rewards of a response."""
+        given = reward_input(self, prompt, response, with_prompt=self.asks_prompt)
+        return self._loaded.score(given).total
+
+    @property
+    def asks_prompt(self) -> bool:
+        """Whether a reward reads the prompt's text."""
+        return self._loaded.asks_prompt

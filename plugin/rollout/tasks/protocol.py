@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
 from plugin.config.import_paths import try_on_example
 from plugin.errors import BatchError, ConfigError
 from plugin.rollout.conversation.deadline_calls import CallFailure, call_here
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
+
+_LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 class Tokenizer(Protocol):
@@ -55,7 +55,10 @@ class Task(Protocol):
         ...
 
     def reward(self, prompt: Prompt, response: Sequence[int]) -> float:
-        """What the response's token ids are worth; with the stop token if there is one."""
+        """What the response's token ids are worth; with the stop token if there is one.
+
+        With --reward-workers it is called in other processes, each with a task of its own.
+        """
         ...
 
 
@@ -118,4 +121,4 @@ def as_reward(value: Any) -> float | None:
         number = float(value)
     except Exception:  # of whatever type the value has
         return None
-    return number if abs(number) <= torch.finfo(torch.float32).max else None
+    return number if abs(number) <= _LARGEST_FLOAT32 else None

@@ -15,6 +15,7 @@ from plugin.config import JobConfig
 from plugin.errors import ConfigError
 from plugin.launch.job import _with_epochs
 from plugin.launch.preflight import load_task
+from plugin.launch.resuming import warn_of_other_rows
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET
 from plugin.rollout.tasks.prompt_data import PromptDataset
@@ -245,7 +246,13 @@ def test_epochs_become_rollouts_and_exclude_their_number() -> None:
         JobConfig.from_sources({**settings, "num_epochs": 2, "num_rollouts": 3})
 
 
-def test_other_data_has_another_fingerprint(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_with_other_rows_is_warned(tmp_path: Path) -> None:
     one = PromptDataset(write_jsonl(tmp_path / "a.jsonl"), TOKENIZER)
     other = PromptDataset(write_jsonl(tmp_path / "b.jsonl", ROWS[::-1]), TOKENIZER)
-    assert one.fingerprint != other.fingerprint
+    warned: list[str] = []
+    warn_of_other_rows(one, {"data": one.fingerprint}, warned.append)
+    warn_of_other_rows(one, {}, warned.append)  # of a run on another task, or before the first save
+    warn_of_other_rows(None, {"data": one.fingerprint}, warned.append)
+    assert warned == []
+    warn_of_other_rows(other, {"data": one.fingerprint}, warned.append)
+    assert "now mean other rows" in warned[0]
