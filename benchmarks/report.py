@@ -72,7 +72,7 @@ def _sampling_mask_section(data: dict[str, Any]) -> list[str]:
     lines = [
         f"## A sampling mask of {data['kept']} ids per token, {data['rows']} x {data['columns']}\n",
         "Time with the mask in units of the same pass without it; wanted: at most 1.10. A log-prob pass that reports no "
-        "entropy reads the kept ids alone. Both ways took turns.\n",
+        "entropy reads the kept ids alone. Both ways took turns, on one thread.\n",
         "| pass | dtype | x without | processor x without |",
         "|---|---|---|---|",
     ]

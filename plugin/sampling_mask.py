@@ -45,17 +45,27 @@ def top_p_rows(batch: Mapping[str, Any], response_lengths: Sequence[int]) -> Rag
         )
     ids, counts = [], []
     for sample, length in enumerate(response_lengths):
-        offsets = as_integers(torch.as_tensor(batch[TOP_P_OFFSETS][sample]))
-        own = torch.as_tensor(batch[TOP_P_IDS][sample])
-        if len(offsets) != length + 1 or offsets[0] != 0 or offsets[-1] != len(own):
+        given = [batch[name][sample] for name in (TOP_P_IDS, TOP_P_OFFSETS)]
+        # A sample without them, such as one that was never sampled, has none to offer.
+        own, ends = (torch.as_tensor([] if value is None else value) for value in given)
+        offsets = as_integers(ends)
+        sound = len(offsets) == length + 1 and offsets[0] == 0 and offsets[-1] == len(own)
+        if not sound or bool((np.diff(offsets) < 0).any()):
             raise BatchError(
-                f"{TOP_P_OFFSETS} of sample {sample} has {len(offsets)} entries and ends at "
-                f"{offsets[-1] if len(offsets) else 'nothing'}; a response of {length} tokens and "
-                f"{len(own)} kept ids needs {length + 1}, from 0 to {len(own)}"
+                f"{TOP_P_OFFSETS} of sample {sample} are {_shown(offsets)}; a response of {length} "
+                f"tokens with {len(own)} kept ids needs {length + 1} that ascend from 0 to "
+                f"{len(own)}"
             )
-        ids.append(own)
+        ids.append(own.to(torch.int64))
         counts.append(np.diff(offsets))
     return Ragged(Ragged.of(ids).values, np.concatenate(counts) if counts else [])
+
+
+def _shown(offsets: Integers) -> str:
+    few = ", ".join(map(str, offsets[:4]))
+    return (
+        f"[{few}, ... {offsets[-1]}] ({len(offsets)} of them)" if len(offsets) > 4 else f"[{few}]"
+    )
 
 
 def check_columns(

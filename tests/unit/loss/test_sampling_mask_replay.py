@@ -203,6 +203,10 @@ def spoiled(change: str) -> dict[str, Any]:
         del batch["rollout_top_p_token_offsets"]
     elif change == "missing row":
         offsets[1] = offsets[1][:-1]
+    elif change == "none of a sample":
+        ids[1] = offsets[1] = None
+    elif change == "backwards":
+        offsets[1] = torch.tensor([0, 5, 3], dtype=torch.int32)
     elif change == "empty row":
         ids[1], offsets[1] = ids[1][:0], torch.zeros(3, dtype=torch.int32)
     elif change == "not kept":
@@ -216,7 +220,9 @@ def spoiled(change: str) -> dict[str, Any]:
     "change, message",
     [
         ("no field", "--rollout-top-p is below 1 and the batch has no rollout_top_p_token_offsets"),
-        ("missing row", "rollout_top_p_token_offsets of sample 1 has 2 entries"),
+        ("missing row", r"rollout_top_p_token_offsets of sample 1 are \[0, 0\]; .* needs 3"),
+        ("none of a sample", r"offsets of sample 1 are \[\]; a response of 2 tokens"),
+        ("backwards", r"sample 1 are \[0, 5, 3\]; .* that ascend from 0 to 3"),
         ("empty row", "position 1 of sample 1 has no kept ids"),
         ("not kept", "position 1 of sample 1 was sampled as .* not among its 3 kept ids"),
         ("twice", "position 1 of sample 1 keeps the id . twice"),
