@@ -101,13 +101,15 @@ def test_layouts(two_nodes: str, tmp_path: Path, settings: dict[str, Any]) -> No
 def test_a_job_with_truncated_sampling_keeps_the_mismatch_of_one_without(
     two_nodes: str, tmp_path: Path, more: dict[str, Any]
 ) -> None:
-    settings = {"num_nodes": 1, "rollout_dtype": "bfloat16", "use_tis": True, **more}
-    truncated = {"rollout_top_p": 0.9, "rollout_top_k": 5}
+    # Many prompts: with few, a truncated policy may get one reward for all, and no gradient.
+    sizes = {"num_nodes": 1, "rollout_batch_size": 32}
+    settings = {**sizes, "rollout_dtype": "bfloat16", "use_tis": True, **more}
+    truncated = {"rollout_top_p": 0.95, "rollout_top_k": 8}
     plain = run_small(two_nodes, tmp_path / "plain", **settings).history
     replayed = run_small(two_nodes, tmp_path / "replayed", **settings, **truncated).history
-    for line, other in zip(replayed, plain, strict=True):
-        assert line["mismatch_kl"] < 2 * other["mismatch_kl"] + 1e-5
-        assert 1 <= line["kept_ids_per_token"] <= 5
+    # At the first update engine and trainer have the same weights: what is left is bfloat16.
+    assert replayed[0]["mismatch_kl"] < 2 * plain[0]["mismatch_kl"] < 1e-3
+    assert all(1 <= line["kept_ids_per_token"] <= 8 for line in replayed)
 
 
 OWN_REWARD = """
