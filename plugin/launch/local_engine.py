@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from plugin.errors import EngineError
 from plugin.megatron_backend.model.weight_files import HfDirectory
@@ -57,8 +59,13 @@ class LocalEngine:
 
 
 def load_directory(engine: RolloutEngine, directory: Path) -> None:
-    """Load the weights of a Hugging Face directory as version 0, bucket by bucket."""
-    buckets = pack_buckets(HfDirectory(directory).items())
+    """Load the weights of a Hugging Face directory as version 0."""
+    load_tensors(engine, HfDirectory(directory).items())
+
+
+def load_tensors(engine: RolloutEngine, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Load weights by their Hugging Face names as version 0, bucket by bucket."""
+    buckets = pack_buckets(named_tensors)
     held = next(buckets)
     for bucket in buckets:
         engine.load_weights(0, held, last=False)

@@ -13,12 +13,12 @@ from plugin.compare.dump_reading import open_dump
 from plugin.compare.log_prob_dump import LogProbDump
 from plugin.compare.routing_mismatch import measured, routed_batch
 from plugin.config import TrainerConfig
+from plugin.launch.local_engine import load_tensors
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.rollout.conversation.single_turn import run_single_turn
 from plugin.rollout.conversation.trajectory import Rollouts
 from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.rollout.engines.transformers_engine import TransformersEngine
-from plugin.rollout.engines.weight_buckets import pack_buckets
 
 
 def sampled(
@@ -26,9 +26,7 @@ def sampled(
 ) -> RolloutBatch:
     """128 responses of up to 16 tokens, with log-probs, routes and weights."""
     built = TransformersEngine(hf_config.to_dict(), **engine)
-    buckets = list(pack_buckets(state_dict.items()))
-    for number, bucket in enumerate(buckets):
-        built.load_weights(0, bucket, last=number + 1 == len(buckets))
+    load_tensors(built, state_dict.items())
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(hf_config.vocab_size, (16, 6), generator=generator).tolist()
     requests = [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
-from tests.parallel import bisect_jobs
+from tests.parallel import bisect_jobs, tiny_models
 from tests.parallel.bisect_jobs import BFLOAT16, FLOAT32
 
 #: family, fault, where it has to be found
@@ -74,3 +77,28 @@ def test_hidden_states_of_an_engine_elsewhere_are_enough(
     assert found["passes"][0]["rollout_dtype"] == dtype
     clean = run_ranks(bisect_jobs.find_in_file, 1, "qwen3_moe", None, dtype, file, outputs_only)[0]
     assert not clean["fault"], clean["text"]
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "plugin", *words], capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.slow
+def test_the_command_compares_two_directories_and_its_own_file(tmp_path) -> None:
+    model = tiny_models.hf_model(tiny_models.tiny_qwen3_moe(), seed=3)
+    model.save_pretrained(tmp_path / "model")
+    bisect_jobs.plant(model, ("swapped experts", 2, (0, 1))).save_pretrained(tmp_path / "engine")
+    both = ("--hf-checkpoint", str(tmp_path / "model"))
+    page, states = tmp_path / "page.html", tmp_path / "states.safetensors"
+    engine = ("--engine-hf-checkpoint", str(tmp_path / "engine"))
+    outputs = ("--html", str(page), "--save-hidden-states", str(states))
+    found = command("doctor", "--bisect", *both, *engine, *outputs)
+    assert found.returncode == 1 and "FOUND: the MLP of layer 2" in found.stdout, found.stderr
+    assert '"label":"layer 2: MLP"' in page.read_text()
+    again = command("doctor", "--bisect", *both, "--hidden-states", str(states), "--json")
+    verdict = json.loads(again.stdout)["verdict"]
+    assert again.returncode == 1 and (verdict["layer"], verdict["part"]) == (2, "mlp")
+    clean = command("doctor", "--bisect", *both)
+    assert clean.returncode == 0 and "is rounding" in clean.stdout, clean.stderr

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
+import pytest
+
+from plugin.compare.log_prob_dump import LogProbDump
 from tests.parallel import routing_jobs, tiny_models
 
 
@@ -28,3 +35,21 @@ def test_kept_ids_of_truncated_sampling_count_in_every_row(run_ranks, tmp_path) 
     rows = run_ranks(routing_jobs.replay_a_dump, 1, config, state, str(tmp_path), 5)[0]
     # 5 of 96 tokens: over the whole vocabulary the mean |log ratio| would be above 1.
     assert all(row["abs_log_ratio"] < 0.1 for row in rows)
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_row_for_every_way_to_route(tmp_path) -> None:
+    config = tiny_models.tiny_qwen3_moe()
+    tiny_models.hf_model(config, seed=3).save_pretrained(tmp_path / "model")
+    batch = routing_jobs.sampled(
+        config, tiny_models.hf_state_dict(config, seed=3), dtype="bfloat16"
+    )
+    columns = {**batch.columns, "log_probs": batch.columns["rollout_log_probs"]}
+    LogProbDump(tmp_path / "dump", with_routes=True).write(0, columns)
+    words = ("compare", str(tmp_path / "dump"), "--routing", "--json", "-")
+    done = subprocess.run(
+        [sys.executable, "-m", "plugin", *words, "--hf-checkpoint", str(tmp_path / "model")],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    result = json.loads(done.stdout)
+    assert result["samples"] == 128 and len(result["rows"]) == 3, done.stderr

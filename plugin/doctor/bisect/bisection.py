@@ -23,8 +23,8 @@ from plugin.doctor.bisect.layer_trace import LayerTrace
 #: part, layer, the engine's values, the trainer's, and more of `PartDifference`
 _Pair = tuple[Any, int | None, Tensor, Tensor, dict[str, Any]]
 Part = Literal["embedding", "attention", "router", "mlp", "layer", "head"]
-#: Local differences that rounding explains. The first holds where all layers are below; one layer
-#: may stand out to the second, as deep as five times the median of its kind.
+#: What rounding explains is five times the median of all layers, within these bounds: below the
+#: first it always does, above the second never.
 _LIMITS = {"float32": (2e-5, 2e-4), "float16": (4e-3, 1.5e-2), "bfloat16": (2e-2, 5e-2)}
 _STANDS_OUT = 5.0
 PART_NAMES = {"mlp": "MLP", "head": "LM head", "layer": "whole"}

@@ -20,14 +20,13 @@ from plugin.doctor.bisect.engine_trace import trace_engine
 from plugin.doctor.bisect.layer_trace import LayerTrace, load_trace, save_trace
 from plugin.doctor.bisect.trainer_trace import trace_trainer
 from plugin.doctor.bisect.verdict import Verdict, judge
+from plugin.launch.local_engine import load_directory, load_tensors
 from plugin.launch.model_source import ModelSource, directory_source, policy_source
-from plugin.megatron_backend.model.weight_files import HfDirectory
 from plugin.megatron_backend.parallel_groups import ParallelGroups, one_process
 from plugin.megatron_backend.trainer import MegatronTrainer
 from plugin.rollout.engines.transformers_engine import TransformersEngine
-from plugin.rollout.engines.weight_buckets import pack_buckets
 
-#: The engine's model at a dtype; None = given with the weights that the trainer exports.
+#: From a dtype and the trainer, whose weights it may take: the engine's model.
 EngineModel = Callable[[Any, MegatronTrainer], nn.Module]
 
 
@@ -52,7 +51,6 @@ def run_bisect(options: BisectOptions) -> tuple[list[Bisection], Verdict]:
         hf_checkpoint=options.hf_checkpoint,
         embedded_model=options.embedded_model,
         seed=options.seed,
-        transformer_impl="auto",
     )
     source = policy_source(config)
     hf_config = source.as_config()
@@ -96,33 +94,48 @@ def bisect_passes(
     save: where the engine's trace of the last pass is written
     """
     if isinstance(engine, LayerTrace):
-        found = precision_of(engine)
-        dtypes = [(train_dtype, found) for train_dtype, _ in dtypes]
+        precision = precision_of(engine)
+        dtypes = [(train_dtype, precision) for train_dtype, _ in dtypes]
         sequences = engine.sequences()
-    topk = getattr(hf_config, "num_experts_per_tok", None)
     passes = []
     for train_dtype, rollout_dtype in dict.fromkeys(dtypes):
-        trainer = MegatronTrainer(
-            TrainerConfig(train_dtype=train_dtype), hf_config, groups, trainable=False
+        found, trace = _one_pass(
+            groups, hf_config, weights, engine, sequences, train_dtype, rollout_dtype
         )
-        trainer.load_hf_weights(weights)
-        if isinstance(engine, LayerTrace):
-            trace = engine
-        else:
-            trace = trace_engine(engine(rollout_dtype, trainer), sequences)
-        passes.append(
-            bisect(
-                trace,
-                trace_trainer(trainer, sequences),
-                trace_trainer(trainer, sequences, trace),
-                train_dtype=train_dtype,
-                rollout_dtype=rollout_dtype,
-                topk=topk,
-            )
-        )
+        passes.append(found)
     if save is not None:
         save_trace(trace, save)
     return passes
+
+
+def _one_pass(
+    groups: ParallelGroups,
+    hf_config: Any,
+    weights: str | Mapping[str, Tensor],
+    engine: LayerTrace | EngineModel,
+    sequences: Sequence[Tensor],
+    train_dtype: Any,
+    rollout_dtype: Any,
+) -> tuple[Bisection, LayerTrace]:
+    """The comparison and the engine's trace; the models are gone when it returns."""
+    # Transformer Engine has no float32 attention for packed rows.
+    layers: Any = "local" if train_dtype == "float32" else "auto"
+    config = TrainerConfig(train_dtype=train_dtype, transformer_impl=layers)
+    trainer = MegatronTrainer(config, hf_config, groups, trainable=False)
+    trainer.load_hf_weights(weights)
+    if isinstance(engine, LayerTrace):
+        trace = engine
+    else:
+        trace = trace_engine(engine(rollout_dtype, trainer), sequences)
+    found = bisect(
+        trace,
+        trace_trainer(trainer, sequences),
+        trace_trainer(trainer, sequences, trace),
+        train_dtype=train_dtype,
+        rollout_dtype=rollout_dtype,
+        topk=getattr(hf_config, "num_experts_per_tok", None),
+    )
+    return found, trace
 
 
 def _engine_builder(options: BisectOptions, source: ModelSource, config: JobConfig) -> EngineModel:
@@ -136,12 +149,9 @@ def _engine_builder(options: BisectOptions, source: ModelSource, config: JobConf
             (other or source).hf_config, dtype=dtype, quantization=options.rollout_quantization
         )
         if other is None:
-            weights: Any = trainer.export_hf_weights()
+            load_tensors(engine, trainer.export_hf_weights())
         else:
-            weights = HfDirectory(Path(str(other.directory))).items()
-        buckets = list(pack_buckets(weights))
-        for number, bucket in enumerate(buckets):
-            engine.load_weights(0, bucket, last=number + 1 == len(buckets))
+            load_directory(engine, Path(str(other.directory)))
         return engine.model
 
     return build
