@@ -45,8 +45,10 @@ def plan_resources(config: JobConfig, *, use_gpus: bool) -> ResourcePlan:
     node = {"CPU": cpus * per_node, **({"GPU": float(per_node)} if use_gpus else {})}
     own = {"CPU": cpus, **({"GPU": 1.0} if use_gpus else {})}
     if not config.colocate:
-        engines = [own] * config.num_rollout_engines
-        return ResourcePlan([node] * config.num_nodes, engines, own, own)
+        # The client of servers computes nothing itself.
+        engine = {"CPU": cpus} if config.engine_traits.asks_servers else own
+        engines = [engine] * config.num_rollout_engines
+        return ResourcePlan([node] * config.num_nodes, engines, own, engine)
     rank = {"CPU": cpus, **({"GPU": COLOCATED_RANK_GPU} if use_gpus else {})}
     engine = {"CPU": 0.0, **({"GPU": COLOCATED_ENGINE_GPU} if use_gpus else {})}
     return ResourcePlan([node] * config.num_nodes, [], rank, engine)

@@ -26,6 +26,14 @@ def test_each_rank_and_engine_has_a_gpu_where_there_are_gpus() -> None:
     assert plan.engines == [{"CPU": 3.0, "GPU": 1.0}] * 2
 
 
+def test_the_client_of_servers_takes_no_gpu() -> None:
+    servers = {"rollout_url": "http://127.0.0.1:8000", "rollout_weights_dir": "/shared"}
+    config = JobConfig(rollout_engine="http", **servers, **SIZES)
+    plan = plan_resources(config, use_gpus=True)
+    assert plan.rank["GPU"] == 1 and plan.engine == plan.engines[0] == {"CPU": 1.0}
+    check_cluster(plan, [{"CPU": 8.0, "GPU": 4.0}])  # as many as there are ranks
+
+
 def test_a_colocated_engine_shares_a_gpu_with_exactly_one_rank() -> None:
     plan = plan_resources(JobConfig(colocate=True, **SIZES), use_gpus=True)
     assert plan.engines == []
