@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: bench-jobs docs test-gpu test-slow test-adapters test-skyrl test-vllm soak
+.PHONY: train-math bench-jobs docs test-gpu test-slow test-adapters test-skyrl test-vllm soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -89,6 +89,11 @@ format: venv ## let ruff rewrite the files
 
 train: venv ## a complete RL job on this machine, on CPU
 	$(BIN)/megatron-tis train
+
+train-math: venv ## arithmetic in words: data, a warmed-up model, then DAPO with evaluation on held-out problems, on CPU
+	$(BIN)/python examples/math_words/make_data.py
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/math_words/warm_up.py
+	$(BIN)/megatron-tis train --config examples/math_words/dapo.yaml
 
 bench: venv ## kernels, losses, training steps and whole jobs against peers and the memory floor, 50 minutes: benchmarks/results.md
 	$(BIN)/python -m benchmarks --with-peers
