@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
+from plugin.errors import ReplayError
 from plugin.launch.mini_batches import mini_batches
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.rollout.conversation.trajectory import Rollouts
@@ -123,3 +124,25 @@ def test_mini_batches_are_as_many_manual_steps(
         update = float((weights[name] - start.weights[name]).abs().max())
         assert float((value - weights[name]).abs().max()) < 1e-3 * update, name
     assert all(other[0] == mine for other in others)
+
+
+def train_on_recorded_routes(groups: ParallelGroups, start: Start) -> tuple[list[float], str]:
+    """Record two mini-batches, train on both; then record one and train on the other."""
+    trainer = new_trainer(groups, start, {"use_routing_replay": True, "max_tokens_per_gpu": 20})
+    parts = [start.batch.select(range(4)), start.batch.select(range(4, 9))]
+    for number, part in enumerate(parts):
+        trainer.compute_log_probs(part, keep_routes=number > 0)
+    agreement = [trainer.train_step(part).metrics["replay/agreement"] for part in parts]
+    trainer.compute_log_probs(parts[0])
+    try:
+        trainer.train_step(parts[1])
+    except ReplayError as error:
+        return agreement, str(error)
+    return agreement, ""
+
+
+def test_every_mini_batch_repeats_its_own_recorded_routes(run_ranks: RunRanks) -> None:
+    [(agreement, error), *_] = run_ranks(train_on_recorded_routes, 2, Start.of("qwen3_moe"))
+    # The first is trained with the weights that chose the routes, the second after an update.
+    assert agreement[0] == pytest.approx(1.0) and 0.3 < agreement[1] <= 1.0
+    assert "recorded for another batch" in error
