@@ -54,7 +54,9 @@ SLIME_LOSS_FLAGS: dict[str, SlimeFlag] = {
         False, "without TIS the corrections are observed, not applied; slime's loss applies them"
     ),
     "use_rollout_logprobs": _honored(False),
-    "use_opsm": _honored(False, "opsm_function before the other corrections"),
+    "use_opsm": _honored(
+        False, "opsm_function before the other corrections, token by token as in slime"
+    ),
     "opsm_delta": _honored(1e-4),
     "rollout_temperature": _honored(1.0),
     "recompute_loss_function": _honored(False, "the loss may run inside torch's checkpoint"),
