@@ -148,6 +148,33 @@ def test_closing_ends_the_workers_at_once_also_while_they_work(own: str) -> None
         os.kill(process.pid, 0)
 
 
+def test_a_program_under_test_ends_with_the_worker(tmp_path: Path) -> None:
+    chosen = RewardSet(parse_rewards(("code_tests",)), constants={"timeout": 60.0})
+    file = tmp_path / "pid"
+    program = f"import os, time\nopen({str(file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    with RewardPool(chosen, workers=1, seconds=60, memory_mb=256) as pool:
+        pool.mailbox().submit(RewardInput(program, {"answer": "assert True"}))
+        while not (file.exists() and file.read_text()):
+            time.sleep(0.05)
+    for _ in range(100):
+        if not Path(f"/proc/{file.read_text()}").exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError("the program outlived its worker")
+
+
+def test_a_worker_that_cannot_be_started_fails_its_responses(
+    own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("plugin.rollout.rewards.pool.subprocess.Popen", refuse)
+    chosen = RewardSet(parse_rewards((f"{own}:spoiled",)))
+    with RewardPool(chosen, workers=1, seconds=1, memory_mb=64) as pool:
+        assert ask(pool, {}) == [CallFailure("no process for rewards: no more processes")]
+
+
 def test_a_row_that_cannot_be_sent_costs_itself(pool: RewardPool) -> None:
     bad, good = ask(pool, {"kind": lambda: None}, {})
     assert isinstance(bad, CallFailure) and isinstance(good, Score)

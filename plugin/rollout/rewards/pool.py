@@ -152,11 +152,23 @@ class _Worker:
         with self._lock:
             if self._closed:
                 return CallFailure("the job ends")
-            ours, theirs = Pipe()
+            try:
+                self._process, self._connection = self._spawn()
+            except OSError as error:  # too many processes or files, no memory
+                return CallFailure(str(error))
+        answer = self._ask(self._source, _START_SECONDS)
+        if answer == "ready":
+            return None
+        self.kill()
+        return answer if isinstance(answer, CallFailure) else CallFailure("it did not start")
+
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        ours, theirs = Pipe()
+        with theirs:
             descriptor = theirs.fileno()
             # What the driver can import, and in that order; `-P`: not the working directory first.
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "plugin.rollout.rewards.worker"),
                     *(str(descriptor), str(self._memory_mb)),
@@ -167,13 +179,7 @@ class _Worker:
                 # Ctrl-C is for the driver; and what a reward has started ends with its process.
                 start_new_session=True,
             )
-            theirs.close()
-            self._connection = ours
-        answer = self._ask(self._source, _START_SECONDS)
-        if answer == "ready":
-            return None
-        self.kill()
-        return answer if isinstance(answer, CallFailure) else CallFailure("it did not start")
+        return process, ours
 
     def score(self, given: Any) -> Score | CallFailure:
         """The score of a response, in a new process if the last one is gone."""

@@ -13,12 +13,15 @@ It does not hide the file system: the program reads what the job's user can read
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import runpy
+import signal
 import sys
 
+_PR_SET_PDEATHSIG = 1
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _FILE_BYTES = 16 << 20
 
@@ -30,6 +33,12 @@ def leave_network() -> bool:
     except (OSError, AttributeError):
         return False
     return unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0 or unshare(_CLONE_NEWNET) == 0
+
+
+def die_with_the_caller() -> None:
+    """End when the process that started this one does; Linux only."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def limit(memory_mb: int, seconds: int) -> None:
@@ -49,6 +58,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--probe"]:
         sys.exit(0 if leave_network() else 3)
     leave_network()
+    die_with_the_caller()  # after the namespace, whose new rights would undo it
     limit(int(sys.argv[1]), int(sys.argv[2]))
     program = os.path.abspath(sys.argv[3])
     sys.argv = [program]

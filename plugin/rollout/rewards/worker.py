@@ -7,22 +7,20 @@ answers one response after the other until the socket is closed. It imports no t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import resource
-import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
 
 from plugin.rollout.conversation.deadline_calls import CallFailure
-
-_PR_SET_PDEATHSIG = 1
+from plugin.rollout.rewards.sandbox import die_with_the_caller
 
 
 def main(descriptor: int, memory_mb: int) -> None:
     """Serve until the driver is gone."""
-    _die_with_the_driver()
+    # Also while a reward hangs, when nobody reads the socket.
+    die_with_the_caller()
     # What a reward prints belongs to the person, not into the answers.
     os.dup2(2, 1)
     connection = Connection(descriptor)
@@ -50,12 +48,6 @@ def described(error: BaseException) -> CallFailure:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return CallFailure(f"a reward failed: {type(error).__name__}: {str(error)[:500]}{where}")
-
-
-def _die_with_the_driver() -> None:
-    """Also while a reward hangs, when nobody reads the socket; Linux only."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _limit_memory(megabytes: int) -> None:
