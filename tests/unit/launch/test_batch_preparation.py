@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +18,8 @@ from plugin.launch.batch_preparation import (
     with_checked_routes,
 )
 from plugin.launch.job import learning_rate
+from plugin.megatron_backend.step.batch_share import cut_share, plan_batch
+from plugin.ragged import Ragged
 from plugin.rollout.conversation.trajectory import Rollouts, Trajectory
 
 
@@ -153,3 +158,38 @@ def test_learning_rate_warms_up_then_decays() -> None:
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4])
     cosine = JobConfig(lr=1.0, lr_decay_style="cosine", num_rollouts=2)
     assert learning_rate(cosine, 1) == pytest.approx(0.5)
+
+
+def test_preparing_100_000_samples_takes_less_than_a_second_of_cpu() -> None:
+    """Once through the driver's hot path: advantages, checks, description, plan and shares."""
+    count, length = 100_000, 8
+    tokens = torch.arange(count * length) % 15
+    batch = RolloutBatch(
+        {
+            "unconcat_tokens": Ragged(tokens, [length] * count),
+            "total_lengths": torch.full((count,), length),
+            "response_lengths": torch.full((count,), length // 2),
+            "loss_masks": Ragged(torch.ones(count * length // 2).long(), [length // 2] * count),
+            "rollout_log_probs": Ragged(-torch.rand(count * length // 2), [length // 2] * count),
+            "weight_versions": torch.zeros(count, dtype=torch.int64),
+        }
+    )
+    rollouts = Rollouts(
+        batch,
+        np.repeat(np.arange(count // 8), 8),
+        np.ones(count, np.int64),
+        np.arange(count) % 3 / 2.0,
+        np.full(count, ""),
+        np.ones(count, np.int64),
+        np.zeros(count, np.bool_),
+    )
+    config = JobConfig(micro_batch_size=256)
+    began = time.process_time()
+    prepared = prepare_batch(config, rollouts)
+    describe_batch(config, prepared, rollouts, 0)
+    plan = plan_batch(
+        prepared, config, dp_size=4, cp_size=1, round_size=1, hidden_size=64, longest=100
+    )
+    shares = [cut_share(prepared, plan, rank, weight=1.0) for rank in range(4)]
+    assert time.process_time() - began < 1.0
+    assert sum(len(share.samples) for share in shares) == count
