@@ -457,7 +457,9 @@ class RolloutQueue:
 
     def _send_again(self, chunk: _Chunk) -> None:
         self.counts.resent += len(chunk.tries)
-        self._waiting.extendleft(reversed(chunk.tries))
+        # In order, so that what an engine lost is generated together as before: rounding depends
+        # on that.
+        self._waiting = deque(sorted([*chunk.tries, *self._waiting]))
 
     def _replace_hung_engines(self) -> None:
         limit = self.config.engine_patience

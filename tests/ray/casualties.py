@@ -64,8 +64,9 @@ class AfterSteps:
 
 
 def logged_steps(metrics: Path) -> int:
-    """Lines of a metrics file; 0 before it exists."""
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    """Steps in a metrics file, without the evaluations; 0 before it exists."""
+    lines = metrics.read_bytes().splitlines() if metrics.exists() else []
+    return sum(b'"eval/' not in line for line in lines)
 
 
 def trained_prompts(run_dir: Path) -> list[int]:

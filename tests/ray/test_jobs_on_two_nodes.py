@@ -73,11 +73,19 @@ def test_pipeline_parallel_across_nodes_with_asynchronous_rollouts(
         rollout_quantization="int8",
         eval_data="held:6",
         eval_interval=1,
+        keep_best=True,
         dynamic_sampling=True,
+        save_hf_interval=3,
     )
     # Each evaluation is of the weights after its rollout, and no prompt of training is missing.
     assert [line["weight_version"] for line in result.evaluations] == [0, 1, 2, 3, 4]
     assert all(line["eval/held/prompts"] == 6 for line in result.evaluations)
+    trained = result.evaluations[1:]
+    best = max(trained, key=lambda line: (line["eval/held/mean"], -line["step"]))
+    assert result.best_checkpoint is not None
+    assert result.best_checkpoint.name == f"step_{best['step']:07d}"
+    models = [path.name for path in (tmp_path / "run" / "models").iterdir()]
+    assert models == ["step_0000003"]
     for line in result.history:
         dropped = sum(line[f"dropped_{cause}"] for cause in ("stale", "failed", "uniform"))
         known = line["prompts_trained"] + dropped + line["prompts_under_way"]

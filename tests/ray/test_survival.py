@@ -14,6 +14,8 @@ import psutil
 import pytest
 
 from plugin.errors import EngineError, ParallelError
+from plugin.launch.console import Console
+from plugin.launch.eval_command import evaluate
 from plugin.launch.job import JobResult
 from plugin.observe.run_record import read_run
 from tests.ray.casualties import (
@@ -35,6 +37,8 @@ RESUMABLE = {
     "save_interval": 3,
     "eval_data": "held:8",
     "eval_interval": 2,
+    "dynamic_sampling": True,
+    "over_sampling_batch_size": 6,
 }
 
 
@@ -54,7 +58,8 @@ def test_a_killed_engine_is_replaced_and_a_killed_rank_sends_the_trainer_back_to
         result = run_small(two_nodes, tmp_path / "run", **RESUMABLE)
     assert engine.done and rank.done
     assert result.history[-1]["engine_restarts"] == result.history[-1]["trainer_restarts"] == 1
-    assert trained_prompts(tmp_path / "run") == list(range(10 * 4))
+    assert trained_prompts(tmp_path / "run") == trained_prompts(unbroken.run_dir)
+    assert dropped_prompts(tmp_path / "run") == dropped_prompts(unbroken.run_dir)
     assert [s["step"] for s in result.history] == list(range(1, 11))
     # Responses depend on weights, prompt and seed alone: the new engine gives the old one's.
     assert [s["loss"] for s in result.history] == [s["loss"] for s in unbroken.history]
@@ -194,9 +199,20 @@ def test_a_run_resumed_after_kill_9_of_the_driver_repeats_the_unbroken_one(
         assert [s[name] for s in mine] == [s[name] for s in theirs], name
     assert [line["step"] for line in _scores(killed)] == [0, 2, 4, 6, 8, 10]
     assert _scores(killed) == _scores(unbroken.run_dir)
-    assert trained_prompts(killed) == list(range(10 * 4))
+    trained = trained_prompts(killed)
+    assert trained == trained_prompts(unbroken.run_dir) and len(set(trained)) == 10 * 4
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, [process.cmdline() for process in alive]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_evaluated_by_itself_scores_what_the_run_recorded(unbroken: JobResult) -> None:
+    for source in (unbroken.run_dir, unbroken.run_dir / "checkpoints" / "step_0000010"):
+        alone = evaluate(source, None, {}, Console())
+        assert alone["checkpoint"] == "step_0000010"
+        recorded = {k: v for k, v in unbroken.evaluations[-1].items() if k.startswith("eval/")}
+        assert recorded["eval/held/prompts"] == 8
+        assert {k: alone[k] for k in recorded} == pytest.approx(recorded)
 
 
 def _is_agent(process: psutil.Process) -> bool:

@@ -6,23 +6,37 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, TrainingError
 from plugin.launch.rollout_queue import RolloutQueue
-from plugin.rollout.engines.protocol import SamplingParameters
+from plugin.rollout.engines.protocol import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    SamplingParameters,
+)
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET, CopyDigitsTask
 from plugin.rollout.tasks.protocol import Prompt
 from tests.unit.launch.test_rollout_queue import DirectEngines
-from tests.unit.rollout.engines.tiny_engines import loaded_engine
 
-ENGINE = loaded_engine()
+
+class TwoTokens:
+    """An engine without a model; its responses are cut off where nothing can end them."""
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+    ) -> list[list[Generation]]:
+        reason: FinishReason = "stop" if parameters.stop_token_ids else "length"
+        answer = Generation(torch.tensor([1, 2]), reason, 0, torch.zeros(2))
+        return [[answer] * len(request.seeds) for request in requests]
 
 
 class Equal(CopyDigitsTask):
@@ -45,7 +59,7 @@ class InAnyOrder(DirectEngines):
     """Answers one ticket at a time, in an order drawn from `seed`; keeps what each one asked for."""
 
     def __init__(self, seed: int, engines: int) -> None:
-        super().__init__([ENGINE] * engines)
+        super().__init__([cast(Any, TwoTokens())] * engines)
         self.draw = random.Random(seed)
         self.chunks: list[tuple[int, ...]] = []
 
@@ -180,10 +194,9 @@ def test_asynchronous_rollouts_drop_and_refill_while_the_trainer_works() -> None
 
 
 def test_a_group_whose_responses_are_all_masked_teaches_nothing() -> None:
-    # Responses of at most 1 token are cut off unless that token is the end of the text.
     flags = {"overlong_filtering": True, "max_refills_per_rollout": 1}
     queue, _ = make_queue(set(), **flags)
-    queue.parameters = SamplingParameters(max_response_length=1, stop_token_ids=())
+    queue.parameters = SamplingParameters(max_response_length=2, stop_token_ids=())
     assert len(taken(queue)) == 4 and queue.counts.kept_uniform == 4
 
 
