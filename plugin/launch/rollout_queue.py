@@ -209,7 +209,8 @@ class RolloutQueue:
         self.counts.taken += wanted
         if self.config.dynamic_sampling:
             self.counts.kept_uniform += sum(not self._sampling.teaches(group) for group in batch)
-            self._reward_generated = float(np.mean(self._generated or [math.nan]))
+            # In order: the last digit of a sum depends on it, and answers come in any order.
+            self._reward_generated = float(np.mean(sorted(self._generated) or [math.nan]))
         self._begin_rollout()
         self._batch_is_out = True
         return batch
