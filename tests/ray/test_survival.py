@@ -160,9 +160,9 @@ def test_a_lost_rank_without_checkpoints_ends_the_job_with_advice(
 def _command(run_dir: Path, *extra: str, rollouts: int) -> list[str]:
     """`run_small` as a command of its own process."""
     sizes = {**SIZES, **RESUMABLE, "num_rollouts": rollouts, "run_dir": run_dir}
-    flags = [
-        w for name, value in sizes.items() for w in (f"--{name.replace('_', '-')}", str(value))
-    ]
+    flags = []
+    for name, value in sizes.items():
+        flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     return [sys.executable, "-m", "plugin", "train", *flags, *extra]
 
 
