@@ -113,6 +113,8 @@ def test_mini_batches_and_epochs_of_an_asynchronous_job(
         n_samples_per_prompt=3,
         global_batch_size=6,
         num_updates_per_rollout=2,
+        # Its baseline is the rollout's, so that no mini-batch is without a gradient.
+        advantage_estimator="reinforce_plus_plus",
         async_rollouts=True,
         use_tis=True,
         train_log_probs=old,
