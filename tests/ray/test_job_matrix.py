@@ -109,7 +109,8 @@ def test_a_job_with_truncated_sampling_keeps_the_mismatch_of_one_without(
     replayed = run_small(two_nodes, tmp_path / "replayed", **settings, **truncated).history
     # At the first update engine and trainer have the same weights: what is left is bfloat16.
     assert replayed[0]["mismatch_kl"] < 2 * plain[0]["mismatch_kl"] < 1e-3
-    assert all(1 <= line["kept_ids_per_token"] <= 8 for line in replayed)
+    # In bfloat16 several ids may tie for the last place, and all of them are kept.
+    assert all(1 <= line["kept_ids_per_token"] < 12 for line in replayed)
 
 
 OWN_REWARD = """
