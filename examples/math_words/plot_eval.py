@@ -18,7 +18,7 @@ def read_lines(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
 
 
 def draw(run_dir: Path, file: Path) -> None:
-    """Accuracy on held-out problems with its 95 % interval, and the reward of training."""
+    """Left: accuracy on held-out problems, and the reward of training. Right: how long answers are."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -26,27 +26,42 @@ def draw(run_dir: Path, file: Path) -> None:
     from matplotlib import pyplot
 
     steps, evaluations = read_lines(run_dir)
-    figure, axes = pyplot.subplots(figsize=(7.5, 3.8))
-    axes.plot(
+    figure, (accuracy, length) = pyplot.subplots(1, 2, figsize=(9.5, 3.6), width_ratios=(2, 1))
+    accuracy.plot(
         [step["step"] for step in steps],
         [step["reward"] for step in steps],
-        color="#b8b8b8", linewidth=1, label="training reward, sampled groups",
-    )  # fmt: skip
-    places = [line["step"] for line in evaluations]
-    mean, low, high = (
-        [line[f"eval/held-out/mean{suffix}"] for line in evaluations]
-        for suffix in ("", "/ci_low", "/ci_high")
+        color="#b0b0b0",
+        label="training: reward of the groups with a spread",
     )
-    axes.fill_between(places, low, high, color="#1f77b4", alpha=0.15, linewidth=0)
-    axes.plot(places, mean, "o-", color="#1f77b4", label="accuracy on held-out problems, greedy")
-    for place, value in ((places[0], mean[0]), (places[-1], mean[-1])):
-        axes.annotate(
-            f"{value:.0%}", (place, value), textcoords="offset points", xytext=(0, 9), ha="center"
+    places = [line["step"] for line in evaluations]
+    mean, low, high, tokens = (
+        [line[f"eval/held-out/{name}"] for line in evaluations]
+        for name in ("mean", "mean/ci_low", "mean/ci_high", "response_length")
+    )
+    accuracy.fill_between(places, low, high, color="#1f77b4", alpha=0.15, linewidth=0)
+    accuracy.plot(
+        places,
+        mean,
+        "o-",
+        color="#1f77b4",
+        label="held-out problems: accuracy, greedy, 95 % interval",
+    )
+    for place, value, below in ((places[0], mean[0], -14), (places[-1], mean[-1], -16)):
+        accuracy.annotate(
+            f"{value:.1%}",
+            (place, value),
+            textcoords="offset points",
+            xytext=(0, below),
+            ha="center",
         )
-    axes.set_ylim(0, 1.05)
-    axes.set_xlabel("optimizer step")
-    axes.legend(loc="lower right", fontsize=9)
-    axes.grid(alpha=0.25)
+    accuracy.set_ylim(0, 1.05)
+    accuracy.legend(loc="lower right", fontsize=8)
+    length.plot(places, tokens, "o-", color="#2ca02c")
+    length.set_ylim(bottom=0)
+    length.set_title("tokens of a held-out answer", fontsize=10)
+    for axes in (accuracy, length):
+        axes.set_xlabel("optimizer step")
+        axes.grid(alpha=0.25)
     figure.tight_layout()
     figure.savefig(file, metadata={"Date": None})
 
