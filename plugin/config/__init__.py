@@ -3,19 +3,8 @@
 from plugin.config.data_flags import DataFlags, RewardFlags
 from plugin.config.eval_flags import EvalFlags
 from plugin.config.flags import FlagGroup, flag
-from plugin.config.job_flags import (
-    EMBEDDED_DEFAULTS,
-    BatchingFlags,
-    ConversationFlags,
-    JobConfig,
-    LaunchFlags,
-    ModelFlags,
-    OptimizerFlags,
-    OutputFlags,
-    ParallelFlags,
-    RolloutFlags,
-    TrainerConfig,
-)
+from plugin.config.job_flags import EMBEDDED_DEFAULTS, JobConfig
+from plugin.config.launch_flags import LaunchFlags, OutputFlags
 from plugin.config.loss_flags import (
     AdvantageFlags,
     CorrectionFlags,
@@ -26,7 +15,15 @@ from plugin.config.loss_flags import (
 )
 from plugin.config.policy_loss_traits import RATIO_LOSSES, ROLLOUT_LOSSES
 from plugin.config.rejection_rules import RejectionRule, parse_rejection_rules
+from plugin.config.rollout_flags import ConversationFlags, RolloutFlags
 from plugin.config.sampling_flags import SamplingFlags
+from plugin.config.trainer_flags import (
+    BatchingFlags,
+    ModelFlags,
+    OptimizerFlags,
+    ParallelFlags,
+    TrainerConfig,
+)
 
 __all__ = [
     "EMBEDDED_DEFAULTS",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from plugin.config.flags import FlagGroup, expect, flag, needs_flag
 
 if TYPE_CHECKING:
-    from plugin.config.job_flags import RolloutFlags
+    from plugin.config.rollout_flags import RolloutFlags
 
 #: Refills of one rollout, in batches of prompts, where nothing is said.
 _REFILL_BATCHES = 10

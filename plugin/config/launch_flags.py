@@ -1,0 +1,130 @@
+"""Flags of launching a job and of what it writes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
+
+
+@dataclass(frozen=True)
+class LaunchFlags(FlagGroup):
+    title: ClassVar[str] = "launch"
+
+    num_nodes: int = flag(1, "nodes that hold trainer ranks", at_least=1)
+    num_gpus_per_node: int | None = flag(
+        None,
+        "trainer ranks per node, one per GPU, or per CPU slot without GPUs; none = as few as fit "
+        "the layout",
+        at_least=1,
+    )
+    address: str | None = flag(
+        None, "Ray cluster to join: host:port, or auto; none = a private one on this machine"
+    )
+    colocate: bool = flag(
+        False, "engines share the trainer's GPUs (or CPU slots) instead of having their own"
+    )
+    cpus_per_rank: int = flag(1, "CPU slots that a rank or engine reserves", at_least=1)
+    threads_per_rank: int | Literal["auto"] = flag(
+        "auto",
+        "torch threads of a rank or engine on CPU; auto = the node's cores over its ranks, or over "
+        "the engines; asynchronous: over both; 1 for a model of hidden size below 256",
+        at_least=1,
+    )
+    start_timeout: float = flag(300.0, "seconds the actors may take to start", above=0)
+    step_timeout: float = flag(1800.0, "seconds a step of trainer or engine may take", above=0)
+    max_restarts: int = flag(
+        3,
+        "times in a row that a lost engine, or the trainer, is restarted without progress",
+        at_least=0,
+    )
+    network_interface: str | None = flag(
+        None, "interface for trainer traffic between nodes; none = loopback, or Ray's with several"
+    )
+    seed: int = flag(1234, "seed of weights, prompts and sampling", at_least=0)
+
+
+@dataclass(frozen=True)
+class OutputFlags(FlagGroup):
+    title: ClassVar[str] = "output"
+
+    run_dir: str | None = flag(None, "run directory; none = runs/<time>-<name>")
+    name: str = flag("train", "name of the run")
+    save_interval: int | None = flag(
+        None, "rollouts between checkpoints; a lost trainer rank restarts from the last", at_least=1
+    )
+    save_at_end: bool | None = flag(
+        None,
+        "write a checkpoint at the end and on Ctrl-C; none = with --hf-checkpoint or "
+        "--save-interval",
+    )
+    keep_checkpoints: int = flag(2, "checkpoints to keep, the newest", at_least=1)
+    resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
+    resume_from: str | None = flag(
+        None, "go on from this checkpoint in --run-dir instead, e.g. step_0000012"
+    )
+    overwrite: bool = flag(
+        False, "delete what an earlier run wrote to --run-dir and --dump-log-probs, then start"
+    )
+    save_hf: bool = flag(
+        False, "write the trained model as a Hugging Face directory, model/, at the end"
+    )
+    save_hf_interval: int | None = flag(
+        None, "rollouts between Hugging Face models in models/step_<number>/; all stay", at_least=1
+    )
+    detect_mismatch: bool = flag(
+        True, "look for shifted, constant, tempered, truncated or stale log-probs at every step"
+    )
+    custom_detector_path: str | None = flag(
+        None,
+        "import paths of your own mismatch detectors, comma-separated",
+        needs=needs_flag("detect_mismatch"),
+    )
+    dump_log_probs: str | None = flag(
+        None, "directory for the log-probs of every step, for `megatron-tis compare`"
+    )
+    dump_routes: bool = flag(
+        False,
+        "MoE: the dump also holds the engine's routes and, where it reports them, their weights, "
+        "for `megatron-tis compare --routing`",
+        needs=Needs(
+            "--dump-log-probs, and --use-rollout-routing-replay or --detect-routing",
+            lambda config: config.dump_log_probs is not None and config.wants_rollout_routes,
+        ),
+    )
+    log_samples: int = flag(
+        3,
+        "samples per rollout that samples.jsonl and the report keep, with their texts: in turn the "
+        "best, the worst, a random one; 0 = none",
+        at_least=0,
+    )
+    use_wandb: bool = flag(False, "also log to Weights & Biases, if it is installed")
+    wandb_project: str = flag("megatron-tis", "its project", needs=needs_flag("use_wandb"))
+
+    def check(self) -> None:
+        expect(
+            not self.resumes or self.run_dir is not None,
+            "--resume without --run-dir: name the run directory to go on with",
+        )
+        expect(
+            self.resume_from is None or re.fullmatch(r"step_\d+", self.resume_from) is not None,
+            f"--resume-from is {self.resume_from}; name a checkpoint in --run-dir, such as "
+            "step_0000012",
+        )
+        expect(
+            not (self.overwrite and self.resumes),
+            "--overwrite with --resume: one deletes the run that the other goes on with; drop one "
+            "of the two",
+        )
+        expect(
+            not self.overwrite or self.run_dir is not None or self.dump_log_probs is not None,
+            "--overwrite without --run-dir: a run without it gets a new directory; drop it, or "
+            "name the directory",
+        )
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the job goes on with the run in its directory."""
+        return self.resume or self.resume_from is not None

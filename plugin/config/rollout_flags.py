@@ -1,0 +1,260 @@
+"""Flags of rollouts: engines, sampling limits, several turns, servers."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from plugin.config.engine_traits import ENGINES
+from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
+from plugin.config.trainer_flags import DtypeName
+
+
+@dataclass(frozen=True)
+class RolloutFlags(FlagGroup):
+    title: ClassVar[str] = "rollouts"
+
+    rollout_engine: str = flag(
+        "transformers", "what generates the tokens; http = servers at --rollout-url", names=ENGINES
+    )
+    num_rollout_engines: int = flag(1, "engine actors; prompts are shared out", at_least=1)
+    rollout_batch_size: int = flag(32, "prompts per rollout", at_least=1)
+    n_samples_per_prompt: int = flag(8, "responses per prompt (one group)", at_least=1)
+    num_rollouts: int = flag(100, "rollout batches to train on", at_least=1)
+    max_prompt_length: int = flag(1024, "longer prompts are an error, in tokens", at_least=1)
+    max_response_length: int = flag(1024, "tokens a response may have", at_least=1)
+    rollout_top_p: float = flag(1.0, "nucleus sampling; 1 = off", above=0)
+    rollout_top_k: int | None = flag(None, "sample among the k likeliest; none = off", at_least=1)
+    use_rollout_sampling_mask: Literal["auto", "on", "off"] = flag(
+        "auto",
+        "have the engine report the ids that top-p and top-k kept, and compute every log-prob over "
+        "them; auto = on where the engine truncates and can report them",
+        needs=Needs(
+            "--rollout-top-p below 1 or --rollout-top-k", lambda config: config.truncates_sampling
+        ),
+    )
+    return_rollout_log_probs: bool = flag(
+        True, "have the engine report the log-prob of every sampled token"
+    )
+    rollout_dtype: DtypeName = flag("float32", "dtype of the engine's weights")
+    rollout_quantization: Literal["none", "int8"] = flag(
+        "none", "int8 = the engine's linear layers keep 8-bit weights, one scale per output row"
+    )
+    rollout_max_batch: int = flag(256, "responses an engine generates at once", at_least=1)
+    async_rollouts: bool = flag(False, "generate the next rollouts while the trainer trains")
+    max_weight_staleness: int | None = flag(
+        None, "async: drop samples more weight versions old than this; none = 1", at_least=0
+    )
+    partial_rollouts: bool = flag(
+        False,
+        "new weights interrupt running responses, which go on with them; each token keeps the "
+        "version that sampled it",
+        needs=needs_flag("async_rollouts"),
+    )
+    partial_rollout_mode: Literal["recompute", "continue"] = flag(
+        "recompute",
+        "interrupted responses are read again with the new weights, or go on with the keys and "
+        "values of the old ones",
+        needs=needs_flag("partial_rollouts"),
+    )
+    max_token_staleness: int | None = flag(
+        None,
+        "mask tokens more weight versions old than this, and drop groups only if a response has "
+        "no other; none = drop groups with a token beyond --max-weight-staleness",
+        at_least=0,
+        needs=needs_flag("partial_rollouts"),
+    )
+
+    max_error_reschedule_attempts: int | None = flag(
+        None,
+        "times a group with a failed or empty response is sampled again before it is dropped; "
+        "none = for ever, or 3 times where the reward failed",
+        at_least=0,
+    )
+    rollout_timeout: float | None = flag(
+        None,
+        "seconds an engine may take for the requests it is sent at once before it is replaced; "
+        "none = --step-timeout",
+        above=0,
+    )
+
+    def check(self) -> None:
+        expect(
+            self.rollout_top_p <= 1,
+            f"--rollout-top-p is {self.rollout_top_p}; it must lie in (0, 1]",
+        )
+        expect(
+            self.max_weight_staleness is None or self.async_rollouts,
+            f"--max-weight-staleness is {self.max_weight_staleness} but rollouts are synchronous "
+            "and never stale; add --async-rollouts",
+        )
+        expect(
+            (self.max_token_staleness or 0) <= self.staleness_limit,
+            f"--max-token-staleness is {self.max_token_staleness} and --max-weight-staleness "
+            f"{self.staleness_limit}: no token gets that old; lower the first or raise the second",
+        )
+
+    @property
+    def truncates_sampling(self) -> bool:
+        """Whether the engine samples from a part of the vocabulary."""
+        return self.rollout_top_p < 1 or self.rollout_top_k is not None
+
+    @property
+    def staleness_limit(self) -> int:
+        """The weight age that is still trained on."""
+        if not self.async_rollouts:
+            return 0
+        return 1 if self.max_weight_staleness is None else self.max_weight_staleness
+
+
+#: A task of the user's own may read any flag, and only such a task has several turns.
+_OWN_TASK = Needs("--task-path with a multi-turn task", lambda config: config.task_path is not None)
+
+
+@dataclass(frozen=True)
+class ConversationFlags(FlagGroup):
+    title: ClassVar[str] = "several turns (multi-turn tasks)"
+
+    max_turns: int = flag(
+        16, "replies of the policy in one trajectory", at_least=1, needs=_OWN_TASK
+    )
+    max_context_length: int | None = flag(
+        None,
+        "a turn starts only if its context and --max-response-length fit into so many tokens; "
+        "none = no limit",
+        at_least=2,
+        needs=_OWN_TASK,
+    )
+    preserve_all_thinking: bool = flag(
+        False,
+        "keep the thinking of older turns that the chat template would strip",
+        needs=_OWN_TASK,
+    )
+    preserve_thinking_between_tool_calls: bool = flag(
+        False, "keep it until a new user message arrives", needs=_OWN_TASK
+    )
+    chat_template_kwargs: str | None = flag(
+        None,
+        'JSON object passed to the chat template, e.g. {"enable_thinking": false}; for multi-turn '
+        "tasks and --apply-chat-template",
+    )
+    environment_timeout: float = flag(
+        60.0,
+        "seconds that one step of an environment may take; then its trajectory fails",
+        above=0,
+        needs=_OWN_TASK,
+    )
+    environment_threads: int = flag(
+        16,
+        "environments of an engine that take a step at the same time",
+        at_least=1,
+        needs=_OWN_TASK,
+    )
+
+    def check(self) -> None:
+        self.template_arguments()
+
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template is called with besides messages and tools."""
+        if self.chat_template_kwargs is None:
+            return {}
+        try:
+            arguments = json.loads(self.chat_template_kwargs)
+        except ValueError:
+            arguments = None
+        expect(
+            isinstance(arguments, dict),
+            f"--chat-template-kwargs is {self.chat_template_kwargs!r}; it must be a JSON object "
+            "such as "
+            '{"enable_thinking": false}',
+        )
+        return dict(arguments)
+
+
+#: An engine of the user's own may read any flag.
+_SERVERS = Needs(
+    "--rollout-engine http",
+    lambda config: config.engine_traits.asks_servers or config.rollout_engine not in ENGINES,
+)
+
+
+@dataclass(frozen=True)
+class ServerFlags(FlagGroup):
+    title: ClassVar[str] = "rollout servers (--rollout-engine http)"
+
+    rollout_url: str | None = flag(
+        None, "URLs of inference servers, separated by commas; requests are balanced over them"
+    )
+    rollout_server: Literal["vllm", "sglang"] = flag("vllm", "what the servers are", needs=_SERVERS)
+    rollout_weights_dir: str | None = flag(
+        None, "directory that job and servers share, through which the servers get new weights"
+    )
+    rollout_request_timeout: float = flag(
+        600.0,
+        "seconds a server may take for one response, to its last byte",
+        above=0,
+        needs=_SERVERS,
+    )
+    rollout_request_retries: int = flag(
+        3,
+        "times a response is asked for again before it counts as failed",
+        at_least=0,
+        needs=_SERVERS,
+    )
+    max_answer_bytes: int = flag(
+        16 << 20,
+        "size of one answer, decompressed; a larger one is a bad answer. At most 16 are read at a "
+        "time",
+        at_least=1 << 10,
+    )
+    rollout_api_key_env: str | None = flag(
+        None, "environment variable with the servers' API key, which is sent as a bearer token"
+    )
+
+    def check(self) -> None:
+        expect(
+            self.rollout_api_key_env is None
+            or re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.rollout_api_key_env) is not None,
+            "--rollout-api-key-env must be the name of an environment variable that holds the key, "
+            "not the key; export it and give its name",
+        )
+        # The value is not shown: it would carry the secret into the logs.
+        expect(
+            not {"@", "?"} & set(self.rollout_url or ""),
+            "--rollout-url holds a password or key (user:password@ or ?key=...), which run files "
+            "and the process list would show; put the servers' API key into an environment "
+            "variable and give its name with --rollout-api-key-env",
+        )
+        for url in self.rollout_urls:
+            parts = urlsplit(url)
+            expect(
+                parts.scheme in ("http", "https") and bool(parts.hostname),
+                f"--rollout-url holds {url!r}; expected http://host:port",
+            )
+            if parts.scheme == "http" and not _is_loopback(str(parts.hostname)):
+                warnings.warn(
+                    f"--rollout-url {url}: prompts, responses, control of the weights and the API "
+                    "key, if there is one, travel unencrypted; keep the servers on a private "
+                    "network, or use https",
+                    stacklevel=2,
+                )
+        doubled = [url for url in self.rollout_urls if self.rollout_urls.count(url) > 1]
+        expect(not doubled, f"--rollout-url names {doubled[:1]} twice; name every server once")
+
+    @property
+    def rollout_urls(self) -> tuple[str, ...]:
+        """The servers' addresses, without a slash at the end."""
+        given = (self.rollout_url or "").split(",")
+        return tuple(url.strip().rstrip("/") for url in given if url.strip())
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
