@@ -90,7 +90,7 @@ class OutputFlags(FlagGroup):
         "MoE: the dump also holds the engine's routes and, where it reports them, their weights, "
         "for `megatron-tis compare --routing`",
         needs=Needs(
-            "--dump-log-probs, and --use-rollout-routing-replay or --detect-routing",
+            "--dump-log-probs with --use-rollout-routing-replay or --detect-routing",
             lambda config: config.dump_log_probs is not None and config.wants_rollout_routes,
         ),
     )

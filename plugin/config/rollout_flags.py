@@ -46,7 +46,7 @@ class RolloutFlags(FlagGroup):
         "none", "int8 = the engine's linear layers keep 8-bit weights, one scale per output row"
     )
     rollout_max_batch: int = flag(256, "responses an engine generates at once", at_least=1)
-    async_rollouts: bool = flag(False, "generate the next rollouts while the trainer trains")
+    async_rollouts: bool = flag(False, "generate while the trainer trains")
     max_weight_staleness: int | None = flag(
         None, "async: drop samples more weight versions old than this; none = 1", at_least=0
     )

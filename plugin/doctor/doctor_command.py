@@ -20,6 +20,7 @@ from plugin.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the sub-command."""
+    parser.usage = "megatron-tis doctor [-h] [RUN_DIR | --bisect] [--FLAG VALUE ...]"
     parser.add_argument(
         "run_dir",
         nargs="?",

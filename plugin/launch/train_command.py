@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 
 #: What most people set; `--help-all` shows the rest.
 COMMON_FLAGS = (
-    *("hf_checkpoint", "prompt_data", "prompt_key", "label_key", "apply_chat_template"),
-    *("reward", "task_path"),
-    *("policy_loss", "use_tis", "custom_tis_function_path", "advantage_estimator"),
-    *("lr", "num_rollouts", "rollout_batch_size"),
-    *("n_samples_per_prompt", "max_response_length", "max_tokens_per_gpu", "rollout_engine"),
-    *("async_rollouts", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    *("eval_data", "eval_interval", "n_samples_per_eval_prompt", "dynamic_sampling"),
-    *("num_gpus_per_node", "address", "run_dir", "resume", "save_interval", "save_hf"),
+    *("hf_checkpoint", "prompt_data", "reward"),
+    *("policy_loss", "use_tis", "custom_tis_function_path"),
+    *("lr", "num_rollouts", "rollout_batch_size", "n_samples_per_prompt"),
+    *("max_response_length", "rollout_engine", "async_rollouts"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("eval_data", "num_gpus_per_node", "address"),
+    *("run_dir", "resume", "save_hf"),
 )
 
 

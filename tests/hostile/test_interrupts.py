@@ -64,7 +64,9 @@ def test_a_second_interrupt_does_not_lose_the_summary(
         press()
         press(signal.SIGTERM)
 
-    monkeypatch.setattr(jobs, "check_job", lambda config, say: SimpleNamespace(data=None))
+    monkeypatch.setattr(
+        jobs, "check_job", lambda config, say: SimpleNamespace(data=None, task=None)
+    )
     monkeypatch.setattr(jobs, "_running", lambda *_: Interrupted())
     monkeypatch.setattr(jobs, "earlier_steps", lambda run_dir: ([{"step": 1}], []))
     monkeypatch.setattr(jobs.RunFiles, "write_report", report)
@@ -92,7 +94,9 @@ def test_the_end_of_the_actors_does_not_cost_the_report_of_an_interrupted_job(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(jobs, "check_job", lambda config, say: SimpleNamespace(data=None))
+    monkeypatch.setattr(
+        jobs, "check_job", lambda config, say: SimpleNamespace(data=None, task=None)
+    )
     monkeypatch.setattr(jobs, "_running", lambda *_: Actors())
     monkeypatch.setattr(jobs, "_Job", lambda *_: SimpleNamespace(run=interrupted))
     config = JobConfig.from_sources({"run_dir": str(tmp_path)})
