@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -37,6 +38,7 @@ def make_slow_engine(config: Any, hf_config: Any, name: str) -> SlowEngine:
     return engine
 
 
+@pytest.mark.slow
 def test_every_token_of_an_interrupted_response_has_the_log_prob_of_its_version(
     two_nodes: str, tmp_path: Path
 ) -> None:
