@@ -92,7 +92,7 @@ train: venv ## a complete RL job on this machine, on CPU
 
 train-math: venv ## arithmetic in words: data, a warmed-up model, then DAPO with evaluation on held-out problems, on CPU
 	$(BIN)/python examples/math_words/make_data.py
-	OMP_WAIT_POLICY=passive $(BIN)/python examples/math_words/warm_up.py
+	$(BIN)/python examples/math_words/warm_up.py
 	$(BIN)/megatron-tis train --config examples/math_words/dapo.yaml
 
 bench: venv ## kernels, losses, training steps and whole jobs against peers and the memory floor, 50 minutes: benchmarks/results.md
