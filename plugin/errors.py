@@ -18,7 +18,12 @@ class HookLoadError(MegatronTisError):
 
 
 class BatchError(MegatronTisError, ValueError):
-    """Data of a batch breaks its contract; names the field, the sample and the position."""
+    """Data of a batch breaks its contract; names the field, the sample and the position.
+
+    on_every_rank: all ranks that share the work at hand raise one, so nobody waits for another
+    """
+
+    on_every_rank = False
 
 
 class ReplayError(MegatronTisError):

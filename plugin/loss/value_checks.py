@@ -52,7 +52,9 @@ def check_tokens(
                 "of these samples; its message names field, sample and position"
             )
     if message is not None:
-        raise BatchError(message)
+        error = BatchError(message)
+        error.on_every_rank = True
+        raise error
 
 
 class _Bad(NamedTuple):

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from plugin.batch_types import RolloutBatch
+from plugin.logprobs import vocab_parallel
 from plugin.megatron_backend.model.hf_weights import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.trainer import MegatronTrainer
+from plugin.sharding.sequence_shards import SequenceShards
 from tests.parallel import misbehaving_hooks
+from tests.parallel.rank_pool import RankError
 from tests.parallel.training_jobs import (
     SMOOTH_ADAM,
     Layout,
@@ -324,3 +327,35 @@ def test_a_value_that_one_rank_finds_wrong_ends_the_step_everywhere(
         told = "a log-ratio beyond +-80" in message or "another context parallel rank" in message
         assert kind in ("BatchError", "ParallelError") and told
         assert seconds < SECONDS and result["updated"]
+
+
+def out_of_memory(groups: ParallelGroups, start: Start, where: str) -> None:
+    """A pass in which rank 1 runs out of memory while rank 0 waits for it in a collective of the same closure."""
+    settings = {"policy_loss": "gspo", "fused_lm_head": "off"}
+    trainer = new_trainer(groups, start, settings)
+
+    def no_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    module, name, call = {
+        "log-probs": (vocab_parallel, "row_kernels_for", trainer.compute_log_probs),
+        "loss": (SequenceShards, "sequence_sums", trainer.train_step),
+    }[where]
+    with pytest.MonkeyPatch.context() as patch:
+        if groups.rank == 1:
+            patch.setattr(module, name, no_memory)
+        call(start.batch)
+
+
+@pytest.mark.parametrize(
+    ("where", "size"),
+    [("log-probs", "tensor_model_parallel_size"), ("loss", "context_parallel_size")],
+)
+def test_out_of_memory_between_two_collectives_ends_the_group_at_once(
+    run_ranks: RunRanks, where: str, size: str
+) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="out of memory") as caught:
+        run_ranks(out_of_memory, 2, Start.of("qwen3"), where, **{size: 2})
+    assert caught.value.rank == 1 and isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert "did not finish" not in str(caught.value) and time.monotonic() - begin < 2 * SECONDS

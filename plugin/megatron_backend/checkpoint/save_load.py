@@ -128,10 +128,13 @@ def save_checkpoint(
         save_file(rng_state(), _rng_file(incomplete, groups.rank))
     # The next call is collective: a rank that failed here must not leave the others in it.
     errors.agree(doing)
-    with errors.collecting():
-        tensors = _tensors_to_write(sharded_state(parts.chunks, parts.optimizer, groups))
+    with errors.collecting(peers=groups.world_size):
+        tensors = sharded_state(parts.chunks, parts.optimizer, groups)
     errors.agree(doing)
-    with errors.collecting():
+    with errors.collecting(peers=groups.world_size):
+        tensors = _tensors_to_write(tensors)
+    errors.agree(doing)
+    with errors.collecting(peers=groups.world_size):
         _write_tensors(tensors, incomplete / _TENSORS)
     errors.agree(doing)
     with errors.collecting():
@@ -173,10 +176,14 @@ class _CheckpointErrors(ErrorCollector):
         super().__init__(device)
         self._fix = fix
 
+    def is_shared(self, error: Exception) -> bool:
+        """True for what torch and Megatron find together, or after their last collective."""
+        return isinstance(error, CheckpointError)
+
     @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collecting(self, peers: int = 1) -> Iterator[None]:
         """Catch an error of the body and remember it."""
-        with super().collecting():
+        with super().collecting(peers):
             try:
                 yield
             # torch derives its own from BaseException, which would pass by every other handler.
@@ -264,14 +271,19 @@ def load_checkpoint(
         check_index(chosen / _TENSORS)
         user_state = directories.read_json(chosen / directories.USER_STATE_FILE)
     errors.agree(f"checking the checkpoint {chosen}")
-    with errors.collecting():
+    wanted, found, doing = {}, {}, f"loading the checkpoint {chosen}"
+    with errors.collecting(peers=groups.world_size):
         wanted = sharded_state(parts.chunks, parts.optimizer, groups, loading=True)
+    errors.agree(doing)
+    with errors.collecting(peers=groups.world_size):
         found = dist_checkpointing.load(wanted, str(chosen / _TENSORS))
+    errors.agree(doing)
+    with errors.collecting():
         load_sharded_state(found, parts.chunks, parts.optimizer)
         if parts.optimizer is not None and metadata.optimizer_step is not None:
             set_optimizer_step(parts.optimizer, metadata.optimizer_step)
         _restore_rng(chosen, metadata, parts)
-    errors.agree(f"loading the checkpoint {chosen}")
+    errors.agree(doing)
     return metadata, user_state
 
 

@@ -3,7 +3,8 @@
 A schedule calls `forward_step(data_iterator, model)` for every microbatch and model chunk, and gets
 the chunk's output and, for the last stage, a function that turns that output into a loss. An error
 inside such a function is collected and the rank goes on with a loss of zero, so that it keeps
-taking part in the collectives of the others.
+taking part in the collectives of the others; one that leaves a peer in the middle of the function
+is raised (see `rank_agreement`).
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def log_prob_forward_step(
         output, head_weight = run_model(model, microbatch, replay, fused=fused)
 
         def collect(output: Tensor, non_loss_data: bool = True) -> Tensor | None:
-            with errors.collecting(), torch.no_grad():
+            with errors.collecting(peers=groups.tp_size), torch.no_grad():
                 log_probs, _ = response_log_probs(
                     config,
                     output,

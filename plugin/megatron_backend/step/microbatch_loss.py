@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,7 +68,7 @@ class TrainingLoss:
             kept=microbatch.kept,
         )
         failed = MicrobatchLoss(cur[:0].sum(), cur.detach())
-        with self.errors.collecting(), use_parallel_context(loss_context(self.groups)):
+        with self._collecting():
             known = KnownTokens.of(self.config, microbatch.columns, microbatch.inputs.shards)
             inputs = known.at_policy(self.config, cur, entropy)
             outputs = compute_loss(self.config, inputs, with_weights=True)
@@ -86,7 +88,7 @@ class TrainingLoss:
         config, layout = self.config, microbatch.inputs
         attached = [tensor.reshape(-1)[:0].float().sum() for tensor in (hidden, head_weight)]
         failed = MicrobatchLoss(attached[0] + attached[1])
-        with self.errors.collecting(), use_parallel_context(loss_context(self.groups)):
+        with self._collecting():
             known = KnownTokens.of(config, microbatch.columns, layout.shards)
             weights = self._weights(known, microbatch)
             index = microbatch.loss_tokens
@@ -123,6 +125,15 @@ class TrainingLoss:
             carrier, _ = self.scale.for_megatron(anchor, tokens)
             return MicrobatchLoss(carrier + value, cur, tokens)
         return failed
+
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
+        """Collect errors of a loss, whose sequence-level parts meet over context parallel ranks."""
+        with (
+            self.errors.collecting(peers=self.groups.cp_size),
+            use_parallel_context(loss_context(self.groups)),
+        ):
+            yield
 
     def _weights(self, known: KnownTokens, microbatch: PreparedMicrobatch) -> Tensor:
         return token_weights(

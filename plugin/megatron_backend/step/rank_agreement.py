@@ -3,6 +3,10 @@
 A rank that raises alone leaves the others waiting in their next collective until a watchdog ends
 them, without a traceback. Errors of our own code are therefore caught, the rank goes on with a loss
 of zero, and all ranks compare notes at the next safe point.
+
+That works only where nobody waits for the rest of the body that failed. An error between two
+collectives of one body (out of memory on one tensor parallel rank) is raised: the driver hears of
+it at once and ends the other ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from plugin.errors import ParallelError
+from plugin.errors import BatchError, ParallelError
 
 
 class ErrorCollector:
@@ -26,13 +30,23 @@ class ErrorCollector:
         self._trace = ""
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Catch an error of the body and remember it."""
+    def collecting(self, peers: int = 1) -> Iterator[None]:
+        """Catch an error of the body and remember it.
+
+        peers: ranks that meet in collectives of the body. If there are several, an error that only
+            this rank may have is raised instead, as the others could be waiting for it.
+        """
         try:
             yield
         except Exception as error:
+            if peers > 1 and not self.is_shared(error):
+                raise
             if self.error is None:
                 self.error, self._trace = error, traceback.format_exc()
+
+    def is_shared(self, error: Exception) -> bool:
+        """Return whether all ranks of a collective raise this error when one does."""
+        return isinstance(error, BatchError) and error.on_every_rank
 
     def agree(self, what: str, digest: int | None = None) -> None:
         """Raise on every rank if any has an error, or if digests differ; one small collective.

@@ -40,7 +40,7 @@ def cause_of_skip(
         for microbatch, indices, cur in zip(microbatches, samples, log_probs, strict=True):
             # Every microbatch on every rank, also after one is found: hooks may communicate.
             with (
-                ErrorCollector(microbatch.loss_tokens.device).collecting(),
+                ErrorCollector().collecting(peers=groups.cp_size),
                 use_parallel_context(loss_context(groups)),
             ):
                 known = KnownTokens.of(config, microbatch.columns, microbatch.inputs.shards)
