@@ -2,10 +2,11 @@
 
 Megatron-Core assumes one CUDA device per rank. Nothing in it needs one for correctness, so on a
 machine without CUDA the few torch entry points that it touches are redirected to the CPU. Where
-CUDA is available `activate` returns at once and nothing below takes effect.
+CUDA is available only what is missing for another reason is put in place: a name that
+Megatron-Core takes from Transformer Engine.
 
-Each entry of `SHIMS` says what it stands in for, which upstream code makes it necessary, and what
-would allow its removal. The patches are process-wide attributes rather than a torch function mode:
+Each entry of `SHIMS` says what it stands in for, which upstream code makes it necessary, when it is
+missing, and what would allow the entry's removal. The patches are process-wide attributes rather than a torch function mode:
 a mode is per thread (Ray runs actor methods on other threads) and slows down every torch call. Each
 patch changes only calls that would raise on a machine without CUDA.
 """
@@ -49,6 +50,7 @@ class Shim:
     stands_in_for: str
     cause: str
     removed_when: str
+    missing: Callable[[], bool]
     install: Callable[[], None]
 
 
@@ -73,6 +75,10 @@ class _Inert:
 
     def record_event(self, event: _Inert | None = None) -> _Inert:
         return event or _Inert()
+
+
+def _lacks_cuda() -> bool:
+    return not torch.cuda.is_available()
 
 
 def _names_cuda(device: object) -> bool:
@@ -162,11 +168,17 @@ def _share_cpu_generator() -> None:
     )
 
 
+def _lacks_gemm() -> bool:
+    from megatron.core.transformer.moe import moe_utils
+
+    return not hasattr(moe_utils, "te_general_gemm")
+
+
 def _define_missing_gemm() -> None:
     from megatron.core.transformer.moe import moe_utils
 
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
+    # Every router reads the name; None makes it multiply with torch.
+    moe_utils.te_general_gemm = None
 
 
 def _convert_split_sizes() -> None:
@@ -224,6 +236,7 @@ SHIMS: tuple[Shim, ...] = (
         stands_in_for="tensor creation with device='cuda' or in pinned memory",
         cause="schedules, optimizer, gradient clipping and buffers hard-code device='cuda'",
         removed_when="Megatron-Core takes the device from its configuration or from a parameter",
+        missing=_lacks_cuda,
         install=_redirect_factories,
     ),
     Shim(
@@ -231,6 +244,7 @@ SHIMS: tuple[Shim, ...] = (
         stands_in_for="torch.cuda.current_device()",
         cause="used as the device argument of buffers, p2p receives and gathers",
         removed_when="the same change as for `factories`",
+        missing=_lacks_cuda,
         install=_redirect_current_device,
     ),
     Shim(
@@ -238,6 +252,7 @@ SHIMS: tuple[Shim, ...] = (
         stands_in_for="Tensor.cuda() and Module.cuda()",
         cause="optimizer state loading and checkpoint loading move tensors to the GPU by name",
         removed_when="those calls become .to(device)",
+        missing=_lacks_cuda,
         install=_keep_tensors_where_they_are,
     ),
     Shim(
@@ -245,6 +260,7 @@ SHIMS: tuple[Shim, ...] = (
         stands_in_for="CUDA streams, events, synchronize, empty_cache and NVTX ranges",
         cause="p2p communication, DDP and the all-to-all MoE dispatcher order work with them",
         removed_when="Megatron-Core guards them with torch.cuda.is_available()",
+        missing=_lacks_cuda,
         install=_make_streams_inert,
     ),
     Shim(
@@ -252,6 +268,7 @@ SHIMS: tuple[Shim, ...] = (
         stands_in_for="Tensor.type() answering 'torch.cuda.FloatTensor' to megatron.core.optimizer",
         cause="the optimizers sort parameters by that string and reject every other one",
         removed_when="the optimizers compare Tensor.dtype",
+        missing=_lacks_cuda,
         install=_answer_tensor_type,
     ),
     Shim(
@@ -259,6 +276,7 @@ SHIMS: tuple[Shim, ...] = (
         stands_in_for="the CUDA generator in the RNG tracker and in activation recomputation",
         cause="megatron.core.tensor_parallel.random saves and restores the CUDA generator only",
         removed_when="the tracker works on torch.Generator objects of any device",
+        missing=_lacks_cuda,
         install=_share_cpu_generator,
     ),
     Shim(
@@ -266,6 +284,7 @@ SHIMS: tuple[Shim, ...] = (
         stands_in_for="moe_utils.te_general_gemm",
         cause="megatron-core 0.16.1 defines the name only where Transformer Engine imports",
         removed_when="the oldest supported megatron-core defines it (0.19 does)",
+        missing=_lacks_gemm,
         install=_define_missing_gemm,
     ),
     Shim(
@@ -273,6 +292,7 @@ SHIMS: tuple[Shim, ...] = (
         stands_in_for="moe_utils.maybe_move_tensor_to_cpu on a tensor that is already there",
         cause="it turns split sizes into numbers, as all_to_all takes them, only from a GPU",
         removed_when="the as_numpy conversion no longer depends on is_cuda",
+        missing=_lacks_cuda,
         install=_convert_split_sizes,
     ),
     Shim(
@@ -280,11 +300,12 @@ SHIMS: tuple[Shim, ...] = (
         stands_in_for="all_gather and reduce_scatter of slices of different lengths",
         cause="the all-to-all MoE dispatcher with expert tensor parallelism; gloo takes none",
         removed_when="gloo accepts lists of tensors of different sizes",
+        missing=_lacks_cuda,
         install=_exchange_unequal_slices,
     ),
 )
 
-_installed = False
+_installed: set[str] = set()
 
 
 def import_megatron() -> None:
@@ -304,12 +325,9 @@ def import_megatron() -> None:
 
 
 def activate() -> bool:
-    """Install every shim once per process; return whether this process runs on the CPU runtime."""
-    global _installed
-    if torch.cuda.is_available():
-        return False
-    if not _installed:
-        for shim in SHIMS:
+    """Install what is missing, once per process; return whether it runs on the CPU runtime."""
+    for shim in SHIMS:
+        if shim.name not in _installed and shim.missing():
             shim.install()
-        _installed = True
-    return True
+            _installed.add(shim.name)
+    return not torch.cuda.is_available()

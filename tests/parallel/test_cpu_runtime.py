@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 from plugin.config import TrainerConfig
@@ -226,7 +228,7 @@ def patched_functions_on_rank(groups: ParallelGroups) -> dict[str, bool]:
     tensor_type = torch.Tensor.type
     active = cpu_runtime.activate()
     return {
-        "active": active and cpu_runtime._installed,
+        "active": active and len(cpu_runtime._installed) == len(cpu_runtime.SHIMS),
         "not wrapped twice": all(getattr(torch, name) is fn for name, fn in before.items())
         and torch.Tensor.type is tensor_type,
         "cuda factory gives cpu": torch.empty(2, device="cuda").device.type == "cpu",
@@ -241,24 +243,30 @@ def test_activating_twice_changes_nothing_and_others_see_true_types(run_ranks: A
         assert all(facts.values()), facts
 
 
-def activate_with_cuda_on_rank(groups: ParallelGroups) -> tuple[bool, int]:
-    """Pretends that CUDA is there and that nothing is installed yet; counts installed shims."""
-    installed: list[str] = []
-    shims = tuple(
-        cpu_runtime.Shim(s.name, "", "", "", lambda s=s: installed.append(s.name))  # type: ignore[misc]
-        for s in cpu_runtime.SHIMS
-    )
-    saved = torch.cuda.is_available, cpu_runtime.SHIMS, cpu_runtime._installed
-    torch.cuda.is_available = lambda: True  # type: ignore[assignment]
-    cpu_runtime.SHIMS, cpu_runtime._installed = shims, False
-    try:
-        return cpu_runtime.activate(), len(installed)
-    finally:
-        torch.cuda.is_available, cpu_runtime.SHIMS, cpu_runtime._installed = saved  # type: ignore[assignment]
+def activate_with_cuda_on_rank(groups: ParallelGroups) -> list[tuple[bool, list[str]]]:
+    """Pretends that CUDA is there and nothing is installed yet, with and without Transformer Engine's name."""
+    answers = []
+    for gemm in (None, "of Transformer Engine"):
+        installed: list[str] = []
+        shims = tuple(
+            replace(shim, install=lambda name=shim.name: installed.append(name))
+            for shim in cpu_runtime.SHIMS
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(cpu_runtime, "SHIMS", shims)
+            patch.setattr(cpu_runtime, "_installed", set())
+            patch.delattr(moe_utils, "te_general_gemm")
+            if gemm is not None:
+                moe_utils.te_general_gemm = gemm
+            answers.append((cpu_runtime.activate(), installed))
+    return answers
 
 
-def test_where_cuda_is_available_nothing_is_installed(run_ranks: Any) -> None:
-    assert run_ranks(activate_with_cuda_on_rank, 1) == [(False, 0)]
+def test_where_cuda_is_available_only_a_missing_name_of_transformer_engine_is_put_in_place(
+    run_ranks: Any,
+) -> None:
+    assert run_ranks(activate_with_cuda_on_rank, 1) == [[(False, ["moe_gemm"]), (False, [])]]
 
 
 def test_every_shim_says_what_it_replaces_why_and_until_when() -> None:
