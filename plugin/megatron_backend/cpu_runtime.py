@@ -6,9 +6,9 @@ CUDA is available only what is missing for another reason is put in place: a nam
 Megatron-Core takes from Transformer Engine.
 
 Each entry of `SHIMS` says what it stands in for, which upstream code makes it necessary, when it is
-missing, and what would allow the entry's removal. The patches are process-wide attributes rather than a torch function mode:
-a mode is per thread (Ray runs actor methods on other threads) and slows down every torch call. Each
-patch changes only calls that would raise on a machine without CUDA.
+missing, and what would allow the entry's removal. The patches are process-wide attributes rather
+than a torch function mode: a mode is per thread (Ray runs actor methods on other threads) and slows
+down every torch call. Each patch changes only calls that would raise on a machine without CUDA.
 """
 
 from __future__ import annotations

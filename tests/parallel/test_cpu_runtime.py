@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -249,7 +249,7 @@ def activate_with_cuda_on_rank(groups: ParallelGroups) -> list[tuple[bool, list[
     for gemm in (None, "of Transformer Engine"):
         installed: list[str] = []
         shims = tuple(
-            replace(shim, install=lambda name=shim.name: installed.append(name))
+            replace(shim, install=partial(installed.append, shim.name))
             for shim in cpu_runtime.SHIMS
         )
         with pytest.MonkeyPatch.context() as patch:
