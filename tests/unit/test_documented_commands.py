@@ -15,9 +15,14 @@ from plugin.launch.placement import check_cluster, check_machine, plan_resources
 
 ROOT = Path(__file__).parents[2]
 NODE = {"CPU": 128.0, "GPU": 8.0}
+EXAMPLES = ROOT / "examples"
 FILES = sorted(
-    [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.yaml")]
-    + list((ROOT / "examples").glob("*.py"))
+    [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *EXAMPLES.rglob("*.yaml"),
+        *EXAMPLES.glob("*.py"),
+    ]
 )
 
 
