@@ -72,14 +72,16 @@ def _sampling_mask_section(data: dict[str, Any]) -> list[str]:
     lines = [
         f"## A sampling mask of {data['kept']} ids per token, {data['rows']} x {data['columns']}\n",
         "Time with the mask in units of the same pass without it; wanted: at most 1.10. A log-prob pass that reports no "
-        "entropy reads the kept ids alone. Both ways took turns, on one thread.\n",
-        "| pass | dtype | x without | processor x without |",
-        "|---|---|---|---|",
+        "entropy reads the kept ids alone. Both ways took turns.\n",
+        "| pass | dtype | threads | x without | processor x without |",
+        "|---|---|---|---|---|",
     ]
     for row in data["results"]:
         wall = row["with"] / row["without"]
         processor = row["with_processor"] / row["without_processor"]
-        lines.append(f"| {row['pass']} | {row['dtype']} | {wall:.2f} | {processor:.2f} |")
+        lines.append(
+            f"| {row['pass']} | {row['dtype']} | {row['threads']} | {wall:.2f} | {processor:.2f} |"
+        )
     return ["\n".join(lines)]
 
 

@@ -11,8 +11,9 @@ from plugin.launch.preflight import JobParts
 from plugin.launch.trainer_group import TrainerGroup
 from plugin.ragged import Ragged
 
-#: The approximated rollout on which a pass is run to be timed: the first also warms up.
-_TIMED = 2
+#: An approximation is checked by a pass on its second rollout, as the first also warms up, and on
+#: every one of so many after that.
+_FIRST_CHECK, _CHECK_EVERY = 2, 50
 
 
 class LogProbPasses:
@@ -34,7 +35,7 @@ class LogProbPasses:
         """The batch with log-probs of the policies that were asked, and seconds as metrics."""
         began, saved = time.monotonic(), {}
         if self._config.old_log_probs == "approximate" and len(updates) > 1:
-            saved = self._saved(batch)
+            batch, saved = self._checked(batch)
         elif len(updates) > 1 or self._config.use_routing_replay:
             batch = batch.with_column("log_probs", self._old_log_probs(batch, updates))
         if self._parts.reference is not None:
@@ -56,18 +57,19 @@ class LogProbPasses:
             ]
         )
 
-    def _saved(self, batch: RolloutBatch) -> dict[str, float]:
-        """Seconds of the pass that was not run, by one that was: once per process, for its time.
+    def _checked(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
+        """Seconds of the pass that was not run, by one that was, now and then.
 
-        Its result is not used, so that a resumed run trains as one that was never interrupted.
+        The batch carries what that one found for metrics alone: it trains on the approximation, so
+        that a resumed run trains as one that was never interrupted.
         """
         self._approximated += 1
         tokens = int(batch.columns["total_lengths"].sum())
-        if self._approximated == _TIMED:
+        if self._approximated % _CHECK_EVERY == _FIRST_CHECK:
             began = time.monotonic()
-            self._trainer.log_probs("policy", batch)
+            batch = batch.with_column("log_probs", self._trainer.log_probs("policy", batch))
             self._seconds_per_token = (time.monotonic() - began) / tokens
-            return {}
+            return batch, {}
         if self._seconds_per_token is None:
-            return {}
-        return {"seconds_log_probs_saved": self._seconds_per_token * tokens}
+            return batch, {}
+        return batch, {"seconds_log_probs_saved": self._seconds_per_token * tokens}

@@ -50,7 +50,22 @@ def plant(model: Any, fault: Fault) -> nn.Module:
             weight[list(what)] = weight[list(reversed(what))].clone()
         elif kind == "scaled":
             model.get_parameter(what).mul_(1.01)
+        elif kind == "decode position":
+            layer.self_attn.register_forward_pre_hook(_late_when_decoding(model), with_kwargs=True)
     return model
+
+
+def _late_when_decoding(model: Any) -> Callable[..., Any]:
+    """A hook that turns a decoded token as if it came one place later."""
+
+    def hook(_module: Any, args: Any, kwargs: Any) -> Any:
+        hidden, cache = kwargs["hidden_states"], kwargs["past_key_values"]
+        if hidden.shape[1] > 1:
+            return args, kwargs
+        place = torch.tensor([[cache.get_seq_length(_module.layer_idx) + 1]])
+        return args, {**kwargs, "position_embeddings": model.model.rotary_emb(hidden, place)}
+
+    return hook
 
 
 def _with_rotary(rotary: Any) -> Callable[..., Any]:
@@ -65,7 +80,11 @@ def _with_rotary(rotary: Any) -> Callable[..., Any]:
 
 
 def passes_of(
-    groups: ParallelGroups, family: str, fault: Fault | None, dtypes: list[tuple[str, str]]
+    groups: ParallelGroups,
+    family: str,
+    fault: Fault | None,
+    dtypes: list[tuple[str, str]],
+    decodes: bool = False,
 ) -> list[Bisection]:
     """Trainer and engine with the same weights, but for the fault."""
     config = tiny_models.FAMILIES[family]()
@@ -75,14 +94,19 @@ def passes_of(
         return model if fault is None else plant(model, fault)
 
     state = tiny_models.hf_state_dict(config, seed=3)
-    return bisect_passes(groups, config, state, engine, random_sequences(config), dtypes=dtypes)
+    sequences = random_sequences(config)
+    return bisect_passes(groups, config, state, engine, sequences, dtypes=dtypes, decodes=decodes)
 
 
 def find(
-    groups: ParallelGroups, family: str, fault: Fault | None, dtypes: list[tuple[str, str]]
+    groups: ParallelGroups,
+    family: str,
+    fault: Fault | None,
+    dtypes: list[tuple[str, str]],
+    decodes: bool = False,
 ) -> dict[str, Any]:
     """The verdict on an engine with a fault."""
-    passes = passes_of(groups, family, fault, dtypes)
+    passes = passes_of(groups, family, fault, dtypes, decodes)
     return {**vars(verdict_of(passes)), "passes": [b.as_dict() for b in passes]}
 
 

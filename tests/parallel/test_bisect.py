@@ -59,6 +59,16 @@ def test_without_a_fault_nothing_is_found_at_any_dtype(run_ranks, family) -> Non
     assert exact < 1e-5 < 1e-3 < rounded
 
 
+def test_a_fault_of_the_decode_step_alone_shows_when_the_engine_decodes(run_ranks) -> None:
+    fault, dtypes = ("decode position", 2, None), [FLOAT32, BFLOAT16]
+    found = run_ranks(bisect_jobs.find, 1, "qwen3_moe", fault, dtypes, True)[0]
+    assert (found["fault"], found["layer"], found["part"]) == (True, 2, "attention"), found["text"]
+    as_prompt = run_ranks(bisect_jobs.find, 1, "qwen3_moe", fault, dtypes, False)[0]
+    assert not as_prompt["fault"], as_prompt["text"]
+    clean = run_ranks(bisect_jobs.find, 1, "qwen3_moe", None, dtypes, True)[0]
+    assert not clean["fault"], clean["text"]
+
+
 @pytest.mark.parametrize(
     ("dtype", "suffix", "outputs_only", "part"),
     [

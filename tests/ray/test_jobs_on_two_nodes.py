@@ -126,6 +126,13 @@ def test_mini_batches_and_epochs_of_an_asynchronous_job(
     assert all(abs(line["ppo_kl"]) > 1e-7 for line in result.history if line["update_epoch"])
     saved = [line["step"] for line in result.history if "seconds_log_probs_saved" in line]
     assert saved == ([9, 13] if old == "approximate" else [])
+    # On the second rollout the approximation is compared with a pass; its first update is exact.
+    errors = [line.get("old_log_prob_error") for line in result.history]
+    assert [e is not None for e in errors] == [
+        old == "approximate" and 4 <= n < 8 for n in range(16)
+    ]
+    if old == "approximate":
+        assert errors[4] < 1e-5 < min(errors[5:8])
 
 
 @pytest.mark.slow

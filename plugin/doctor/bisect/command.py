@@ -59,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="of the engine's weights (default: none)",
     )
+    group.add_argument(
+        "--engine-pass",
+        choices=("prompt", "decode"),
+        default="prompt",
+        help="the engine reads the tokens as one prompt, or one by one through its KV cache, as "
+        "when it samples (default: prompt)",
+    )
     group.add_argument("--html", metavar="FILE", help="write table and plots as a page")
     group.add_argument("--force", action="store_true", help="replace files that exist")
 
@@ -85,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
             (args.engine_hf_checkpoint, "--engine-hf-checkpoint"),
             (args.save_hidden_states, "--save-hidden-states"),
             (None if args.rollout_quantization == "none" else 1, "--rollout-quantization"),
+            (None if args.engine_pass == "prompt" else 1, "--engine-pass"),
         ):
             if value is not None:
                 raise ConfigError(

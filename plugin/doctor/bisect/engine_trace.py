@@ -10,19 +10,38 @@ import torch
 from torch import Tensor, nn
 
 from plugin.doctor.bisect.layer_trace import LayerTrace, TraceRecorder
+from plugin.rollout.engines.growing_cache import growing_cache
+
+#: Tokens of a sequence that are read as a prompt before the others are decoded.
+PROMPT_LENGTH = 4
 
 
 @torch.inference_mode()
-def trace_engine(model: nn.Module, sequences: Sequence[Tensor]) -> LayerTrace:
-    """Run every sequence [S] through a transformers causal language model, as a prompt."""
+def trace_engine(
+    model: nn.Module, sequences: Sequence[Tensor], *, decodes: bool = False
+) -> LayerTrace:
+    """Run every sequence [S] through a transformers causal language model.
+
+    decodes: only the first tokens are read together; every other one comes alone and reads the
+        keys and values of those before it from the cache, as when it is sampled
+    """
     recorder = TraceRecorder()
     device = next(model.parameters()).device
     with _recording(model, recorder):
         for tokens in sequences:
-            logits = model(input_ids=tokens[None].to(device), use_cache=False).logits[0, :-1]
-            log_probs = torch.log_softmax(logits.float(), dim=-1)
-            picked = log_probs.gather(1, tokens[1:, None].to(device)).squeeze(1)
-            recorder.add("log_probs", picked)
+            ids = tokens[None].to(device)
+            together = PROMPT_LENGTH if decodes else ids.shape[1]
+            parts = [ids[:, :together], *ids[:, together:].split(1, dim=1)]
+            cache = growing_cache(model.config)
+            logits = torch.cat(
+                [
+                    model(input_ids=part, past_key_values=cache, use_cache=True).logits[0]
+                    for part in parts
+                    if part.shape[1]
+                ]
+            )
+            log_probs = torch.log_softmax(logits[:-1].float(), dim=-1)
+            recorder.add("log_probs", log_probs.gather(1, ids[0, 1:, None]).squeeze(1))
     return recorder.trace(sequences)
 
 

@@ -42,6 +42,7 @@ class BisectOptions:
     train_dtype: Any = "float32"
     rollout_dtype: Any = "bfloat16"
     rollout_quantization: Any = "none"
+    engine_pass: Any = "prompt"
     seed: int = 0
 
 
@@ -69,6 +70,7 @@ def run_bisect(options: BisectOptions) -> tuple[list[Bisection], Verdict]:
             random_sequences(hf_config, seed=options.seed),
             dtypes=[("float32", "float32"), (options.train_dtype, options.rollout_dtype)],
             save=None if options.save_hidden_states is None else Path(options.save_hidden_states),
+            decodes=options.engine_pass == "decode",
         )
     return passes, verdict_of(passes)
 
@@ -88,10 +90,12 @@ def bisect_passes(
     *,
     dtypes: Sequence[tuple[Any, Any]],
     save: Path | None = None,
+    decodes: bool = False,
 ) -> list[Bisection]:
     """Compare at every (trainer's, engine's) dtype; of a trace the engine's dtype is what it is.
 
     save: where the engine's trace of the last pass is written
+    decodes: the engine takes token after token, as when it samples; otherwise all as a prompt
     """
     if isinstance(engine, LayerTrace):
         precision = precision_of(engine)
@@ -100,7 +104,7 @@ def bisect_passes(
     passes = []
     for train_dtype, rollout_dtype in dict.fromkeys(dtypes):
         found, trace = _one_pass(
-            groups, hf_config, weights, engine, sequences, train_dtype, rollout_dtype
+            groups, hf_config, weights, engine, sequences, train_dtype, rollout_dtype, decodes
         )
         passes.append(found)
     if save is not None:
@@ -116,6 +120,7 @@ def _one_pass(
     sequences: Sequence[Tensor],
     train_dtype: Any,
     rollout_dtype: Any,
+    decodes: bool,
 ) -> tuple[Bisection, LayerTrace]:
     """The comparison and the engine's trace; the models are gone when it returns."""
     # Transformer Engine has no float32 attention for packed rows.
@@ -126,7 +131,7 @@ def _one_pass(
     if isinstance(engine, LayerTrace):
         trace = engine
     else:
-        trace = trace_engine(engine(rollout_dtype, trainer), sequences)
+        trace = trace_engine(engine(rollout_dtype, trainer), sequences, decodes=decodes)
     found = bisect(
         trace,
         trace_trainer(trainer, sequences),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plugin.megatron_backend.step.step_metrics import step_metrics
+from plugin.config import TrainerConfig
+from plugin.loss.inputs import loss_inputs
+from plugin.loss.objective import compute_loss
+from plugin.megatron_backend.step.step_metrics import record_step, step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 
 
@@ -23,3 +26,30 @@ def test_a_mean_over_nothing_is_zero() -> None:
     table = StatisticsTable()
     table.add_mean("tis", torch.tensor([torch.nan]), torch.tensor([False]))
     assert step_metrics(table) == {"tis": 0.0, "num_tokens": 0.0}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_error_of_an_approximated_old_policy_is_reported_where_the_true_one_is_known(
+    known: bool,
+) -> None:
+    # v_rollout 4, v_old 5, v_cur 5.5: alpha 2/3. rollout -1, cur -2: -1 - 2/3 = -5/3; rollout -3, cur -2: -7/3.
+    # The trainer's own are -1.5 and -2: |-5/3 + 1.5| = 1/6, |-7/3 + 2| = 1/3; the third token is masked.
+    batch = {
+        "total_lengths": [4],
+        "response_lengths": [3],
+        "loss_masks": [torch.tensor([1, 1, 0])],
+        "advantages": [torch.ones(3)],
+        "rollout_log_probs": [torch.tensor([-1.0, -3.0, -1.0])],
+        "weight_versions": [4],
+        "trainer_version": 5,
+        "current_version": 5.5,
+    }
+    if known:
+        batch["log_probs"] = [torch.tensor([-1.5, -2.0, -9.0])]
+    config = TrainerConfig(train_log_probs="approximate", use_tis=True)
+    inputs = loss_inputs(config, batch, torch.full((3,), -2.0).requires_grad_())
+    table = StatisticsTable()
+    columns = {**batch, "weight_versions": [torch.full((3,), 4)]}
+    record_step(table, config, inputs, compute_loss(config, inputs), torch.ones(3), columns)
+    found = step_metrics(table).get("old_log_prob_error")
+    assert found == (pytest.approx(0.25) if known else None)
