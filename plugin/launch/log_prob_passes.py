@@ -33,7 +33,8 @@ class LogProbPasses:
         self, batch: RolloutBatch, updates: list[MiniBatch]
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """The batch with log-probs of the policies that were asked, and seconds as metrics."""
-        began, saved = time.monotonic(), {}
+        began = time.monotonic()
+        saved: dict[str, float] = {}
         if self._config.old_log_probs == "approximate" and len(updates) > 1:
             batch, saved = self._checked(batch)
         elif len(updates) > 1 or self._config.use_routing_replay:
