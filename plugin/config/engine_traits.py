@@ -19,6 +19,8 @@ class EngineTraits:
     smallest_head_dim: of the models it can run on CPU
     reports_route_weights: with the experts of a token also what each was weighted with
     partial_rollout_modes: what it can do with responses that new weights interrupt
+    tensor_parallel: can be spread over several GPUs (--rollout-num-gpus-per-engine)
+    spans_nodes: also over those of several nodes
     """
 
     factory: str
@@ -31,6 +33,8 @@ class EngineTraits:
     smallest_head_dim: int = 1
     reports_route_weights: bool = True
     partial_rollout_modes: tuple[str, ...] = ()
+    tensor_parallel: bool = False
+    spans_nodes: bool = False
 
 
 ENGINES: dict[str, EngineTraits] = {
@@ -48,6 +52,8 @@ ENGINES: dict[str, EngineTraits] = {
         lowest_temperature=0.01,
         smallest_head_dim=32,
         reports_route_weights=False,
+        tensor_parallel=True,
+        spans_nodes=True,
     ),
     "http": EngineTraits(
         "plugin.rollout.engines.http_engine:make_engine",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from plugin.config.data_flags import DataFlags, RewardFlags
+from plugin.config.engine_arguments import EngineArgumentFlags
 from plugin.config.engine_traits import ENGINES, EngineTraits, engine_traits
 from plugin.config.estimator_traits import ESTIMATOR_TRAITS, estimator_traits
 from plugin.config.eval_flags import EvalFlags
@@ -32,6 +33,13 @@ EMBEDDED_DEFAULTS: dict[str, Any] = {
 }
 
 
+#: Why an engine cannot have several GPUs, by whether it asks servers.
+_ONE_DEVICE = {
+    False: "runs on one; use vllm or sglang, or drop the flag",
+    True: "asks servers that others start; give them their tensor parallel size there",
+}
+
+
 @dataclass(frozen=True)
 class JobConfig(
     TrainerConfig,
@@ -41,6 +49,7 @@ class JobConfig(
     SamplingFlags,
     EvalFlags,
     ServerFlags,
+    EngineArgumentFlags,
     ConversationFlags,
     LaunchFlags,
     OutputFlags,
@@ -306,6 +315,11 @@ class JobConfig(
             f"--use-rollout-routing-replay ids+weights with --rollout-engine {engine}, which "
             "reports the experts of a token and not their weights; use ids, or --rollout-engine "
             "transformers",
+        )
+        expect(
+            traits.tensor_parallel or self.rollout_num_gpus_per_engine == 1,
+            f"--rollout-num-gpus-per-engine is {self.rollout_num_gpus_per_engine}: "
+            f"--rollout-engine {engine} {_ONE_DEVICE[http]}",
         )
         modes = traits.partial_rollout_modes
         expect(

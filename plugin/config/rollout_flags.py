@@ -23,6 +23,12 @@ class RolloutFlags(FlagGroup):
         "transformers", "what generates the tokens; http = servers at --rollout-url", names=ENGINES
     )
     num_rollout_engines: int = flag(1, "engine actors; prompts are shared out", at_least=1)
+    rollout_num_gpus_per_engine: int = flag(
+        1,
+        "GPUs, or CPU slots, that one engine is spread over (tensor parallel); with vLLM more than "
+        "a node has",
+        at_least=1,
+    )
     rollout_batch_size: int = flag(32, "prompts per rollout", at_least=1)
     n_samples_per_prompt: int = flag(8, "responses per prompt (one group)", at_least=1)
     num_rollouts: int = flag(100, "rollout batches to train on", at_least=1)

@@ -42,12 +42,12 @@ class EngineActor(ReportingActor):
         config: JobConfig,
         hf_config: Mapping[str, Any],
         name: str,
-        secrets: Mapping[str, str],
+        environment: Mapping[str, str],
     ) -> None:
         super().__init__()
         self.use_threads(config, "engine", hf_config)
         self._reads_views = config.engine_traits.reads_views
-        os.environ.update(secrets)
+        os.environ.update(environment)
         self._engine = make_engine(config, hf_config, name)
         self._rollouts = choose_rollouts(config)
         self._version, self._loaded = NO_WEIGHTS, threading.Condition()
@@ -133,7 +133,11 @@ class EnginePool:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        group, bundle = self._reservation.engines, number
+        size, environment = self._plan.bundles_per_engine, dict(self._secrets)
+        group, bundle = self._reservation.engines, number * size
+        if size > 1:
+            bundles = range(bundle, bundle + size)
+            environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, bundles))
         if group is None:
             nodes = self._reservation.trainer_nodes
             group, bundle = self._reservation.trainer, nodes[number % len(nodes)]
@@ -150,7 +154,7 @@ class EnginePool:
             num_cpus=self._plan.engine["CPU"],
             num_gpus=self._plan.engine.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
-        ).remote(config, self._hf_config, f"engine {number}", self._secrets)
+        ).remote(config, self._hf_config, f"engine {number}", environment)
         deadline = time.monotonic() + config.start_timeout
         return _Running(actor, actor.call.remote("health"), deadline, failures_in_a_row, weights)
 

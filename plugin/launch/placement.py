@@ -1,7 +1,8 @@
 """Where the actors go: one bundle per trainer node and per engine, checked before anything starts.
 
 Trainer ranks are packed: `num_nodes` nodes with `ranks_per_node` ranks each. Engines have bundles
-of their own, or with `--colocate` share the trainer's.
+of their own, or with `--colocate` share the trainer's. An engine of several GPUs has them on one
+node; one that is larger than every node has a bundle per GPU.
 """
 
 from __future__ import annotations
@@ -26,12 +27,17 @@ _SMALLEST_FOR_THREADS = 256
 
 @dataclass(frozen=True)
 class ResourcePlan:
-    """What a job reserves: for each trainer node and each engine ({} when colocated)."""
+    """What a job reserves: for each trainer node and each engine ({} when colocated).
+
+    rank, engine: what their actors take of the bundles
+    bundles_per_engine: more than 1 where engines are larger than a node
+    """
 
     trainer_nodes: list[dict[str, float]]
     engines: list[dict[str, float]]
     rank: dict[str, float]
     engine: dict[str, float]
+    bundles_per_engine: int = 1
 
     @property
     def cpu_slots(self) -> int:
@@ -39,16 +45,27 @@ class ResourcePlan:
         return int(sum(bundle["CPU"] for bundle in self.trainer_nodes + self.engines))
 
 
-def plan_resources(config: JobConfig, *, use_gpus: bool) -> ResourcePlan:
-    """The reservations of a job on GPUs, or on CPU slots."""
+def plan_resources(
+    config: JobConfig, *, use_gpus: bool, gpus_of_a_node: float | None = None
+) -> ResourcePlan:
+    """The reservations of a job on GPUs, or on CPU slots.
+
+    gpus_of_a_node: of the largest one; None = every engine fits
+    """
     cpus, per_node = float(config.cpus_per_rank), config.ranks_per_node
     node = {"CPU": cpus * per_node, **({"GPU": float(per_node)} if use_gpus else {})}
     own = {"CPU": cpus, **({"GPU": 1.0} if use_gpus else {})}
     if not config.colocate:
-        # The client of servers computes nothing itself.
-        engine = {"CPU": cpus} if config.engine_traits.asks_servers else own
-        engines = [engine] * config.num_rollout_engines
-        return ResourcePlan([node] * config.num_nodes, engines, own, engine)
+        size, count = config.rollout_num_gpus_per_engine, config.num_rollout_engines
+        larger = use_gpus and gpus_of_a_node is not None and size > gpus_of_a_node
+        if larger and config.engine_traits.spans_nodes:
+            # vLLM puts one worker into each bundle; the engine's actor only schedules.
+            bundles = [own] * size * count
+            return ResourcePlan([node] * config.num_nodes, bundles, own, {"CPU": cpus}, size)
+        engine = {name: amount * size for name, amount in own.items()}
+        if config.engine_traits.asks_servers:
+            engine = {"CPU": cpus}  # a client computes nothing itself
+        return ResourcePlan([node] * config.num_nodes, [engine] * count, own, engine)
     rank = {"CPU": cpus, **({"GPU": COLOCATED_RANK_GPU} if use_gpus else {})}
     engine = {"CPU": 0.0, **({"GPU": COLOCATED_ENGINE_GPU} if use_gpus else {})}
     return ResourcePlan([node] * config.num_nodes, [], rank, engine)
@@ -57,7 +74,7 @@ def plan_resources(config: JobConfig, *, use_gpus: bool) -> ResourcePlan:
 def torch_threads(
     config: JobConfig, kind: Literal["rank", "engine"], *, hidden_size: int, cores: int
 ) -> int:
-    """Threads of one rank or engine on a node with `cores` cores and no GPUs.
+    """Threads of one rank, or of a worker of an engine, on a node with `cores` cores and no GPUs.
 
     In a synchronous job ranks and engines take turns, so each kind may use every core; in an
     asynchronous one they share. Engines are counted as if they were all on this node.
@@ -66,7 +83,8 @@ def torch_threads(
         return config.threads_per_rank
     if hidden_size < _SMALLEST_FOR_THREADS:
         return 1
-    ranks, engines = config.ranks_per_node, config.num_rollout_engines
+    ranks = config.ranks_per_node
+    engines = config.num_rollout_engines * config.rollout_num_gpus_per_engine
     if config.async_rollouts:
         return max(1, cores // (ranks + engines))
     return max(1, cores // (ranks if kind == "rank" else engines))
@@ -88,11 +106,14 @@ def check_machine(config: JobConfig, *, cores: int, gpus: int) -> None:
         "alone; start Ray on every node and pass --address, or drop --num-nodes",
     )
     plan = plan_resources(config, use_gpus=gpus > 0)
-    engines = "" if config.colocate else f" and {config.num_rollout_engines} engines"
+    size = config.rollout_num_gpus_per_engine
+    of_size = f" of {size} {'GPUs' if gpus else 'workers'}" if size > 1 else ""
+    engines = "" if config.colocate else f" and {config.num_rollout_engines} engines{of_size}"
     wanted = f"the job has {config.world_size} trainer ranks{engines}"
     fix = (
-        "lower --num-gpus-per-node, the parallel sizes or --num-rollout-engines, or start a Ray "
-        "cluster and pass --address"
+        "lower --num-gpus-per-node, the parallel sizes or --num-rollout-engines"
+        f"{', or --rollout-num-gpus-per-engine' if size > 1 else ''}, or start a Ray cluster and "
+        "pass --address"
     )
     needed = sum(bundle.get("GPU", 0.0) for bundle in plan.trainer_nodes + plan.engines)
     expect(
@@ -131,8 +152,10 @@ def plan_on_cluster(config: JobConfig) -> ResourcePlan:
     """The reservations of a job on the cluster that this process has joined, if it has room."""
     import ray
 
-    plan = plan_resources(config, use_gpus=ray.cluster_resources().get("GPU", 0) > 0)
-    check_cluster(plan, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    largest = max((node.get("GPU", 0.0) for node in nodes), default=0.0)
+    plan = plan_resources(config, use_gpus=largest > 0, gpus_of_a_node=largest)
+    check_cluster(plan, nodes)
     return plan
 
 
@@ -144,8 +167,8 @@ def _too_small(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> str:
     return (
         f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} ({has}); the job needs "
         f"{len(plan.trainer_nodes)} x ({_shown(plan.trainer_nodes[0])}) on nodes of their "
-        f"own{engines}; add nodes, or lower --num-nodes, --num-gpus-per-node, --cpus-per-rank or "
-        "--num-rollout-engines"
+        f"own{engines}; add nodes, or lower --num-nodes, --num-gpus-per-node, --cpus-per-rank, "
+        "--num-rollout-engines or --rollout-num-gpus-per-engine"
     )
 
 

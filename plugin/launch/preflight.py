@@ -32,7 +32,7 @@ from plugin.rollout.conversation.environment_protocol import MultiTurnTask
 from plugin.rollout.conversation.multi_turn import OpeningPrompts, run_multi_turn
 from plugin.rollout.conversation.single_turn import run_single_turn
 from plugin.rollout.conversation.trajectory import Trajectory
-from plugin.rollout.engines.choice import check_engine
+from plugin.rollout.engines.choice import check_engine, check_engine_size
 from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
 from plugin.rollout.rewards.reward_set import RewardSet, enforced_limits
@@ -91,6 +91,7 @@ def check_job(
     load_called_with("--rollout-engine", factory, "config", "hf_config", "name")
     begin("models and parallel layout")
     policy = policy_source(config)
+    check_engine_size(config, policy.hf_config)
     check_lengths(config, policy)
     _check_answer_size(config, policy)
     reference = _other_policy(config, "--ref-hf-checkpoint", policy)

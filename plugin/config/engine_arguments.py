@@ -1,0 +1,157 @@
+"""Arguments that are passed through to an inference engine, and those that the job sets itself."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from plugin.config.flags import FlagGroup, Needs, expect, flag, option_name
+
+_ASKED = "what the job asks of its engines"
+_FIXED = "the job, which trains on what the engine reports"
+
+#: Arguments of vLLM that the job sets, and what sets them.
+VLLM_OWNED: dict[str, str] = {
+    "model": "--hf-checkpoint",
+    "tokenizer": "--hf-checkpoint",
+    "hf_config_path": "--hf-checkpoint",
+    "skip_tokenizer_init": _FIXED,
+    "trust_remote_code": "nothing: code from a model directory is never run",
+    "load_format": "the job, which sends the weights",
+    "generation_config": _FIXED,
+    "logprobs_mode": _FIXED,
+    "enable_prefix_caching": _FIXED,
+    "dtype": "--rollout-dtype",
+    "max_model_len": "--max-context-length",
+    "max_num_seqs": "--rollout-max-batch",
+    "seed": "--seed",
+    "tensor_parallel_size": "--rollout-num-gpus-per-engine",
+    "pipeline_parallel_size": "--rollout-num-gpus-per-engine",
+    "data_parallel_size": "--num-rollout-engines",
+    "distributed_executor_backend": "--rollout-num-gpus-per-engine",
+    "weight_transfer_config": "the job, which sends the weights",
+    "enable_sleep_mode": "--colocate",
+    "enable_return_routed_experts": _ASKED,
+    "return_sampling_mask": _ASKED,
+    "host": "the job, which starts the server",
+    "port": "the job, which starts the server",
+    "api_key": "the job, whose servers listen on loopback alone",
+}
+
+#: The same of SGLang, by the names of its flags.
+SGLANG_OWNED: dict[str, str] = {
+    "model_path": "--hf-checkpoint",
+    "model": "--hf-checkpoint",
+    "tokenizer_path": "--hf-checkpoint",
+    "skip_tokenizer_init": _FIXED,
+    "trust_remote_code": "nothing: code from a model directory is never run",
+    "load_format": "the job, which sends the weights",
+    "dtype": "--rollout-dtype",
+    "context_length": "--max-context-length",
+    "max_running_requests": "--rollout-max-batch",
+    "random_seed": "--seed",
+    "tp_size": "--rollout-num-gpus-per-engine",
+    "tp": "--rollout-num-gpus-per-engine",
+    "tensor_parallel_size": "--rollout-num-gpus-per-engine",
+    "pp_size": "--rollout-num-gpus-per-engine",
+    "pipeline_parallel_size": "--rollout-num-gpus-per-engine",
+    "dp_size": "--num-rollout-engines",
+    "data_parallel_size": "--num-rollout-engines",
+    "nnodes": "--rollout-num-gpus-per-engine",
+    "node_rank": "--rollout-num-gpus-per-engine",
+    "dist_init_addr": "--rollout-num-gpus-per-engine",
+    "enable_memory_saver": "--colocate",
+    "enable_return_routed_experts": _ASKED,
+    "host": "the job, which starts the server",
+    "port": "the job, which starts the server",
+    "api_key": "the job, whose servers listen on loopback alone",
+}
+
+_EXAMPLES = 'key=value pairs such as "a=1 b=true", or a JSON object'
+
+
+@dataclass(frozen=True)
+class EngineArgumentFlags(FlagGroup):
+    title: ClassVar[str] = "arguments of the engines"
+
+    vllm_args: tuple[str, ...] = flag(
+        (),
+        'arguments of vLLM, as key=value pairs ("gpu_memory_utilization=0.8 max_num_batched_tokens='
+        '8192") or a JSON object',
+        needs=Needs(
+            "--rollout-engine vllm or vllm_server",
+            lambda config: config.rollout_engine in ("vllm", "vllm_server"),
+        ),
+    )
+    sglang_args: tuple[str, ...] = flag(
+        (),
+        'arguments of the SGLang servers, in the same way ("mem_fraction_static=0.8")',
+        needs=Needs("--rollout-engine sglang", lambda config: config.rollout_engine in ("sglang",)),
+    )
+
+    def check(self) -> None:
+        self.vllm_arguments()
+        self.sglang_arguments()
+
+    def vllm_arguments(self) -> dict[str, Any]:
+        """What vLLM is started with besides what the job sets."""
+        return parse_arguments("vllm_args", self.vllm_args, VLLM_OWNED)
+
+    def sglang_arguments(self) -> dict[str, Any]:
+        """What the SGLang servers are started with besides what the job sets."""
+        return parse_arguments("sglang_args", self.sglang_args, SGLANG_OWNED)
+
+
+def parse_arguments(field: str, texts: Sequence[str], owned: dict[str, str]) -> dict[str, Any]:
+    """The arguments in `texts` by name, with `_`; those that the job owns are a `ConfigError`."""
+    option, found = option_name(field), {}
+    for text in texts:
+        for given, value in _pairs(option, text).items():
+            name = given.strip().lstrip("-").replace("-", "_")
+            expect(name not in found, f"{option}: {name} is given twice; drop one")
+            expect(
+                name not in owned,
+                f"{option}: {name} is set by {owned.get(name)}; drop it",
+            )
+            found[name] = value
+    return found
+
+
+def _pairs(option: str, text: str) -> dict[str, Any]:
+    if text.lstrip().startswith("{"):
+        try:
+            loaded = json.loads(text)
+        except ValueError as error:
+            loaded = error
+        expect(isinstance(loaded, dict), f"{option} is {text!r}; expected {_EXAMPLES} ({loaded})")
+        return dict(loaded)
+    pairs: dict[str, Any] = {}
+    for pair in text.split():
+        name, equals, value = pair.partition("=")
+        expect(
+            bool(name and equals and value),
+            f"{option} holds {pair!r}; expected {_EXAMPLES}",
+        )
+        expect(name not in pairs, f"{option}: {name} is given twice; drop one")
+        pairs[name] = _value(value)
+    return pairs
+
+
+def _value(text: str) -> Any:
+    """A number, true, false, null or JSON where the text is one; otherwise the text itself."""
+    lowered = text.lower()
+    try:
+        return json.loads(lowered if lowered in ("true", "false", "none", "null") else text)
+    except ValueError:
+        return None if lowered == "none" else text
+
+
+def check_names(option: str, names: Collection[str], known: Collection[str]) -> None:
+    """A `ConfigError` with the nearest name for the first of `names` that is not in `known`."""
+    for name in sorted(set(names) - set(known)):
+        near = difflib.get_close_matches(name, sorted(known), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        expect(False, f"{option}: the installed version knows no argument {name}{hint}")
