@@ -169,8 +169,22 @@ def test_moe_with_dense_layers_matches_for_both_kinds_of_top_k_weights(
             "original_max_position_embeddings": 8192,
             "rope_theta": 500000.0,
         },
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 10000.0,
+        },
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 10000.0,
+        },
     ],
-    ids=["linear", "llama3"],
+    ids=["linear", "llama3", "llama3 with other constants", "yarn"],
 )
 def test_scaled_rope_matches_transformers(run_ranks: Any, rope: dict[str, Any]) -> None:
     config = tiny_llama(rope_parameters=rope)
@@ -188,13 +202,14 @@ def added_family_on_rank(
     entry = families.ModelFamily(
         "MistralForCausalLM", "mbridge.models.llama:LLaMABridge", families.decoder_arguments
     )
-    families.FAMILIES["mistral"] = entry
+    families.FAMILIES["ministral"] = entry
+    config.model_type = "ministral"
     try:
         chunks = loaded_model(config, state, groups)
         names = [name for name, _ in export_hf_weights(chunks, groups)]
         return forward_log_probs(chunks, tokens, groups), names
     finally:
-        del families.FAMILIES["mistral"]
+        del families.FAMILIES["ministral"]
 
 
 def test_a_family_is_added_with_one_entry_of_the_table(run_ranks: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tiny Hugging Face models: configs of the three supported families and deterministic weights."""
+"""Tiny Hugging Face models: configs of the supported families and deterministic weights."""
 
 from __future__ import annotations
 
@@ -57,13 +57,35 @@ def tiny_qwen3_moe(**overrides: Any) -> Any:
     return Qwen3MoeConfig(**_common(**(settings | overrides)))
 
 
+def tiny_qwen2(**overrides: Any) -> Any:
+    """Qwen2.5: biases on queries, keys and values; a window on the last two layers."""
+    from transformers import Qwen2Config
+
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+    shape = _common(**(windows | overrides))
+    del shape["head_dim"]
+    return Qwen2Config(**shape)
+
+
+def tiny_mistral(**overrides: Any) -> Any:
+    """Mistral: a window on every layer."""
+    from transformers import MistralConfig
+
+    return MistralConfig(**_common(**({"sliding_window": 5} | overrides)))
+
+
 FAMILIES = {"qwen3": tiny_qwen3, "qwen3_moe": tiny_qwen3_moe, "llama": tiny_llama}
+#: Every entry of the table of families.
+ALL_FAMILIES = FAMILIES | {
+    "qwen2": tiny_qwen2,
+    "mistral": tiny_mistral,
+}
 
 
 def hf_model(config: Any, seed: int = 0) -> Any:
     """A transformers model in float32 and eval mode whose weights depend on `config` and `seed` only.
 
-    Norm weights are drawn around 1, so that a norm that was not loaded shows.
+    Norm weights are drawn around 1 and biases around 0, so that one that was not loaded shows.
     """
     from transformers import AutoModelForCausalLM
 
@@ -72,9 +94,11 @@ def hf_model(config: Any, seed: int = 0) -> Any:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
-        for name, parameter in model.named_parameters():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name:
-                torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+                torch.nn.init.normal_(tensor, mean=1.0, std=0.2)
+            elif "bias" in name:
+                torch.nn.init.normal_(tensor, std=0.2)
     return model.eval()
 
 

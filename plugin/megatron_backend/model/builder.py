@@ -11,21 +11,21 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
 from plugin.megatron_backend import cpu_runtime
-from plugin.megatron_backend.model.families import family_of, rotary_arguments
+from plugin.megatron_backend.model.families import family_of
+from plugin.megatron_backend.model.family_layers import fit_to_family, layer_spec
 from plugin.megatron_backend.model.layout_rules import check_layout
-from plugin.megatron_backend.model.local_layers import LayoutRotaryEmbedding, use_local_layers
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -55,7 +55,8 @@ def build_model(
     if config.moe_router_fusion:
         _check_router_fusion()
     cpu_runtime.activate()
-    transformer = TransformerConfig(**arguments)
+    is_latent = arguments.get("multi_latent_attention")
+    transformer = (MLATransformerConfig if is_latent else TransformerConfig)(**arguments)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     use_te = uses_transformer_engine(config.transformer_impl)
@@ -98,7 +99,8 @@ def transformer_arguments(
         "use_cpu_initialization": not on_cuda,
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
-        "bias_activation_fusion": on_cuda,
+        # Megatron fuses SwiGLU; other gates are computed by their function
+        "bias_activation_fusion": on_cuda and arguments["activation_func"] is F.silu,
         "bias_dropout_fusion": on_cuda,
         "persist_layer_norm": use_te,
         # also for dense models: the default, allgather, refuses variable_seq_lengths
@@ -136,17 +138,9 @@ def _build_chunk(
     hf_config: Any, config: TransformerConfig, groups: ParallelGroups, number: int, use_te: bool
 ) -> GPTModel:
     vp_stage = number if groups.vpp_size else None
-    spec = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=use_te,
-        normalization=config.normalization,
-        vp_stage=vp_stage,
-        pp_rank=groups.pp_rank,
-    )
-    rotary = rotary_arguments(hf_config)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=spec if use_te else use_local_layers(spec),
+        transformer_layer_spec=layer_spec(hf_config, config, groups, vp_stage, use_te),
         vocab_size=padded_vocab_size(hf_config.vocab_size, groups.tp_size),
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=groups.starts_model(number),
@@ -155,16 +149,8 @@ def _build_chunk(
         position_embedding_type="rope",
         pg_collection=groups.collection,
         vp_stage=vp_stage,
-        **rotary,
     )
-    if not use_te:
-        model.rotary_pos_emb = LayoutRotaryEmbedding(
-            kv_channels=config.kv_channels,
-            rotary_percent=1.0,
-            use_cpu_initialization=config.use_cpu_initialization,
-            cp_group=groups.cp_group,
-            **rotary,
-        )
+    fit_to_family(model, hf_config, groups, use_te)
     if model.post_process:
         _hide_vocab_padding(model, hf_config.vocab_size, groups)
     # Names and shapes on the Hugging Face side; weights are loaded and exported by them.

@@ -210,9 +210,21 @@ def _bridge(model: Any, groups: ParallelGroups) -> Any:
     states = ParallelStates(
         vpp_size=groups.vpp_size, **{name: getattr(groups, name) for name in names}
     )
-    own_class = type(base.__name__, (base,), {"_DIRECT_MAPPING": dict(base._DIRECT_MAPPING)})
+    own_class = type(
+        base.__name__,
+        (base,),
+        {
+            "_DIRECT_MAPPING": dict(base._DIRECT_MAPPING),
+            # mbridge's own config would be another one, and fails for configs of transformers 5
+            "_build_config": lambda _self: model.config,
+        },
+    )
+    # Some configs leave the width of a head to be computed.
+    described = copy.copy(hf_config)
+    if not model.config.multi_latent_attention:
+        described.head_dim = model.config.kv_channels
     bridge = own_class(
-        hf_config,
+        described,
         dtype=model.config.params_dtype,
         parallel_states=states,
         make_vocab_size_divisible_by=groups.tp_size,

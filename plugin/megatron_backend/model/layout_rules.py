@@ -10,7 +10,8 @@ from typing import Any
 
 from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
-from plugin.megatron_backend.model.families import family_of, rotary_arguments
+from plugin.megatron_backend.model.families import family_of
+from plugin.megatron_backend.model.rope import check_rope
 
 _SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
@@ -23,7 +24,7 @@ _SIZES = (
 def check_model(hf_config: Any, config: TrainerConfig) -> None:
     """Refuse a model that Megatron cannot compute, or cannot cut as the configuration says."""
     arguments = family_of(hf_config).transformer_arguments(hf_config)
-    rotary_arguments(hf_config)
+    check_rope(hf_config)
     layout = {name: getattr(config, name) for name in _SIZES}
     variable = config.virtual_pipeline_model_parallel_size is None
     check_layout(hf_config.model_type, arguments | layout | {"variable_seq_lengths": variable})
@@ -56,6 +57,12 @@ def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:
             etp_size,
             f"--expert-tensor-parallel-size {etp_size}",
         ),
+        (
+            "moe_intermediate_size x n_shared_experts",
+            arguments.get("moe_shared_expert_intermediate_size", 0),
+            tp_size,
+            tensor,
+        ),
     ):
         if value % size:
             fitting = [str(n) for n in range(1, min(value, 2 * size) + 1) if value % n == 0]
@@ -63,6 +70,11 @@ def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:
                 f"{option}: the model's {what} is {value}, which cannot be divided by {size}; it "
                 f"can by {', '.join(fitting)}"
             )
+    if experts and etp_size > 1 and arguments["add_bias_linear"]:
+        raise ConfigError(
+            f"--expert-tensor-parallel-size {etp_size}: experts of {model_type} have biases, which "
+            "Megatron-Core would add once per rank; use --expert-tensor-parallel-size 1"
+        )
     if not experts and ep_size > 1:
         raise ConfigError(
             f"--expert-model-parallel-size {ep_size} needs a MoE model, and {model_type} has no "

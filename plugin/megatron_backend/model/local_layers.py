@@ -19,17 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     get_cuda_rng_tracker,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
 from plugin.errors import BatchError, ConfigError
@@ -95,11 +99,25 @@ class PackedLayout(PackedSeqParams):
         same_sample = self.sample_ids[:, None] == self.sample_ids.repeat(cp_size)[None, :]
         return same_sample & (self.gathered_positions[None, :] <= self.positions[:, None])
 
+    def visible_in(self, window: int | None) -> Tensor:
+        """`visible`, of which only the last `window` tokens, the token itself included."""
+        if window is None:
+            return self.visible
+        if window not in self._windows:
+            first = self.positions[:, None] - window + 1
+            self._windows[window] = self.visible & (self.gathered_positions[None, :] >= first)
+        return self._windows[window]
+
+    @cached_property
+    def _windows(self) -> dict[int, Tensor]:
+        return {}
+
 
 class SequenceParallelRMSNorm(torch.nn.Module):
     """RMSNorm over the last dimension, computed in float32, usable under sequence parallelism.
 
-    Its weight is marked `sequence_parallel`: each TP rank sees only its slice of the sequence, and
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight. The weight is marked
+    `sequence_parallel`: each TP rank sees only its slice of the sequence, and
     Megatron's `finalize_model_grads` sums the gradients of parameters that carry the mark.
     """
 
@@ -113,41 +131,24 @@ class SequenceParallelRMSNorm(torch.nn.Module):
                 "use RMSNorm, or --transformer-impl transformer_engine"
             )
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.is_centered = bool(getattr(config, "layernorm_zero_centered_gamma", False))
+        first = torch.zeros if self.is_centered else torch.ones
+        self.weight = torch.nn.Parameter(first(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x` [..., hidden_size]; same shape and dtype."""
         normalized = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
+        if self.is_centered:
+            return (normalized * (1.0 + self.weight.float())).to(x.dtype)
         return self.weight * normalized.to(x.dtype)
-
-
-class LayoutRotaryEmbedding(RotaryEmbedding):
-    """RoPE whose angles follow the positions of a `PackedLayout` when there is one."""
-
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """Positions [S_local] of a `PackedLayout` among the arguments, else the parent's length.
-
-        `GPTModel` passes whatever this returns to `forward`, so the positions need no side channel.
-        """
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, PackedLayout):
-                return argument.positions
-        return super().get_rotary_seq_len(*args, **kwargs)
-
-    def forward(self, max_seq_len: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Angles [S_local, 1, 1, rotary_dim] of the given positions, or of 0..max_seq_len-1."""
-        if not isinstance(max_seq_len, Tensor):
-            return super().forward(max_seq_len, *args, **kwargs)
-        scaled = max_seq_len.to(self.inv_freq.dtype)
-        if self.seq_len_interpolation_factor is not None:
-            scaled = scaled / self.seq_len_interpolation_factor
-        angles = torch.outer(scaled, self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 
 
 class LocalCoreAttention(MegatronModule):
     """Grouped-query causal attention in plain torch, with packing and context parallelism.
+
+    Megatron's settings for layers with a window and for sinks are followed. A sink is one more
+    logit per head in the softmax, a parameter, that takes probability and adds nothing.
 
     Under context parallelism keys and values are gathered over the CP group (their gradients are
     reduce-scattered back), and each rank attends from its own queries. That costs memory for the
@@ -158,6 +159,7 @@ class LocalCoreAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -169,6 +171,29 @@ class LocalCoreAttention(MegatronModule):
         self.cp_group = pg_collection.cp
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        has_window = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window = config.window_size[0] + 1 if has_window and config.window_size else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        self.tp_group = pg_collection.tp
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """The sinks, cut by heads, as Megatron's own attention saves them."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
     def forward(
         self,
@@ -182,17 +207,23 @@ class LocalCoreAttention(MegatronModule):
     ) -> Tensor:
         """Query [S, B, heads/tp, d], key and value [S, B, groups/tp, d] -> [S, B, heads/tp * d].
 
+        Latent attention drops B = 1 where there is a layout.
+
         `attention_mask` follows Megatron: broadcastable to [B, 1, S, S_keys], True where attention
         is forbidden. Without a mask and without a layout, each row is one causal sequence.
         """
         if attention_bias is not None:
             raise ConfigError("attention bias is not supported by the local attention; remove it")
+        if query.dim() == 3:
+            query, key, value = (x[:, None] for x in (query, key, value))
         visible = self._visible(query, attention_mask, packed_seq_params)
         if self.cp_group.size() > 1:
             key = gather_from_sequence_parallel_region(key, group=self.cp_group)
             value = gather_from_sequence_parallel_region(value, group=self.cp_group)
         # [S, B, n, d] -> [B, n, S, d]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if self.softmax_offset is not None:
+            k, v, visible = _with_sinks(q, k, v, visible, self.softmax_offset)
         dropout = self.dropout if self.training else 0.0
         # TP ranks have different heads, so their dropout must differ: hence the forked state.
         with get_cuda_rng_tracker().fork() if dropout > 0.0 else nullcontext():
@@ -220,18 +251,34 @@ class LocalCoreAttention(MegatronModule):
                 )
             if attention_mask is not None:
                 raise BatchError("got a PackedLayout and an attention mask; pass only one of them")
-            return params.visible
-        if attention_mask is not None:
-            return ~attention_mask
+            return params.visible_in(self.window)
         cp_size = self.cp_group.size()
-        if cp_size == 1:
+        if attention_mask is not None and self.window is None:
+            return ~attention_mask
+        if cp_size == 1 and self.window is None and self.softmax_offset is None:
             return None
-        return PackedLayout.from_lengths(
+        row = PackedLayout.from_lengths(
             [query.shape[0] * cp_size],
             cp_size=cp_size,
             cp_rank=self.cp_group.rank(),
             device=query.device,
-        ).visible
+        ).visible_in(self.window)
+        return row if attention_mask is None else row & ~attention_mask
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [B, n, S_keys + 1, d] with a last one of 0, and the mask that adds `sinks`.
+
+    visible: broadcastable to [B, 1, S, S_keys]; sinks: [heads]
+    """
+    assert visible is not None
+    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+    mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, float("-inf"))
+    mask = mask.expand(q.shape[0], q.shape[1], *visible.shape[-2:])
+    column = sinks.to(q.dtype)[None, :, None, None].expand(*mask.shape[:-1], 1)
+    return k, v, torch.cat([mask, column], dim=-1)
 
 
 def use_local_layers(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
@@ -242,6 +289,7 @@ def use_local_layers(block: TransformerBlockSubmodules) -> TransformerBlockSubmo
         parts.input_layernorm = parts.pre_mlp_layernorm = SequenceParallelRMSNorm
         attention = parts.self_attention.submodules
         attention.core_attention = LocalCoreAttention
-        if attention.q_layernorm is not IdentityOp:
-            attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+        for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if getattr(attention, norm, IdentityOp) is not IdentityOp:
+                setattr(attention, norm, SequenceParallelRMSNorm)
     return block

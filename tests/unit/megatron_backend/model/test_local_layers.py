@@ -47,6 +47,22 @@ def test_visibility_across_context_parallel_ranks_is_causal_in_global_positions(
     ]
 
 
+def test_a_window_leaves_the_last_tokens_of_the_same_sample() -> None:
+    layout = PackedLayout.from_lengths([4, 2])
+    assert layout.visible_in(2).int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 1, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 1, 1],
+    ]
+    assert layout.visible_in(None) is layout.visible
+    # rank 0 holds positions 0 and 3, rank 1 positions 1 and 2; columns are 0 3 | 1 2
+    late = PackedLayout.from_lengths([4], cp_size=2, cp_rank=1)
+    assert late.visible_in(2).int().tolist() == [[1, 0, 1, 0], [0, 0, 1, 1]]
+
+
 def test_samples_that_do_not_fit_are_refused_with_the_numbers() -> None:
     with pytest.raises(BatchError, match=r"6 tokens .* 4 equal chunks"):
         PackedLayout.from_lengths([6], cp_size=2)

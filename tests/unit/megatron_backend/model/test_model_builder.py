@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+    _yarn_get_concentration_factor_from_config,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from plugin.config import TrainerConfig
@@ -18,8 +21,18 @@ from plugin.megatron_backend.model.builder import (
     transformer_arguments,
     uses_transformer_engine,
 )
-from plugin.megatron_backend.model.families import FAMILIES, family_of, rotary_arguments
-from tests.parallel.tiny_models import tiny_llama, tiny_qwen3, tiny_qwen3_moe
+from plugin.megatron_backend.model.families import FAMILIES, family_of
+from plugin.megatron_backend.model.family_arguments import window_arguments
+from plugin.megatron_backend.model.layout_rules import check_model
+from plugin.megatron_backend.model.rope import inverse_frequencies, rope_factor, rope_parameters
+from plugin.megatron_backend.model.rotary_embedding import scale_rotation
+from tests.parallel.tiny_models import (
+    tiny_llama,
+    tiny_mistral,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 from tests.unit.megatron_backend.rank_places import place
 
 
@@ -50,44 +63,74 @@ def test_head_width_is_the_explicit_one_or_the_quotient() -> None:
     assert megatron_arguments(config)["kv_channels"] == 32 // 4
 
 
-def test_rope_theta_is_found_where_transformers_5_and_4_put_it() -> None:
+def rope_settings(hf_config: Any) -> dict[str, Any]:
+    found = rope_parameters(hf_config)
+    return {name: found[name] for name in ("rope_type", "rope_theta", "partial_rotary_factor")}
+
+
+def test_rope_settings_are_found_where_transformers_5_and_4_put_them() -> None:
     new = tiny_qwen3(rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    assert rotary_arguments(new) == {"rotary_base": 1e6}
-
-    old = SimpleNamespace(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
-    assert rotary_arguments(old) == {
-        "rotary_base": 5e5,
-        "seq_len_interpolation_factor": 2.0,
+    assert rope_settings(new) == {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 1.0,
     }
-
-
-def llama3_rope(**changes: Any) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
+    old = SimpleNamespace(
+        rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0}, partial_rotary_factor=0.5
+    )
+    assert rope_settings(old) == {
+        "rope_type": "linear",
         "rope_theta": 5e5,
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        **changes,
+        "partial_rotary_factor": 0.5,
     }
 
 
-def test_llama3_scaling_passes_its_factor_and_refuses_constants_that_megatron_fixes() -> None:
-    supported = rotary_arguments(tiny_llama(rope_parameters=llama3_rope()))
-    assert supported["rope_scaling"] is True
-    assert supported["rope_scaling_factor"] == 32.0
-    with pytest.raises(ConfigError, match="original_max_position_embeddings"):
-        rotary_arguments(
-            tiny_llama(rope_parameters=llama3_rope(original_max_position_embeddings=4096))
-        )
+def test_default_frequencies_are_powers_of_theta_over_the_rotated_channels() -> None:
+    config = SimpleNamespace(rope_theta=100.0, partial_rotary_factor=0.5)
+    # 8 channels, half of them rotated: 100 ** -(0, 2) / 4 = 1, 0.1
+    torch.testing.assert_close(inverse_frequencies(config, 8), torch.tensor([1.0, 0.1]))
 
 
-def test_an_unknown_rope_type_is_refused_by_name() -> None:
+def yarn_rope(**changes: Any) -> dict[str, Any]:
+    original = {"original_max_position_embeddings": 32, "factor": 4.0}
+    return {"rope_type": "yarn", "rope_theta": 1e4, **original, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        # 0.1 * log(4) + 1
+        ({}, 1.138629),
+        ({"attention_factor": 0.5}, 0.5),
+        # (0.1 * 2 * log 4 + 1) / (0.1 * log 4 + 1) = 1.277259 / 1.138629
+        ({"mscale": 2.0, "mscale_all_dim": 1.0}, 1.121752),
+        ({"factor": 1.0}, 1.0),
+    ],
+)
+def test_the_factor_of_yarn_follows_its_settings(changes: dict[str, Any], factor: float) -> None:
+    config = tiny_llama(rope_parameters=yarn_rope(**changes))
+    assert rope_factor(config) == pytest.approx(factor, rel=1e-6)
+    settings = SimpleNamespace()
+    scale_rotation(settings, rope_factor(config))
+    assert _yarn_get_concentration_factor_from_config(settings) == pytest.approx(factor, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rope_that_depends_on_the_length_of_the_sequence_is_refused_by_name(kind: str) -> None:
     config = tiny_llama()
-    config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4}
-    with pytest.raises(ConfigError, match="longrope"):
-        rotary_arguments(config)
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4}
+    with pytest.raises(ConfigError, match=f"{kind}.*default, linear, llama3, yarn"):
+        check_model(config, TrainerConfig())
+
+
+def test_windows_count_the_token_itself_and_follow_the_kinds_of_layers() -> None:
+    assert window_arguments(tiny_mistral(sliding_window=8)) == {
+        "window_size": (7, 0),
+        "window_attn_skip_freq": [1, 1, 1, 1],
+    }
+    assert megatron_arguments(tiny_qwen2())["window_attn_skip_freq"] == [0, 0, 1, 1]
+    assert "window_size" not in megatron_arguments(tiny_qwen2(use_sliding_window=False))
+    assert window_arguments(tiny_mistral(sliding_window=None)) == {}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +139,6 @@ def test_an_unknown_rope_type_is_refused_by_name() -> None:
         ({"hidden_act": "gelu"}, "gelu"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
         ({"model_type": "gpt2"}, "gpt2"),
     ],
 )
@@ -109,6 +151,11 @@ def test_models_that_megatron_would_compute_differently_are_refused(
         setattr(config, name, value)
     with pytest.raises(ConfigError, match=named):
         family_of(config)
+
+
+def test_a_window_that_a_family_does_not_compute_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use_sliding_window=True is not supported"):
+        family_of(tiny_qwen3_moe(use_sliding_window=True))
 
 
 def test_a_model_outside_the_table_is_refused_with_the_table() -> None:

@@ -1,0 +1,115 @@
+"""What a family needs beyond Megatron's config: layers of its spec, settings of a built model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from plugin.megatron_backend.model.families import family_of
+from plugin.megatron_backend.model.latent_attention import LocalLatentAttention
+from plugin.megatron_backend.model.local_layers import use_local_layers
+from plugin.megatron_backend.model.post_norm import add_post_norms
+from plugin.megatron_backend.model.rope import (
+    FULL,
+    SLIDING,
+    has_rope_per_layer_type,
+    inverse_frequencies,
+    rope_factor,
+)
+from plugin.megatron_backend.model.rotary_embedding import (
+    LayoutRotaryEmbedding,
+    RotaryEmbeddingPerWindow,
+    SelfAttentionPerWindow,
+    scale_rotation,
+)
+from plugin.megatron_backend.parallel_groups import ParallelGroups
+
+
+def layer_spec(
+    hf_config: Any,
+    config: TransformerConfig,
+    groups: ParallelGroups,
+    vp_stage: int | None,
+    use_te: bool,
+) -> TransformerBlockSubmodules:
+    """The layers of one chunk: Megatron's spec, changed as the family needs it."""
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=use_te,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+        pp_rank=groups.pp_rank,
+    )
+    if not use_te:
+        block = use_local_layers(block)
+    for layer in block.layer_specs:
+        attention = layer.submodules.self_attention
+        if config.multi_latent_attention and not use_te:
+            attention.module = LocalLatentAttention
+        if has_rope_per_layer_type(hf_config):
+            attention.module = SelfAttentionPerWindow
+    if family_of(hf_config).post_norms:
+        block = add_post_norms(block, block.layer_norm)
+    return block
+
+
+def fit_to_family(model: GPTModel, hf_config: Any, groups: ParallelGroups, use_te: bool) -> None:
+    """Give a built chunk the RoPE of its config, and what else the family asks for; in place."""
+    family, config = family_of(hf_config), model.config
+    if config.multi_latent_attention:
+        _fit_latent_attention(model, hf_config, groups, use_te, family.latent_norm_eps)
+    else:
+        scale_rotation(config, rope_factor(hf_config))
+        model.rotary_pos_emb = _rotary_embedding(hf_config, config, groups)
+    if family.scales_embeddings and model.pre_process:
+        scale = hf_config.hidden_size**0.5
+        model.embedding.register_forward_hook(
+            lambda _module, _inputs, output: _scaled(output, scale)
+        )
+
+
+def _scaled(embeddings: Tensor, scale: float) -> Tensor:
+    # the factor is rounded to the embeddings' precision, as in pretraining
+    return embeddings * embeddings.new_tensor(scale)
+
+
+def _rotary_embedding(hf_config: Any, config: TransformerConfig, groups: ParallelGroups) -> Any:
+    kinds = (FULL, SLIDING) if has_rope_per_layer_type(hf_config) else (FULL,)
+    assert config.kv_channels is not None
+    made = [
+        LayoutRotaryEmbedding(
+            inverse_frequencies(hf_config, config.kv_channels, kind),
+            groups.cp_group,
+            is_interleaved=config.rotary_interleaved,
+        )
+        for kind in kinds
+    ]
+    return made[0] if len(made) == 1 else RotaryEmbeddingPerWindow(*made)
+
+
+def _fit_latent_attention(
+    model: GPTModel, hf_config: Any, groups: ParallelGroups, use_te: bool, norm_eps: float | None
+) -> None:
+    """Latent attention computes its RoPE itself; with local layers it has to follow the layout."""
+    config: Any = model.config
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        if not use_te:
+            attention.rotary_pos_emb = LayoutRotaryEmbedding(
+                inverse_frequencies(hf_config, config.qk_pos_emb_head_dim),
+                groups.cp_group,
+                is_latent=True,
+                factor=rope_factor(hf_config) if config.rope_type == "yarn" else None,
+            )
+        # Transformer Engine has each norm inside the linear layer that follows it.
+        norms = (
+            ("linear_q_up_proj", "linear_kv_up_proj") if use_te else ("q_layernorm", "kv_layernorm")
+        )
+        for norm in norms:
+            if norm_eps is not None and hasattr(attention, norm):
+                getattr(attention, norm).eps = norm_eps

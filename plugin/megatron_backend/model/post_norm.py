@@ -1,0 +1,42 @@
+"""Norms after attention and MLP, before they are added to the residual (GLM-4, Gemma 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+
+
+def add_post_norms(block: TransformerBlockSubmodules, norm: Any) -> TransformerBlockSubmodules:
+    """Put `norm` behind the last linear layer of every attention and MLP; changed in place.
+
+    Megatron's layers have no place for such norms; behind the linear layer they see what the
+    residual gets, under sequence parallelism this rank's slice of it.
+    """
+    for layer in block.layer_specs:
+        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        attention.linear_proj = _followed_by(attention.linear_proj, norm)
+        mlp.linear_fc2 = _followed_by(mlp.linear_fc2, norm)
+    return block
+
+
+def _followed_by(linear: Any, norm: Any) -> Any:
+    """The row-parallel class `linear` with a norm of its output."""
+    if hasattr(linear, "post_norm_of"):
+        return linear  # layers of one kind share a spec
+
+    class NormedLinear(linear):
+        post_norm_of = linear
+
+        def __init__(self, inputs: int, outputs: int, *, config: Any, **arguments: Any) -> None:
+            super().__init__(inputs, outputs, config=config, **arguments)
+            self.post_layernorm = norm(
+                config=config, hidden_size=outputs, eps=config.layernorm_epsilon
+            )
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            output, bias = super().forward(x)
+            return self.post_layernorm(output), bias
+
+    return NormedLinear
