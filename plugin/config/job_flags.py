@@ -96,8 +96,9 @@ class JobConfig(
         """The flag that gives the engine coarser weights than the trainer's, if any."""
         if self.rollout_quantization != "none":
             return f"--rollout-quantization {self.rollout_quantization}"
-        coarser = self.rollout_dtype == "bfloat16" and self.train_dtype == "float32"
-        return f"--rollout-dtype {self.rollout_dtype}" if coarser else None
+        coarser = self.rollout_dtype == "bfloat16" and self.train_dtype != "bfloat16"
+        known = "" if self.train_dtype == "float32" else ", with a trainer in float32,"
+        return f"--rollout-dtype {self.rollout_dtype}{known}" if coarser else None
 
     @property
     def saves_at_end(self) -> bool:

@@ -30,9 +30,14 @@ class ModelFlags(FlagGroup):
     )
     teacher_hf_checkpoint: str | None = flag(None, "teacher policy of --teacher-tau")
     transformer_impl: Literal["auto", "transformer_engine", "local"] = flag(
-        "auto", "Megatron's layers; auto = Transformer Engine where it can run"
+        "auto",
+        "Megatron's layers; auto = Transformer Engine where it can run (CUDA, not in float32)",
     )
-    train_dtype: DtypeName = flag("float32", "dtype of the trainer's weights and activations")
+    train_dtype: Literal["auto", "float32", "bfloat16"] = flag(
+        "auto",
+        "dtype of the trainer's weights and activations; auto = bfloat16 with float32 main weights "
+        "on CUDA, float32 elsewhere",
+    )
     fused_lm_head: Literal["auto", "on", "off"] = flag(
         "auto", "compute log-probs inside the LM head, without logits; auto = where it pays"
     )
@@ -83,6 +88,11 @@ class ModelFlags(FlagGroup):
         return self.use_rollout_routing_replay == "ids+weights"
 
     @property
+    def freezes_routers(self) -> bool:
+        """Whether routers get no gradient at all."""
+        return self.replays_route_weights and self.router_gradient == "stop"
+
+    @property
     def wants_rollout_routes(self) -> bool:
         return bool(self.use_rollout_routing_replay) or self.detect_routing
 
@@ -130,8 +140,16 @@ class OptimizerFlags(FlagGroup):
     adam_beta2: float = flag(0.98, "Adam beta2", at_least=0)
     adam_eps: float = flag(1e-8, "Adam epsilon", above=0)
     clip_grad: float = flag(1.0, "largest gradient norm; 0 = no clipping", at_least=0)
-    use_distributed_optimizer: bool = flag(
-        False, "shard the optimizer state over data parallel ranks"
+    use_distributed_optimizer: bool | None = flag(
+        None, "shard the optimizer state over data parallel ranks; none = on CUDA"
+    )
+    overlap_grad_reduce: bool | None = flag(
+        None, "reduce gradients while others are computed; none = on CUDA"
+    )
+    overlap_param_gather: bool | None = flag(
+        None,
+        "gather updated weights while the next forward pass runs; none = on CUDA with "
+        "--use-distributed-optimizer",
     )
     skip_on_grad_norm: float | None = flag(
         None, "skip a step whose gradient norm is above this", above=0
@@ -144,6 +162,12 @@ class OptimizerFlags(FlagGroup):
     )
 
     def check(self) -> None:
+        without = False in (self.use_distributed_optimizer, self.overlap_grad_reduce)
+        expect(
+            not (self.overlap_param_gather and without),
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; "
+            "add them, or drop it",
+        )
         for name in ("adam_beta1", "adam_beta2"):
             value = getattr(self, name)
             expect(value < 1, f"--{name.replace('_', '-')} is {value}; it must lie in [0, 1)")

@@ -48,6 +48,7 @@ def export(source: Path, target: Path, name: str | None = None) -> Path:
     from plugin.config import JobConfig
     from plugin.launch.model_source import policy_source
     from plugin.launch.resuming import find_source
+    from plugin.megatron_backend.checkpoint.directory import read_metadata
 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not empty; choose a new directory")
@@ -56,7 +57,7 @@ def export(source: Path, target: Path, name: str | None = None) -> Path:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     config = JobConfig.from_sources({}, run_dir / "config.yaml")
     policy = policy_source(config)
-    _convert(chosen, target, config.train_dtype, policy.as_config(), config.hf_checkpoint)
+    _convert(chosen, target, read_metadata(chosen).dtype, policy.as_config(), config.hf_checkpoint)
     return chosen
 
 

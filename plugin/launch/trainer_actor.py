@@ -23,6 +23,7 @@ from plugin.launch.directory_lock import OwnedDirectory
 from plugin.launch.model_source import ModelSource
 from plugin.launch.remote_calls import ReportingActor
 from plugin.megatron_backend.cpu_runtime import import_megatron
+from plugin.megatron_backend.model.device_settings import set_cuda_environment
 
 PolicyName = Literal["policy", "reference", "teacher"]
 
@@ -74,6 +75,7 @@ class TrainerRank(ReportingActor):
         self._trainers: dict[PolicyName, Any] = {}
         self._rank = -1
         self._store: Any = None
+        set_cuda_environment(config)
         import_megatron()
         # While other actors still import theirs, and before `join`, which waits for all of them.
         import plugin.megatron_backend.trainer  # noqa: F401
@@ -150,7 +152,7 @@ class TrainerRank(ReportingActor):
 
         Returns the MoE layers whose routes this rank wants, None if it replays none.
         """
-        from plugin.megatron_backend.model.builder import uses_transformer_engine
+        from plugin.megatron_backend.model.device_settings import on_this_device
         from plugin.megatron_backend.trainer import MegatronTrainer
 
         config = self._config
@@ -163,7 +165,7 @@ class TrainerRank(ReportingActor):
             config.max_tokens_per_gpu is not None
             or config.context_parallel_size > 1
             or config.virtual_pipeline_model_parallel_size is not None
-            or uses_transformer_engine(config.transformer_impl)
+            or on_this_device(config).transformer_impl == "transformer_engine"
         )
         trainer = MegatronTrainer(
             config,

@@ -27,9 +27,9 @@ from plugin.megatron_backend.checkpoint.save_load import (
 from plugin.megatron_backend.model.builder import (
     build_model,
     build_optimizer,
-    uses_transformer_engine,
     wrap_with_ddp,
 )
+from plugin.megatron_backend.model.device_settings import on_this_device
 from plugin.megatron_backend.model.hf_weights import export_hf_weights, load_hf_weights, unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.live_routes import LiveRoutes
@@ -128,6 +128,7 @@ class MegatronTrainer:
         trainable: bool = True,
         seed: int = 1234,
     ) -> None:
+        config = on_this_device(config)
         self.config, self.hf_config, self.groups, self.layout = config, hf_config, groups, layout
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.version = 0
@@ -158,7 +159,7 @@ class MegatronTrainer:
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, whole; a collective."""
-        return export_hf_weights([unwrap(chunk) for chunk in self.chunks], self.groups)
+        return export_hf_weights(self.chunks, self.groups)
 
     def set_learning_rate(self, value: float) -> None:
         """Use `value` from the next step on."""
@@ -455,7 +456,7 @@ class MegatronTrainer:
             microbatches,
             self.groups,
             layout=self.layout,
-            transformer_engine=uses_transformer_engine(self.config.transformer_impl),
+            transformer_engine=self.config.transformer_impl == "transformer_engine",
             sequence_parallel=self.config.sequence_parallel,
             device=self.device,
         )

@@ -224,7 +224,23 @@ def test_the_distributed_optimizer_gives_the_same_weights(
     }
     check_equal(run_ranks, one_process, DATA_PARALLEL, cases)
     experts = Layout(2, {"expert_model_parallel_size": 2})
-    check_equal(run_ranks, one_process, experts, {"moe": cases["moe"]})
+    overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    moe = {"moe": cases["moe"], "overlapped": cases["moe"].cut(**overlapped)}
+    check_equal(run_ranks, one_process, experts, moe)
+
+
+def test_overlapped_communication_gives_the_same_weights(
+    run_ranks: RunRanks, one_process: dict[str, Outcome]
+) -> None:
+    # Three steps: reductions start inside the backward pass from the second on, and weights are read between steps.
+    overlapped = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+    gathered = {**overlapped, "overlap_param_gather": True}
+    cases = {
+        "reduce": Case(settings={**PER_SAMPLE, **SMALL_BUDGET, **overlapped}, steps=3),
+        "gather": Case(settings={**PER_TOKEN, **SMALL_BUDGET, **gathered}, steps=3),
+        "one sample": Case(settings={**PER_SAMPLE, **gathered}, samples=1, steps=3),
+    }
+    check_equal(run_ranks, one_process, DATA_PARALLEL, cases)
 
 
 def test_ranks_with_uneven_counts_fill_up_with_padding_and_agree(

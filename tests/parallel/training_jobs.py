@@ -77,6 +77,7 @@ class Case:
         """The same problem for one process: all samples in one microbatch and nothing else switched on."""
         cutting = (
             *("max_tokens_per_gpu", "micro_batch_size", "use_distributed_optimizer"),
+            *("overlap_grad_reduce", "overlap_param_gather"),
             *("recompute_granularity", "recompute_method", "recompute_num_layers"),
             *("sequence_parallel", "inplace_logits_grad", "fused_lm_head"),
         )

@@ -123,9 +123,7 @@ def _one_pass(
     decodes: bool,
 ) -> tuple[Bisection, LayerTrace]:
     """The comparison and the engine's trace; the models are gone when it returns."""
-    # Transformer Engine has no float32 attention for packed rows.
-    layers: Any = "local" if train_dtype == "float32" else "auto"
-    config = TrainerConfig(train_dtype=train_dtype, transformer_impl=layers)
+    config = TrainerConfig(train_dtype=train_dtype)
     trainer = MegatronTrainer(config, hf_config, groups, trainable=False)
     trainer.load_hf_weights(weights)
     if isinstance(engine, LayerTrace):

@@ -23,7 +23,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from plugin.errors import CheckpointError
-from plugin.megatron_backend.model.hf_weights import unwrap
+from plugin.megatron_backend.model.hf_weights import gather_updated_weights, unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 _MAIN_WEIGHTS = "optimizer.state.fp32_param."
@@ -38,6 +38,8 @@ def sharded_state(
     loading: bool = False,
 ) -> dict[str, Any]:
     """The state dict to save; with `loading`, the description of what to load."""
+    if not loading:
+        gather_updated_weights(chunks)
     content = {
         # One tensor per layer: layers of a MoE model differ, and any stage can pick its own.
         "non_homogeneous_layers": True,

@@ -6,12 +6,10 @@ parallel sizes from the groups.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -20,12 +18,20 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from plugin.config import TrainerConfig
+from plugin.config import Capabilities, TrainerConfig, on_device
 from plugin.errors import ConfigError
 from plugin.megatron_backend import cpu_runtime
+from plugin.megatron_backend.model.device_settings import (
+    capabilities,
+    ddp_settings,
+    on_this_device,
+    transformer_settings,
+    warn_of_local_layers,
+)
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.family_layers import fit_to_family, layer_spec
 from plugin.megatron_backend.model.layout_rules import check_layout
+from plugin.megatron_backend.model.rope import rope_factor
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,6 +56,7 @@ def build_model(
 
     overrides: arguments of Megatron's `TransformerConfig` for which there is no flag
     """
+    wished, config = config.transformer_impl, on_this_device(config)
     arguments = transformer_arguments(hf_config, config, groups) | overrides
     check_layout(hf_config.model_type, arguments)
     if config.moe_router_fusion:
@@ -59,7 +66,9 @@ def build_model(
     transformer = (MLATransformerConfig if is_latent else TransformerConfig)(**arguments)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-    use_te = uses_transformer_engine(config.transformer_impl)
+    use_te = config.transformer_impl == "transformer_engine"
+    if torch.cuda.is_available() and not use_te and wished == "auto" and groups.rank == 0:
+        warn_of_local_layers()
     return [
         _build_chunk(hf_config, transformer, groups, number, use_te)
         for number in range(groups.num_chunks)
@@ -67,11 +76,18 @@ def build_model(
 
 
 def transformer_arguments(
-    hf_config: Any, config: TrainerConfig, groups: ParallelGroups
+    hf_config: Any,
+    config: TrainerConfig,
+    groups: ParallelGroups,
+    found: Capabilities | None = None,
 ) -> dict[str, Any]:
-    """Arguments of Megatron's `TransformerConfig` for a Hugging Face model in a run."""
+    """Arguments of Megatron's `TransformerConfig` for a Hugging Face model in a run.
+
+    found: what the device can do; None = what this process finds
+    """
     arguments = family_of(hf_config).transformer_arguments(hf_config)
-    on_cuda, use_te = torch.cuda.is_available(), uses_transformer_engine(config.transformer_impl)
+    found = capabilities() if found is None else found
+    config = on_device(config, found)
     return arguments | {
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -93,36 +109,18 @@ def transformer_arguments(
         "recompute_method": config.recompute_method,
         "recompute_num_layers": config.recompute_num_layers,
         "deallocate_pipeline_outputs": True,
-        # gloo matches batched messages of one pair of ranks in posting order, which mixes up the
-        # two directions that the interleaved schedule exchanges at once
-        "batch_p2p_comm": on_cuda,
-        "use_cpu_initialization": not on_cuda,
-        "gradient_accumulation_fusion": False,
-        "masked_softmax_fusion": False,
-        # Megatron fuses SwiGLU; other gates are computed by their function
-        "bias_activation_fusion": on_cuda and arguments["activation_func"] is F.silu,
-        "bias_dropout_fusion": on_cuda,
-        "persist_layer_norm": use_te,
         # also for dense models: the default, allgather, refuses variable_seq_lengths
         "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
         "moe_router_fusion": config.moe_router_fusion,
-        "moe_grouped_gemm": use_te and "num_moe_experts" in arguments,
+        **transformer_settings(config, found, arguments, fuses_rope=_rope_is_plain(hf_config)),
     }
 
 
-def uses_transformer_engine(choice: Literal["auto", "transformer_engine", "local"]) -> bool:
-    """Resolve "auto"; asking for Transformer Engine where it cannot run is an error."""
-    if choice == "local":
-        return False
-    runnable = (
-        torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    )
-    if choice == "transformer_engine" and not runnable:
-        raise ConfigError(
-            "--transformer-impl transformer_engine needs CUDA and the transformer_engine package, "
-            "and at least one is missing here; use --transformer-impl auto or local"
-        )
-    return runnable
+def _rope_is_plain(hf_config: Any) -> bool:
+    """Whether the fused RoPE of packed rows computes the model's; it has no factor (YaRN)."""
+    arguments = family_of(hf_config).transformer_arguments(hf_config)
+    special = arguments.get("multi_latent_attention") or arguments.get("rotary_interleaved")
+    return not special and rope_factor(hf_config) == 1.0
 
 
 def _check_router_fusion() -> None:
@@ -152,6 +150,9 @@ def _build_chunk(
     )
     fit_to_family(model, hf_config, groups, use_te)
     if model.post_process:
+        # A step may mix microbatches that fuse this layer with the log-probs and others that do
+        # not; Megatron takes a weight's gradients either from its fused kernel or from autograd.
+        model.output_layer.gradient_accumulation_fusion = False
         _hide_vocab_padding(model, hf_config.vocab_size, groups)
     # Names and shapes on the Hugging Face side; weights are loaded and exported by them.
     model.hf_config = hf_config
@@ -190,10 +191,8 @@ def wrap_with_ddp(
     chunks: Sequence[GPTModel], config: TrainerConfig, groups: ParallelGroups
 ) -> list[DistributedDataParallel]:
     """Stock Megatron DDP around each chunk, with its gradient buffers."""
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
-    )
-    return [
+    ddp_config = DistributedDataParallelConfig(**ddp_settings(on_this_device(config)))
+    wrapped = [
         DistributedDataParallel(
             config=chunk.config,
             ddp_config=ddp_config,
@@ -204,6 +203,12 @@ def wrap_with_ddp(
         )
         for number, chunk in enumerate(chunks)
     ]
+    if ddp_config.overlap_grad_reduce:
+        # Schedules start reductions in the last microbatch only if they can hold them back before.
+        hold_back = [chunk.no_sync for chunk in wrapped]
+        for chunk in wrapped:
+            chunk.config.no_sync_func = hold_back if len(wrapped) > 1 else hold_back[0]
+    return wrapped
 
 
 def build_optimizer(
@@ -220,7 +225,8 @@ def build_optimizer(
         adam_beta2=config.adam_beta2,
         adam_eps=config.adam_eps,
         clip_grad=config.clip_grad,
-        use_distributed_optimizer=config.use_distributed_optimizer,
+        use_distributed_optimizer=bool(on_this_device(config).use_distributed_optimizer),
+        overlap_param_gather=bool(on_this_device(config).overlap_param_gather),
         bf16=params_dtype is torch.bfloat16,
         params_dtype=params_dtype,
     )

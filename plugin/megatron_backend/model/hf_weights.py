@@ -49,6 +49,16 @@ _COMPANIONS = (
 )
 
 
+def gather_updated_weights(chunks: Sequence[Any]) -> None:
+    """Complete the weights that the next forward pass would gather; a collective.
+
+    With --overlap-param-gather an optimizer step leaves every rank with its own share updated.
+    """
+    for chunk in chunks:
+        if getattr(chunk, "use_forward_hook", False):
+            chunk.start_param_sync(force_sync=True)
+
+
 def unwrap(chunk: torch.nn.Module) -> Any:
     """The `GPTModel` inside DDP or precision wrappers."""
     inner: Any = chunk
@@ -114,6 +124,7 @@ def export_hf_weights(
     Collective: all ranks must iterate to the end. One tensor (per expert rank) is gathered at a
     time. A tensor may share memory with the model; copy it if it must outlive the next update.
     """
+    gather_updated_weights(chunks)
     models = [unwrap(chunk) for chunk in chunks]
     bridge = _bridge(models[0], groups)
     local: dict[_Entry, torch.nn.Parameter] = {}

@@ -84,7 +84,9 @@ def model_inputs(
         starts = np.cumsum([0, *lengths])  # the last one is that of tail padding, -1
         whole = _at_starts(samples, starts[:-1], length)
         tokens, rows = whole[torch.from_numpy(starts)[sample_ids] + positions], shards.rows()
-        params = _thd_params(lengths.tolist(), length, device) if transformer_engine else packed
+        params = packed
+        if transformer_engine:
+            params = thd_params(lengths.tolist(), length, cp_size=groups.cp_size, device=device)
     elif groups.cp_size > 1:
         raise ConfigError(
             f"the padded layout with context parallel size {groups.cp_size} is not supported; use "
@@ -129,19 +131,26 @@ def row_length(
     return -(-needed // multiple) * multiple
 
 
-def _thd_params(
-    lengths: Sequence[int], row_length: int, device: torch.device | str
+def thd_params(
+    lengths: Sequence[int],
+    row_length: int,
+    *,
+    cp_size: int = 1,
+    device: torch.device | str = "cpu",
 ) -> PackedSeqParams:
-    """Transformer Engine's description of a packed row; runs on CUDA only."""
+    """Transformer Engine's description of a packed row of samples of these padded lengths."""
     tail = row_length - sum(lengths)
     pieces = [*lengths, tail] if tail else lengths
     ends = torch.tensor([0, *accumulate(pieces)], dtype=torch.int32, device=device)
+    # Only context parallelism reads the padded ends; given without it, every layer compares them
+    # with the others on the host.
+    padded = ends if cp_size > 1 else None
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
         cu_seqlens_kv=ends,
-        cu_seqlens_q_padded=ends,
-        cu_seqlens_kv_padded=ends,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
         max_seqlen_q=max(pieces),
         max_seqlen_kv=max(pieces),
     )

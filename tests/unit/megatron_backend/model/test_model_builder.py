@@ -19,7 +19,6 @@ from plugin.megatron_backend.model.builder import (
     padded_vocab_size,
     real_vocab_rows,
     transformer_arguments,
-    uses_transformer_engine,
 )
 from plugin.megatron_backend.model.families import FAMILIES, family_of
 from plugin.megatron_backend.model.family_arguments import window_arguments
@@ -176,11 +175,3 @@ def test_the_router_fusion_flag_reaches_megatrons_config() -> None:
 def test_router_fusion_without_its_kernel_is_refused_before_anything_is_built() -> None:
     with pytest.raises(ConfigError, match=r"--moe-router-fusion is a CUDA kernel"):
         build_model(tiny_qwen3_moe(), TrainerConfig(moe_router_fusion=True), place())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="without CUDA")
-def test_without_cuda_auto_is_local_and_asking_for_transformer_engine_is_an_error() -> None:
-    assert uses_transformer_engine("auto") is False
-    assert uses_transformer_engine("local") is False
-    with pytest.raises(ConfigError, match="--transformer-impl"):
-        uses_transformer_engine("transformer_engine")

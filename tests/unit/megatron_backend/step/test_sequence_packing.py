@@ -13,7 +13,7 @@ import torch
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.local_layers import PackedLayout
-from plugin.megatron_backend.step.sequence_packing import model_inputs, row_length
+from plugin.megatron_backend.step.sequence_packing import model_inputs, row_length, thd_params
 from tests.unit.megatron_backend.rank_places import place
 
 
@@ -109,3 +109,13 @@ def test_a_sample_without_a_response_takes_part_and_predicts_nothing() -> None:
     )
     inputs = model_inputs(batch, place())
     assert inputs.rows.tolist() == [2] and inputs.targets.tolist() == [2]
+
+
+def test_transformer_engines_packing_has_padded_ends_only_under_context_parallelism() -> None:
+    # Samples of 4 and 8 tokens in a row of 16: ends at 4, 12 and, of tail padding, 16.
+    plain, split = (thd_params([4, 8], 16, cp_size=size) for size in (1, 2))
+    for params in (plain, split):
+        assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 4, 12, 16]
+        assert params.qkv_format == "thd" and params.max_seqlen_q == params.max_seqlen_kv == 8
+    assert plain.cu_seqlens_q_padded is None and plain.cu_seqlens_kv_padded is None
+    assert split.cu_seqlens_q_padded is split.cu_seqlens_kv_padded is split.cu_seqlens_q

@@ -1,0 +1,90 @@
+"""What unset flags of a trainer mean on the devices it runs on. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from plugin.config.flags import expect
+from plugin.config.trainer_flags import TrainerConfig
+
+Config = TypeVar("Config", bound=TrainerConfig)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a rank's device and packages can do.
+
+    gradient_fusion: APEX's extension that adds weight gradients to their float32 buffer
+    """
+
+    cuda: bool = False
+    transformer_engine: bool = False
+    gradient_fusion: bool = False
+
+
+def on_device(config: Config, found: Capabilities) -> Config:
+    """The configuration with every `auto` and unset flag decided; what is set explicitly stays.
+
+    On CUDA: bfloat16 with float32 main weights, Transformer Engine, the distributed optimizer, and
+    its communication overlapped with computation.
+    """
+    dtype = config.train_dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if found.cuda else "float32"
+    _check_transformer_engine(config, dtype, found)
+    expect(
+        not (config.overlap_grad_reduce and config.freezes_routers),
+        "--overlap-grad-reduce with --use-rollout-routing-replay ids+weights and --router-gradient "
+        "stop: a reduction waits for every gradient of its bucket, and routers get none; drop "
+        "--overlap-grad-reduce, or use --router-gradient keep",
+    )
+    layers = config.transformer_impl
+    if layers == "auto":
+        # Its attention has no float32 kernel for packed rows.
+        usable = found.cuda and found.transformer_engine and dtype != "float32"
+        layers = "transformer_engine" if usable else "local"
+    sharded, reduces, gathers = (
+        config.use_distributed_optimizer,
+        config.overlap_grad_reduce,
+        config.overlap_param_gather,
+    )
+    if sharded is None:
+        sharded = found.cuda
+    if reduces is None:
+        reduces = found.cuda and not config.freezes_routers
+    if gathers is None:
+        gathers = found.cuda and sharded and reduces
+    return config.unchecked_copy(
+        train_dtype=dtype,
+        transformer_impl=layers,
+        use_distributed_optimizer=sharded,
+        overlap_grad_reduce=reduces,
+        overlap_param_gather=gathers,
+    )
+
+
+def _check_transformer_engine(config: TrainerConfig, dtype: str, found: Capabilities) -> None:
+    if config.transformer_impl != "transformer_engine":
+        return
+    expect(
+        found.cuda and found.transformer_engine,
+        "--transformer-impl transformer_engine needs CUDA and the transformer_engine package, "
+        "and at least one is missing here; use --transformer-impl auto or local",
+    )
+    expect(
+        dtype != "float32",
+        "--train-dtype float32 with --transformer-impl transformer_engine: its attention for "
+        "packed rows computes in half precision only; use --train-dtype bfloat16, or "
+        "--transformer-impl local",
+    )
+
+
+def cuda_environment(config: TrainerConfig) -> dict[str, str]:
+    """Environment variables of a rank on CUDA, to be set before CUDA starts unless already set."""
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    if config.tensor_model_parallel_size > 1 or config.context_parallel_size > 1:
+        # Megatron relies on one hardware queue to start a collective before the kernels that it
+        # is overlapped with.
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return variables
