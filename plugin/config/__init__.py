@@ -1,7 +1,6 @@
 """Configuration: frozen dataclasses with every flag, default, help text and check."""
 
 from plugin.config.data_flags import DataFlags, RewardFlags
-from plugin.config.device_defaults import Capabilities, cuda_environment, on_device
 from plugin.config.eval_flags import EvalFlags
 from plugin.config.flags import FlagGroup, flag
 from plugin.config.job_flags import EMBEDDED_DEFAULTS, JobConfig
@@ -32,7 +31,6 @@ __all__ = [
     "ROLLOUT_LOSSES",
     "AdvantageFlags",
     "BatchingFlags",
-    "Capabilities",
     "ConversationFlags",
     "CorrectionFlags",
     "DataFlags",
@@ -53,8 +51,6 @@ __all__ = [
     "RolloutFlags",
     "SamplingFlags",
     "TrainerConfig",
-    "cuda_environment",
     "flag",
-    "on_device",
     "parse_rejection_rules",
 ]

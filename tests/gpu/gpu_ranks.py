@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from plugin.config import Capabilities, on_device
+from plugin.config.device_defaults import Capabilities, on_device
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 

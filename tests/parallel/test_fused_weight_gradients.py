@@ -12,7 +12,8 @@ import pytest
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-from plugin.config import Capabilities, TrainerConfig
+from plugin.config import TrainerConfig
+from plugin.config.device_defaults import Capabilities
 from plugin.megatron_backend.model import builder, device_settings
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step import forward_step

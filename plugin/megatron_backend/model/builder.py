@@ -18,7 +18,8 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from plugin.config import Capabilities, TrainerConfig, on_device
+from plugin.config import TrainerConfig
+from plugin.config.device_defaults import Capabilities, on_device
 from plugin.errors import ConfigError
 from plugin.megatron_backend import cpu_runtime
 from plugin.megatron_backend.model.device_settings import (

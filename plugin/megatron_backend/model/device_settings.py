@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from plugin.config import Capabilities, TrainerConfig, cuda_environment, on_device
+from plugin.config import TrainerConfig
+from plugin.config.device_defaults import Capabilities, cuda_environment, on_device
 
 Config = TypeVar("Config", bound=TrainerConfig)
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from plugin.config import Capabilities, TrainerConfig, cuda_environment, on_device
+from plugin.config import TrainerConfig
+from plugin.config.device_defaults import Capabilities, cuda_environment, on_device
 from plugin.errors import ConfigError
 
 CPU = Capabilities(transformer_engine=True)  # installed, but of no use

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from plugin.config import Capabilities, TrainerConfig, on_device
+from plugin.config import TrainerConfig
+from plugin.config.device_defaults import Capabilities, on_device
 from plugin.megatron_backend.model import device_settings
 from plugin.megatron_backend.model.builder import transformer_arguments
 from plugin.megatron_backend.model.device_settings import ddp_settings, set_cuda_environment
