@@ -1,13 +1,13 @@
 """Draws what each correction and policy loss does to one token, by running them.
 
-Three rows of small panels: the weight a correction gives a token of a certain ratio; the gradient a
-policy loss gives it, by ratio; and the same gradient by the difference of probabilities.
+Three blocks of small panels: the weight a correction gives a token of a certain ratio; the gradient
+a policy loss gives it, by ratio; and the same gradient by the difference of probabilities.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from plugin.loss import POLICY_LOSSES, compute_loss, loss_inputs
 #: Probability of the token under the rollout policy. A ratio of 20 is then still a probability.
 RARE, COMMON = 0.05, 0.4
 _POINTS = 401
+#: Panels side by side; a block has as many lines as it needs.
+_COLUMNS = 7
 _DEFAULT_RANGE = (0.05, 20.0)
 #: Bounds that lie outside the default range of ratios, or too close together in it, need their own.
 _RANGES = {"veto_function": (1e-6, 20.0), "geometric_mask_function": (0.95, 1.05)}
@@ -101,13 +103,12 @@ def plot_corrections(file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    columns = max(len(correction_functions()), len(POLICY_LOSSES))
     with pyplot.rc_context(_STYLE):
-        figure = pyplot.figure(figsize=(2.15 * columns, 9.4))
+        figure = pyplot.figure(figsize=(2.15 * _COLUMNS, 15.6))
         rows: Any = figure.subfigures(3, 1, hspace=0.0)
-        _weight_row(rows[0], columns)
-        _gradient_row(rows[1], columns, by_ratio=True)
-        _gradient_row(rows[2], columns, by_ratio=False)
+        _weight_block(rows[0])
+        _gradient_block(rows[1], by_ratio=True)
+        _gradient_block(rows[2], by_ratio=False)
         try:
             figure.savefig(file, dpi=150)
         except OSError as error:
@@ -137,12 +138,12 @@ _STYLE: Any = {
 }
 
 
-def _panels(row: Any, names: Iterable[str], columns: int, title: str, subtitle: str) -> dict:
+def _panels(block: Any, names: Collection[str], title: str, subtitle: str) -> dict:
     """Name -> its empty panel, under a heading."""
-    row.text(0.012, 0.955, title, fontsize=11.5, weight="bold", va="top")
-    row.text(0.012, 0.88, subtitle, fontsize=8.5, color=_MUTED, va="top")
-    grid = row.subplots(1, columns)
-    row.subplots_adjust(left=0.03, right=0.99, bottom=0.17, top=0.70, wspace=0.32)
+    block.text(0.012, 0.975, title, fontsize=11.5, weight="bold", va="top")
+    block.text(0.012, 0.93, subtitle, fontsize=8.5, color=_MUTED, va="top")
+    grid = block.subplots(math.ceil(len(names) / _COLUMNS), _COLUMNS).flatten()
+    block.subplots_adjust(left=0.03, right=0.99, bottom=0.07, top=0.84, wspace=0.32, hspace=0.4)
     panels = dict(zip(names, grid, strict=False))
     for name, axes in panels.items():
         axes.set_title(name.removesuffix("_function"), fontsize=9, weight="bold", loc="left")
@@ -151,13 +152,13 @@ def _panels(row: Any, names: Iterable[str], columns: int, title: str, subtitle: 
     return panels
 
 
-def _weight_row(row: Any, columns: int) -> None:
+def _weight_block(block: Any) -> None:
     title = "Corrections: weight on the policy loss against the ratio to π_rollout"
     subtitle = (
         "one-token samples, default flags; dotted: the ratio itself; shaded: weight 0, rejected; "
         "opsm: A = −1, π_train = π_rollout"
     )
-    for name, axes in _panels(row, correction_functions(), columns, title, subtitle).items():
+    for name, axes in _panels(block, correction_functions(), title, subtitle).items():
         low, high = _RANGES.get(name, _DEFAULT_RANGE)
         x = torch.logspace(math.log10(low), math.log10(high), _POINTS)
         y = correction_weight(name, x)
@@ -170,7 +171,7 @@ def _weight_row(row: Any, columns: int) -> None:
         axes.axhline(1, color="#c9ced3", linewidth=0.8, zorder=0)
 
 
-def _gradient_row(row: Any, columns: int, *, by_ratio: bool) -> None:
+def _gradient_block(block: Any, *, by_ratio: bool) -> None:
     title = (
         "Policy losses: gradient −∂loss/∂log π_cur against the ratio π_cur / π_rollout"
         if by_ratio
@@ -178,7 +179,7 @@ def _gradient_row(row: Any, columns: int, *, by_ratio: bool) -> None:
     )
     probability, curve = (RARE, gradient_by_ratio) if by_ratio else (COMMON, gradient_by_difference)
     subtitle = f"a token of π_rollout = {probability}, π_train = π_rollout, default flags"
-    for name, axes in _panels(row, POLICY_LOSSES, columns, title, subtitle).items():
+    for name, axes in _panels(block, POLICY_LOSSES, title, subtitle).items():
         # Dashed on top of solid: where both are 0, both are seen.
         for advantage, color, dashes in ((1.0, _UP, "solid"), (-1.0, _DOWN, (0, (3, 2)))):
             x, y = curve(name, advantage)
@@ -191,8 +192,8 @@ def _gradient_row(row: Any, columns: int, *, by_ratio: bool) -> None:
         else:
             axes.set_xticks([-0.4, -0.2, 0, 0.2, 0.4], ["−.4", "−.2", "0", ".2", ".4"])
     key = {"fontsize": 9.5, "weight": "bold", "va": "top", "ha": "right"}
-    row.text(0.93, 0.95, "━ A = +1", color=_UP, **key)
-    row.text(0.99, 0.95, "╍ A = −1", color=_DOWN, **key)
+    block.text(0.91, 0.975, "━ A = +1", color=_UP, **key)
+    block.text(0.99, 0.975, "╍ A = −1", color=_DOWN, **key)
 
 
 def _plot_steps(axes: Any, x: Tensor, y: Tensor, color: str, dashes: Any = "solid") -> None:

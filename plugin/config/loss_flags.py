@@ -68,7 +68,7 @@ _UNREPLAYED_TRUNCATION = Needs(
     "truncated sampling without --use-rollout-sampling-mask",
     lambda config: config.truncates_sampling and not config.replays_sampling_mask,
 )
-_CLIP = _losses("ppo", "gspo", "cispo") | _hooks("off_policy_is_function")
+_CLIP = _losses("ppo", "gspo", "cispo", "minpro") | _hooks("off_policy_is_function")
 _UNCORRECTED_ASYNC = Needs(
     "--async-rollouts without a correction",
     lambda config: getattr(config, "staleness_limit", 0) > 0 and not config.corrects_mismatch,
@@ -106,7 +106,16 @@ class PolicyLossFlags(FlagGroup):
         needs=_losses("dppo_tv") | _hooks("dppo_tv_mask_function"),
     )
     dppo_ratio_cap: float | None = flag(
-        None, "dppo_tv: cap on the ratio of a kept token", above=1, needs=_losses("dppo_tv")
+        None,
+        "dppo_tv, dppo_kl: cap on the ratio of a kept token",
+        above=1,
+        needs=_losses("dppo_tv", "dppo_kl"),
+    )
+    dppo_kl_threshold: float = flag(
+        0.05,
+        "dppo_kl drops tokens whose binary KL exceeds this",
+        above=0,
+        needs=_losses("dppo_kl"),
     )
     dppo_mask_low: float = flag(
         0.2, "dppo drops A <= 0 below -this", at_least=0, needs=_losses("dppo")
@@ -126,7 +135,7 @@ class PolicyLossFlags(FlagGroup):
     )
     adv_tau: float = flag(
         1.0,
-        "scale of the advantage (icepop, dppo_tv, dppo, ipo_kl)",
+        "scale of the advantage (losses that compare with the rollout policy)",
         at_least=0,
         needs=_losses(*ROLLOUT_LOSSES),
     )
@@ -136,6 +145,18 @@ class PolicyLossFlags(FlagGroup):
     )
     sapo_tau_neg: float = flag(
         1.05, "sapo gate temperature elsewhere", above=0, needs=_losses("sapo")
+    )
+
+    vespo_k_pos: float = flag(
+        2.0, "vespo: exponent of the sequence ratio where A >= 0", above=0, needs=_losses("vespo")
+    )
+    vespo_lambda_pos: float = flag(
+        3.0, "vespo: decay with the sequence ratio where A >= 0", above=0, needs=_losses("vespo")
+    )
+    vespo_k_neg: float = flag(3.0, "the exponent where A < 0", above=0, needs=_losses("vespo"))
+    vespo_lambda_neg: float = flag(2.0, "the decay where A < 0", above=0, needs=_losses("vespo"))
+    dro_beta: float = flag(
+        1.0, "dro: pull back to the rollout policy", at_least=0, needs=_losses("dro")
     )
 
     def check(self) -> None:

@@ -36,6 +36,11 @@ POLICY_LOSS_TRAITS: dict[str, PolicyLossTraits] = {
     "dppo": PolicyLossTraits("rollout", per_token=True),
     "ipo_kl": PolicyLossTraits("rollout", per_token=True),
     "sapo": PolicyLossTraits("train"),
+    "dppo_kl": PolicyLossTraits("rollout", per_token=True),
+    "vespo": PolicyLossTraits("rollout", per_token=True),
+    "topr": PolicyLossTraits("rollout", per_token=True),
+    "dro": PolicyLossTraits("rollout", per_token=True),
+    "minpro": PolicyLossTraits("rollout", per_token=True),
 }
 #: Losses that compare the current policy with the rollout policy themselves.
 ROLLOUT_LOSSES = tuple(n for n, t in POLICY_LOSS_TRAITS.items() if t.compares_with == "rollout")

@@ -2,7 +2,8 @@
 
 Notation: cur, train, rollout are log-probs; r is a ratio; A the advantage; sg the stop-gradient.
     Inputs are 0
-where masked, so every per-token loss is 0 there too.
+where masked, so every per-token loss is 0 there too. Losses that compare with the rollout policy
+are in `rollout_losses`.
 
 Each docstring is the entry of its loss in `megatron-tis corrections`: a sentence, the formula, the
 flags with their defaults, the reference.
@@ -11,7 +12,6 @@ flags with their defaults, the reference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -22,14 +22,22 @@ from plugin.config.import_paths import load_called_with
 from plugin.errors import HookLoadError
 from plugin.loss.example_tokens import example_inputs
 from plugin.loss.interfaces import LossInputs, PolicyTerm
+from plugin.loss.rollout_losses import (
+    dppo,
+    dppo_kl,
+    dppo_tv,
+    dro,
+    icepop,
+    ipo_kl,
+    minpro,
+    topr,
+    vespo,
+)
 from plugin.ppo_utils.importance_ratio import (
-    EDGE_TOLERANCE,
     clipped_ratio,
     geometric_log_ratio,
     inside_band,
-    log_bound,
     log_ratio,
-    probability_difference,
     safe_exp,
 )
 from plugin.ppo_utils.separability import token_separable
@@ -112,82 +120,8 @@ def sapo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     return PolicyTerm(-gate * inputs.advantages, inputs.mask, {"pg_clipfrac": closed.float()})
 
 
-@token_separable
-def icepop(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """Importance ratio against the rollout policy inside a band; outside, drop the token.
-
-    loss = -keep A r, r = exp(cur - rollout), keep = icepop_ratio_low <= r <= icepop_ratio_high
-    Flags: --icepop-ratio-low 0.2, --icepop-ratio-high 5.0, --adv-tau 1.0, --teacher-tau 0.0.
-    Reference: Ling team 2025, "Every step evolves" (IcePop).
-    """
-    log_r = _cur_over_rollout(inputs)
-    low, high = config.icepop_ratio_low, config.icepop_ratio_high
-    return _masked_surrogate(inputs, config, log_r, *_outside_ratio_band(log_r, low, high))
-
-
-@token_separable
-def dppo_tv(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """Importance ratio on tokens whose probability moved little; symmetric, whatever the sign of A.
-
-    loss = -keep A r, r = exp(cur - rollout), keep = -dppo_diff_low <= pi_cur - pi_rollout <=
-    dppo_diff_high
-    Flags: --dppo-diff-low 0.2, --dppo-diff-high 0.2, --dppo-ratio-cap (none), --adv-tau 1.0,
-        --teacher-tau 0.0.
-    Reference: Qi et al. 2026 (DPPO, total variation), in the symmetric form of prime-rl.
-    """
-    log_r = _cur_over_rollout(inputs)
-    difference = _probability_shift(inputs)
-    too_low = difference < -config.dppo_diff_low - EDGE_TOLERANCE
-    too_high = difference > config.dppo_diff_high + EDGE_TOLERANCE
-    return _masked_surrogate(inputs, config, log_r, too_low, too_high, cap=config.dppo_ratio_cap)
-
-
-@token_separable
-def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """Drops A > 0 that rose too far and A <= 0 that fell too far; penalizes every token's drift.
-
-    loss = -keep A r + kl_tau log(r)^2, r = exp(cur - rollout), keep = pi_cur - pi_rollout <=
-    dppo_mask_high for A > 0, >= -dppo_mask_low else
-    Flags: --dppo-mask-low 0.2, --dppo-mask-high 0.2, --kl-tau 0.001, --adv-tau 1.0, --teacher-tau
-        0.0.
-    Reference: Qi et al. 2026 (DPPO); squared log-ratio penalty as in prime-rl.
-    """
-    log_r = _cur_over_rollout(inputs)
-    difference = _probability_shift(inputs)
-    positive = inputs.advantages > 0
-    too_high = positive & (difference > config.dppo_mask_high + EDGE_TOLERANCE)
-    too_low = ~positive & (difference < -config.dppo_mask_low - EDGE_TOLERANCE)
-    term = _masked_surrogate(inputs, config, log_r, too_low, too_high)
-    return replace(term, loss=term.loss + config.kl_tau * log_r.square())
-
-
-@token_separable
-def ipo_kl(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
-    """IcePop's band with a drift penalty that acts on kept tokens only.
-
-    loss = keep (-A r + kl_tau log(r)^2), r = exp(cur - rollout), keep = ipo_ratio_low <= r <=
-    ipo_ratio_high
-    Flags: --ipo-ratio-low 0.2, --ipo-ratio-high 5.0, --kl-tau 0.001, --adv-tau 1.0, --teacher-tau
-        0.0.
-    Reference: Prime Intellect 2025, prime-rl (masked ratio with a squared log-ratio penalty).
-    """
-    log_r = _cur_over_rollout(inputs)
-    outside = _outside_ratio_band(log_r, config.ipo_ratio_low, config.ipo_ratio_high)
-    term = _masked_surrogate(inputs, config, log_r, *outside)
-    penalty = torch.where(term.kept, config.kl_tau * log_r.square(), 0.0)
-    return replace(term, loss=term.loss + penalty)
-
-
 def _cur_over_train(inputs: LossInputs) -> Tensor:
     return log_ratio(inputs.cur_log_probs, inputs.train_log_probs, inputs.mask)
-
-
-def _cur_over_rollout(inputs: LossInputs) -> Tensor:
-    return log_ratio(inputs.cur_log_probs, inputs.require_rollout(), inputs.mask)
-
-
-def _probability_shift(inputs: LossInputs) -> Tensor:
-    return probability_difference(inputs.cur_log_probs, inputs.require_rollout(), inputs.mask)
 
 
 def _clip_bounds(config: LossConfig) -> tuple[float, float]:
@@ -206,48 +140,15 @@ def _clipped_surrogate(log_r: Tensor, inputs: LossInputs, config: LossConfig) ->
     return PolicyTerm(loss, inputs.mask, {"pg_clipfrac": (clipped > unclipped).float()})
 
 
-def _outside_ratio_band(log_r: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    outside = ~inside_band(log_r, low, high)
-    below = log_r.detach() < log_bound(low)
-    return outside & below, outside & ~below
-
-
-def _masked_surrogate(
-    inputs: LossInputs,
-    config: LossConfig,
-    log_r: Tensor,
-    too_low: Tensor,
-    too_high: Tensor,
-    cap: float | None = None,
-) -> PolicyTerm:
-    """-A r on the tokens inside the band; A is scaled and joined by the teacher."""
-    kept = inputs.mask & ~(too_low | too_high)
-    # Selecting the log-ratio before exp keeps a dropped token's huge ratio out of value and
-    # gradient.
-    ratio = safe_exp(torch.where(kept, log_r, 0.0))
-    if cap is not None:
-        ratio = ratio.clamp(max=cap)
-    # adv_tau A + teacher_tau sg(teacher - cur)
-    advantages = config.adv_tau * inputs.advantages
-    if config.teacher_tau and inputs.teacher_log_probs is not None:
-        gap = inputs.teacher_log_probs - inputs.cur_log_probs.detach()
-        advantages = advantages + config.teacher_tau * gap
-    loss = torch.where(kept, -advantages * ratio, 0.0)
-    metrics = {
-        "is_masked": (inputs.mask & ~kept).float(),
-        "is_masked_low": (inputs.mask & too_low).float(),
-        "is_masked_high": (inputs.mask & too_high).float(),
-    }
-    weight = torch.where(kept, ratio.detach(), 0.0)
-    return PolicyTerm(loss, kept, metrics, ratio=safe_exp(log_r.detach()), weight=weight)
-
-
 PolicyLoss = Callable[[LossInputs, LossConfig], PolicyTerm]
 #: The built-in losses; what the configuration knows of them is in
 #: `plugin.config.policy_loss_traits`.
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     function.__name__: function
-    for function in (ppo, reinforce, cispo, gspo, icepop, dppo_tv, dppo, ipo_kl, sapo)
+    for function in (
+        *(ppo, reinforce, cispo, gspo, icepop, dppo_tv, dppo, ipo_kl, sapo),
+        *(dppo_kl, vespo, topr, dro, minpro),
+    )
 }
 
 

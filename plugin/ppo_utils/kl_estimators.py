@@ -9,9 +9,12 @@ from torch import Tensor
 
 from plugin.errors import ConfigError
 from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, log_ratio
+from plugin.ppo_utils.masked_ops import zero_masked
 
 #: slime bounds its low_var_kl here, after the weight of --use-unbiased-kl.
 LOW_VAR_KL_BOUND = 10.0
+#: A binary KL is of probabilities at least this far from 0 and 1, as in verl.
+PROBABILITY_EDGE = 1e-6
 
 
 def k1(difference: Tensor) -> Tensor:
@@ -55,3 +58,16 @@ def kl_estimate(log_probs: Tensor, base_log_probs: Tensor, mask: Tensor, kind: s
     if kind not in KL_ESTIMATORS:
         raise ConfigError(f"KL estimator {kind!r}; choose one of {', '.join(KL_ESTIMATORS)}")
     return KL_ESTIMATORS[kind](log_ratio(log_probs, base_log_probs, mask))
+
+
+def binary_kl(log_probs: Tensor, other_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """KL [T] of the coins (p, 1 - p) and (q, 1 - q), from the log-probs of p and q; no gradient.
+
+    Probabilities stay `PROBABILITY_EDGE` away from 0 and 1, so that it is finite; 0 where masked.
+    """
+    with torch.no_grad():
+        p, q = (
+            zero_masked(values, mask).double().exp().clamp(PROBABILITY_EDGE, 1 - PROBABILITY_EDGE)
+            for values in (log_probs, other_log_probs)
+        )
+        return (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).float()

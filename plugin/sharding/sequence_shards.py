@@ -217,6 +217,47 @@ class SequenceShards:
             dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self.context.cp_group)
         return result
 
+    def segment_sums(self, length: int, *values: Tensor) -> list[Tensor]:
+        """[T] each: the sum of `values` [T] over a token's segment; one collective under CP.
+
+        A segment is `length` response tokens, from the first of the response on. No gradient.
+        """
+        per_sample = -(-int(self.responses.max(initial=0)) // length)
+        places = self.sample_index * per_sample + self.positions // length
+        size = (len(values), self.num_samples * per_sample)
+        packed = torch.zeros(size, dtype=torch.float64, device=self.device)
+        for row, value in zip(packed, values, strict=True):
+            row.index_add_(0, places, value.detach().double())
+        if self.context.cp_group is not None:
+            dist.all_reduce(packed, group=self.context.cp_group)
+        return [row[places].float() for row in packed]
+
+    def prefix_min(self, values: Tensor, mask: Tensor) -> Tensor:
+        """[T]: the smallest unmasked value before each token in its sequence; inf at the first.
+
+        One collective under CP, of one number per chunk of every sample. No gradient.
+        """
+        lengths = (self.spans[..., 1] - self.spans[..., 0]).flatten()
+        longest = int(lengths.max(initial=0))
+        # Every held chunk is a row; a column in front, so that the minimum excludes the token.
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        columns = ragged_range(np.zeros_like(lengths), lengths)
+        places = torch.from_numpy(rows * (longest + 1) + columns + 1).to(self.device)
+        smallest = values.new_full((len(lengths) * (longest + 1),), torch.inf, dtype=torch.float32)
+        smallest[places] = torch.where(mask, values.detach().float(), torch.inf)
+        smallest = smallest.view(len(lengths), longest + 1).cummin(1).values
+        found = smallest.reshape(-1)[places - 1]
+        size, rank = self.context.cp_size, self.context.cp_rank
+        if self.context.cp_group is None:
+            return found
+        held = [rank, 2 * size - 1 - rank]
+        chunks = found.new_full((self.num_samples, 2 * size), torch.inf)
+        chunks[:, held] = smallest[:, -1].view(self.num_samples, 2)
+        dist.all_reduce(chunks, op=dist.ReduceOp.MIN, group=self.context.cp_group)
+        first = chunks.new_full((self.num_samples, 1), torch.inf)
+        earlier = torch.cat([first, chunks.cummin(1).values[:, :-1]], 1)[:, held]
+        return torch.minimum(found, earlier.reshape(-1)[torch.from_numpy(rows).to(self.device)])
+
     def per_token(self, per_sample: Tensor) -> Tensor:
         """[T]: every token gets the value [N] of its sample."""
         return per_sample[self.sample_index]

@@ -53,6 +53,18 @@ LOSSES: dict[str, dict[str, Any]] = {
     },
     "dppo": {"dppo_mask_low": 0.005, "dppo_mask_high": 0.005, "kl_tau": 0.1},
     "ipo_kl": {"ipo_ratio_low": 0.7, "ipo_ratio_high": 1.4, "kl_tau": 0.1, "teacher_tau": 0.1},
+    "dppo_kl": {"dppo_kl_threshold": 1e-4, "dppo_ratio_cap": 1.5, "teacher_tau": 0.1},
+    # Its exponent is lambda times the ratio of a whole sequence: what log-probs round to grows with it.
+    "vespo": {
+        "vespo_lambda_pos": 1.0,
+        "vespo_k_neg": 1.0,
+        "entropy_coef": 0.02,
+        "use_rollout_kl_loss": True,
+        "rollout_kl_loss_coef": 0.1,
+    },
+    "topr": {"calculate_per_token_loss": False},
+    "dro": {"dro_beta": 0.5, "use_kl_loss": True, "kl_loss_coef": 0.1},
+    "minpro": {"eps_clip_high": 0.1},
     "sapo": {
         "use_tis": True,
         "custom_tis_function_path": f"{HOOK}icepop_function,{HOOK}geometric_mask_function",
@@ -81,6 +93,7 @@ def test_every_policy_loss_is_tried() -> None:
     "layout",
     [
         pytest.param(Layout(2), id="DP2"),
+        pytest.param(Layout(2, {"context_parallel_size": 2}), id="CP2", marks=pytest.mark.slow),
         pytest.param(
             Layout(4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
             id="TP2xPP2",
@@ -100,7 +113,7 @@ def test_every_policy_loss_gives_the_step_of_one_process(
     for name, outcome in outcomes.items():
         metrics = outcome.steps[0].metrics
         cut = max(metrics.get(key, 0.0) for key in ("pg_clipfrac", "is_masked"))
-        assert name in ("reinforce", "sapo") or cut > 0, name
+        assert name in ("reinforce", "sapo", "vespo", "dro") or cut > 0, name
 
 
 # --- An independent check: transformers and plain autograd, no code of this package between tokens and gradient. ---

@@ -166,6 +166,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "calculate_per_token_loss": False,
     },
     "ipo_kl": {"policy_loss": "ipo_kl", "ipo_ratio_low": 0.8, "ipo_ratio_high": 1.2, "kl_tau": 0.3},
+    "dppo_kl": {"policy_loss": "dppo_kl", "dppo_kl_threshold": 0.002, "dppo_ratio_cap": 1.2},
+    "vespo": {"policy_loss": "vespo", "vespo_k_pos": 1.5, "teacher_tau": 0.3, **_ALL_TERMS},
+    "topr": {"policy_loss": "topr", "calculate_per_token_loss": False, **_ALL_TERMS},
+    "dro": {"policy_loss": "dro", "dro_beta": 0.7, "adv_tau": 0.8},
+    "minpro": {"policy_loss": "minpro", "eps_clip_high": 0.1, "entropy_coef": 0.05},
     "vanilla_tis": {"use_tis": True, "tis_clip": 1.2, "tis_clip_low": 0.8, **_ALL_TERMS},
     "icepop_hook": {
         "use_tis": True,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
-from plugin.loss import policy_loss_function
+from plugin.loss import POLICY_LOSSES, policy_loss_function
 
 CUR = torch.tensor([0.5, -0.3, 0.2, -0.6])
 TRAIN = torch.tensor([0.1, 0.4, -0.2, 0.3])
@@ -34,6 +34,7 @@ UNBOUNDED: dict[str, Any] = {
     "dppo_diff_high": 1.0,
     "dppo_mask_low": 1.0,
     "dppo_mask_high": 1.0,
+    "dppo_kl_threshold": 1e6,
     "kl_tau": 0.0,
 }
 HOOK = "plugin.ppo_utils."
@@ -90,6 +91,8 @@ UNBIASED = [
     ("dppo_tv", None),
     ("dppo", None),
     ("ipo_kl", None),
+    ("dppo_kl", None),
+    ("minpro", None),  # of a single token there is no prefix
 ]
 
 
@@ -121,7 +124,31 @@ def test_half_a_correction_is_biased(base: str, hook: str | None) -> None:
     assert relative_error(gradient) > 0.05
 
 
-@pytest.mark.parametrize("base", ["reinforce", "ppo", "cispo", "gspo", "sapo", "icepop", "dppo_tv"])
+def expected_of(coefficients: Tensor) -> Tensor:
+    """sum_a pi_rollout(a) c(a) grad log pi_cur(a): what a loss with gradient -c(a) per token expects."""
+    policy, rollout = CUR.double().softmax(-1), ROLLOUT.double().softmax(-1)
+    weighted = rollout * coefficients.double()
+    return weighted - policy * weighted.sum()
+
+
+def test_biased_losses_are_biased_exactly_as_their_formula_says() -> None:
+    ratio = (CUR.double().log_softmax(-1) - ROLLOUT.double().log_softmax(-1)).exp()
+    a = ADVANTAGES.double()
+    coefficients = {
+        # A >= 0 at full weight, A < 0 at min(r, 1)
+        "topr": torch.where(a < 0, ratio.clamp(max=1.0), 1.0) * a,
+        # exp(3) r^2 exp(-3 r) for A >= 0, exp(2) r^3 exp(-2 r) for A < 0
+        "vespo": torch.where(a < 0, ratio**3 * (2 - 2 * ratio).exp(), ratio**2 * (3 - 3 * ratio).exp()) * a,
+        # A - beta log r
+        "dro": a - ratio.log(),
+    }  # fmt: skip
+    for loss, expected in coefficients.items():
+        gradient = expected_gradient(CUR, TRAIN, ROLLOUT, policy_loss=loss)
+        torch.testing.assert_close(gradient, expected_of(expected), rtol=1e-4, atol=1e-6)
+        assert relative_error(gradient) > 0.05, loss
+
+
+@pytest.mark.parametrize("base", sorted(POLICY_LOSSES))
 def test_every_loss_is_exact_when_all_policies_agree(base: str) -> None:
     assert relative_error(expected_gradient(CUR, CUR, CUR, policy_loss=base)) < 1e-5
 

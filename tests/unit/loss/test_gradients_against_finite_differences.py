@@ -36,9 +36,12 @@ def log_probs_and_entropy(rows: list[list[float]], token: int) -> tuple[float, f
 
 def policy_token(
     c: LossConfig, live: float, frozen: float, train: float, rollout: float, a: float, s_log: float,
-    teacher: float,
+    teacher: float, sequence: float, smallest_before: float,
 ) -> tuple[float, bool]:  # fmt: skip
-    """Loss of one token and whether it is kept."""
+    """Loss of one token and whether it is kept.
+
+    sequence: sum(cur - rollout) over the sequence; smallest_before: of cur - rollout before the token, 0 at the first
+    """
     low, high = max(0.0, 1 - c.eps_clip), 1 + c.clip_high
     if c.policy_loss == "reinforce":
         return -a * live, True
@@ -62,6 +65,22 @@ def policy_token(
     if c.policy_loss == "dppo_tv":
         keep = -c.dppo_diff_low <= difference <= c.dppo_diff_high
         return (-guided * min(r, c.dppo_ratio_cap or math.inf) if keep else 0.0), keep
+    if c.policy_loss == "dppo_kl":
+        p, q = math.exp(rollout), math.exp(frozen)
+        divergence = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+        away = q > p if a > 0 else q < p
+        keep = not (away and divergence > c.dppo_kl_threshold)
+        return (-guided * min(r, c.dppo_ratio_cap or math.inf) if keep else 0.0), keep
+    if c.policy_loss == "vespo":
+        k, rate = (c.vespo_k_pos, c.vespo_lambda_pos) if a >= 0 else (c.vespo_k_neg, c.vespo_lambda_neg)  # fmt: skip
+        w = math.exp(sequence)
+        return -math.exp(rate) * w**k * math.exp(-rate * w) * guided * live, True
+    if c.policy_loss == "topr":
+        return -(1.0 if a >= 0 else min(1.0, math.exp(sequence))) * guided * live, True
+    if c.policy_loss == "dro":
+        return -guided * live + c.dro_beta / 2 * (live - rollout) ** 2, True
+    if c.policy_loss == "minpro":
+        return -min(r0 * math.exp(smallest_before), high) * guided * live, True
     penalty = c.kl_tau * (live - rollout) ** 2
     if c.policy_loss == "dppo":
         keep = difference <= c.dppo_mask_high if a > 0 else difference >= -c.dppo_mask_low
@@ -113,11 +132,13 @@ def reference_loss(c: LossConfig, batch: dict[str, Any], live: Any, frozen: Any)
         s_log = mean([scored[t][2] - train[t] for t in unmasked])
         mean_log_r = mean([train[t] - rollout[t] for t in unmasked])
         policy, regular, kept_count = 0.0, 0.0, 0
+        moved = {t: scored[t][2] - rollout[t] for t in unmasked}
         for t in unmasked:
             cur, entropy, fixed = scored[t]
             loss, keep = policy_token(
                 c, cur, fixed, train[t], rollout[t], advantages[t], s_log,
-                columns["teacher_log_probs"][t],
+                columns["teacher_log_probs"][t], sum(moved.values()),
+                min((moved[i] for i in unmasked if i < t), default=0.0),
             )  # fmt: skip
             weight = hook_weight(c, fixed, train[t], rollout[t], mean_log_r)
             keep = keep and (weight > 0 or not c.use_tis)
@@ -177,6 +198,8 @@ def test_the_configurations_exercise_rejected_and_clipped_tokens() -> None:
         ("dppo_tv", "is_masked"),
         ("dppo", "is_masked"),
         ("ipo_kl", "is_masked"),
+        ("dppo_kl", "is_masked"),
+        ("minpro", "pg_clipfrac"),
         ("vanilla_tis", "tis_clipfrac"),
         ("icepop_hook", "is_masked"),
         ("off_policy_is", "tis_clipfrac"),

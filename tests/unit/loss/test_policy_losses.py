@@ -18,7 +18,8 @@ def close(actual: torch.Tensor, *expected: float) -> None:
 
 def test_every_policy_loss_of_the_flag_has_a_function() -> None:
     assert set(POLICY_LOSSES) == {
-        *("ppo", "reinforce", "cispo", "gspo", "icepop", "dppo_tv", "dppo", "ipo_kl", "sapo")
+        *("ppo", "reinforce", "cispo", "gspo", "icepop", "dppo_tv", "dppo", "ipo_kl", "sapo"),
+        *("dppo_kl", "vespo", "topr", "dro", "minpro"),
     }
 
 

@@ -131,7 +131,8 @@ TERMS: dict[str, dict[str, Any]] = {
         "rollout_kl_scope": "kept",
     },
 }
-SEPARABLE_LOSSES = [name for name in POLICY_LOSSES if name != "gspo"]
+SEQUENCE_LOSSES = ("gspo", "vespo", "topr", "minpro")
+SEPARABLE_LOSSES = [name for name in POLICY_LOSSES if name not in SEQUENCE_LOSSES]
 PAIRS = [
     (loss, hook)
     for loss, hook in itertools.product(SEPARABLE_LOSSES, (None, *SEPARABLE_HOOKS))
