@@ -177,6 +177,12 @@ class OptimizerFlags(FlagGroup):
         )
 
 
+_PIPELINE = Needs(
+    "--pipeline-model-parallel-size above 1",
+    lambda config: config.pipeline_model_parallel_size > 1,
+)
+
+
 @dataclass(frozen=True)
 class ParallelFlags(FlagGroup):
     title: ClassVar[str] = "parallel layout (Megatron's names)"
@@ -185,6 +191,28 @@ class ParallelFlags(FlagGroup):
     pipeline_model_parallel_size: int = flag(1, "pipeline stages", at_least=1)
     virtual_pipeline_model_parallel_size: int | None = flag(
         None, "model chunks per pipeline stage (interleaved schedule)", at_least=2
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None,
+        "layers of the first pipeline stage; none = as many as the others",
+        at_least=1,
+        needs=_PIPELINE,
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None,
+        "layers of the last pipeline stage; none = as many as the others",
+        at_least=1,
+        needs=_PIPELINE,
+    )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        False,
+        "count the embedding as a layer when the model is cut into stages",
+        needs=_PIPELINE,
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        False,
+        "count the LM head and the loss as a layer when the model is cut into stages",
+        needs=_PIPELINE,
     )
     context_parallel_size: int = flag(1, "context parallel ranks", at_least=1)
     expert_model_parallel_size: int = flag(1, "expert parallel ranks", at_least=1)
@@ -198,6 +226,21 @@ class ParallelFlags(FlagGroup):
             "--virtual-pipeline-model-parallel-size is "
             f"{self.virtual_pipeline_model_parallel_size} with one pipeline stage; raise "
             "--pipeline-model-parallel-size or drop it",
+        )
+        explicit = (self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers)
+        counted = (
+            self.account_for_embedding_in_pipeline_split or self.account_for_loss_in_pipeline_split
+        )
+        expect(
+            not (all(explicit) and self.pipeline_model_parallel_size == 2),
+            "--decoder-first-pipeline-num-layers with --decoder-last-pipeline-num-layers: of two "
+            "stages one decides the other; drop one of the two",
+        )
+        expect(
+            not (counted and any(explicit)),
+            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split "
+            "with --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers: both "
+            "decide how many layers a stage holds; keep one of the two",
         )
         expect(
             not self.sequence_parallel or self.tensor_model_parallel_size > 1,

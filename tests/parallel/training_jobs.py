@@ -78,6 +78,8 @@ class Case:
         cutting = (
             *("max_tokens_per_gpu", "micro_batch_size", "use_distributed_optimizer"),
             *("overlap_grad_reduce", "overlap_param_gather"),
+            *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+            *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
             *("recompute_granularity", "recompute_method", "recompute_num_layers"),
             *("sequence_parallel", "inplace_logits_grad", "fused_lm_head"),
         )

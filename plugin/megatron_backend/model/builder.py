@@ -32,6 +32,7 @@ from plugin.megatron_backend.model.device_settings import (
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.family_layers import fit_to_family, layer_spec
 from plugin.megatron_backend.model.layout_rules import check_layout
+from plugin.megatron_backend.model.pipeline_split import split_arguments
 from plugin.megatron_backend.model.rope import rope_factor
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
@@ -95,6 +96,7 @@ def transformer_arguments(
         "tensor_model_parallel_size": groups.tp_size,
         "pipeline_model_parallel_size": groups.pp_size,
         "virtual_pipeline_model_parallel_size": groups.vpp_size,
+        **split_arguments(config),
         "context_parallel_size": groups.cp_size,
         "expert_model_parallel_size": groups.ep_size,
         "expert_tensor_parallel_size": groups.etp_size,

@@ -11,6 +11,7 @@ from typing import Any
 from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.families import family_of
+from plugin.megatron_backend.model.pipeline_split import layers_per_stage, split_arguments
 from plugin.megatron_backend.model.rope import check_rope
 
 _SIZES = (
@@ -25,7 +26,7 @@ def check_model(hf_config: Any, config: TrainerConfig) -> None:
     """Refuse a model that Megatron cannot compute, or cannot cut as the configuration says."""
     arguments = family_of(hf_config).transformer_arguments(hf_config)
     check_rope(hf_config)
-    layout = {name: getattr(config, name) for name in _SIZES}
+    layout = {name: getattr(config, name) for name in _SIZES} | split_arguments(config)
     variable = config.virtual_pipeline_model_parallel_size is None
     check_layout(hf_config.model_type, arguments | layout | {"variable_seq_lengths": variable})
 
@@ -39,17 +40,11 @@ def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:
     """
     experts, tp_size = arguments.get("num_moe_experts", 0), arguments["tensor_model_parallel_size"]
     ep_size, etp_size = (arguments[f"expert_{kind}_parallel_size"] for kind in ("model", "tensor"))
-    pp_size = arguments["pipeline_model_parallel_size"]
-    vpp_size = arguments["virtual_pipeline_model_parallel_size"] or 1
     tensor = f"--tensor-model-parallel-size {tp_size}"
-    stages = f"--pipeline-model-parallel-size {pp_size}"
-    if vpp_size > 1:
-        stages += f" x --virtual-pipeline-model-parallel-size {vpp_size}"
     for what, value, size, option in (
         ("num_key_value_heads", arguments["num_query_groups"], tp_size, tensor),
         ("num_attention_heads", arguments["num_attention_heads"], tp_size, tensor),
         ("intermediate_size", arguments["ffn_hidden_size"], tp_size, tensor),
-        ("num_hidden_layers", arguments["num_layers"], pp_size * vpp_size, stages),
         ("num_experts", experts, ep_size, f"--expert-model-parallel-size {ep_size}"),
         (
             "moe_intermediate_size",
@@ -70,6 +65,7 @@ def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:
                 f"{option}: the model's {what} is {value}, which cannot be divided by {size}; it "
                 f"can by {', '.join(fitting)}"
             )
+    layers_per_stage(arguments)
     if experts and etp_size > 1 and arguments["add_bias_linear"]:
         raise ConfigError(
             f"--expert-tensor-parallel-size {etp_size}: experts of {model_type} have biases, which "
