@@ -44,6 +44,11 @@ def on_device(config: Config, found: Capabilities) -> Config:
         # Its attention has no float32 kernel for packed rows.
         usable = found.cuda and found.transformer_engine and dtype != "float32"
         layers = "transformer_engine" if usable else "local"
+    expect(
+        config.fp8 is None or layers == "transformer_engine",
+        f"--fp8 {config.fp8} needs Transformer Engine's layers, and this run has local ones; use "
+        "--train-dtype bfloat16 on CUDA with the transformer_engine package, or drop --fp8",
+    )
     sharded, reduces, gathers = (
         config.use_distributed_optimizer,
         config.overlap_grad_reduce,

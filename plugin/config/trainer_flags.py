@@ -38,6 +38,16 @@ class ModelFlags(FlagGroup):
         "dtype of the trainer's weights and activations; auto = bfloat16 with float32 main weights "
         "on CUDA, float32 elsewhere",
     )
+    fp8: Literal["e4m3", "hybrid"] | None = flag(
+        None,
+        "format in which Transformer Engine multiplies matrices; hybrid = gradients in e5m2",
+    )
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = flag(
+        "tensorwise",
+        "how values are scaled to the format; mxfp8 on Blackwell only. Delayed scaling is not "
+        "offered: checkpoints do not hold its history",
+        needs=needs_flag("fp8"),
+    )
     fused_lm_head: Literal["auto", "on", "off"] = flag(
         "auto", "compute log-probs inside the LM head, without logits; auto = where it pays"
     )
@@ -86,6 +96,13 @@ class ModelFlags(FlagGroup):
     @property
     def replays_route_weights(self) -> bool:
         return self.use_rollout_routing_replay == "ids+weights"
+
+    @property
+    def row_alignment(self) -> int:
+        """What the number of rows of a matrix has to be a multiple of on every rank."""
+        if self.fp8 is None:
+            return 1
+        return 32 if self.fp8_recipe == "mxfp8" else 16
 
     @property
     def freezes_routers(self) -> bool:

@@ -44,6 +44,7 @@ def fused_log_probs_and_entropy(
     reduce_hidden_grad: bool = True,
     kept: Ragged | None = None,
     entropy_of: EntropyOf = "full",
+    vocab_rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`log_probs_and_entropy(hidden @ weight.T, tokens)` in bounded memory.
 
@@ -69,6 +70,8 @@ def fused_log_probs_and_entropy(
         kept: one entry of token ids per row, which the distribution is renormalized over; an empty
             entry keeps all (see `log_probs_and_entropy`).
         entropy_of: with `kept`, the distribution whose entropy is returned: full or kept.
+        vocab_rows: how many of this rank's rows of `weight` are tokens; those after them are
+            padding, which is never computed with and gets a gradient of 0. None = all.
 
     Returns:
         `log_probs` `[T]` float32 and `entropy` `[T]` float32, or None without `with_entropy`.
@@ -97,6 +100,7 @@ def fused_log_probs_and_entropy(
         budget,
         keep_tiles=trained,
         entropy_of=entropy_of,
+        vocab_rows=weight.shape[0] if vocab_rows is None else vocab_rows,
     )
     rows = None
     if row_mask is not None and not bool(row_mask.all()):
@@ -151,9 +155,11 @@ class _FusedLmHead(torch.autograd.Function):
             dist.all_gather_into_tensor(hidden, mine, group=settings.group)
         used, used_tokens = (hidden, tokens) if rows is None else (hidden[rows], tokens[rows])
         columns, group = weight.shape[0], settings.group
-        targets, absent = locate_targets(used_tokens, columns, group=group)
+        targets, absent = locate_targets(
+            used_tokens, columns, group=group, tokens_held=settings.vocab_rows
+        )
         at = None if kept is None else locate_kept(kept, used_tokens, columns, group=group)
-        tiles = Tiles(used, weight, settings.budget)
+        tiles = Tiles(used, weight, settings)
         dense, few = tiles.statistics(targets, at, settings)
         joined = join_shards(
             dense,
@@ -191,7 +197,7 @@ class _FusedLmHead(torch.autograd.Function):
             grad if grad is None or rows is None else grad[rows]
             for grad in (grad_log_probs, grad_entropy)
         ]
-        tiles = Tiles(used, weight, settings.budget, ctx.kept_tiles)
+        tiles = Tiles(used, weight, settings, ctx.kept_tiles)
         ctx.kept_tiles = {}  # turned into gradients below; a second backward pass computes them
         grad_hidden, grad_weight = tiles.gradients(
             ctx.state,

@@ -65,23 +65,28 @@ class HeadSettings(NamedTuple):
     budget: int
     keep_tiles: bool
     entropy_of: EntropyOf
+    vocab_rows: int
 
 
 class Tiles:
-    """The logits `[n, V/tp]`, one tile at a time in one buffer, some of them kept."""
+    """The logits `[n, V/tp]`, one tile at a time in one buffer, some of them kept.
+
+    Of the weight's rows only the first `vocab_rows` of the settings are tokens and have logits.
+    """
 
     def __init__(
         self,
         hidden: torch.Tensor,
         weight: torch.Tensor,
-        budget: int,
+        settings: HeadSettings,
         kept: dict[Tile, torch.Tensor] | None = None,
     ) -> None:
+        budget, self.columns = settings.budget, settings.vocab_rows
         self.hidden, self.weight = hidden, weight
         self.kept: dict[Tile, torch.Tensor] = {} if kept is None else kept
         size = hidden.element_size()
         tile_bytes = min(budget, TILE_BYTES.get(hidden.device.type, TILE_BYTES["cuda"]))
-        self.plan = plan_tiles(hidden.shape[0], weight.shape[0], size, tile_bytes)
+        self.plan = plan_tiles(hidden.shape[0], self.columns, size, tile_bytes)
         largest = max(
             ((t.row_end - t.row) * (t.column_end - t.column) for t in self.plan), default=0
         )
@@ -146,8 +151,10 @@ class Tiles:
         self, ranges: dict[int, ShardStatistics], settings: HeadSettings
     ) -> ShardStatistics:
         if not ranges:
-            empty = self.hidden.new_empty(0, dtype=torch.float32)
-            return ShardStatistics(empty, empty, empty if settings.with_entropy else None, empty)
+            # No row, or a rank whose share of the vocabulary is all padding.
+            none = self.hidden.new_zeros(self.hidden.shape[0], dtype=torch.float32)
+            weighted = none if settings.with_entropy else None
+            return ShardStatistics(none - torch.inf, none, weighted, none)
         maximum, sum_exp, weighted_sum, target_logit = zip(*ranges.values(), strict=True)
         joined = None if weighted_sum[0] is None else torch.cat(weighted_sum)
         return ShardStatistics(
@@ -169,8 +176,8 @@ class Tiles:
         # model.
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if want_hidden else None
         grad_weight = torch.empty_like(self.weight) if want_weight else None
-        if grad_weight is not None and not self.plan:
-            grad_weight.zero_()
+        if grad_weight is not None:
+            grad_weight[self.columns if self.plan else 0 :].zero_()
         to_gradient = _TileGradient.of(state, grad_log_probs, grad_entropy, settings)
         for tile, logits in self.logits(keep=False):
             span, columns = slice(tile.row, tile.row_end), slice(tile.column, tile.column_end)

@@ -24,8 +24,11 @@ def locate_targets(
     *,
     group: dist.ProcessGroup | None,
     keep_mask: torch.Tensor | None = None,
+    tokens_held: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the tokens `[T]` are among this rank's columns.
+
+    tokens_held: how many of its columns are tokens, the rest being padding; None = all
 
     Returns two `[T]` tensors: the column, or -1 where this rank holds none (int64); and whether the
     token is known here to have probability 0, because it is outside the vocabulary or not kept
@@ -35,6 +38,9 @@ def locate_targets(
     first = columns * dist.get_rank(group) if size > 1 else 0
     held = (tokens >= first) & (tokens < first + columns)
     absent = (tokens < 0) | (tokens >= columns * size)
+    if tokens_held is not None and tokens_held < columns:
+        padding = held & (tokens >= first + tokens_held)
+        held, absent = held & ~padding, absent | padding
     targets = torch.where(held, tokens - first, -1)
     if keep_mask is not None:
         dropped = held & ~keep_mask.gather(-1, targets.clamp(min=0)[:, None])[:, 0]

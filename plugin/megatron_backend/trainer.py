@@ -458,6 +458,7 @@ class MegatronTrainer:
             layout=self.layout,
             transformer_engine=self.config.transformer_impl == "transformer_engine",
             sequence_parallel=self.config.sequence_parallel,
+            alignment=self.config.row_alignment,
             device=self.device,
         )
         for microbatch in prepared:

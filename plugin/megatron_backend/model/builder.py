@@ -174,20 +174,29 @@ def real_vocab_rows(vocab_size: int, tp_size: int, tp_rank: int) -> int:
 
 
 def _hide_vocab_padding(model: GPTModel, vocab_size: int, groups: ParallelGroups) -> None:
-    """Keep padding columns out of every softmax by pinning their logits, without gradient."""
+    """Keep padding columns out of every softmax: pin their logits, without gradient.
+
+    The weight is marked with `vocab_rows`, its number of tokens, for those who read it without the
+    layer.
+    """
     padded = padded_vocab_size(vocab_size, groups.tp_size)
     if padded == vocab_size:
         return
     share = padded // groups.tp_size
     real_rows = real_vocab_rows(vocab_size, groups.tp_size, groups.tp_rank)
+    layer: Any = model.output_layer
+    weight = model.shared_embedding_or_output_weight() if layer.weight is None else layer.weight
+    weight.vocab_rows = real_rows
 
-    def pin(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    def pin(module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        if "forward" in vars(module):
+            return output  # `skip_output_layer` has it return hidden states
         logits = output[0]
         first = real_rows if logits.shape[-1] == share else vocab_size
         logits[..., first:] = max(_PADDING_LOGIT, torch.finfo(logits.dtype).min)
         return output
 
-    model.output_layer.register_forward_hook(pin)
+    layer.register_forward_hook(pin)
 
 
 def wrap_with_ddp(

@@ -57,6 +57,8 @@ def transformer_settings(
         "apply_rope_fusion": engine and fuses_rope,
         "moe_grouped_gemm": engine and moe,
         "moe_permute_fusion": engine and moe,
+        "fp8": config.fp8,
+        "fp8_recipe": config.fp8_recipe,
     }
 
 

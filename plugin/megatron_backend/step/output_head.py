@@ -43,7 +43,11 @@ def use_fused_head(
     model, choice = unwrap(model), config.fused_lm_head
     if choice == "off" or not model.post_process:
         return False
-    obstacle = _obstacle(model, inputs)
+    obstacle: str | None = None
+    if model.config.sequence_parallel and inputs.tokens.shape[0] > 1:
+        obstacle = (
+            "sequence parallelism with the padded layout interleaves rows of different samples"
+        )
     if choice == "on":
         if obstacle:
             raise ConfigError(f"--fused-lm-head on: {obstacle}; use auto or off")
@@ -59,15 +63,6 @@ def use_fused_head(
         training=training,
         separable=separable,
     )
-
-
-def _obstacle(model: Any, inputs: ModelInputs) -> str | None:
-    """Why the head cannot be fused, if it cannot."""
-    if model.output_layer._forward_hooks:
-        return "the vocabulary is padded to a multiple of the tensor parallel size"
-    if model.config.sequence_parallel and inputs.tokens.shape[0] > 1:
-        return "sequence parallelism with the padded layout interleaves rows of different samples"
-    return None
 
 
 @contextmanager
@@ -126,6 +121,7 @@ def response_log_probs(
             targets,
             row_mask=row_mask,
             sequence_parallel=config.sequence_parallel,
+            vocab_rows=getattr(head_weight, "vocab_rows", None),
             **options,
         )
     return log_probs[inputs.rows], None if entropy is None else entropy[inputs.rows]

@@ -60,9 +60,13 @@ def prepare(
     layout: SequenceLayout = "packed",
     transformer_engine: bool = False,
     sequence_parallel: bool = False,
+    alignment: int = 1,
     device: torch.device | str = "cpu",
 ) -> list[PreparedMicrobatch]:
-    """Lay out every microbatch of a step for this rank."""
+    """Lay out every microbatch of a step for this rank.
+
+    alignment: what the rows of a matrix have to be a multiple of (FP8)
+    """
     at_least = 0
     if groups.vpp_size:
         # The interleaved schedule announces the shapes of its messages to the next and to the
@@ -78,6 +82,7 @@ def prepare(
             transformer_engine=transformer_engine,
             sequence_parallel=sequence_parallel,
             at_least=at_least,
+            alignment=alignment,
             device=device,
         )
         with_loss = inputs.shards.local(microbatch.batch.columns["loss_masks"]).cpu() != 0

@@ -8,6 +8,7 @@ give the same log-probs. Under context parallelism each rank holds its zigzag sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -59,9 +60,13 @@ def model_inputs(
     transformer_engine: bool = False,
     sequence_parallel: bool = False,
     at_least: int = 0,
+    alignment: int = 1,
     device: torch.device | str = "cpu",
 ) -> ModelInputs:
-    """Lay out the samples of `batch` for this rank; `at_least`: shortest row, of all CP ranks."""
+    """Lay out the samples of `batch` for this rank.
+
+    at_least: shortest row, of all CP ranks; alignment: every rank holds a multiple of it of a row
+    """
     columns, samples = batch.columns, Ragged.of(batch.columns["unconcat_tokens"])
     shards = SequenceShards.of(
         columns["total_lengths"],
@@ -69,7 +74,7 @@ def model_inputs(
         torch.device(device),
         loss_context(groups),
     )
-    length = row_length(batch, groups, layout, sequence_parallel, at_least)
+    length = row_length(batch, groups, layout, sequence_parallel, at_least, alignment)
     params: Any = None
     if layout == "packed":
         lengths = padded_length(samples.lengths, groups.cp_size)
@@ -123,11 +128,13 @@ def row_length(
     layout: SequenceLayout,
     sequence_parallel: bool,
     at_least: int = 0,
+    alignment: int = 1,
 ) -> int:
     """Tokens (of all CP ranks) in a row that holds the samples of `batch`."""
     lengths = padded_length(batch.columns["unconcat_tokens"].lengths, groups.cp_size)
     needed = max(int(lengths.sum() if layout == "packed" else lengths.max()), at_least)
-    multiple = num_chunks(groups.cp_size) * (groups.tp_size if sequence_parallel else 1)
+    holders = groups.tp_size if sequence_parallel else 1
+    multiple = math.lcm(num_chunks(groups.cp_size), groups.cp_size * alignment) * holders
     return -(-needed // multiple) * multiple
 
 

@@ -69,6 +69,15 @@ def test_reductions_do_not_wait_for_routers_that_get_no_gradient() -> None:
         decided(CUDA, **frozen, overlap_grad_reduce=True)
 
 
+def test_fp8_needs_transformer_engine_and_aligned_rows() -> None:
+    assert on_device(TrainerConfig(fp8="hybrid"), CUDA).row_alignment == 16
+    assert TrainerConfig(fp8="e4m3", fp8_recipe="mxfp8").row_alignment == 32
+    assert TrainerConfig().row_alignment == 1
+    for found, settings in ((CPU, {}), (BARE_CUDA, {}), (CUDA, {"train_dtype": "float32"})):
+        with pytest.raises(ConfigError, match="--fp8 hybrid needs Transformer Engine"):
+            decided(found, fp8="hybrid", **settings)
+
+
 def test_a_gather_is_overlapped_only_with_what_it_needs() -> None:
     with pytest.raises(ConfigError, match="--overlap-param-gather needs"):
         TrainerConfig(overlap_param_gather=True, use_distributed_optimizer=False)

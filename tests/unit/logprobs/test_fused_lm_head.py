@@ -13,7 +13,7 @@ from plugin.logprobs.fused_lm_head import (
     fused_lm_head_pays,
     fused_log_probs_and_entropy,
 )
-from plugin.logprobs.lm_head_tiles import plan_tiles
+from plugin.logprobs.lm_head_tiles import HeadSettings, Tiles, plan_tiles
 from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 
 # One tile, many tiles none of which can be kept, and many tiles about half of which are kept.
@@ -208,3 +208,39 @@ def test_wrong_arguments_are_refused_with_the_fix() -> None:
         fused_log_probs_and_entropy(hidden, weight, tokens, row_mask=torch.ones(11))
     with pytest.raises(ConfigError, match="temperature"):
         fused_log_probs_and_entropy(hidden, weight, tokens, temperature=-1.0)
+
+
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+def test_padding_rows_of_the_weight_are_never_computed_with(budget: int) -> None:
+    hidden, weight, tokens = problem()
+    tokens = tokens.clamp(max=1399)
+    tokens[3] = 1450  # an id of padding
+    weight[1400:] = torch.nan
+    results = []
+    for rows in (weight, weight[:1400].clone()):
+        leaves = hidden.clone().requires_grad_(), rows.clone().requires_grad_()
+        log_probs, entropy = fused_log_probs_and_entropy(
+            *leaves, tokens, entropy_grad=True, memory_budget_bytes=budget, vocab_rows=1400
+        )
+        assert entropy is not None and log_probs[3] == -torch.inf
+        usable = torch.arange(len(tokens)) != 3
+        (log_probs[usable].sum() + entropy.sum()).backward()
+        results.append((log_probs.detach(), entropy.detach(), leaves[0].grad, leaves[1].grad))
+    (*padded, grad), (*plain, plain_grad) = results
+    for mine, theirs in zip(padded, plain, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(grad[:1400], plain_grad)
+    assert not grad[1400:].any()
+
+
+def test_a_rank_that_holds_nothing_but_padding_adds_nothing_to_the_sums_of_the_others() -> None:
+    hidden, weight, tokens = problem(rows=2, columns=4)
+    settings = HeadSettings(
+        None, 1.0, True, False, False, True, 1 << 20, True, "full", vocab_rows=0
+    )
+    dense, few = Tiles(hidden, weight, settings).statistics(
+        torch.full_like(tokens, -1), None, settings
+    )
+    assert dense is not None and few is None
+    maximum, *sums = (values.tolist() for values in dense if values is not None)
+    assert maximum == [-torch.inf] * 2 and sums == [[0.0, 0.0]] * 3

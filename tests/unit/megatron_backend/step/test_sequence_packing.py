@@ -119,3 +119,19 @@ def test_transformer_engines_packing_has_padded_ends_only_under_context_parallel
         assert params.qkv_format == "thd" and params.max_seqlen_q == params.max_seqlen_kv == 8
     assert plain.cu_seqlens_q_padded is None and plain.cu_seqlens_kv_padded is None
     assert split.cu_seqlens_q_padded is split.cu_seqlens_kv_padded is split.cu_seqlens_q
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sequence_parallel", "expected"),
+    [
+        ({}, False, 16),  # 8 tokens: the next multiple of 16
+        ({"tp_size": 2}, True, 32),  # two ranks hold 16 tokens of a row each
+        ({"cp_size": 2}, False, 32),  # likewise
+        ({"cp_size": 3}, False, 48),  # 3 x 16 is also a multiple of the 6 pieces of the zigzag
+    ],
+)
+def test_rows_are_aligned_on_every_rank_that_holds_a_part_of_them(
+    sizes: dict[str, int], sequence_parallel: bool, expected: int
+) -> None:
+    batch = two_samples()
+    assert row_length(batch, place(**sizes), "packed", sequence_parallel, alignment=16) == expected
