@@ -42,6 +42,10 @@ class SenderLost(ActorLost):
     """Data did not arrive because the process that sent it is gone."""
 
 
+class TransferError(MegatronTisError):
+    """Weights on their way were cut off by a lost or hung process; they can be sent again."""
+
+
 class TrainingError(MegatronTisError):
     """Training goes on without changing the weights."""
 

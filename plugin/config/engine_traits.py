@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+#: How weights get from the trainer to the engines.
+WeightWay = Literal["broadcast", "directory", "object-store"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class EngineTraits:
     partial_rollout_modes: what it can do with responses that new weights interrupt
     tensor_parallel: can be spread over several GPUs (--rollout-num-gpus-per-engine)
     spans_nodes: also over those of several nodes
+    weight_ways: how it can get weights (--weight-sync), the best one first
     """
 
     factory: str
@@ -35,6 +40,7 @@ class EngineTraits:
     partial_rollout_modes: tuple[str, ...] = ()
     tensor_parallel: bool = False
     spans_nodes: bool = False
+    weight_ways: tuple[WeightWay, ...] = ("object-store",)
 
 
 ENGINES: dict[str, EngineTraits] = {
@@ -44,6 +50,7 @@ ENGINES: dict[str, EngineTraits] = {
         reads_views=True,
         reports_kept_ids=True,
         partial_rollout_modes=("recompute", "continue"),
+        weight_ways=("broadcast", "object-store"),
     ),
     "vllm": EngineTraits(
         "plugin.rollout.engines.vllm_engine:make_engine",
@@ -62,6 +69,7 @@ ENGINES: dict[str, EngineTraits] = {
         smallest_head_dim=32,
         reports_route_weights=False,
         partial_rollout_modes=("recompute",),
+        weight_ways=("directory",),
     ),
 }
 

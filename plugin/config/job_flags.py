@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from plugin.config.data_flags import DataFlags, RewardFlags
 from plugin.config.engine_arguments import EngineArgumentFlags
-from plugin.config.engine_traits import ENGINES, EngineTraits, engine_traits
+from plugin.config.engine_traits import ENGINES, EngineTraits, WeightWay, engine_traits
 from plugin.config.estimator_traits import ESTIMATOR_TRAITS, estimator_traits
 from plugin.config.eval_flags import EvalFlags
 from plugin.config.flags import expect, read_yaml
@@ -278,12 +278,26 @@ class JobConfig(
         behind_servers = self.engine_traits.asks_servers
         return engine_traits(self.rollout_server) if behind_servers else self.engine_traits
 
+    @property
+    def weight_way(self) -> WeightWay:
+        """How the engines get their weights."""
+        if self.weight_sync != "auto":
+            return self.weight_sync
+        ways = self.engine_traits.weight_ways
+        # Two processes on one GPU cannot be members of one NCCL group.
+        return next((way for way in ways if way != "broadcast" or not self.colocate), ways[0])
+
     def _check_engine(self) -> None:
         """Check that a built-in engine can do what is asked, and reads every flag given."""
         engine, traits, http = (
             self.rollout_engine,
             self.engine_traits,
             self.engine_traits.asks_servers,
+        )
+        expect(
+            self.weight_way in traits.weight_ways,
+            f"--weight-sync {self.weight_way}: --rollout-engine {engine} gets weights by "
+            f"{' or '.join(traits.weight_ways)}; use auto, or another engine",
         )
         if engine not in ENGINES:
             return  # the user's own gets the whole configuration and may read any flag

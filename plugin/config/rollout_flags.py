@@ -76,6 +76,13 @@ class RolloutFlags(FlagGroup):
         needs=needs_flag("partial_rollouts"),
     )
 
+    weight_sync: Literal["auto", "broadcast", "directory", "object-store"] = flag(
+        "auto",
+        "how engines get new weights: over a process group with the trainer's ranks, from files in "
+        "--rollout-weights-dir, or through Ray's object store; auto = broadcast where the engine "
+        "can, and does not share the trainer's devices",
+    )
+
     max_error_reschedule_attempts: int | None = flag(
         None,
         "times a group with a failed or empty response is sampled again before it is dropped; "

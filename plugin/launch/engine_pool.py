@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from plugin.config import JobConfig
-from plugin.errors import ActorLost, ClusterError, EngineError, ParallelError, SenderLost
+from plugin.errors import (
+    ActorLost,
+    ClusterError,
+    EngineError,
+    ParallelError,
+    SenderLost,
+    TransferError,
+)
 from plugin.launch.array_transport import Arrays, rollouts_from_arrays, rollouts_to_arrays
 from plugin.launch.console import Console
 from plugin.launch.directory_lock import OwnedDirectory
@@ -22,8 +29,14 @@ from plugin.launch.preflight import choose_rollouts
 from plugin.launch.remote_calls import ReportingActor, result_of, wait_for_all
 from plugin.rollout.conversation.trajectory import Rollouts
 from plugin.rollout.engines.choice import api_key, make_engine
-from plugin.rollout.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters
+from plugin.rollout.engines.protocol import (
+    BroadcastEngine,
+    EngineHealth,
+    GenerationRequest,
+    SamplingParameters,
+)
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS
+from plugin.rollout.engines.weight_stream import WeightGroup
 
 _IDLE_SECONDS = 0.2
 _LOAD_POLL_SECONDS = 0.005
@@ -51,6 +64,7 @@ class EngineActor(ReportingActor):
         self._engine = make_engine(config, hf_config, name)
         self._rollouts = choose_rollouts(config)
         self._version, self._loaded = NO_WEIGHTS, threading.Condition()
+        self._half_loaded = False
         self.health = self._engine.health
 
     def generate(
@@ -62,6 +76,8 @@ class EngineActor(ReportingActor):
         """One trajectory per seed of every request; no token is older than version `at_least`."""
         with self._loaded:
             self._loaded.wait_for(lambda: self._version >= at_least)
+        if self._half_loaded:
+            raise TransferError("the engine has half a version of the weights, and gets it again")
         return rollouts_to_arrays(Rollouts.of(self._rollouts(self._engine, requests, parameters)))
 
     def load_weights(self, version: int, bucket: np.ndarray, last: bool) -> None:
@@ -69,9 +85,26 @@ class EngineActor(ReportingActor):
         given: Any = bucket if self._reads_views else bucket.tobytes()
         self._engine.load_weights(version, given, last=last)
         if last:
-            with self._loaded:
-                self._version = version
-                self._loaded.notify_all()
+            self._note_version(version)
+
+    def weight_receivers(self) -> int:
+        """How many of the engine's workers receive weights."""
+        return cast(BroadcastEngine, self._engine).weight_receivers()
+
+    def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
+        """As `BroadcastEngine.receive_weights`."""
+        try:
+            cast(BroadcastEngine, self._engine).receive_weights(version, group, first)
+        except TransferError:
+            self._half_loaded = True
+            raise
+        self._half_loaded = False
+        self._note_version(version)
+
+    def _note_version(self, version: int) -> None:
+        with self._loaded:
+            self._version = version
+            self._loaded.notify_all()
 
 
 @dataclass
@@ -81,6 +114,8 @@ class _Running:
     birth: the call that answers when it has started; None once it has
     failures_in_a_row: restarts in a row without an answer in between
     weights: its own directory below --rollout-weights-dir
+    version: broadcast: of the weights that it has; NO_WEIGHTS = none, or half of a version
+    receivers: broadcast: workers that receive weights; None = not asked yet
     """
 
     actor: Any
@@ -88,6 +123,8 @@ class _Running:
     deadline: float
     failures_in_a_row: int = 0
     weights: OwnedDirectory | None = None
+    version: int = NO_WEIGHTS
+    receivers: int | None = None
 
     def end(self) -> None:
         """End the process and remove the weights that it wrote for its servers."""
@@ -120,7 +157,11 @@ class EnginePool:
         self._plan, self._reservation = plan, reservation
         key = api_key(config)
         self._secrets = {str(config.rollout_api_key_env): key} if key else {}
-        self._weights: tuple[int, list[Any]] | None = None
+        self._broadcasts = config.weight_way == "broadcast"
+        self._newest: int | None = None
+        self._buckets: list[Any] = []
+        #: Gives engines without the newest weights these; None while the trainer cannot.
+        self.catch_up: Callable[[], None] | None = None
         self._loads: dict[Any, tuple[int, Any]] = {}
         self._asked: dict[Any, tuple[int, Any]] = {}
         self.restarts = 0
@@ -168,8 +209,12 @@ class EnginePool:
         return healths
 
     def available(self) -> list[int]:
-        """Numbers of the engines that have started."""
-        return [number for number, engine in enumerate(self._engines) if engine.birth is None]
+        """Numbers of the engines that have started, and have weights."""
+        return [
+            number
+            for number, engine in enumerate(self._engines)
+            if engine.birth is None and (not self._broadcasts or engine.version != NO_WEIGHTS)
+        ]
 
     def send(
         self, engine: int, requests: Sequence[GenerationRequest], parameters: SamplingParameters
@@ -177,8 +222,8 @@ class EnginePool:
         """A ticket for the answer of engine number `engine`."""
         actor = self._engines[engine].actor
         arguments = [list(requests), parameters]
-        if self._config.partial_rollouts and self._weights is not None:
-            arguments.append(self._weights[0])
+        if self._config.partial_rollouts and self._newest is not None:
+            arguments.append(self._newest)
         ticket = actor.call.remote("generate", *arguments)
         self._asked[ticket] = (engine, actor)
         return ticket
@@ -204,8 +249,10 @@ class EnginePool:
         number, actor = self._asked.pop(ticket)
         try:
             answer = rollouts_from_arrays(result_of(ticket, f"engine {number}", self._console))
+        except TransferError as error:
+            raise ActorLost(str(error)) from error
         except ParallelError as error:
-            self._replace_unless_done(number, actor, str(error))
+            self.replace_unless_done(number, actor, str(error))
             raise ActorLost(str(error)) from error
         self._engines[number].failures_in_a_row = 0
         return answer
@@ -224,41 +271,89 @@ class EnginePool:
         self._loads = {ref: owner for ref, owner in self._loads.items() if owner[0] != engine}
         self._asked = {ref: owner for ref, owner in self._asked.items() if owner[0] != engine}
         self._engines[engine] = self._start(engine, old.failures_in_a_row + 1)
-        if self._weights is not None:
-            self._load(engine, *self._weights)
+        self._load(engine)
 
-    def _replace_unless_done(self, number: int, actor: Any, reason: str) -> None:
+    def replace_unless_done(self, number: int, actor: Any, reason: str) -> None:
         """Both tickets of a dead engine fail; only the first one replaces it."""
         if self._engines[number].actor is actor:
             self.replace(number, reason)
 
-    def send_weights(self, version: int, buckets: Sequence[Any]) -> None:
-        """Queue new weights behind what each engine is doing; `finish_loads` waits for them.
+    def begin_version(self, version: int) -> None:
+        """Have all engines lack the newest weights, which are `version` from now on."""
+        self._newest, self._buckets = version, []
+
+    def send_weights(self, buckets: Sequence[Any]) -> None:
+        """Queue the newest weights behind what each engine is doing; `finish_loads` waits for them.
 
         With --partial-rollouts they interrupt it.
         """
-        self._weights = (version, list(buckets))
+        self._buckets = list(buckets)
         for number in range(len(self)):
-            self._load(number, version, buckets)
+            self._load(number)
 
-    def _load(self, number: int, version: int, buckets: Sequence[Any]) -> None:
+    def _load(self, number: int) -> None:
         actor = self._engines[number].actor
-        method = actor.call
-        if self._config.partial_rollouts:
-            method = method.options(concurrency_group=_WEIGHTS)
-        for place, bucket in enumerate(buckets):
-            last = place == len(buckets) - 1
-            call = method.remote("load_weights", version, bucket, last)
+        for place, bucket in enumerate(self._buckets):
+            last = place == len(self._buckets) - 1
+            call = self._call_for_weights(actor, "load_weights", self._newest, bucket, last)
             self._loads[call] = (number, actor)
 
+    def _call_for_weights(self, actor: Any, method: str, *arguments: Any) -> Any:
+        call = actor.call
+        if self._config.partial_rollouts:
+            call = call.options(concurrency_group=_WEIGHTS)
+        return call.remote(method, *arguments)
+
+    def lagging(self) -> list[int]:
+        """Numbers of the engines that lack the newest weights; by broadcast they get them."""
+        if self._newest is None or not self._broadcasts:
+            return []
+        return [n for n, engine in enumerate(self._engines) if engine.version != self._newest]
+
+    def weight_receivers(self, engines: Sequence[int]) -> list[tuple[int, Any, int]]:
+        """Number, actor and receiving workers of those of `engines` that have started."""
+        found = []
+        for number in engines:
+            engine = self._engines[number]
+            if engine.birth is not None:
+                continue
+            if engine.receivers is None:
+                call = self._call_for_weights(engine.actor, "weight_receivers")
+                try:
+                    engine.receivers = result_of(call, f"engine {number}", self._console)
+                except ParallelError as error:
+                    self.replace_unless_done(number, engine.actor, str(error))
+                    continue
+            found.append((number, engine.actor, int(engine.receivers)))
+        return found
+
+    def receive(self, engine: int, group: WeightGroup, first: int) -> Any:
+        """The call by which an engine receives the newest weights; until then it has none."""
+        self._engines[engine].version = NO_WEIGHTS
+        actor = self._engines[engine].actor
+        return self._call_for_weights(actor, "receive_weights", self._newest, group, first)
+
+    def has_received(self, engine: int, actor: Any) -> None:
+        """Note that an engine has the newest weights, unless it was replaced."""
+        if self._engines[engine].actor is actor:
+            self._engines[engine].version = int(self._newest or 0)
+
     def poll(self) -> None:
-        """Notice engines that have started, died while loading, or cannot start; never waits."""
+        """Notice engines that have started, died while loading, or cannot start.
+
+        Waits for nothing but engines that catch up.
+        """
         import ray
 
         watched = [*self._loads, *(e.birth for e in self._engines if e.birth is not None)]
-        if not watched:
-            return
-        done, _ = ray.wait(watched, num_returns=len(watched), timeout=0)
+        if watched:
+            self._note_finished(ray.wait(watched, num_returns=len(watched), timeout=0)[0])
+        if self.catch_up is not None and self.lagging():
+            self.catch_up()
+
+    def _note_finished(self, done: list[Any]) -> None:
+        import ray
+
         for reference in done:
             if reference not in self._loads:
                 continue
@@ -269,14 +364,14 @@ class EnginePool:
                 # A trainer rank died while it sent its weights: no engine would get them.
                 raise
             except ActorLost as error:
-                self._replace_unless_done(number, actor, str(error))
+                self.replace_unless_done(number, actor, str(error))
         for number, engine in enumerate(self._engines):
             if engine.birth in done:
                 birth, engine.birth = engine.birth, None
                 try:
                     result_of(birth, f"engine {number}", self._console)
                 except ParallelError as error:
-                    self._replace_unless_done(number, engine.actor, str(error))
+                    self.replace_unless_done(number, engine.actor, str(error))
             elif engine.birth is not None and time.monotonic() > engine.deadline:
                 slots = ray.cluster_resources().get("CPU", 0)
                 raise ClusterError(
@@ -302,7 +397,7 @@ class EnginePool:
         """Drop every answer and load under way: the trainer goes back to an earlier state."""
         self._loads.clear()
         self._asked.clear()
-        self._weights = None
+        self._newest, self._buckets = None, []
 
     def require_version(self, version: int) -> None:
         """An `EngineError` unless every engine generates with `version`."""

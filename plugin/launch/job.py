@@ -47,6 +47,7 @@ from plugin.launch.sample_log import readable_samples
 from plugin.launch.scoring import make_scorer, scorer_for
 from plugin.launch.trainer_actor import TrainedStep
 from plugin.launch.trainer_group import TrainerGroup
+from plugin.launch.weight_sync import WeightSync
 from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
 from plugin.observe.findings import Finding
 from plugin.observe.learning import learning_findings
@@ -148,14 +149,14 @@ def _run_in(
         with (
             # Its processes start while Ray does.
             contextlib.closing(make_scorer(config, parts.task)) as scorer,
-            _running(config, parts, console, connected, interrupts) as (trainer, engines),
+            _running(config, parts, console, connected, interrupts) as (trainer, engines, weights),
         ):
             console.say(
                 f"trainer ranks: {trainer.places_as_text()}; engines: {len(engines)}; started in "
                 f"{time.monotonic() - console.began:.0f} s; run directory: {run_dir}"
             )
             job = _Job(
-                *(config, parts, trainer, engines, scorer),
+                *(config, parts, trainer, engines, weights, scorer),
                 *(files, checkpoints, console, result),
             )
             try:
@@ -182,7 +183,7 @@ def _running(
     console: Console,
     connected: Callable[[], None],
     interrupts: Interrupts,
-) -> Iterator[tuple[TrainerGroup, EnginePool]]:
+) -> Iterator[tuple[TrainerGroup, EnginePool, WeightSync]]:
     """The ranks and the engines of a job, ready to work; ended whatever happens."""
     with console.phase("starting Ray"):
         connected()
@@ -205,7 +206,8 @@ def _running(
                 trainer.build("teacher", parts.teacher)
         with console.phase("waiting for engines"):
             engines.wait_until_ready()
-        yield trainer, engines
+        weights = WeightSync(config, trainer, engines, console, on_gpus="GPU" in plan.rank)
+        yield trainer, engines, weights
 
 
 @dataclass
@@ -226,6 +228,7 @@ class _Job:
         parts: JobParts,
         trainer: TrainerGroup,
         engines: EnginePool,
+        weights: WeightSync,
         scorer: Scorer,
         files: RunFiles,
         checkpoints: RunCheckpoints,
@@ -233,6 +236,7 @@ class _Job:
         result: JobResult,
     ) -> None:
         self._config, self._parts, self._trainer, self._engines = config, parts, trainer, engines
+        self._weights = weights
         self._files, self._console, self._history = files, console, result.history
         evaluator = Evaluator(
             *(config, parts.eval_sets, engines, parts.sampling, console.say),
@@ -247,8 +251,6 @@ class _Job:
         self._boundary: dict[str, Any] | None = None
         self._reach_boundary()
         self._saved = 0
-        self._last_sent = -1
-        self._sync_seconds = 0.0  # of the sync before this rollout
         self._restarts, self._restarts_in_a_row, self._furthest = 0, 0, -1
         self._skipped_in_a_row = 0
         self._watch = MismatchWatch(config, files, console.say)
@@ -282,7 +284,7 @@ class _Job:
         if self._config.resumes:
             self._resume()
         else:
-            self._sync_weights(wait=True)
+            self._weights.send(self._at.version, wait=True)
         self._engines.require_version(self._at.version)
         if self._config.async_rollouts:
             self._trainer.while_waiting(self._queue.pump)
@@ -307,11 +309,12 @@ class _Job:
         """Evaluate between two rollouts; with --keep-best the best weights so far are saved."""
         if not (self._config.eval_data and self._evaluations.is_due(self._at.rollouts)):
             return
-        if self._last_sent != self._at.version:
-            self._sync_weights(wait=True)
-        self._queue.settle()
         at = self._at
-        record = self._evaluations.run(at.updates, at.rollouts, at.version)
+        if self._weights.version != at.version:
+            self._weights.send(at.version, wait=True)
+        with self._weights.trainer_holds_still():
+            self._queue.settle()
+            record = self._evaluations.run(at.updates, at.rollouts, at.version)
         self._files.log_evaluation(record)
         if self._wandb is not None:
             self._wandb.log(record, step=at.updates)
@@ -326,7 +329,8 @@ class _Job:
 
     def _one_rollout(self, interrupts: Interrupts) -> None:
         began = time.monotonic()
-        groups = self._queue.take(self._at.version)
+        with self._weights.trainer_holds_still():
+            groups = self._queue.take(self._at.version)
         with contextlib.ExitStack() as stack:
             if self._config.saves_at_end:
                 until = "the job ends and saves after the training on this rollout"
@@ -357,7 +361,7 @@ class _Job:
         timings = {
             "seconds_waiting": generated - began,
             "seconds_preparing": time.monotonic() - generated,
-            "seconds_weight_sync": self._sync_seconds,
+            **self._weights.metrics(),
         }
         batch, passes = self._log_prob_passes.added_to(batch, updates)
         timings |= passes
@@ -382,7 +386,7 @@ class _Job:
             # One of the same step is this run's own, from before it went back to a checkpoint.
             self._save_hf(f"{MODELS}/step_{self._at.updates:07d}", replace=True)
         if not last:
-            self._sync_weights(wait=not config.async_rollouts)
+            self._weights.send(self._at.version, wait=not config.async_rollouts)
 
     def _reach_boundary(self) -> None:
         # Prompts and seeds follow from numbers, so there is no generator state to save.
@@ -504,14 +508,6 @@ class _Job:
                 self._at.updates, {**columns, **current}, trainer_version=self._at.version
             )
 
-    def _sync_weights(self, *, wait: bool) -> None:
-        began = time.monotonic()
-        self._engines.send_weights(self._at.version, self._trainer.export_weights())
-        self._last_sent = self._at.version
-        if wait:
-            self._engines.finish_loads()
-        self._sync_seconds = time.monotonic() - began
-
     def _recover(self, error: ParallelError) -> None:
         """Restart the trainer from its last checkpoint if it lost a rank; else raise `error`."""
         while True:
@@ -568,7 +564,7 @@ class _Job:
         warn_of_other_rows(self._parts.data, state, self._console.warn)
         self._at = _Position(**state["position"])
         # A version names one set of weights: what was sent after the checkpoint keeps its number.
-        self._at.version = max(self._at.version, self._last_sent + 1)
+        self._at.version = max(self._at.version, self._weights.version + 1)
         self._queue.restore(state["queue"])
         self._history[:] = [line for line in self._history if line["step"] <= self._at.updates]
         self._evaluations.go_back(self._at.rollouts)
@@ -577,7 +573,7 @@ class _Job:
         self._console.say(
             f"goes on after rollout {self._at.rollouts} of {self._config.num_rollouts}"
         )
-        self._sync_weights(wait=True)
+        self._weights.send(self._at.version, wait=True)
         self._saved = self._at.rollouts
         self._reach_boundary()
 

@@ -24,6 +24,7 @@ from plugin.launch.model_source import ModelSource
 from plugin.launch.remote_calls import ReportingActor
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
+from plugin.rollout.engines.weight_stream import Membership, WeightGroup, WeightSender
 
 PolicyName = Literal["policy", "reference", "teacher"]
 
@@ -66,6 +67,15 @@ class TrainedStep:
     live_routes: list[Tensor] | None
 
 
+@dataclass(frozen=True)
+class SentPart:
+    """What a pipeline stage has sent of a version."""
+
+    stage: int
+    nbytes: int
+    buckets: int
+
+
 class TrainerRank(ReportingActor):
     """Holds the policy and, where the loss needs them, the reference and the teacher."""
 
@@ -76,6 +86,7 @@ class TrainerRank(ReportingActor):
         self._rank = -1
         self._store: Any = None
         set_cuda_environment(config)
+        self._membership = Membership()
         import_megatron()
         # While other actors still import theirs, and before `join`, which waits for all of them.
         import plugin.megatron_backend.trainer  # noqa: F401
@@ -212,8 +223,26 @@ class TrainerRank(ReportingActor):
         live_routes = result.live_routes if self._rank == 0 else None
         return TrainedStep(result.metrics, skipped, log_probs, live_routes)
 
-    def export_weights(self) -> list[Any] | None:
-        """The policy in the object store, one reference per bucket; None besides rank 0."""
+    def send_weights(self, version: int, group: WeightGroup) -> SentPart | None:
+        """Send this stage's part of the policy; None on ranks that only help to gather it."""
+        exported = self._trainers["policy"].export_hf_weights(own_stage=True)
+        groups = self._groups
+        stage, helps = groups.pp_rank, bool(groups.tp_rank or groups.cp_rank or groups.dp_rank)
+        try:
+            if helps:
+                return None
+            with self._membership.of(group, lambda: WeightSender(group, stage)) as sender:
+                return SentPart(stage, *sender.send(version, exported))
+        finally:
+            # Also after an error: the others of the stage would wait in the next gather.
+            for _ in exported:
+                pass
+
+    def export_weights(self) -> tuple[list[Any], int] | None:
+        """The policy in the object store, one reference per bucket, and its size.
+
+        None besides rank 0.
+        """
         import ray
 
         from plugin.rollout.engines.weight_buckets import pack_buckets
@@ -223,8 +252,12 @@ class TrainerRank(ReportingActor):
             for _ in exported:
                 pass
             return None
-        # Ray copies arrays once, into shared memory, and bytes on the way in and on the way out.
-        return [ray.put(np.frombuffer(bucket, np.uint8)) for bucket in pack_buckets(exported)]
+        references, size = [], 0
+        for bucket in pack_buckets(exported):
+            # Ray copies arrays once, into shared memory, and bytes on the way in and out.
+            references.append(ray.put(np.frombuffer(bucket, np.uint8)))
+            size += len(bucket)
+        return references, size
 
     def save_hf(self, directory: str, tokenizer_from: str | None, replace: bool) -> None:
         """Write the policy as a Hugging Face directory, from rank 0."""

@@ -24,6 +24,7 @@ from plugin.megatron_backend.step.batch_share import cut_share, plan_batch, with
 from plugin.megatron_backend.step.loss_scaling import weigh_samples
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.ragged import Ragged, as_integers, ragged_range
+from plugin.rollout.engines.weight_stream import WeightGroup
 
 #: How long Ray may take to notice that a process is gone.
 _DEATH_SECONDS = 5.0
@@ -182,9 +183,25 @@ class TrainerGroup:
                 flat[ragged_range(starts[samples], lengths[samples])] = values
         return Ragged(torch.from_numpy(flat), lengths)
 
-    def export_weights(self) -> list[Any]:
-        """References to the policy's weight buckets in the object store."""
+    def export_weights(self) -> tuple[list[Any], int]:
+        """References to the policy's weight buckets in the object store, and their size."""
         return self._call("export_weights")[0]
+
+    def send_weights(self, version: int, group: WeightGroup) -> dict[Any, str]:
+        """The calls by which every rank sends its part of the weights, with the ranks' names."""
+        return {
+            rank.call.remote("send_weights", version, group): name
+            for rank, name in zip(self._ranks, self._names(), strict=True)
+        }
+
+    def rank_ids(self) -> list[Any]:
+        """What tells the present ranks from those of an earlier start."""
+        return list(self._ranks)
+
+    def while_idle(self) -> None:
+        """Do what the driver does while the ranks work."""
+        if self._idle is not None:
+            self._idle()
 
     def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any]) -> None:
         """Write policy, optimizer and the driver's state as the newest checkpoint in `root`."""

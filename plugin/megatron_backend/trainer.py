@@ -157,9 +157,9 @@ class MegatronTrainer:
             # The optimizer keeps float32 copies of half-precision weights.
             self.optimizer.optimizer.reload_model_params()
 
-    def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, whole; a collective."""
-        return export_hf_weights(self.chunks, self.groups)
+    def export_hf_weights(self, *, own_stage: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Every weight (of this pipeline stage) by its Hugging Face name, whole; a collective."""
+        return export_hf_weights(self.chunks, self.groups, own_stage=own_stage)
 
     def set_learning_rate(self, value: float) -> None:
         """Use `value` from the next step on."""

@@ -117,12 +117,14 @@ def load_hf_weights(
 
 
 def export_hf_weights(
-    chunks: Sequence[torch.nn.Module], groups: ParallelGroups
+    chunks: Sequence[torch.nn.Module], groups: ParallelGroups, *, own_stage: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of every Hugging Face parameter, complete on every rank.
 
     Collective: all ranks must iterate to the end. One tensor (per expert rank) is gathered at a
     time. A tensor may share memory with the model; copy it if it must outlive the next update.
+
+    own_stage: yield those of this rank's pipeline stage only, and exchange nothing with the others
     """
     gather_updated_weights(chunks)
     models = [unwrap(chunk) for chunk in chunks]
@@ -133,14 +135,17 @@ def export_hf_weights(
             canonical = canonical_name(name, model, first_expert=0)
             if canonical != "output_layer.weight" or not model.hf_config.tie_word_embeddings:
                 local[_entry(canonical, parameter, groups)] = parameter
-    stages: list[Any] = [list(local)]
-    if groups.pp_size > 1:
-        stages = [None] * groups.pp_size
-        dist.all_gather_object(stages, list(local), group=groups.pp_group)
-    for stage, entries in enumerate(stages):
+    stages: dict[int, Any] = {groups.pp_rank: list(local)}
+    if groups.pp_size > 1 and not own_stage:
+        gathered: list[Any] = [None] * groups.pp_size
+        dist.all_gather_object(gathered, list(local), group=groups.pp_group)
+        stages = dict(enumerate(gathered))
+    for stage, entries in stages.items():
         for entry in entries:
             parameter = local[entry] if stage == groups.pp_rank else None
-            whole = _whole(entry, parameter, stage, bridge, groups)
+            whole = _whole(entry, parameter, bridge, groups)
+            if len(stages) > 1:
+                whole = _on_all_stages(whole, stage, groups)
             parts = {entry.name: whole}
             if match := _GROUPED_EXPERT.search(entry.name):
                 prefix, number = entry.name[: match.start(2)], int(match.group(2))
@@ -316,13 +321,9 @@ def _entry(name: str, parameter: torch.nn.Parameter, groups: ParallelGroups) -> 
 
 
 def _whole(
-    entry: _Entry,
-    parameter: torch.nn.Parameter | None,
-    stage: int,
-    bridge: Any,
-    groups: ParallelGroups,
+    entry: _Entry, parameter: torch.nn.Parameter | None, bridge: Any, groups: ParallelGroups
 ) -> Tensor:
-    """A parameter of pipeline stage `stage`, merged, on all stages (`parameter` None on others).
+    """A parameter merged over the ranks of its stage; empty memory for it where it is None.
 
     For an expert, those of all expert ranks are stacked in front.
     """
@@ -338,10 +339,14 @@ def _whole(
                 whole = bridge._weight_merge_across_tp(entry.name, shards, parameter)
         if is_expert:
             whole = torch.stack(_all_gather(whole, groups.ep_group))
-    if groups.pp_size > 1:
-        whole = whole.contiguous()
-        source = dist.get_global_rank(groups.pp_group, stage)
-        dist.broadcast(whole, src=source, group=groups.pp_group)
+    return whole
+
+
+def _on_all_stages(whole: Tensor, stage: int, groups: ParallelGroups) -> Tensor:
+    """What pipeline stage `stage` has in `whole`, on every stage."""
+    whole = whole.contiguous()
+    source = dist.get_global_rank(groups.pp_group, stage)
+    dist.broadcast(whole, src=source, group=groups.pp_group)
     return whole
 
 

@@ -6,18 +6,24 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from plugin.errors import TransferError
+
 
 class PausePoint:
     """One thread generates, another changes the weights; never both at the same time.
 
     The generating thread calls `pause` between two decode steps; whoever waits for `changing` then
     has its turn. A change goes before a call of `generating` that has not begun.
+
+    waits: after a `TransferError` in a change, nothing is generated until another one succeeds
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits: bool = False) -> None:
+        self._waits = waits
         self._turn = threading.Condition()
         self._busy = False
         self._changes_waiting = 0
+        self._half_changed = False
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -37,6 +43,10 @@ class PausePoint:
             self._busy = True
         try:
             yield
+            self._half_changed = False
+        except TransferError:
+            self._half_changed = True
+            raise
         finally:
             self._changes_waiting -= 1
             self._end()
@@ -51,8 +61,11 @@ class PausePoint:
 
     def _begin_when_unchanged(self) -> None:
         with self._turn:
-            self._turn.wait_for(lambda: not self._busy and not self._changes_waiting)
+            self._turn.wait_for(lambda: not self._busy and not self._must_wait())
             self._busy = True
+
+    def _must_wait(self) -> bool:
+        return self._changes_waiting > 0 or (self._waits and self._half_changed)
 
     def _end(self) -> None:
         with self._turn:

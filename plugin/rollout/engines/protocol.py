@@ -15,6 +15,7 @@ from torch import Tensor
 
 from plugin.errors import EngineError
 from plugin.ragged import Ragged
+from plugin.rollout.engines.weight_stream import WeightGroup
 
 #: abort: interrupted by new weights; the engine goes on with it before it answers.
 FinishReason = Literal["stop", "length", "abort"]
@@ -115,6 +116,22 @@ class RolloutEngine(Protocol):
 
     def health(self) -> EngineHealth:
         """Answer when the engine is alive and idle."""
+        ...
+
+
+class BroadcastEngine(RolloutEngine, Protocol):
+    """An engine whose workers can join a process group with the trainer (--weight-sync)."""
+
+    def weight_receivers(self) -> int:
+        """How many workers receive weights."""
+        ...
+
+    def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
+        """Take all of `version` from the members of `group`.
+
+        The engine's workers are numbers `first` and up of the receivers. After a `TransferError`
+        the engine has half a version, and refuses to generate until it has received a whole one.
+        """
         ...
 
 

@@ -30,6 +30,7 @@ from plugin.rollout.engines.protocol import (
 from plugin.rollout.engines.route_recorder import RecordedRoutes, RouteRecorder
 from plugin.rollout.engines.sampling import draw, kept_ids, sampling_log_probs, uniform_rows
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader
+from plugin.rollout.engines.weight_stream import Membership, WeightGroup, WeightReceiver
 
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> TransformersEngine:
@@ -81,7 +82,8 @@ class TransformersEngine:
         self._loader = WeightLoader(self._model, int8=quantization == "int8")
         self._max_batch = max_batch
         self._interrupts = interrupts
-        self._pause_point = PausePoint()
+        self._pause_point = PausePoint(waits=interrupts is not None)
+        self._membership = Membership()
         self._staged: tuple[int, list[bytes | np.ndarray]] = (NO_WEIGHTS, [])
         self._name = name
         self._generated_tokens = 0
@@ -106,6 +108,19 @@ class TransformersEngine:
             for number, held in enumerate(buckets):
                 self._loader.load(version, held, last=number == len(buckets) - 1)
         self._staged = (NO_WEIGHTS, [])
+
+    def weight_receivers(self) -> int:
+        """One: this process."""
+        return 1
+
+    def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
+        """Take all of `version` in place; see `BroadcastEngine`. Running responses wait for it."""
+        with self._membership.of(group, lambda: WeightReceiver(group, first)) as receiver:
+            receiver.meet(version)
+            with self._pause_point.changing():
+                self._loader.begin(version)
+                receiver.receive(version, self._loader.take)
+                self._loader.end()
 
     def health(self) -> EngineHealth:
         """Version of the weights and tokens generated so far."""

@@ -99,22 +99,34 @@ class WeightLoader:
     def load(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
         """Take one bucket of `version`; the last one makes it current."""
         if self._loading is None:
-            if version <= self.version:
-                raise WeightError(
-                    f"weights of version {version} arrived at an engine that has {self.version}; "
-                    "versions must grow"
-                )
-            self._loading, self._seen = version, set()
+            self.begin(version)
         if version != self._loading:
             raise WeightError(
                 f"a bucket of version {version} arrived while version {self._loading} is incomplete"
             )
-        with torch.no_grad():
-            for name, tensor in read_bucket(bucket).items():
-                self._store(name, tensor)
-        if not last:
-            return
-        missing = sorted(self._expected - self._seen)
+        self.take(read_bucket(bucket).items())
+        if last:
+            self.end()
+
+    def begin(self, version: int) -> None:
+        """Start a version; what was taken of an unfinished one counts no more."""
+        if version <= self.version:
+            raise WeightError(
+                f"weights of version {version} arrived at an engine that has {self.version}; "
+                "versions must grow"
+            )
+        self._loading, self._seen = version, set()
+
+    @torch.no_grad()
+    def take(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write some tensors of the version that was begun into the model."""
+        for name, tensor in named_tensors:
+            self._store(name, tensor)
+
+    def end(self) -> None:
+        """Make the version that was begun current; a `WeightError` if a tensor is missing."""
+        version, missing = self._loading, sorted(self._expected - self._seen)
+        assert version is not None
         if missing:
             raise WeightError(
                 f"version {version} ended without {len(missing)} tensors, the first of them "
