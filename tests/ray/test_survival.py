@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from plugin.errors import EngineError, ParallelError
 from plugin.launch.console import Console
 from plugin.launch.eval_command import evaluate
 from plugin.launch.job import JobResult
+from plugin.launch.weight_sync import WeightSync
 from plugin.observe.run_record import read_run
 from tests.ray.casualties import (
     AfterSteps,
@@ -64,6 +66,40 @@ def test_a_killed_engine_is_replaced_and_a_killed_rank_sends_the_trainer_back_to
     # Responses depend on weights, prompt and seed alone: the new engine gives the old one's.
     assert [s["loss"] for s in result.history] == [s["loss"] for s in unbroken.history]
     assert [s["grad_norm"] for s in result.history] == [s["grad_norm"] for s in unbroken.history]
+
+
+def test_weights_by_broadcast_and_through_the_object_store_train_alike(
+    two_nodes: str, unbroken: JobResult, tmp_path: Path
+) -> None:
+    stored = run_small(
+        two_nodes, tmp_path / "run", **RESUMABLE | {"num_rollouts": 4}, weight_sync="object-store"
+    )
+    assert {s["weight_sync"] for s in unbroken.history} == {"broadcast"}
+    assert {s["weight_sync"] for s in stored.history} == {"object-store"}
+    assert all(s["weight_sync_bytes"] > 0 for s in (*stored.history, *unbroken.history))
+    for name in ("loss", "grad_norm", "reward", "mismatch_kl"):
+        assert [s[name] for s in stored.history] == [s[name] for s in unbroken.history[:4]], name
+
+
+def test_an_engine_killed_during_a_broadcast_is_replaced_and_gets_it_again(
+    two_nodes: str, unbroken: JobResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfer, transfers = WeightSync._transfer, []
+
+    def third_one_is_lost(*arguments: Any) -> bool:
+        transfers.append(len(transfers))
+        if len(transfers) == 3:
+            # Frozen first, so that it cannot finish before it dies.
+            pid = kill_one("EngineActor", signal.SIGSTOP)
+            threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+        return transfer(*arguments)
+
+    monkeypatch.setattr(WeightSync, "_transfer", third_one_is_lost)
+    result = run_small(two_nodes, tmp_path / "run", **RESUMABLE | {"num_rollouts": 4})
+    assert len(transfers) == 6  # five versions, one of them twice
+    last = result.history[-1]
+    assert last["engine_restarts"] == 1 and last["trainer_restarts"] == 0
+    assert [s["loss"] for s in result.history] == [s["loss"] for s in unbroken.history[:4]]
 
 
 @pytest.mark.slow
