@@ -23,9 +23,9 @@ venv: .venv/ready ## build .venv with pinned CPU dependencies
 	$(BIN)/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
+# One process has the ranks, one the Ray cluster; both wait a lot, and the third has the rest.
 test: venv ## the whole default suite on CPU: unit, hostile, parallel (gloo ranks), Ray
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2 tests/unit tests/hostile --ignore tests/hostile/jobs
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/parallel tests/ray tests/hostile/jobs
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 3
 
 .venv-mcore-latest/ready: requirements/mcore-latest.txt
 	$(PYTHON_LATEST) -m venv .venv-mcore-latest

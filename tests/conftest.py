@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 if TYPE_CHECKING:
     from tests.parallel.rank_pool import RankPool
@@ -27,6 +28,21 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("suite")
+
+
+#: Directories whose tests share what is expensive to start: ranks, and a Ray cluster.
+_OF_ONE_PROCESS = {"tests/parallel": "ranks", "tests/hostile/jobs": "ranks", "tests/ray": "ray"}
+
+
+class _Schedule(LoadScopeScheduling):
+    """With `-n`, ranks and Ray belong to one process each, and every other test to whichever is free."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _OF_ONE_PROCESS.get(nodeid.rpartition("/test_")[0], nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _Schedule(config, log)
 
 
 @pytest.fixture(scope="session")

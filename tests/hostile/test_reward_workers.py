@@ -206,7 +206,9 @@ def test_the_queue_loses_the_group_of_a_failing_reward_only(
     queue, said = queue_over(rows, pool, tmp_path, max_error_reschedule_attempts=1)
     groups = queue.take(0)
     assert [group.index for group in groups] == [0, 2, 4, 5]
-    assert queue.take_dropped() == {"failed": [1, 3]}
+    dropped = queue.take_dropped()
+    # Two workers, so that either may fail first.
+    assert dropped.keys() == {"failed"} and sorted(dropped["failed"]) == [1, 3]
     assert (queue.counts.dropped_failed, queue.counts.failed_rewards) == (2, 4)
     assert queue.counts.issued == 6 == queue.counts.taken + queue.counts.dropped_failed
     assert any("KeyError: 'no such answer'" in line for line in said)

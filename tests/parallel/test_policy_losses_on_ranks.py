@@ -209,5 +209,6 @@ def test_loss_and_gradient_norm_are_those_of_transformers_and_plain_autograd(
             torch.stack([torch.linalg.vector_norm(g) for g in gradients])
         )
         metrics = outcomes[name].steps[0].metrics
-        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5), name
+        # The mean of terms of order 1 that cancel: float32 gives its last digit, 1e-7, to each.
+        assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=2e-7), name
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5), name

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +20,85 @@ from plugin.observe.run_record import read_run
 from tests.ray.small_jobs import run_small
 from tests.unit.observe.test_html_report import drawn_metrics
 
-OWN_HOOK = """
+OWN_PARTS = """
+import warnings
 import torch
+from plugin.rollout.engines.transformers_engine import TransformersEngine
+
+class Engine(TransformersEngine):
+    def load_weights(self, version, bucket, *, last):
+        warnings.warn("the engine loads weights")
+        super().load_weights(version, bucket, last=last)
+
+def engine(config, hf_config, name):
+    return Engine(hf_config, name=name)
+
+def estimator(rewards, group_index, loss_masks, config):
+    return [2 * r * torch.ones(len(mask)) for r, mask in zip(rewards - rewards.mean(), loss_masks)]
 
 def halve(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, **kwargs):
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_rank() == 1:
+        warnings.warn("the hook has doubts")
     ratio = torch.cat([(t - r).exp() for t, r in zip(train_log_probs, rollout_log_probs)])
     return pg_loss * 0.5, loss_masks, {"own_ratio": ratio}
 """
 
 
+@dataclass(frozen=True)
+class Told:
+    """A finished job and what it wrote to the terminal's error stream."""
+
+    result: JobResult
+    lines: list[str]
+
+
 @pytest.fixture(scope="module")
-def hooked_job(two_nodes: str, tmp_path_factory: pytest.TempPathFactory) -> JobResult:
-    """A job with the user's own hook before a built-in one, and with every regularizer drawn."""
-    directory = tmp_path_factory.mktemp("hooked")
-    hook = directory / "own_hook.py"
-    hook.write_text(OWN_HOOK)
-    return run_small(
-        two_nodes,
-        directory / "run",
-        tensor_model_parallel_size=2,
-        use_tis=True,
-        custom_tis_function_path=f"{hook}:halve,plugin.ppo_utils.icepop_function",
-        use_rollout_kl_loss=True,
-        rollout_kl_loss_coef=0.1,
-        entropy_coef=0.001,
-    )
+def own_job(two_nodes: str, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """A job with the user's own engine, estimator and hook, and with every regularizer drawn."""
+    directory = tmp_path_factory.mktemp("own")
+    file = directory / "parts.py"
+    file.write_text(OWN_PARTS)
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        result = run_small(
+            two_nodes,
+            directory / "run",
+            tensor_model_parallel_size=2,
+            rollout_engine=f"{file}:engine",
+            advantage_estimator=f"{file}:estimator",
+            use_tis=True,
+            custom_tis_function_path=f"{file}:halve,plugin.ppo_utils.icepop_function",
+            use_rollout_kl_loss=True,
+            rollout_kl_loss_coef=0.1,
+            entropy_coef=0.001,
+        )
+    return Told(result, errors.getvalue().splitlines())
 
 
-def test_every_metric_that_the_report_draws_is_recorded_by_a_job(hooked_job: JobResult) -> None:
-    for step in read_run(hooked_job.run_dir).steps:
+def test_every_metric_that_the_report_draws_is_recorded_by_a_job(own_job: Told) -> None:
+    for step in read_run(own_job.result.run_dir).steps:
         assert drawn_metrics() - step.keys() == set()
 
 
 def test_tensor_parallel_across_nodes_with_the_users_own_hook_and_rollout_kl(
-    hooked_job: JobResult,
+    own_job: Told,
 ) -> None:
-    for line in hooked_job.history:
+    for line in own_job.result.history:
         # Engine and trainer run the same float32 weights: the ratio is 1 up to rounding.
         assert line["own_ratio"] == pytest.approx(1.0, abs=1e-4)
         assert 0 <= line["rollout_kl"] < 1e-6
         assert line["staleness"] == 0
+
+
+def test_an_engine_and_an_estimator_by_path_train_and_warnings_reach_the_driver_once(
+    own_job: Told,
+) -> None:
+    assert [line for line in own_job.lines if "the engine loads" in line] == [
+        "warning: engine 0: the engine loads weights"
+    ]
+    [of_the_rank] = [line for line in own_job.lines if "the hook has doubts" in line]
+    assert of_the_rank.startswith("warning: rank 1 on ")
 
 
 def test_pipeline_parallel_across_nodes_with_asynchronous_rollouts(
