@@ -333,6 +333,7 @@ SHIMS: tuple[Shim, ...] = (
         stands_in_for="a gloo device for every process group",
         cause="each has a thread that wakes up 100 times a second, and Megatron makes 21 groups",
         removed_when="torch lets the groups of a process share a device",
+        missing=_lacks_cuda,
         install=_share_gloo_device,
     ),
 )

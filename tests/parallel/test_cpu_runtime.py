@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,6 +268,18 @@ def test_where_cuda_is_available_only_a_missing_name_of_transformer_engine_is_pu
     run_ranks: Any,
 ) -> None:
     assert run_ranks(activate_with_cuda_on_rank, 1) == [[(False, ["moe_gemm"]), (False, [])]]
+
+
+def polling_threads(groups: ParallelGroups) -> list[str]:
+    """Names of this rank's threads that poll sockets."""
+    names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo_tcp_loop" in name]
+
+
+def test_all_groups_of_a_rank_wait_on_one_thread(run_ranks: Any) -> None:
+    # 21 groups; each would have a thread that wakes up 100 times a second.
+    for threads in run_ranks(polling_threads, 2, tensor_model_parallel_size=2):
+        assert len(threads) == 1
 
 
 def test_every_shim_says_what_it_replaces_why_and_until_when() -> None:
