@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,9 @@ def test_the_gpu_tests_import_and_collect_without_a_gpu() -> None:
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-2000:]
     for shared in ("test_layout_equality_gpu.py", "test_router_replay_gpu.py"):
         assert shared in result.stdout
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    # `make test` collects all suites in one process, which imports a file by its bare name.
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
