@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: train-math bench-jobs docs test-gpu test-slow test-adapters test-skyrl test-vllm soak
+.PHONY: train-math bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-adapters test-skyrl test-vllm soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -40,8 +40,31 @@ test-mcore-latest: .venv-mcore-latest/ready ## the parallel suite on the newest 
 test-slow: venv ## whole jobs and a wheel in a clean environment: minutes
 	$(BIN)/python -m pytest -m slow
 
-test-gpu: venv ## what this machine's GPUs can hold; says what it skipped and why
-	$(BIN)/python -m tests.run_gpu
+# Transformer Engine and flash-attn are compiled against the torch that is installed: hence no build isolation, and a CUDA
+# toolkit (nvcc) is needed. torch has to be a CUDA build: choose pip's index (PIP_INDEX_URL) where the default has none.
+define gpu_environment
+	$(1) -m venv $(2)
+	$(2)/bin/python -m pip install --quiet --upgrade pip
+	$(2)/bin/python -m pip install --quiet torch==$(3) setuptools wheel ninja pybind11 packaging
+	$(2)/bin/python -m pip install --quiet -r $(4)
+	$(2)/bin/python -m pip install --quiet --no-build-isolation -r $(5)
+	$(2)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $(2)/ready
+endef
+
+venv-gpu: .venv-gpu/ready ## build .venv-gpu: CUDA torch, Transformer Engine, flash-attn (needs nvcc, compiles for a while)
+
+.venv-gpu/ready: requirements/gpu.txt requirements/cpu.txt setup.py
+	$(call gpu_environment,$(PYTHON),.venv-gpu,$(TORCH),requirements/cpu.txt,requirements/gpu.txt)
+
+venv-gpu-mcore-latest: .venv-gpu-mcore-latest/ready ## the same for the newest Megatron-Core (Python 3.12)
+
+.venv-gpu-mcore-latest/ready: requirements/gpu-mcore-latest.txt requirements/mcore-latest.txt setup.py
+	$(call gpu_environment,$(PYTHON_LATEST),.venv-gpu-mcore-latest,2.14.1,requirements/mcore-latest.txt,requirements/gpu-mcore-latest.txt)
+
+test-gpu: ## what this machine's GPUs can hold, in .venv-gpu; says of every file it skipped why
+	@test -e .venv-gpu/ready || { echo "make venv-gpu builds the environment of the GPU suites; run it first"; exit 1; }
+	.venv-gpu/bin/python -m tests.run_gpu
 
 # The frameworks come without their dependencies, on top of .venv: nothing of theirs may replace a pinned package.
 test-adapters: venv ## adapters against verl and TRL themselves

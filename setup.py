@@ -47,7 +47,7 @@ setup(
             "jsonschema>=4.18",
         ],
         "math": ["math-verify>=0.9"],
-        "gpu": ["transformer-engine[pytorch]"],
+        "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12", "flash-attn<=2.8.3"],
         "vllm": ["vllm"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
     },

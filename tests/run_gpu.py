@@ -21,13 +21,13 @@ def available_gpus() -> int:
 
 
 def plan(suites: Sequence[Suite], gpus: int) -> tuple[list[Suite], list[str]]:
-    """The suites that run, and one line per suite that does not."""
+    """The suites that run, and one line per file that does not."""
     runnable = [suite for suite in suites if suite.num_gpus <= gpus]
     skipped = [
-        f"skipped {suite.name}: it needs {suite.num_gpus} GPUs and this machine has {gpus} "
-        f"({', '.join(file.name for file in files_of(suite))})"
+        f"skipped {file.name}: {suite.name} needs {suite.num_gpus} GPUs and this machine has {gpus}"
         for suite in suites
         if suite.num_gpus > gpus
+        for file in files_of(suite)
     ]
     return runnable, skipped
 
@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for suite in runnable:
         print(f"running {suite.name}", flush=True)
         # On GPUs the cases that are slow on two cores run as well.
-        code = run_pytest(["-m", "", *map(str, files_of(suite))]) or code
+        code = run_pytest(["-m", "", "-rs", *map(str, files_of(suite))]) or code
     print("\n".join(skipped), flush=True)
     if skipped:
         print("importing what was skipped", flush=True)
-        code = run_pytest(["--collect-only", "-qq", "tests/gpu"]) or code
+        code = run_pytest(["--collect-only", "-qq", "-m", "", "tests/gpu"]) or code
     # A job of continuous integration asks for one suite: a runner that cannot hold it is a failure there.
     return 3 if wanted is not None and skipped else code
 
