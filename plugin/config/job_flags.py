@@ -180,8 +180,8 @@ class JobConfig(
 
     @property
     def _engine_reports_kept_ids(self) -> bool:
-        if self.engine_traits.asks_servers:
-            return self.rollout_server == "sglang"  # vLLM's completions API does not
+        if self.server_dialect is not None:
+            return self.server_dialect == "sglang"  # vLLM's completions API does not
         return self.engine_traits.reports_kept_ids
 
     def _accept_bias_of_truncation(self) -> None:
@@ -267,6 +267,12 @@ class JobConfig(
         return engine_traits(self.rollout_engine)
 
     @property
+    def server_dialect(self) -> str | None:
+        """What the servers are that generate, the job's own or others; None where none do."""
+        traits = self.engine_traits
+        return self.rollout_server if traits.asks_servers else traits.starts_servers
+
+    @property
     def wants_route_weights(self) -> bool:
         """Whether the engine is asked for the weights of its routes."""
         dumped = self.dump_routes and self.engine_traits.reports_route_weights
@@ -299,15 +305,21 @@ class JobConfig(
             f"--weight-sync {self.weight_way}: --rollout-engine {engine} gets weights by "
             f"{' or '.join(traits.weight_ways)}; use auto, or another engine",
         )
+        expect(
+            self.weight_way != "broadcast" or not self.colocate,
+            "--weight-sync broadcast with --colocate: NCCL cannot join two processes that share a "
+            "device, and the trainer's weights are not there while engines generate; use auto",
+        )
         if engine not in ENGINES:
             return  # the user's own gets the whole configuration and may read any flag
+        starts = traits.starts_servers is not None
         for given, name in (
             (self.rollout_urls, "--rollout-url"),
             (self.rollout_weights_dir, "--rollout-weights-dir"),
             (self.rollout_api_key_env, "--rollout-api-key-env"),
         ):
             expect(
-                http or not given,
+                http or not given or (starts and name == "--rollout-weights-dir"),
                 f"{name} is given but --rollout-engine is {engine}, which asks no server; add "
                 "--rollout-engine http or drop it",
             )
@@ -316,7 +328,7 @@ class JobConfig(
                 f"--rollout-engine {engine} needs {name}; add it",
             )
         expect(
-            http or self.max_answer_bytes == ServerFlags.max_answer_bytes,
+            http or starts or self.max_answer_bytes == ServerFlags.max_answer_bytes,
             f"--max-answer-bytes is {self.max_answer_bytes} but --rollout-engine is {engine}, "
             "which asks no server; drop it",
         )
@@ -335,6 +347,11 @@ class JobConfig(
             traits.tensor_parallel or self.rollout_num_gpus_per_engine == 1,
             f"--rollout-num-gpus-per-engine is {self.rollout_num_gpus_per_engine}: "
             f"--rollout-engine {engine} {_ONE_DEVICE[http]}",
+        )
+        expect(
+            traits.sleeps or not self.colocate,
+            f"--colocate with --rollout-engine {engine}: the servers keep their memory while the "
+            "trainer trains; use transformers or vllm, or drop --colocate",
         )
         modes = traits.partial_rollout_modes
         expect(
@@ -368,6 +385,15 @@ class JobConfig(
             "that it keeps only where a top-k bounds their number; add --rollout-top-k, for "
             "example 512",
         )
+        expect(
+            self.server_dialect != "sglang"
+            or not self.return_rollout_log_probs
+            or not self.truncates_sampling
+            or self.replays_sampling_mask,
+            "--rollout-top-p or --rollout-top-k with SGLang servers: SGLang reports log-probs of "
+            "the distribution before truncation, not of the one it samples from; drop them, or "
+            "--use-rollout-sampling-mask off",
+        )
         if http:
             self._check_servers()
 
@@ -381,15 +407,6 @@ class JobConfig(
             self.num_rollout_engines == 1,
             f"--num-rollout-engines is {self.num_rollout_engines} with --rollout-engine http: one "
             "client serves every URL; drop it",
-        )
-        expect(
-            self.rollout_server != "sglang"
-            or not self.return_rollout_log_probs
-            or not self.truncates_sampling
-            or self.replays_sampling_mask,
-            "--rollout-top-p or --rollout-top-k with --rollout-server sglang: SGLang reports "
-            "log-probs of the distribution before truncation, not of the one it samples from; "
-            "drop them, or --use-rollout-sampling-mask",
         )
 
     def _check_other_policies(self) -> None:

@@ -24,7 +24,16 @@ class LaunchFlags(FlagGroup):
         None, "Ray cluster to join: host:port, or auto; none = a private one on this machine"
     )
     colocate: bool = flag(
-        False, "engines share the trainer's GPUs (or CPU slots) instead of having their own"
+        False,
+        "engines share the trainer's GPUs (or CPU slots) instead of having their own: they sleep "
+        "while it trains, and its memory is in host memory while they generate",
+    )
+    colocate_sleep_level: int = flag(
+        1,
+        "1 = a sleeping engine's weights wait in host memory; 2 = they are thrown away and sent "
+        "anew",
+        at_least=1,
+        needs=needs_flag("colocate"),
     )
     cpus_per_rank: int = flag(1, "CPU slots that a rank or engine reserves", at_least=1)
     threads_per_rank: int | Literal["auto"] = flag(
@@ -44,6 +53,12 @@ class LaunchFlags(FlagGroup):
         None, "interface for trainer traffic between nodes; none = loopback, or Ray's with several"
     )
     seed: int = flag(1234, "seed of weights, prompts and sampling", at_least=0)
+
+    def check(self) -> None:
+        expect(
+            self.colocate_sleep_level <= 2,
+            f"--colocate-sleep-level is {self.colocate_sleep_level}; choose 1 or 2",
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,10 @@ class RolloutFlags(FlagGroup):
     title: ClassVar[str] = "rollouts"
 
     rollout_engine: str = flag(
-        "transformers", "what generates the tokens; http = servers at --rollout-url", names=ENGINES
+        "transformers",
+        "what generates the tokens; sglang, vllm_server = servers that the job starts; http = "
+        "those at --rollout-url",
+        names=ENGINES,
     )
     num_rollout_engines: int = flag(1, "engine actors; prompts are shared out", at_least=1)
     rollout_num_gpus_per_engine: int = flag(
@@ -191,8 +194,8 @@ class ConversationFlags(FlagGroup):
 
 #: An engine of the user's own may read any flag.
 _SERVERS = Needs(
-    "--rollout-engine http",
-    lambda config: config.engine_traits.asks_servers or config.rollout_engine not in ENGINES,
+    "--rollout-engine http, sglang or vllm_server",
+    lambda config: config.server_dialect is not None or config.rollout_engine not in ENGINES,
 )
 
 
@@ -203,9 +206,20 @@ class ServerFlags(FlagGroup):
     rollout_url: str | None = flag(
         None, "URLs of inference servers, separated by commas; requests are balanced over them"
     )
-    rollout_server: Literal["vllm", "sglang"] = flag("vllm", "what the servers are", needs=_SERVERS)
+    rollout_server: Literal["vllm", "sglang"] = flag(
+        "vllm",
+        "what the servers are",
+        needs=Needs(
+            "--rollout-engine http",
+            lambda config: (
+                config.engine_traits.asks_servers or config.rollout_engine not in ENGINES
+            ),
+        ),
+    )
     rollout_weights_dir: str | None = flag(
-        None, "directory that job and servers share, through which the servers get new weights"
+        None,
+        "directory that job and servers share, through which the servers get new weights; none = a "
+        "temporary one for servers that the job starts",
     )
     rollout_request_timeout: float = flag(
         600.0,

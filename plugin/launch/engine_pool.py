@@ -16,6 +16,7 @@ from plugin.config import JobConfig
 from plugin.errors import (
     ActorLost,
     ClusterError,
+    ConfigError,
     EngineError,
     ParallelError,
     SenderLost,
@@ -27,6 +28,7 @@ from plugin.launch.directory_lock import OwnedDirectory
 from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.preflight import choose_rollouts
 from plugin.launch.remote_calls import ReportingActor, result_of, wait_for_all
+from plugin.launch.trainer_actor import RankPlace
 from plugin.rollout.conversation.trajectory import Rollouts
 from plugin.rollout.engines.choice import api_key, make_engine
 from plugin.rollout.engines.protocol import (
@@ -35,6 +37,7 @@ from plugin.rollout.engines.protocol import (
     GenerationRequest,
     SamplingParameters,
 )
+from plugin.rollout.engines.sleep import EnginePart
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS
 from plugin.rollout.engines.weight_stream import WeightGroup
 
@@ -58,10 +61,15 @@ class EngineActor(ReportingActor):
         environment: Mapping[str, str],
     ) -> None:
         super().__init__()
+        os.environ.update(environment)  # before anything looks for GPUs
         self.use_threads(config, "engine", hf_config)
         self._reads_views = config.engine_traits.reads_views
-        os.environ.update(environment)
         self._engine = make_engine(config, hf_config, name)
+        if config.colocate and not hasattr(self._engine, "sleep"):
+            raise ConfigError(
+                f"--colocate: the engine of --rollout-engine {config.rollout_engine} cannot give "
+                "its memory to the trainer; give it sleep(level) and wake(part), or drop --colocate"
+            )
         self._rollouts = choose_rollouts(config)
         self._version, self._loaded = NO_WEIGHTS, threading.Condition()
         self._half_loaded = False
@@ -106,6 +114,14 @@ class EngineActor(ReportingActor):
             self._version = version
             self._loaded.notify_all()
 
+    def sleep(self, level: int) -> None:
+        """As `SleepingEngine.sleep`."""
+        self._engine.sleep(level)  # type: ignore[attr-defined]
+
+    def wake(self, part: EnginePart) -> None:
+        """As `SleepingEngine.wake`."""
+        self._engine.wake(part)  # type: ignore[attr-defined]
+
 
 @dataclass
 class _Running:
@@ -143,6 +159,8 @@ class EnginePool:
 
     An engine that dies, breaks or hangs is replaced by a new actor that gets the newest weights
     before any request. Its unanswered tickets end in `ActorLost`: send their requests again.
+
+    trainer_places: where the ranks are whose GPUs the engines share with --colocate
     """
 
     def __init__(
@@ -152,7 +170,9 @@ class EnginePool:
         plan: ResourcePlan,
         reservation: Reservation,
         console: Console,
+        trainer_places: Callable[[], Sequence[RankPlace]] = tuple,
     ) -> None:
+        self._trainer_places = trainer_places
         self._config, self._hf_config, self._console = config, hf_config, console
         self._plan, self._reservation = plan, reservation
         key = api_key(config)
@@ -182,6 +202,10 @@ class EnginePool:
         if group is None:
             nodes = self._reservation.trainer_nodes
             group, bundle = self._reservation.trainer, nodes[number % len(nodes)]
+            if "GPU" in self._plan.rank:
+                first, devices = self._shared_gpus(number)
+                bundle = nodes[first // self._config.ranks_per_node]
+                environment["CUDA_VISIBLE_DEVICES"] = devices
         config, weights = self._config, None
         if config.rollout_weights_dir is not None:
             root = Path(config.rollout_weights_dir)
@@ -198,6 +222,13 @@ class EnginePool:
         ).remote(config, self._hf_config, f"engine {number}", environment)
         deadline = time.monotonic() + config.start_timeout
         return _Running(actor, actor.call.remote("health"), deadline, failures_in_a_row, weights)
+
+    def _shared_gpus(self, number: int) -> tuple[int, str]:
+        """The first of the ranks whose GPUs engine `number` uses with --colocate, and the GPUs."""
+        size = self._config.rollout_num_gpus_per_engine
+        first = number * size
+        places = self._trainer_places()[first : first + size]
+        return first, ",".join(str(place.device) for place in places)
 
     def wait_until_ready(self) -> list[EngineHealth]:
         """Every engine's health, once all have started."""
@@ -392,6 +423,28 @@ class EnginePool:
                     self.replace(number, "did not load its weights in time")
                 deadline = time.monotonic() + self._config.start_timeout + patience
             time.sleep(_LOAD_POLL_SECONDS)
+
+    def sleep(self, level: int) -> None:
+        """Have every engine give up its device's memory."""
+        self._tell_all("sleep", level)
+
+    def wake(self, part: EnginePart) -> None:
+        """Have every engine take memory for `part` again."""
+        self._tell_all("wake", part)
+
+    def _tell_all(self, method: str, argument: Any) -> None:
+        """Call every engine and wait; one that is lost is replaced, and the new one is told."""
+        left = set(range(len(self)))
+        patience = self._config.start_timeout + self._config.engine_patience
+        while left:
+            calls = {n: self._engines[n].actor.call.remote(method, argument) for n in left}
+            for number, call in calls.items():
+                try:
+                    wait_for_all([call], [f"engine {number}"], self._console, timeout=patience)
+                except ParallelError as error:
+                    self.replace(number, str(error))
+                else:
+                    left.remove(number)
 
     def forget(self) -> None:
         """Drop every answer and load under way: the trainer goes back to an earlier state."""

@@ -45,6 +45,7 @@ from plugin.launch.rollout_queue import Group, RolloutQueue, joined, reward_part
 from plugin.launch.run_directory import MODEL, MODELS, check_run_dir, claimed_run_dir
 from plugin.launch.sample_log import readable_samples
 from plugin.launch.scoring import make_scorer, scorer_for
+from plugin.launch.shared_devices import OwnDevices, SharedDevices, Turn
 from plugin.launch.trainer_actor import TrainedStep
 from plugin.launch.trainer_group import TrainerGroup
 from plugin.launch.weight_sync import WeightSync
@@ -149,8 +150,9 @@ def _run_in(
         with (
             # Its processes start while Ray does.
             contextlib.closing(make_scorer(config, parts.task)) as scorer,
-            _running(config, parts, console, connected, interrupts) as (trainer, engines, weights),
+            _running(config, parts, run_dir, console, connected, interrupts) as running,
         ):
+            trainer, engines, weights = running
             console.say(
                 f"trainer ranks: {trainer.places_as_text()}; engines: {len(engines)}; started in "
                 f"{time.monotonic() - console.began:.0f} s; run directory: {run_dir}"
@@ -180,6 +182,7 @@ def _run_in(
 def _running(
     config: JobConfig,
     parts: JobParts,
+    run_dir: Path,
     console: Console,
     connected: Callable[[], None],
     interrupts: Interrupts,
@@ -194,10 +197,23 @@ def _running(
         cleanup.callback(reservation.release)
         trainer = TrainerGroup(config, plan, reservation, console)
         cleanup.callback(trainer.close)
-        engines = EnginePool(config, parts.policy.hf_config, plan, reservation, console)
-        cleanup.callback(engines.close)
-        with console.phase(f"starting ranks ({config.world_size})"):
+        # Servers write their logs there.
+        of_engines = config.unchecked_copy(run_dir=str(run_dir.resolve()))
+        if config.colocate:
             trainer.join()
+        engines = EnginePool(
+            *(of_engines, parts.policy.hf_config, plan, reservation, console),
+            trainer_places=lambda: trainer.places,
+        )
+        cleanup.callback(engines.close)
+        if config.colocate:
+            # An engine measures what memory is free when it starts, so the trainer comes after it.
+            with console.phase("waiting for engines"):
+                engines.wait_until_ready()
+                engines.sleep(config.colocate_sleep_level)
+        else:
+            with console.phase(f"starting ranks ({config.world_size})"):
+                trainer.join()
         with console.phase("building models"):
             trainer.build("policy", parts.policy)
             if parts.reference is not None:
@@ -206,7 +222,7 @@ def _running(
                 trainer.build("teacher", parts.teacher)
         with console.phase("waiting for engines"):
             engines.wait_until_ready()
-        weights = WeightSync(config, trainer, engines, console, on_gpus="GPU" in plan.rank)
+        weights = WeightSync(config, trainer, engines, console)
         yield trainer, engines, weights
 
 
@@ -243,6 +259,9 @@ class _Job:
             scorer_of=lambda task: scorer_for(task, scorer, config),
         )
         self._evaluations = Evaluations(config, evaluator, result.evaluations)
+        self._devices: SharedDevices | OwnDevices = OwnDevices()
+        if config.colocate:
+            self._devices = SharedDevices(trainer, engines, config.colocate_sleep_level)
         self._queue = RolloutQueue(parts.task, engines, parts.sampling, config, console.say, scorer)
         self._start_of_queue = self._queue.state()
         self._checkpoints = checkpoints
@@ -284,7 +303,7 @@ class _Job:
         if self._config.resumes:
             self._resume()
         else:
-            self._weights.send(self._at.version, wait=True)
+            self._send_weights(wait=True)
         self._engines.require_version(self._at.version)
         if self._config.async_rollouts:
             self._trainer.while_waiting(self._queue.pump)
@@ -301,6 +320,7 @@ class _Job:
             self._save_hf(MODEL, replace=self._config.resumes)
 
     def _save_hf(self, name: str, *, replace: bool) -> None:
+        self._devices.train()
         target = self._files.run_dir / name
         self._trainer.save_hf(str(target.resolve()), self._config.hf_checkpoint, replace=replace)
         self._console.say(f"model written to {target}")
@@ -310,8 +330,7 @@ class _Job:
         if not (self._config.eval_data and self._evaluations.is_due(self._at.rollouts)):
             return
         at = self._at
-        if self._weights.version != at.version:
-            self._weights.send(at.version, wait=True)
+        self._let_engines_generate()
         with self._weights.trainer_holds_still():
             self._queue.settle()
             record = self._evaluations.run(at.updates, at.rollouts, at.version)
@@ -327,8 +346,15 @@ class _Job:
                 self._save()
             self._checkpoints.mark_best(at.updates)
 
+    def _let_engines_generate(self) -> None:
+        """Have the engines hold the newest weights, and on shared devices their memory."""
+        if self._weights.version != self._at.version or self._devices.turn is not Turn.GENERATING:
+            self._send_weights(wait=True)
+
     def _one_rollout(self, interrupts: Interrupts) -> None:
         began = time.monotonic()
+        if self._config.colocate:
+            self._let_engines_generate()
         with self._weights.trainer_holds_still():
             groups = self._queue.take(self._at.version)
         with contextlib.ExitStack() as stack:
@@ -340,6 +366,9 @@ class _Job:
     def _train_on(self, groups: list[Group], began: float) -> None:
         """Train on a rollout, save if it is time to, and send the weights to the engines."""
         config, self._boundary = self._config, None
+        if config.colocate:
+            self._queue.settle()
+            self._devices.train()
         self._queue.pump()
         generated = time.monotonic()
         rollouts, masked = joined(groups), {}
@@ -386,7 +415,7 @@ class _Job:
             # One of the same step is this run's own, from before it went back to a checkpoint.
             self._save_hf(f"{MODELS}/step_{self._at.updates:07d}", replace=True)
         if not last:
-            self._weights.send(self._at.version, wait=not config.async_rollouts)
+            self._send_weights(wait=not config.async_rollouts)
 
     def _reach_boundary(self) -> None:
         # Prompts and seeds follow from numbers, so there is no generator state to save.
@@ -396,6 +425,7 @@ class _Job:
 
     def _save(self) -> None:
         assert self._boundary is not None
+        self._devices.train()
         self._checkpoints.add(self._at.updates)
         root = str(self._checkpoints.root)
         self._trainer.save_checkpoint(root, self._at.updates, self._boundary)
@@ -508,6 +538,10 @@ class _Job:
                 self._at.updates, {**columns, **current}, trainer_version=self._at.version
             )
 
+    def _send_weights(self, *, wait: bool) -> None:
+        with self._devices.sending():
+            self._weights.send(self._at.version, wait=wait)
+
     def _recover(self, error: ParallelError) -> None:
         """Restart the trainer from its last checkpoint if it lost a rank; else raise `error`."""
         while True:
@@ -520,7 +554,8 @@ class _Job:
             self._boundary = None
             try:
                 self._engines.forget()
-                self._trainer.restart()
+                with self._devices.restarting():
+                    self._trainer.restart()
                 self._go_back_to_checkpoint()
                 return
             except ParallelError as again:
@@ -573,7 +608,7 @@ class _Job:
         self._console.say(
             f"goes on after rollout {self._at.rollouts} of {self._config.num_rollouts}"
         )
-        self._weights.send(self._at.version, wait=True)
+        self._send_weights(wait=True)
         self._saved = self._at.rollouts
         self._reach_boundary()
 

@@ -15,9 +15,6 @@ from plugin.config import JobConfig
 from plugin.config.flags import expect
 from plugin.errors import ClusterError
 
-#: Shares of a GPU when an engine lives beside a rank. Two ranks never fit on one GPU.
-COLOCATED_RANK_GPU, COLOCATED_ENGINE_GPU = 0.6, 0.4
-
 #: How many processes of a job may share the cores of a machine without GPUs.
 _SLOTS_PER_CORE, _FEWEST_SLOTS = 8, 16
 
@@ -66,9 +63,26 @@ def plan_resources(
         if config.engine_traits.asks_servers:
             engine = {"CPU": cpus}  # a client computes nothing itself
         return ResourcePlan([node] * config.num_nodes, [engine] * count, own, engine)
-    rank = {"CPU": cpus, **({"GPU": COLOCATED_RANK_GPU} if use_gpus else {})}
-    engine = {"CPU": 0.0, **({"GPU": COLOCATED_ENGINE_GPU} if use_gpus else {})}
-    return ResourcePlan([node] * config.num_nodes, [], rank, engine)
+    if use_gpus:
+        _check_shared_gpus(config)
+    # Engines reserve nothing: the pool shows them the GPUs of the ranks beside them.
+    return ResourcePlan([node] * config.num_nodes, [], own, {"CPU": 0.0})
+
+
+def _check_shared_gpus(config: JobConfig) -> None:
+    """Refuse engines that do not fit onto the trainer's GPUs, each GPU with one engine at most."""
+    size, count = config.rollout_num_gpus_per_engine, config.num_rollout_engines
+    expect(
+        config.ranks_per_node % size == 0,
+        f"--colocate with --rollout-num-gpus-per-engine {size} and {config.ranks_per_node} trainer "
+        "ranks per node: an engine's GPUs must be those of ranks of one node; choose a size that "
+        "divides the ranks",
+    )
+    expect(
+        size * count <= config.world_size,
+        f"--colocate: {count} engines of {size} GPUs on {config.world_size} GPUs of the trainer; "
+        "lower --num-rollout-engines or --rollout-num-gpus-per-engine",
+    )
 
 
 def torch_threads(

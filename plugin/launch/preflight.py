@@ -356,13 +356,13 @@ def check_lengths(config: JobConfig, policy: ModelSource) -> None:
 
 def _check_answer_size(config: JobConfig, policy: ModelSource) -> None:
     """Refuse a bound on servers' answers that the routes of the longest response would pass."""
-    if not (config.engine_traits.asks_servers and config.wants_rollout_routes):
+    if not (config.server_dialect is not None and config.wants_rollout_routes):
         return
     shape = RouteShape.of(policy.hf_config)
     tokens = config.max_context_length or config.max_prompt_length + config.max_response_length
     tokens = min(tokens, int(policy.hf_config.get("max_position_embeddings") or tokens))
     # SGLang sends int32 for every layer, vLLM at least a byte for every MoE layer; both in base64.
-    sglang = config.rollout_server == "sglang"
+    sglang = config.server_dialect == "sglang"
     bytes_per_choice = 4 * (shape.num_layers or 0) if sglang else len(shape.layers)
     needed = tokens * bytes_per_choice * shape.topk * 4 // 3
     if needed > config.max_answer_bytes:

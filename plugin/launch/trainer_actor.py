@@ -10,9 +10,10 @@ import math
 import os
 import socket
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +26,9 @@ from plugin.launch.remote_calls import ReportingActor
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
 from plugin.rollout.engines.weight_stream import Membership, WeightGroup, WeightSender
+
+if TYPE_CHECKING:
+    from plugin.megatron_backend.offloading import TrainerPart
 
 PolicyName = Literal["policy", "reference", "teacher"]
 
@@ -83,6 +87,7 @@ class TrainerRank(ReportingActor):
         super().__init__()
         self._config = config
         self._trainers: dict[PolicyName, Any] = {}
+        self._memory: dict[PolicyName, Any] = {}
         self._rank = -1
         self._store: Any = None
         set_cuda_environment(config)
@@ -164,6 +169,7 @@ class TrainerRank(ReportingActor):
         Returns the MoE layers whose routes this rank wants, None if it replays none.
         """
         from plugin.megatron_backend.model.device_settings import on_this_device
+        from plugin.megatron_backend.offloading import TrainerMemory
         from plugin.megatron_backend.trainer import MegatronTrainer
 
         config = self._config
@@ -188,6 +194,8 @@ class TrainerRank(ReportingActor):
         )
         trainer.load_hf_weights(source.directory or source.random_weights())
         self._trainers[name] = trainer
+        optimizer = None if trainer.optimizer is None else trainer.optimizer.optimizer
+        self._memory[name] = TrainerMemory(trainer.chunks, optimizer)
         return None if trainer.routed_model is None else trainer.routed_model.route_layers
 
     def log_probs(self, share: Arrays, name: PolicyName, keep_routes: bool) -> Any:
@@ -258,6 +266,15 @@ class TrainerRank(ReportingActor):
             references.append(ray.put(np.frombuffer(bucket, np.uint8)))
             size += len(bucket)
         return references, size
+
+    def offload(self, parts: Sequence[TrainerPart]) -> int:
+        """Give up the device memory of `parts` of every model; its bytes."""
+        return sum(memory.offload(parts) for memory in self._memory.values())
+
+    def onload(self, parts: Sequence[TrainerPart]) -> None:
+        """Take memory for `parts` of every model again."""
+        for memory in self._memory.values():
+            memory.onload(parts)
 
     def save_hf(self, directory: str, tokenizer_from: str | None, replace: bool) -> None:
         """Write the policy as a Hugging Face directory, from rank 0."""

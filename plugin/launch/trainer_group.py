@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from plugin.launch.model_source import ModelSource
 from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.remote_calls import wait_for_all
 from plugin.launch.trainer_actor import PolicyName, RankPart, TrainedStep, TrainerRank
+from plugin.megatron_backend.offloading import TrainerPart
 from plugin.megatron_backend.step.batch_share import cut_share, plan_batch, with_stage_routes
 from plugin.megatron_backend.step.loss_scaling import weigh_samples
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
@@ -210,6 +211,14 @@ class TrainerGroup:
     def load_checkpoint(self, root: str) -> dict[str, Any]:
         """Load the newest checkpoint in `root` and return the driver's state."""
         return self._call("load_checkpoint", root, timeout=self._config.start_timeout)[0]
+
+    def offload(self, parts: Sequence[TrainerPart]) -> None:
+        """Give up the device memory of `parts` on every rank."""
+        self._call("offload", tuple(parts))
+
+    def onload(self, parts: Sequence[TrainerPart]) -> None:
+        """Take memory for `parts` again."""
+        self._call("onload", tuple(parts))
 
     def save_hf(self, directory: str, tokenizer_from: str | None, *, replace: bool) -> None:
         """Write the policy as a Hugging Face directory."""

@@ -19,7 +19,6 @@ from typing import Any
 from plugin.config import JobConfig
 from plugin.errors import (
     ActorLost,
-    ConfigError,
     EngineError,
     MegatronTisError,
     ParallelError,
@@ -61,8 +60,6 @@ class WeightSync:
         trainer: TrainerGroup,
         engines: EnginePool,
         console: Console,
-        *,
-        on_gpus: bool,
     ) -> None:
         self._config, self._trainer, self._engines = config, trainer, engines
         self._console = console
@@ -72,11 +69,6 @@ class WeightSync:
         self._store: Any = None
         self._seconds, self._bytes = 0.0, 0
         self.version = NO_WEIGHTS
-        if self._way == "broadcast" and config.colocate and on_gpus:
-            raise ConfigError(
-                "--weight-sync broadcast with --colocate on GPUs: NCCL cannot join two processes "
-                "that share a device; use --weight-sync auto, or drop --colocate"
-            )
 
     def metrics(self) -> dict[str, Any]:
         """How the newest version was sent, and what that took."""

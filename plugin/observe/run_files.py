@@ -43,6 +43,7 @@ REQUIRED_METRICS = (
 RUN_FILES = (
     *("config.yaml", "config.[0-9]*.yaml", "config.yaml.partial", "report.html"),
     *("metrics.jsonl", "prompts.jsonl", "samples.jsonl", "findings.jsonl", "events.out.tfevents.*"),
+    "engine_[0-9]*.log",
 )
 
 

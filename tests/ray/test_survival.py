@@ -103,6 +103,27 @@ def test_an_engine_killed_during_a_broadcast_is_replaced_and_gets_it_again(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_job_on_shared_devices_repeats_the_one_on_its_own_through_kills(
+    two_nodes: str, unbroken: JobResult, tmp_path: Path, level: int
+) -> None:
+    shared = {"colocate": True, "colocate_sleep_level": level, "keep_best": True}
+    with (
+        # When a step has been logged the engine sleeps.
+        AfterSteps(tmp_path / "run", 2, lambda: kill_one("EngineActor")) as engine,
+        AfterSteps(tmp_path / "run", 5, lambda: kill_one("TrainerRank")) as rank,
+    ):
+        result = run_small(two_nodes, tmp_path / "run", **RESUMABLE, **shared)
+    assert engine.done and rank.done
+    assert result.history[-1]["engine_restarts"] == result.history[-1]["trainer_restarts"] == 1
+    assert trained_prompts(tmp_path / "run") == trained_prompts(unbroken.run_dir)
+    for name in ("loss", "grad_norm", "reward"):
+        assert [s[name] for s in result.history] == [s[name] for s in unbroken.history]
+    scores = [[line["eval/held/mean"] for line in r.evaluations] for r in (result, unbroken)]
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupting", [{}, {"partial_rollouts": True, "max_token_staleness": 1}])
 def test_an_asynchronous_job_accounts_for_every_prompt_through_kills(
     two_nodes: str, tmp_path: Path, interrupting: dict[str, Any]

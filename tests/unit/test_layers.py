@@ -15,6 +15,7 @@ PLUGIN = ROOT / "plugin"
 
 CORE = {
     "errors",
+    "host_storage",
     "ragged",
     "json_lines",
     "sampling_mask",
@@ -30,6 +31,7 @@ CORE = {
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "json_lines": set(),
+    "host_storage": set(),
     "ragged": set(),
     "sampling_mask": {"errors", "ragged"},
     "batch_types": {"errors", "ragged", "sampling_mask"},
@@ -39,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "logprobs": {"errors", "ragged", "batch_types", "config", "sharding", "ppo_utils"},
     "loss": CORE,
     "megatron_backend": CORE,
-    "rollout": {"errors", "json_lines", "ragged", "batch_types", "config"},
+    "rollout": {"errors", "json_lines", "host_storage", "ragged", "batch_types", "config"},
     "adapters": CORE,
     "observe": CORE,
     "compare": {*CORE, "observe", "megatron_backend"},

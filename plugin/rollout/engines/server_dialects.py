@@ -204,7 +204,13 @@ class SglangDialect:
         return Generation(tokens, finished, weight_version, values, routes, kept)
 
     def weight_update(self, directory: str, label: str, *, abort: bool) -> list[ServerCall]:
-        payload = {"model_path": directory, "weight_version": label, "flush_cache": True}
+        payload = {
+            "model_path": directory,
+            # Not that of the server, which may have been started with random weights.
+            "load_format": "auto",
+            "weight_version": label,
+            "flush_cache": True,
+        }
         calls = [ServerCall("/update_weights_from_disk", payload, check=_update_succeeded)]
         if abort:
             # Without a pause the update waits until all running responses have ended.

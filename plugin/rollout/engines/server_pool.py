@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from plugin.rollout.engines.prefix_router import PrefixRouter
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,11 +46,12 @@ class Server:
 
 
 class ServerPool:
-    """Servers in service and out of it; the least busy one is asked first."""
+    """Servers in service and out of it; one that holds the prompt, or the least busy, is asked."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.servers = [Server(url) for url in urls]
         self.times_out = 0
+        self._router = PrefixRouter()
 
     @property
     def in_service(self) -> list[Server]:
@@ -60,11 +63,17 @@ class ServerPool:
         """Whether a server is getting weights, after which it may be asked."""
         return any(server.updating.locked() for server in self.servers)
 
-    def pick(self, avoid: Server | None = None) -> Server | None:
-        """The least busy server in service, `avoid` only if there is no other; None if none is."""
+    def pick(self, avoid: Server | None = None, prefix: Hashable | None = None) -> Server | None:
+        """The server in service to ask, `avoid` only if there is no other; None if none is.
+
+        prefix: what the request shares with others, which then go to the same server unless that
+            is much busier than the least busy one
+        """
         candidates = self.in_service
         others = [server for server in candidates if server is not avoid] or candidates
-        return min(others, key=lambda server: server.in_flight, default=None)
+        by_url = {server.url: server for server in others}
+        url = self._router.choose(prefix, {url: s.in_flight for url, s in by_url.items()})
+        return None if url is None else by_url[url]
 
     @contextmanager
     def call(self, server: Server) -> Iterator[int]:
@@ -96,6 +105,7 @@ class ServerPool:
             server.probe_delay = _FIRST_PROBE_SECONDS
             now = time.strftime("%X")
             _LOG.warning("rollout server %s is out of service at %s: %s", server.url, now, reason)
+            self._router.forget(server.url)
         server.out_because = reason
         server.probe_at = time.monotonic() + server.probe_delay
         server.probe_delay = min(2 * server.probe_delay, _LAST_PROBE_SECONDS)

@@ -29,6 +29,7 @@ from plugin.rollout.engines.protocol import (
 )
 from plugin.rollout.engines.route_recorder import RecordedRoutes, RouteRecorder
 from plugin.rollout.engines.sampling import draw, kept_ids, sampling_log_probs, uniform_rows
+from plugin.rollout.engines.sleep import EnginePart, SleepingModel
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader
 from plugin.rollout.engines.weight_stream import Membership, WeightGroup, WeightReceiver
 
@@ -80,6 +81,7 @@ class TransformersEngine:
             quantize_linears(model)
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._loader = WeightLoader(self._model, int8=quantization == "int8")
+        self._memory = SleepingModel(self._model)
         self._max_batch = max_batch
         self._interrupts = interrupts
         self._pause_point = PausePoint(waits=interrupts is not None)
@@ -121,6 +123,16 @@ class TransformersEngine:
                 self._loader.begin(version)
                 receiver.receive(version, self._loader.take)
                 self._loader.end()
+
+    def sleep(self, level: int) -> None:
+        """Give up the model's memory, and with it the version."""
+        self._loader.version = NO_WEIGHTS
+        self._memory.sleep(level)
+
+    def wake(self, part: EnginePart) -> None:
+        """Take it again; caches are made with every batch."""
+        if part == "weights":
+            self._memory.wake()
 
     def health(self) -> EngineHealth:
         """Version of the weights and tokens generated so far."""

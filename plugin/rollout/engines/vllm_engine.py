@@ -25,6 +25,7 @@ from plugin.config import JobConfig
 from plugin.config.engine_traits import ENGINES
 from plugin.errors import ConfigError, EngineError
 from plugin.rollout.engines.expert_routes import RouteShape, complete_routes
+from plugin.rollout.engines.model_config import with_architecture
 from plugin.rollout.engines.protocol import (
     Answer,
     EngineHealth,
@@ -34,6 +35,7 @@ from plugin.rollout.engines.protocol import (
     SamplingParameters,
 )
 from plugin.rollout.engines.server_answers import MalformedAnswer, kept_rows
+from plugin.rollout.engines.sleep import EnginePart
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader, weight_ledger
 
 #: vLLM raises lower temperatures to this one without saying so in the answer.
@@ -54,11 +56,6 @@ _SMALLEST_CPU_CACHE, _LARGEST_CPU_CACHE = 64 << 20, 4 << 30
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> VllmEngine:
     """The engine with the settings of a job."""
-    if config.colocate and torch.cuda.is_available():
-        raise ConfigError(
-            "--colocate with --rollout-engine vllm: vLLM keeps most of a GPU's memory for its "
-            "cache, and the trainer needs it too; drop --colocate"
-        )
     return VllmEngine(
         hf_config,
         dtype=config.rollout_dtype,
@@ -68,6 +65,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> V
         sampling_mask=config.replays_sampling_mask,
         tensor_parallel_size=config.rollout_num_gpus_per_engine,
         arguments=config.vllm_arguments(),
+        sleeps=config.colocate,
         name=name,
     )
 
@@ -82,6 +80,7 @@ class VllmEngine:
     sampling_mask: whether the ids that top-k and top-p keep will be asked for
     tensor_parallel_size: workers that share the model
     arguments: further ones of vLLM, by name
+    sleeps: whether `sleep` will be called
     """
 
     def __init__(
@@ -95,6 +94,7 @@ class VllmEngine:
         sampling_mask: bool = False,
         tensor_parallel_size: int = 1,
         arguments: Mapping[str, Any] | None = None,
+        sleeps: bool = False,
         name: str = "engine",
     ) -> None:
         self._name = name
@@ -107,6 +107,11 @@ class VllmEngine:
         self._vocab_size = int(hf_config["vocab_size"])
         reports = _Reports(routed_experts, sampling_mask)
         further = parallel_options(tensor_parallel_size) | dict(arguments or {})
+        # vLLM on CPU has no memory that it could give up.
+        self._gives_memory = sleeps and torch.cuda.is_available()
+        self._awake: set[EnginePart] = {"weights", "cache"}
+        if self._gives_memory:
+            further["enable_sleep_mode"] = True
         self._llm = _build(hf_config, dtype, max_batch, self._max_model_len, reports, further)
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
@@ -135,6 +140,19 @@ class VllmEngine:
             )
         if hasattr(self._llm.llm_engine, "set_weight_version"):
             self._llm.llm_engine.set_weight_version(str(version))
+
+    def sleep(self, level: int) -> None:
+        """Give up the GPU's memory, and with it the version; see `SleepingEngine`."""
+        self._ledger.version = NO_WEIGHTS
+        if self._awake and self._gives_memory:
+            self._llm.sleep(level=level)
+        self._awake = set()
+
+    def wake(self, part: EnginePart) -> None:
+        """Take memory for the weights, or for the cache of keys and values, again."""
+        if part not in self._awake and self._gives_memory:
+            self._llm.wake_up(tags=["weights" if part == "weights" else "kv_cache"])
+        self._awake.add(part)
 
     def health(self) -> EngineHealth:
         """Version of the weights and tokens generated so far."""
@@ -276,14 +294,8 @@ def _build(
     if reports.sampling_mask:
         options["return_sampling_mask"] = True
     options |= further
-    config = dict(hf_config)
-    if not config.get("architectures"):
-        # Without the name of its causal language model class vLLM builds an encoder.
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(config))
+        (Path(directory) / "config.json").write_text(json.dumps(with_architecture(hf_config)))
         try:
             return LLM(model=directory, **options)
         except (TypeError, ValueError) as error:

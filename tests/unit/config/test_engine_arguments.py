@@ -66,3 +66,29 @@ def test_an_engine_on_one_device_refuses_several() -> None:
         JobConfig(rollout_num_gpus_per_engine=2)
     assert JobConfig(rollout_engine="vllm", rollout_num_gpus_per_engine=2)
     assert JobConfig(rollout_engine="own.module:fn", rollout_num_gpus_per_engine=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"async_rollouts": True, "use_tis": True}, "cannot generate while it trains"),
+        ({"rollout_engine": "sglang"}, "servers keep their memory"),
+        ({"rollout_engine": "vllm_server"}, "servers keep their memory"),
+        (
+            {
+                "rollout_engine": "http",
+                "rollout_url": "http://127.0.0.1:1",
+                "rollout_weights_dir": "/w",
+            },
+            "servers keep their memory",
+        ),
+        ({"weight_sync": "broadcast"}, "NCCL cannot join two processes"),
+        ({"colocate_sleep_level": 3}, "is 3; choose 1 or 2"),
+    ],
+)
+def test_devices_are_not_shared_where_it_cannot_work(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        JobConfig(colocate=True, **settings)
+    assert JobConfig(colocate=True, rollout_engine="vllm", colocate_sleep_level=2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plugin.config import JobConfig
-from plugin.errors import ClusterError
+from plugin.errors import ClusterError, ConfigError
 from plugin.launch.placement import _numeric, check_cluster, plan_resources, torch_threads
 
 SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
@@ -34,10 +34,22 @@ def test_the_client_of_servers_takes_no_gpu() -> None:
     check_cluster(plan, [{"CPU": 8.0, "GPU": 4.0}])  # as many as there are ranks
 
 
-def test_a_colocated_engine_shares_a_gpu_with_exactly_one_rank() -> None:
-    plan = plan_resources(JobConfig(colocate=True, **SIZES), use_gpus=True)
-    assert plan.engines == []
-    assert plan.rank["GPU"] + plan.engine["GPU"] <= 1 < 2 * plan.rank["GPU"]
+def test_colocated_engines_reserve_nothing_and_have_gpus_of_one_node_each() -> None:
+    shared: dict[str, Any] = {"colocate": True, "rollout_engine": "vllm", **SIZES}
+    plan = plan_resources(JobConfig(**shared), use_gpus=True)
+    assert plan.engines == [] and plan.rank["GPU"] == 1 and plan.engine == {"CPU": 0.0}
+    plan_resources(
+        JobConfig(num_rollout_engines=2, rollout_num_gpus_per_engine=2, **shared), use_gpus=True
+    )
+    with pytest.raises(ConfigError, match="3 engines of 2 GPUs on 4 GPUs of the trainer"):
+        plan_resources(
+            JobConfig(num_rollout_engines=3, rollout_num_gpus_per_engine=2, **shared),
+            use_gpus=True,
+        )
+    with pytest.raises(ConfigError, match="engine 3 and 4 trainer ranks per node"):
+        plan_resources(JobConfig(rollout_num_gpus_per_engine=3, **shared), use_gpus=True)
+    # Without GPUs there is no memory to fight for.
+    plan_resources(JobConfig(num_rollout_engines=9, **shared), use_gpus=False)
 
 
 def test_a_cluster_that_fits_is_accepted() -> None:

@@ -255,7 +255,10 @@ def test_an_engine_that_cannot_be_made_is_found_on_the_driver(tmp_path: Path) ->
     file.write_text(ENGINE)
     with pytest.raises(HookLoadError, match=r"cannot be called as fn\(config, hf_config, name\)"):
         check_job(JobConfig.from_sources({"rollout_engine": f"{file}:without_name"}))
-    with pytest.raises(ConfigError, match="is 'vlm'; choose one of transformers, vllm, http, or"):
+    with pytest.raises(
+        ConfigError,
+        match="is 'vlm'; choose one of transformers, vllm, http, sglang, vllm_server, or",
+    ):
         JobConfig.from_sources({"rollout_engine": "vlm"})
 
 

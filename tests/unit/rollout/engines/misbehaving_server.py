@@ -10,8 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-
 #: A response: three tokens, the last of them the stop token of the tests.
 TOKENS, STOP = [11, 12, 3], 3
 LOG_PROBS = [-0.5, -1.5, -0.25]
@@ -38,7 +36,7 @@ class MisbehavingServer(ThreadingHTTPServer):
         self.loaded: dict[str, Any] = {}
         self.asked: list[dict[str, Any]] = []
         self.authorizations: set[str | None] = set()
-        self.raw_log_probs = False
+        self.raw_log_probs = self.silent = False
         self.refuse_updates = False
         self.hung_up = 0
         self.paused = threading.Event()
@@ -76,6 +74,10 @@ class Handler(BaseHTTPRequestHandler):
         self.server.authorizations.add(self.headers.get("Authorization"))
         if self.path in ("/weight_info", "/get_model_info"):
             self.answer({"weight_version": self.server.label})
+        elif self.path == "/health" and not self.server.silent:
+            self.answer(b"")
+        elif self.path == "/health":
+            self.server.ending.wait(30)
         else:
             self.answer({}, status=404)
 
@@ -121,6 +123,8 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"success": True})
 
     def load(self, directory: str) -> None:
+        import safetensors.torch  # not at the top: a server that loads nothing starts without torch
+
         self.server.updates.append(directory)
         self.server.loaded = {}
         for file in sorted(Path(directory).glob("*.safetensors")):

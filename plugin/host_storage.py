@@ -1,0 +1,97 @@
+"""Tensors whose memory is lent to somebody else: their values wait in host memory meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class _Parked:
+    """A storage without memory; `values` is None where they are not kept and come back as 0."""
+
+    storage: torch.UntypedStorage
+    size: int
+    values: Tensor | None
+
+
+class HostStorage:
+    """Takes the memory of tensors away and gives it back; the tensors and their views stay valid.
+
+    tensors: lists them anew each time, because optimizers make some of theirs late
+    keeps_values: whether values are kept in host memory (pinned, of tensors on a GPU)
+    """
+
+    def __init__(
+        self, tensors: Callable[[], Iterable[Tensor]], *, keeps_values: bool = True
+    ) -> None:
+        self._tensors, self._keeps_values = tensors, keeps_values
+        self._parked: list[_Parked] = []
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the memory is gone."""
+        return bool(self._parked)
+
+    def park(self) -> int:
+        """Give the memory up, return its bytes; nothing has changed if this raises.
+
+        Does nothing while parked.
+        """
+        if self._parked:
+            return 0
+        found = [
+            _Parked(storage, storage.nbytes(), _copy(storage) if self._keeps_values else None)
+            for storage in _storages(self._tensors())
+        ]
+        self._parked = found
+        for item in found:
+            item.storage.resize_(0)
+        if any(item.storage.device.type == "cuda" for item in found):
+            torch.cuda.empty_cache()  # what torch keeps, another process cannot have
+        return sum(item.size for item in found)
+
+    def restore(self) -> None:
+        """Take memory again, with the old values; everything stays parked if this raises."""
+        try:
+            for item in self._parked:
+                item.storage.resize_(item.size)
+        except BaseException:
+            for item in self._parked:
+                item.storage.resize_(0)
+            raise
+        for item in self._parked:
+            whole = _bytes_of(item.storage)
+            if item.values is None:
+                whole.zero_()
+            else:
+                whole.copy_(item.values)
+        self._parked = []
+
+
+def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """The storages behind the tensors, each once; without those that cannot be resized."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage.resizable():
+            found[storage.data_ptr()] = storage
+    return list(found.values())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copy(storage: torch.UntypedStorage) -> Tensor:
+    pinned = storage.device.type == "cuda"
+    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+    return host.copy_(_bytes_of(storage))
+
+
+def bytes_held(tensors: Iterable[Tensor]) -> int:
+    """Bytes of memory behind the tensors, each storage once."""
+    return sum(storage.nbytes() for storage in _storages(tensors))

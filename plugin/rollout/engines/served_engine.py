@@ -1,0 +1,116 @@
+"""The `sglang` and `vllm_server` engines: a server of the job's own, and the client that asks it.
+
+The engine's actor starts the server on loopback, with random weights, and gives it every version
+through a directory that both see. The server ends with the actor. When the server ends or falls
+silent, the engine raises, and the pool replaces both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from plugin.config import JobConfig
+from plugin.rollout.engines.http_engine import HttpEngine
+from plugin.rollout.engines.model_config import with_architecture
+from plugin.rollout.engines.protocol import Answer, GenerationRequest, SamplingParameters
+from plugin.rollout.engines.server_commands import ServerCommand, sglang_command, vllm_command
+from plugin.rollout.engines.server_dialects import ServerCall
+from plugin.rollout.engines.server_process import ServerEnded, ServerProcess, free_port
+
+
+def make_sglang_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> ServedEngine:
+    """An SGLang server and its client, with the settings of a job."""
+    return ServedEngine(config, hf_config, name, "sglang", sglang_command)
+
+
+def make_vllm_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> ServedEngine:
+    """A vLLM server and its client, with the settings of a job."""
+    return ServedEngine(config, hf_config, name, "vllm", vllm_command)
+
+
+class ServedEngine(HttpEngine):
+    """An `HttpEngine` whose one server is a child of this process.
+
+    server: the dialect
+    command: (config, model directory, port, longest sequence) -> what starts the server
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        hf_config: Mapping[str, Any],
+        name: str,
+        server: str,
+        command: Callable[[JobConfig, str, int, int], ServerCommand],
+    ) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="megatron_tis_server_"))
+        (directory / "config.json").write_text(json.dumps(with_architecture(hf_config)))
+        positions = int(hf_config.get("max_position_embeddings") or 4096)
+        longest = min(config.max_context_length or positions, positions)
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        super().__init__(
+            [url],
+            hf_config,
+            weights_dir=config.rollout_weights_dir or str(directory / "weights"),
+            server=server,
+            request_timeout=config.rollout_request_timeout,
+            update_timeout=config.step_timeout,
+            retries=config.rollout_request_retries,
+            max_batch=config.rollout_max_batch,
+            max_answer_bytes=config.max_answer_bytes,
+            max_model_len=longest,
+            interrupts=config.partial_rollouts,
+            name=name,
+        )
+        start = command(config, str(directory), port, longest)
+        environment = dict(os.environ) | dict(start.environment)
+        if not torch.cuda.is_available():
+            environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        self.server = ServerProcess(
+            start.command,
+            environment,
+            url,
+            directory=directory,
+            log=Path(config.run_dir or directory) / f"{name.replace(' ', '_')}.log",
+        )
+        self.server.wait_until_ready(config.start_timeout)
+        asyncio.run(self._call(url, start.calls))
+
+    async def _call(self, url: str, calls: Sequence[ServerCall]) -> None:
+        async with self._session() as session:
+            for call in calls:
+                await session.call(url, call, self._update_timeout)
+
+    def load_weights(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
+        """As `HttpEngine.load_weights`; `ServerEnded` if the server is gone or did not load."""
+        self.server.require_alive()
+        try:
+            super().load_weights(version, bucket, last=last)
+        finally:
+            self.server.require_alive()
+        [only] = self.pool.servers
+        if last and only.out_because is not None:
+            raise ServerEnded(f"weight version {version}: {only.out_because}")
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+    ) -> list[list[Answer]]:
+        """As `HttpEngine.generate`; `ServerEnded` if the server is gone, before or after it."""
+        self.server.require_alive()
+        answers = super().generate(requests, parameters)
+        self.server.require_alive()
+        return answers
+
+    def close(self) -> None:
+        """End the server."""
+        self.server.close()

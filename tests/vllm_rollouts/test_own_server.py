@@ -1,0 +1,23 @@
+"""`megatron-tis train --rollout-engine vllm_server`: a server of the job's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm_rollouts.small_job import check_steps, train
+
+pytestmark = pytest.mark.timeout(1500)
+
+
+def test_a_job_starts_a_server_trains_on_its_responses_and_ends_it(tmp_path: Path) -> None:
+    arguments = "enforce_eager=true kv_cache_memory_bytes=67108864"
+    run = tmp_path / "run"
+    lines = train(run, "--rollout-engine", "vllm_server", "--vllm-args", arguments)
+    check_steps(lines)
+    log = (run / "engine_0.log").read_text()
+    assert "Application startup complete" in log
+    directory = log.partition("megatron_tis_server_")[2][:8]
+    commands = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
+    assert len(directory) == 8 and not any(directory.encode() in text for text in commands)
