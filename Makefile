@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: train-math bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-adapters test-skyrl test-vllm soak
+.PHONY: train-math bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ test-mcore-latest: .venv-mcore-latest/ready ## the parallel suite on the newest 
 
 test-slow: venv ## whole jobs and a wheel in a clean environment: minutes
 	$(BIN)/python -m pytest -m slow
+
+test-families: venv ## every model family on every layout against transformers; writes the table in the docs
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/parallel/test_families.py -m "slow or not slow"
 
 # Transformer Engine and flash-attn are compiled against the torch that is installed: hence no build isolation, and a CUDA
 # toolkit (nvcc) is needed. torch has to be a CUDA build: choose pip's index (PIP_INDEX_URL) where the default has none.

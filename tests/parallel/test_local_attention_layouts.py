@@ -18,7 +18,7 @@ from plugin.sharding.zigzag import local_positions
 from tests.parallel.rank_pool import RankError
 from tests.parallel.schedule_runs import loaded_model
 from tests.parallel.tiny_models import (
-    FAMILIES,
+    ALL_FAMILIES,
     VOCAB_SIZE,
     hf_model,
     hf_state_dict,
@@ -88,7 +88,11 @@ def scalar_objective(logits: Tensor, positions: Tensor) -> Tensor:
 
 
 CP_SIZES = {"packed": 1, "CP2": 2, "CP4": 4}
-DEFAULT_CASES = (("llama", "packed"), ("qwen3", "CP2"), ("qwen3_moe", "CP4"))
+DEFAULT_CASES = (
+    *(("llama", "packed"), ("qwen3", "CP2"), ("qwen3_moe", "CP4")),
+    # latent attention, whose layers compute their own RoPE; windows
+    *(("deepseek_v3", "packed"), ("mistral", "CP2")),
+)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +106,13 @@ DEFAULT_CASES = (("llama", "packed"), ("qwen3", "CP2"), ("qwen3_moe", "CP4"))
             marks=() if (family, name) in DEFAULT_CASES else pytest.mark.slow,
         )
         for name, size in CP_SIZES.items()
-        for family in FAMILIES
+        for family in ALL_FAMILIES
     ],
 )
 def test_samples_packed_in_one_row_get_their_own_logits_and_gradients(
     run_ranks: Any, family: str, ranks: int, sizes: dict[str, int]
 ) -> None:
-    config, tokens = FAMILIES[family](), samples()
+    config, tokens = ALL_FAMILIES[family](), samples()
     results = run_ranks(
         logits_and_grads_on_rank,
         ranks,

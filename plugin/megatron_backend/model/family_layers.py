@@ -66,11 +66,40 @@ def fit_to_family(model: GPTModel, hf_config: Any, groups: ParallelGroups, use_t
     else:
         scale_rotation(config, rope_factor(hf_config))
         model.rotary_pos_emb = _rotary_embedding(hf_config, config, groups)
+    if config.num_moe_experts and groups.etp_size != groups.tp_size:
+        _reduce_over_expert_ranks(model)
+    if config.num_moe_experts and config.add_bias_linear and not use_te:
+        _copy_expert_outputs(model)
     if family.scales_embeddings and model.pre_process:
         scale = hf_config.hidden_size**0.5
         model.embedding.register_forward_hook(
             lambda _module, _inputs, output: _scaled(output, scale)
         )
+
+
+def _reduce_over_expert_ranks(model: GPTModel) -> None:
+    """Have experts' gradients summed over all ranks with the same experts.
+
+    Megatron-Core 0.16 does so only with more than one expert parallel rank. Experts that are cut
+    into fewer parts than the dense layers see the tokens of one tensor parallel rank each, and
+    would be trained apart. The mark of sequence parallelism on an expert's bias would have it
+    summed once more. Not needed once Megatron asks for the size of the expert groups.
+    """
+    for layer in model.decoder.layers:
+        if hasattr(layer.mlp, "experts"):
+            for parameter in layer.mlp.experts.parameters():
+                parameter.allreduce = parameter.sequence_parallel = False
+                # Otherwise the gradient norm would count it on the first TP rank only.
+                parameter.tensor_model_parallel = True
+
+
+def _copy_expert_outputs(model: GPTModel) -> None:
+    """Megatron adds an expert's bias in place, to what may be a view that autograd protects."""
+    for layer in model.decoder.layers:
+        for expert in layer.mlp.experts.local_experts:
+            expert.linear_fc2.register_forward_hook(
+                lambda _module, _inputs, output: (output[0].clone(), output[1])
+            )
 
 
 def _scaled(embeddings: Tensor, scale: float) -> Tensor:

@@ -30,14 +30,24 @@ from torch import Tensor
 
 from plugin.errors import WeightError
 from plugin.megatron_backend.model.builder import padded_vocab_size
-from plugin.megatron_backend.model.families import FAMILIES
+from plugin.megatron_backend.model.expert_tensors import (
+    ExpertsByNumber,
+    joined_experts,
+    split_by_expert,
+)
+from plugin.megatron_backend.model.families import FAMILIES, is_extra_layer
 from plugin.megatron_backend.model.mbridge_tables import ParallelStates, load_table
 from plugin.megatron_backend.model.weight_files import HfDirectory
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 
-_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$")
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+#: Norms that Transformer Engine has inside the linear layer that follows them.
+_LATENT_NORMS = {
+    "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+}
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
@@ -80,24 +90,30 @@ def load_hf_weights(
     models = [unwrap(chunk) for chunk in chunks]
     hf_config, bridge = models[0].hf_config, _bridge(models[0], groups)
     where = "the given state dict" if isinstance(source, Mapping) else str(source)
+    family = FAMILIES[hf_config.model_type]
     weights: Mapping[str, Tensor] = (
-        _with_split_experts(source) if isinstance(source, Mapping) else HfDirectory(Path(source))
+        source if isinstance(source, Mapping) else HfDirectory(Path(source))
     )
-    layers = {int(match.group(1)) for match in map(_HF_LAYER.match, weights) if match}
+    if isinstance(source, Mapping) and not family.fused_experts:
+        weights = split_by_expert(source)
+    names = [name for name in weights if not is_extra_layer(name, hf_config)]
+    layers = {int(match.group(1)) for match in map(_HF_LAYER.match, names) if match}
     if layers != set(range(hf_config.num_hidden_layers)):
         raise WeightError(
             f"{where} holds {len(layers)} layers but the model has {hf_config.num_hidden_layers}; "
             "load weights that belong to the config"
         )
-    unknown, _ = FAMILIES[hf_config.model_type].misfits(hf_config, weights)
+    unknown, _ = family.misfits(hf_config, weights)
     if unknown:
         raise WeightError(
             f"{where} holds {unknown[0]}, for which a {hf_config.model_type} model has no place "
             f"({len(unknown)} such tensors); load weights that belong to the config"
         )
+    if family.fused_experts:
+        weights = ExpertsByNumber(weights)
     for model in models:
         first_expert = groups.ep_rank * _experts_per_rank(model, groups)
-        for name, parameter in model.named_parameters():
+        for name, parameter in model_tensors(model):
             canonical = canonical_name(name, model, first_expert)
             hf_names = bridge._weight_name_mapping_mcore_to_hf(canonical)
             if missing := [hf_name for hf_name in hf_names if hf_name not in weights]:
@@ -116,22 +132,41 @@ def load_hf_weights(
                 parameter.copy_(_local_shard(canonical, parameter, tensors, bridge, groups))
 
 
+def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a chunk, and the biases of its routers, which are not trained."""
+    yield from model.named_parameters()
+    for name, tensor in model.named_buffers():
+        if name.endswith(".router.expert_bias"):
+            yield name, tensor
+
+
 def export_hf_weights(
     chunks: Sequence[torch.nn.Module], groups: ParallelGroups, *, own_stage: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of every Hugging Face parameter, complete on every rank.
 
     Collective: all ranks must iterate to the end. One tensor (per expert rank) is gathered at a
-    time. A tensor may share memory with the model; copy it if it must outlive the next update.
+    time; where a checkpoint holds all experts of a layer in one tensor, that one is kept until it
+    is complete. A tensor may share memory with the model; copy it if it must outlive the next
+    update.
 
     own_stage: yield those of this rank's pipeline stage only, and exchange nothing with the others
     """
     gather_updated_weights(chunks)
     models = [unwrap(chunk) for chunk in chunks]
+    exported = _export(models, groups, own_stage)
+    if FAMILIES[models[0].hf_config.model_type].fused_experts:
+        exported = joined_experts(exported, models[0].config.num_moe_experts)
+    yield from exported
+
+
+def _export(
+    models: Sequence[Any], groups: ParallelGroups, own_stage: bool
+) -> Iterator[tuple[str, Tensor]]:
     bridge = _bridge(models[0], groups)
-    local: dict[_Entry, torch.nn.Parameter] = {}
+    local: dict[_Entry, Tensor] = {}
     for model in models:
-        for name, parameter in model.named_parameters():
+        for name, parameter in model_tensors(model):
             canonical = canonical_name(name, model, first_expert=0)
             if canonical != "output_layer.weight" or not model.hf_config.tie_word_embeddings:
                 local[_entry(canonical, parameter, groups)] = parameter
@@ -142,13 +177,13 @@ def export_hf_weights(
         stages = dict(enumerate(gathered))
     for stage, entries in stages.items():
         for entry in entries:
-            parameter = local[entry] if stage == groups.pp_rank else None
-            whole = _whole(entry, parameter, bridge, groups)
+            own = local[entry] if stage == groups.pp_rank else None
+            whole = _whole(entry, own, bridge, groups)
             if len(stages) > 1:
                 whole = _on_all_stages(whole, stage, groups)
             parts = {entry.name: whole}
             if match := _GROUPED_EXPERT.search(entry.name):
-                prefix, number = entry.name[: match.start(2)], int(match.group(2))
+                prefix, number = entry.name[: match.start(3)], int(match.group(3))
                 per_rank = _experts_per_rank(models[0], groups)
                 parts = {
                     f"{prefix}{rank * per_rank + number}": expert
@@ -202,15 +237,19 @@ def canonical_name(name: str, model: Any, first_expert: int) -> str:
     if match is None:
         return name
     layer = model.decoder.layers[int(match.group(1))]
-    rest = name[match.end() :]
-    if rest == "input_layernorm.weight":
+    rest, is_latent = name[match.end() :], model.config.multi_latent_attention
+    if is_latent and rest in _LATENT_NORMS:
+        rest = _LATENT_NORMS[rest]
+    elif rest == "input_layernorm.weight" and not is_latent:
         rest = "self_attention.linear_qkv.layer_norm_weight"
     elif rest == "pre_mlp_layernorm.weight" and not hasattr(layer.mlp, "router"):
         rest = "mlp.linear_fc1.layer_norm_weight"
     elif expert := _LOCAL_EXPERT.match(rest):
-        rest = f"mlp.experts.{expert.group(2)}.weight{first_expert + int(expert.group(1))}"
+        number = first_expert + int(expert.group(1))
+        rest = f"mlp.experts.{expert.group(2)}.{expert.group(3)}{number}"
     elif expert := _GROUPED_EXPERT.match(rest):
-        rest = f"mlp.experts.{expert.group(1)}.weight{first_expert + int(expert.group(2))}"
+        number = first_expert + int(expert.group(3))
+        rest = f"mlp.experts.{expert.group(1)}.{expert.group(2)}{number}"
     return f"decoder.layers.{layer.layer_number - 1}.{rest}"
 
 
@@ -250,21 +289,6 @@ def _bridge(model: Any, groups: ParallelGroups) -> Any:
     shared_name = "model.embed_tokens.weight" if hf_config.tie_word_embeddings else "lm_head.weight"
     bridge._DIRECT_MAPPING["output_layer.weight"] = shared_name
     return bridge
-
-
-def _with_split_experts(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with the fused expert tensors of transformers 5 models split by expert."""
-    tensors = dict(source)
-    for fused in [name for name in tensors if name.endswith(".mlp.experts.gate_up_proj")]:
-        prefix = fused.removesuffix(".gate_up_proj")
-        gate_up = tensors.pop(fused)  # [experts, 2 * ffn, hidden]
-        down = tensors.pop(f"{prefix}.down_proj")  # [experts, hidden, ffn]
-        for expert in range(gate_up.shape[0]):
-            gate, up = gate_up[expert].chunk(2)
-            tensors[f"{prefix}.{expert}.gate_proj.weight"] = gate
-            tensors[f"{prefix}.{expert}.up_proj.weight"] = up
-            tensors[f"{prefix}.{expert}.down_proj.weight"] = down[expert]
-    return tensors
 
 
 def _local_shard(
@@ -307,11 +331,12 @@ class _Entry:
     is_sharded: bool
 
 
-def _entry(name: str, parameter: torch.nn.Parameter, groups: ParallelGroups) -> _Entry:
+def _entry(name: str, parameter: Tensor, groups: ParallelGroups) -> _Entry:
     shape = list(parameter.shape)
     if expert := _GROUPED_EXPERT.search(name):
         is_sharded = groups.etp_size > 1
-        shape[0 if expert.group(1) == "linear_fc1" else 1] *= groups.etp_size
+        if is_sharded:
+            shape[0 if expert.group(1) == "linear_fc1" else 1] *= groups.etp_size
         shape = [groups.ep_size, *shape]
     else:
         is_sharded = bool(getattr(parameter, "tensor_model_parallel", False))
@@ -320,9 +345,7 @@ def _entry(name: str, parameter: torch.nn.Parameter, groups: ParallelGroups) -> 
     return _Entry(name, tuple(shape), parameter.dtype, is_sharded)
 
 
-def _whole(
-    entry: _Entry, parameter: torch.nn.Parameter | None, bridge: Any, groups: ParallelGroups
-) -> Tensor:
+def _whole(entry: _Entry, parameter: Tensor | None, bridge: Any, groups: ParallelGroups) -> Tensor:
     """A parameter merged over the ranks of its stage; empty memory for it where it is None.
 
     For an expert, those of all expert ranks are stacked in front.

@@ -12,11 +12,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+# Megatron-Core 0.16 takes Transformer Engine to be there because its own wrapper can be imported,
+# and then calls `isinstance` with a mock. Not needed once it looks at the class.
+if not isinstance(multi_latent_attention.TELinear, type):
+    multi_latent_attention.HAVE_TE = False
 
 
 class WholeLinear(MegatronModule):

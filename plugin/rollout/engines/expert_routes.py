@@ -29,7 +29,7 @@ class RouteShape:
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> RouteShape:
         """The shape for a Hugging Face config; a dense model has no layers."""
-        experts = int(hf_config.get("num_experts") or hf_config.get("num_local_experts") or 0)
+        experts = _num_experts(hf_config)
         topk = int(hf_config.get("num_experts_per_tok") or 0)
         return cls(moe_layers(hf_config), topk, experts, int(hf_config["num_hidden_layers"]))
 
@@ -37,13 +37,20 @@ class RouteShape:
 def moe_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
     """Numbers of the layers that have experts.
 
-    Example: 4 layers with decoder_sparse_step 2 and mlp_only_layers [3] leave layer 1.
+    Example: 4 layers with decoder_sparse_step 2 and mlp_only_layers [3] leave layer 1; with
+    first_k_dense_replace 1 they leave layers 1 to 3.
     """
-    if not (hf_config.get("num_experts") or hf_config.get("num_local_experts")):
+    if not _num_experts(hf_config):
         return ()
     step, dense = hf_config.get("decoder_sparse_step") or 1, hf_config.get("mlp_only_layers") or ()
-    layers = range(int(hf_config["num_hidden_layers"]))
+    first = int(hf_config.get("first_k_dense_replace") or 0)
+    layers = range(first, int(hf_config["num_hidden_layers"]))
     return tuple(layer for layer in layers if (layer + 1) % step == 0 and layer not in dense)
+
+
+def _num_experts(hf_config: Mapping[str, Any]) -> int:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return int(next((hf_config[name] for name in names if hf_config.get(name)), 0))
 
 
 def continued_routes(before: Tensor | None, now: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class WeightLoader:
     def __init__(self, model: nn.Module, *, int8: bool = False) -> None:
         self._model = model
         self._int8 = int8
-        self._targets = dict(model.named_parameters())
+        self._targets = _saved_tensors(model)
         self._linears = {
             f"{name}.weight": module
             for name, module in model.named_modules()
@@ -137,8 +137,10 @@ class WeightLoader:
     def _expected_names(self) -> set[str]:
         names = set(self._linears)
         for name, parameter in self._targets.items():
-            if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-                prefix, _, kind = name.rpartition(".")
+            prefix, _, kind = name.rpartition(".")
+            # With biases (gpt-oss) a checkpoint holds the fused tensors as well.
+            is_split = prefix.endswith(".experts") and f"{name}_bias" not in self._targets
+            if is_split and kind in ("gate_up_proj", "down_proj"):
                 parts = ("down",) if kind == "down_proj" else ("gate", "up")
                 names |= {
                     f"{prefix}.{expert}.{part}_proj.weight"
@@ -178,6 +180,17 @@ class WeightLoader:
             return self._targets[f"{prefix}.down_proj"][expert]
         gate, up = self._targets[f"{prefix}.gate_up_proj"][expert].chunk(2)
         return gate if part == "gate" else up
+
+
+def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint of `model` holds: parameters, and buffers such as a router's bias."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        if not isinstance(module, Int8Linear):
+            for name, held in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    tensors[f"{prefix}.{name}"] = held
+    return tensors
 
 
 def weight_ledger(hf_config: Mapping[str, Any]) -> WeightLoader:

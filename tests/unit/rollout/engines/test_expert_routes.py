@@ -36,6 +36,9 @@ def test_only_layers_with_experts_are_kept() -> None:
     assert moe_layers(config) == (1, 3)
     assert moe_layers(config | {"mlp_only_layers": [3]}) == (1,)
     assert moe_layers({"num_hidden_layers": 4}) == ()
+    deepseek = {"num_hidden_layers": 4, "n_routed_experts": 8, "first_k_dense_replace": 1}
+    assert moe_layers(deepseek) == (1, 2, 3)
+    assert RouteShape.of(deepseek | {"num_experts_per_tok": 2}).experts == 8
     assert (
         complete_routes(torch.from_numpy(ROUTES), 3, RouteShape((1,), 2, 4)).tolist()
         == ROUTES[:, 1:].tolist()

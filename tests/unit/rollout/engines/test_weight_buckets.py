@@ -9,8 +9,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from plugin.rollout.engines.weight_buckets import pack_buckets, read_bucket
+from plugin.rollout.engines.weight_buckets import WeightLoader, pack_buckets, read_bucket
 from plugin.rollout.engines.weight_directory import WeightDirectory
+from tests.parallel.tiny_models import ALL_FAMILIES, hf_model, hf_state_dict
 
 WEIGHTS = {
     "a": torch.arange(3, dtype=torch.bfloat16),
@@ -50,3 +51,13 @@ def test_a_view_is_written_to_a_file_as_it_is(tmp_path: Path) -> None:
     assert (
         Path(directory.path_of(str(directory.label))) / "model-00001.safetensors"
     ).read_bytes() == bucket
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_the_checkpoint_of_every_family_fills_its_model(family: str) -> None:
+    config = ALL_FAMILIES[family]()
+    loader = WeightLoader(hf_model(config, seed=1))
+    (bucket,) = pack_buckets(hf_state_dict(config).items())
+    loader.load(0, bucket, last=True)
+    for name, tensor in hf_model(config).state_dict().items():
+        assert torch.equal(loader._model.state_dict()[name], tensor), name
