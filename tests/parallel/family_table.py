@@ -19,7 +19,7 @@ def table(compared: Mapping[tuple[str, str], str]) -> str:
         f"|---|---|---|{'---|' * len(LAYOUTS)}",
     ]
     for name, family in FAMILIES.items():
-        source = "mbridge" if family.weights.startswith("mbridge") else "own table"
+        source = "mbridge" if family.weights.startswith("mbridge") else "own, from mbridge's"
         cells = [" ".join(compared.get((name, layout), "-")) for layout in LAYOUTS]
         models = family.note or family.architecture.removesuffix("ForCausalLM")
         lines.append(f"| `{name}` | {models} | {source} | {' | '.join(cells)} |")

@@ -104,7 +104,12 @@ def is_extra_layer(name: str, hf_config: Any) -> bool:
 
 
 FAMILIES: dict[str, ModelFamily] = {
-    "llama": ModelFamily("LlamaForCausalLM", "mbridge.models.llama:LLaMABridge", decoder_arguments),
+    "llama": ModelFamily(
+        "LlamaForCausalLM",
+        "mbridge.models.llama:LLaMABridge",
+        decoder_arguments,
+        note="Llama 2 and 3",
+    ),
     "mistral": ModelFamily(
         "MistralForCausalLM", "mbridge.models.llama:LLaMABridge", arguments.windowed_arguments
     ),
@@ -127,6 +132,7 @@ FAMILIES: dict[str, ModelFamily] = {
         arguments.qwen3_moe_arguments,
         names.qwen3_moe_tensors,
         refused=(*_BIASES, _WINDOW),
+        note="Qwen3-MoE",
     ),
     "glm4": ModelFamily(
         "Glm4ForCausalLM",
@@ -151,7 +157,7 @@ FAMILIES: dict[str, ModelFamily] = {
         arguments.deepseek_v3_arguments,
         names.deepseek_v3_tensors,
         latent_norm_eps=1e-6,
-        note="DeepSeek-V3 and R1, Moonlight, Kimi K2",
+        note="DeepSeek-V3 and R1, Moonlight",
     ),
     "gemma3_text": ModelFamily(
         "Gemma3ForCausalLM",
@@ -176,7 +182,7 @@ FAMILIES: dict[str, ModelFamily] = {
         names.gpt_oss_tensors,
         refused=(),
         fused_experts=True,
-        note="in bfloat16 or float32, not in MXFP4",
+        note="gpt-oss, not in MXFP4",
     ),
 }
 
