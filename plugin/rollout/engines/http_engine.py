@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,6 +55,7 @@ _UPDATE_POLL_SECONDS = 0.02
 _LONGEST_BACKOFF = 15.0
 #: Failing at once would make a driver that samples again spin while the servers restart.
 _ALL_OUT_PAUSE = 1.0
+_TOKENS_OF_A_PREFIX = 16
 
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> HttpEngine:
@@ -295,24 +296,28 @@ class HttpEngine:
             )
             return [GenerationFailure(reason) for _ in request.seeds]
         max_tokens = min(room, parameters.max_response_length)
+        # Later turns of an episode have the same prompt index and begin with the same tokens.
+        prefix = (request.prompt_index, request.prompt[:_TOKENS_OF_A_PREFIX])
 
         async def respond(seed: int) -> Answer:
             async with slots:
                 ask = Ask(request.prompt, seed, max_tokens, parameters, self._interrupts)
-                return await self._response(session, ask)
+                return await self._response(session, ask, prefix)
 
         return await _until_one_fails([respond(seed) for seed in request.seeds])
 
-    async def _response(self, session: ServerSession, ask: Ask) -> Answer:
+    async def _response(self, session: ServerSession, ask: Ask, prefix: Hashable) -> Answer:
         """One response, after as many attempts as it takes and is allowed.
 
         New weights may cut it into pieces; those cost no attempt.
+
+        prefix: see `ServerPool.pick`
         """
-        server: Server | None = None
+        troubled: Server | None = None
         pieces: list[Generation] = []
         last, attempt = "", 0
         while attempt <= self._retries:
-            server = self.pool.pick(avoid=server)
+            server = self.pool.pick(avoid=troubled, prefix=prefix)
             if server is None and self.pool.is_updating:
                 await asyncio.sleep(_UPDATE_POLL_SECONDS)
                 continue
@@ -339,7 +344,7 @@ class HttpEngine:
                     if piece.finish_reason != "abort":
                         return _joined(pieces)
                     continue
-            attempt += 1
+            attempt, troubled = attempt + 1, server
             # Spread, so that clients do not come back together.
             pause = min(self._backoff * 2 ** (attempt - 1), _LONGEST_BACKOFF)
             if attempt <= self._retries:

@@ -212,8 +212,9 @@ def test_requests_are_spread_over_the_servers(start: Any, tmp_path: Path) -> Non
     for server in servers:
         server.always = lambda handler: (time.sleep(0.05), server_kinds.well(handler))
     engine = engine_for(tmp_path, *servers)
-    answers = engine.generate([GenerationRequest((10,), tuple(range(30)))], PARAMETERS)
-    assert all(isinstance(answer, Generation) for answer in answers[0])
+    requests = [GenerationRequest((10,), (seed,), prompt_index=seed) for seed in range(30)]
+    answers = engine.generate(requests, PARAMETERS)
+    assert all(isinstance(answer, Generation) for [answer] in answers)
     assert min(len(server.asked) for server in servers) >= 5
 
 
@@ -493,3 +494,30 @@ def test_the_engine_of_a_configuration_speaks_to_its_servers(start: Any, tmp_pat
     load(engine, weights(0))
     assert isinstance(engine.generate(ONE, PARAMETERS)[0][0], Generation)
     assert engine.health().generated_tokens == len(TOKENS)
+
+
+def test_responses_to_a_prompt_and_later_turns_go_to_the_server_that_read_it(
+    start: Any, tmp_path: Path
+) -> None:
+    one, two = start(), start()
+    engine = engine_for(tmp_path, one, two)
+    opening = tuple(range(10, 30))
+    groups = [GenerationRequest((*opening, i), (1, 2, 3, 4), prompt_index=i) for i in (0, 1)]
+    engine.generate(groups, PARAMETERS)
+
+    def prompts(server: MisbehavingServer) -> list[list[int]]:
+        return [asked["prompt"] for asked in server.asked]
+
+    homes = {prompt[-1]: server for server in (one, two) for prompt in prompts(server)}
+    assert homes[0] is not homes[1]
+    for index, server in homes.items():
+        assert prompts(server) == [[*opening, index]] * 4
+    for _ in range(3):
+        later = GenerationRequest((*opening, 1, 3, 50), (9,), prompt_index=1)
+        engine.generate([later], PARAMETERS)
+    assert prompts(homes[1])[4:] == [[*opening, 1, 3, 50]] * 3
+    homes[1].close()
+    [[answer]] = engine.generate([later], PARAMETERS)
+    assert isinstance(answer, GenerationFailure)  # no retries here: the server is found out
+    [[answer]] = engine.generate([later], PARAMETERS)
+    assert isinstance(answer, Generation) and prompts(homes[0])[4:] == [[*opening, 1, 3, 50]]
