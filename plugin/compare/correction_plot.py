@@ -18,6 +18,7 @@ from plugin.compare.correction_catalog import correction_functions
 from plugin.config import LossConfig
 from plugin.errors import ConfigError
 from plugin.loss import POLICY_LOSSES, compute_loss, loss_inputs
+from plugin.ppo_utils.batch_statistics import collect_statistics, declared_statistics
 
 #: Probability of the token under the rollout policy. A ratio of 20 is then still a probability.
 RARE, COMMON = 0.05, 0.4
@@ -41,8 +42,10 @@ def correction_weight(name: str, ratios: Tensor) -> Tensor:
     rollout = torch.full_like(ratios, RARE).log()
     moved = rollout + ratios.log()
     ones = [torch.ones(1) for _ in ratios]
-    loss, _, _ = correction_functions()[name](
-        LossConfig(policy_loss="reinforce"),
+    hook, config = correction_functions()[name], LossConfig(policy_loss="reinforce")
+    declared = declared_statistics(hook, config)
+    loss, _, _ = hook(
+        config,
         pg_loss=torch.ones_like(ratios),
         train_log_probs=(rollout if name == "opsm_function" else moved).split(1),
         rollout_log_probs=rollout.split(1),
@@ -51,6 +54,8 @@ def correction_weight(name: str, ratios: Tensor) -> Tensor:
         loss_masks=ones,
         total_lengths=[2] * len(ones),
         response_lengths=[1] * len(ones),
+        # Of a threshold over a batch, the batch are these very tokens.
+        batch_statistics=declared and collect_statistics(declared, ratios.log(), config),
     )
     return loss
 

@@ -32,6 +32,7 @@ from plugin.compare.correction_catalog import correction_functions
 from plugin.compare.dump_columns import DumpBlock
 from plugin.config import LossConfig
 from plugin.errors import ConfigError
+from plugin.loss.hook_chain import statistics_of
 from plugin.loss.interfaces import LossInputs
 from plugin.loss.objective import compute_loss
 from plugin.loss.policy_losses import POLICY_LOSSES
@@ -131,6 +132,8 @@ class TokenGradients:
 
 def token_gradients(method: Method, inputs: LossInputs) -> TokenGradients:
     """What `method` does with every token."""
+    # Thresholds over a batch are those of a block: a step, unless it is too large for one.
+    inputs = dataclasses.replace(inputs, statistics=statistics_of(method.config, inputs))
     term = compute_loss(method.config, inputs, with_metrics=False).policy
     (gradient,) = torch.autograd.grad(term.loss.sum(), inputs.cur_log_probs)
     clipped = torch.zeros_like(inputs.mask)
@@ -253,7 +256,8 @@ def replay_block(block: DumpBlock, statistics: Sequence[MethodStatistics]) -> No
 
 def _without_sequence_bounds(config: LossConfig) -> LossConfig | None:
     """The configuration whose sequence weights are unbounded; None for token-level methods."""
-    if not config.use_tis or not any("sequence_tis" in name for name in config.hook_names()):
+    per_sequence = ("sequence_tis_function", "segment_tis_function")
+    if not config.use_tis or not any(name.endswith(per_sequence) for name in config.hook_names()):
         return None
     return dataclasses.replace(
         config, sequence_tis_clip=math.exp(MAX_LOG_RATIO), sequence_tis_clip_low=0.0

@@ -21,7 +21,7 @@ DEFAULT_POINTS = 12
 
 def swept_methods() -> dict[str, list[tuple[str, str | None]]]:
     """Every threshold that a loss or correction documents -> the (loss, correction) it acts on."""
-    documented = {entry.name: re.findall(r"--([a-z-]+)", entry.flags) for entry in catalog()}
+    documented = {entry.name: re.findall(r"--([a-z0-9-]+)", entry.flags) for entry in catalog()}
     found: dict[str, list[tuple[str, str | None]]] = {}
     for loss, hook in method_pairs():
         for option in documented[loss if hook is None else f"{hook}_function"]:

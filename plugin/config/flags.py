@@ -239,6 +239,18 @@ def number_words(owner: type, name: str) -> tuple[str, ...]:
     return tuple(w for m in members if get_origin(m) is Literal for w in get_args(m))
 
 
+def _takes_text(owner: type, name: str, value: str) -> bool:
+    """Whether a flag for numbers takes this text: any that is no number, for `float | str`."""
+    kind, _ = field_type(owner, name)
+    if kind not in (int, float) or str not in get_args(_HINTS[owner][name]):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return True
+    return False
+
+
 class _HelpAll(argparse.Action):
     """Prints the help with the flags that `--help` hides."""
 
@@ -322,7 +334,7 @@ def _coerced(owner: type, item: dataclasses.Field, value: Any) -> Any:
         "import path of your own: pkg.mod.fn, pkg.mod:fn or file.py:fn",
     )
     words = number_words(owner, item.name)
-    if value in words:
+    if value in words or (isinstance(value, str) and _takes_text(owner, item.name, value)):
         return value
     value = _converted(kind, item.name, value, words)
     _check_bounds(item, value)

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from plugin.config.clip_rules import ess_target
 from plugin.config.estimator_traits import ESTIMATOR_TRAITS
 from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
 from plugin.config.policy_loss_traits import (
@@ -69,6 +70,7 @@ _UNREPLAYED_TRUNCATION = Needs(
     lambda config: config.truncates_sampling and not config.replays_sampling_mask,
 )
 _CLIP = _losses("ppo", "gspo", "cispo", "minpro") | _hooks("off_policy_is_function")
+_SEQUENCE_HOOKS = _hooks("sequence_tis_function", "segment_tis_function")
 _UNCORRECTED_ASYNC = Needs(
     "--async-rollouts without a correction",
     lambda config: getattr(config, "staleness_limit", 0) > 0 and not config.corrects_mismatch,
@@ -193,9 +195,10 @@ class CorrectionFlags(FlagGroup):
     title: ClassVar[str] = "off-policy correction"
 
     use_tis: bool = flag(False, "weight the policy loss by a correction")
-    tis_clip: float = flag(
+    tis_clip: float | str = flag(
         2.0,
-        "upper bound of the correction weight",
+        "upper bound of the correction weight; auto:ess=0.9 = the largest, from 1 on, that keeps "
+        "this share of the whole batch's effective sample size (vanilla TIS)",
         above=0,
         needs=_hooks("vanilla_tis_function", "icepop_function"),
     )
@@ -218,15 +221,33 @@ class CorrectionFlags(FlagGroup):
         needs=_hooks("off_policy_is_function") | _UNCORRECTED_ASYNC | _UNREPLAYED_TRUNCATION,
     )
     sequence_tis_clip: float = flag(
-        2.0, "upper bound of the sequence weight", above=0, needs=_hooks("sequence_tis_function")
+        2.0, "upper bound of the sequence or segment weight", above=0, needs=_SEQUENCE_HOOKS
     )
     sequence_tis_clip_low: float = flag(
-        0.0, "lower bound of the sequence weight", at_least=0, needs=_hooks("sequence_tis_function")
+        0.0, "lower bound of the sequence or segment weight", at_least=0, needs=_SEQUENCE_HOOKS
     )
     sequence_tis_level: Literal["sequence", "geometric"] = flag(
         "sequence",
-        "sequence_tis_function: product or geometric mean of the token ratios",
-        needs=_hooks("sequence_tis_function"),
+        "sequence_tis_function, segment_tis_function: product or geometric mean of the ratios",
+        needs=_SEQUENCE_HOOKS,
+    )
+    segment_tis_length: int = flag(
+        64,
+        "segment_tis_function: tokens of a segment",
+        at_least=1,
+        needs=_hooks("segment_tis_function"),
+    )
+    m2po_threshold: float = flag(
+        0.04,
+        "m2po_function: largest second moment of the log-ratios of the whole batch",
+        above=0,
+        needs=_hooks("m2po_function"),
+    )
+    kpop_threshold: float = flag(
+        0.1,
+        "kpop_function keeps tokens whose binary KLs are both at most this",
+        above=0,
+        needs=_hooks("kpop_function"),
     )
     geometric_mask_low: float = flag(
         0.99,
@@ -274,9 +295,7 @@ class CorrectionFlags(FlagGroup):
     rollout_temperature: float = flag(1.0, "temperature the rollouts were sampled at", above=0)
 
     def check(self) -> None:
-        _check_band(
-            "tis-clip", self.tis_clip_low, self.tis_clip, upper="tis-clip", lower="tis-clip-low"
-        )
+        self._check_clip()
         _check_band(
             "sequence-tis-clip",
             self.sequence_tis_clip_low,
@@ -305,6 +324,23 @@ class CorrectionFlags(FlagGroup):
             or self._only_compares_with_cur(),
             "--use-tis with --use-rollout-logprobs (--train-log-probs rollout): the old policy is "
             "then the rollout policy and every weight is 1; drop one of the two",
+        )
+
+    def _check_clip(self) -> None:
+        clip, low = self.tis_clip, self.tis_clip_low
+        if ess_target(clip) is None:
+            assert not isinstance(clip, str)
+            _check_band("tis-clip", low, clip, upper="tis-clip", lower="tis-clip-low")
+            return
+        expect(
+            low < 1,
+            f"--tis-clip {clip} chooses a bound from 1 on and --tis-clip-low is {low}; take one "
+            "below 1",
+        )
+        expect(
+            not any(name.endswith("icepop_function") for name in self.hook_names()),
+            f"--tis-clip {clip} with icepop_function, which drops what is outside: the bound is "
+            "found for clipped weights; give a number, or use ess_tis_function or m2po_function",
         )
 
     @property

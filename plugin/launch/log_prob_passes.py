@@ -9,6 +9,7 @@ from plugin.config import JobConfig
 from plugin.launch.mini_batches import MiniBatch
 from plugin.launch.preflight import JobParts
 from plugin.launch.trainer_group import TrainerGroup
+from plugin.loss.hook_chain import batch_declarations
 from plugin.ragged import Ragged
 
 #: An approximation is checked by a pass on its second rollout, as the first also warms up, and on
@@ -20,12 +21,13 @@ class LogProbPasses:
     """Adds what the loss needs from forward-only passes.
 
     The trainer's own log-probs are computed where they can differ from those of the update: with
-    more than one update on a rollout, or when its routes are replayed. On an only update they are
-    the update's own.
+    more than one update on a rollout, or when its routes are replayed, and where a correction has
+    to know them of the whole batch first. Otherwise, on an only update, they are the update's own.
     """
 
     def __init__(self, config: JobConfig, parts: JobParts, trainer: TrainerGroup) -> None:
         self._config, self._parts, self._trainer = config, parts, trainer
+        self._whole_batch_first = bool(batch_declarations(config))
         self._approximated = 0
         self._seconds_per_token: float | None = None
 
@@ -37,7 +39,7 @@ class LogProbPasses:
         saved: dict[str, float] = {}
         if self._config.old_log_probs == "approximate" and len(updates) > 1:
             batch, saved = self._checked(batch)
-        elif len(updates) > 1 or self._config.use_routing_replay:
+        elif len(updates) > 1 or self._config.use_routing_replay or self._whole_batch_first:
             batch = batch.with_column("log_probs", self._old_log_probs(batch, updates))
         if self._parts.reference is not None:
             batch = batch.with_column("ref_log_probs", self._trainer.log_probs("reference", batch))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,20 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from plugin.config import LossConfig
+from plugin.config.import_paths import load_function
 from plugin.errors import BatchError, HookLoadError
 from plugin.loss.example_tokens import example_inputs
 from plugin.loss.hook_loading import load_hook
 from plugin.loss.interfaces import LossInputs, PolicyTerm
+from plugin.ppo_utils.batch_statistics import (
+    Declaration,
+    Statistics,
+    collect_statistics,
+    declared_statistics,
+    microbatch_statistics,
+)
+from plugin.ppo_utils.correction_interface import flags_of
+from plugin.ppo_utils.importance_ratio import log_ratio
 from plugin.sharding.parallel_context import SINGLE_PROCESS, use_parallel_context
 
 _chains: dict[tuple[str, ...], HookChain] = {}
@@ -54,12 +65,20 @@ class HookChain:
         if with_weights and not before.requires_grad:
             before = before.detach().requires_grad_()
         with torch.set_grad_enabled(with_weights or torch.is_grad_enabled()):
-            *_, (_, corrected) = self.stages(args, replace(term, loss=before), inputs)
+            stages = list(self.stages(args, replace(term, loss=before), inputs))
+            corrected = stages[-1][1]
             if not with_weights:
                 return corrected
-            (weight,) = torch.autograd.grad(corrected.loss.sum(), before, retain_graph=True)
+            weights = [
+                torch.autograd.grad(stage.loss.sum(), before, retain_graph=True)[0]
+                for _, stage in stages
+            ]
         if not torch.is_grad_enabled():
             corrected = replace(corrected, loss=corrected.loss.detach())
+        weight = weights[-1]
+        if len(stages) > 1:
+            found = stage_metrics(term.kept, stages, weights)
+            corrected = replace(corrected, metrics=corrected.metrics | found)
         # A pure rejection keeps a token as it is: its ratio is 1, its weight 1 or 0.
         ratio = corrected.metrics.get("tis", torch.ones_like(weight))
         return replace(corrected, ratio=ratio, weight=weight)
@@ -69,9 +88,64 @@ class HookChain:
     ) -> Iterator[tuple[str, PolicyTerm]]:
         """Run the hooks one after the other; yield the path and the term after each."""
         loss_masks: Sequence[Tensor] = inputs.loss_masks
+        if inputs.statistics is None:
+            collect = partial(microbatch_statistics, cp_group=inputs.shards.context.cp_group)
+            found = _statistics_of([path for path, _ in self.hooks], args, inputs, collect)
+            inputs = replace(inputs, statistics=found)
         for path, hook in self.hooks:
             term, loss_masks = _apply(path, hook, args, term, inputs, loss_masks)
             yield path, term
+
+
+def batch_declarations(config: LossConfig) -> dict[str, Declaration]:
+    """What the corrections in use declare to need of the whole batch, by path."""
+    used = config.use_tis or config.get_mismatch_metrics
+    return _declarations(config.hook_names(), config) if used else {}
+
+
+def statistics_of(config: LossConfig, inputs: LossInputs) -> dict[str, Statistics]:
+    """What the corrections in use need, of the tokens at hand as if they were the whole batch."""
+    return _statistics_of(list(batch_declarations(config)), config, inputs)
+
+
+def _declarations(paths: Sequence[str], args: Any) -> dict[str, Declaration]:
+    flags = flags_of(args)
+    found = {path: declared_statistics(load_function(path), flags) for path in paths}
+    return {path: declared for path, declared in found.items() if declared is not None}
+
+
+def _statistics_of(
+    paths: Sequence[str], args: Any, inputs: LossInputs, collect: Any = collect_statistics
+) -> dict[str, Statistics]:
+    declared, flags = _declarations(paths, args), flags_of(args)
+    if not declared:
+        return {}
+    with torch.no_grad():
+        log_r = log_ratio(inputs.train_log_probs, inputs.require_rollout(), inputs.mask)
+        log_r = log_r[inputs.mask]
+        return {path: collect(found, log_r, flags) for path, found in declared.items()}
+
+
+def stage_metrics(
+    kept: Tensor, stages: Sequence[tuple[str, PolicyTerm]], weights: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """What each stage of a chain did to each token [T].
+
+    removed: whether it dropped the token; weighted: whether it changed the token's weight; weight:
+        the product of the weights so far
+    """
+    found: dict[str, Tensor] = {}
+    before = torch.ones_like(weights[0])
+    for number, ((path, term), weight) in enumerate(zip(stages, weights, strict=True), 1):
+        name = path.replace(":", ".").rsplit(".", 1)[-1].removesuffix("_function")
+        changed = term.kept & ((weight - before).abs() > 1e-6 * before.abs())
+        found |= {
+            f"chain/{number}_{name}/removed": (kept & ~term.kept).float(),
+            f"chain/{number}_{name}/weighted": changed.float(),
+            f"chain/{number}_{name}/weight": weight,
+        }
+        kept, before = term.kept, weight
+    return found
 
 
 def _apply(
@@ -82,7 +156,7 @@ def _apply(
     inputs: LossInputs,
     loss_masks: Sequence[Tensor],
 ) -> tuple[PolicyTerm, Sequence[Tensor]]:
-    result = hook(args, **_arguments(inputs, term.loss, loss_masks))
+    result = hook(args, **_arguments(path, inputs, term.loss, loss_masks))
     pg_loss, new_masks, metrics = _checked_result(path, result, term.loss, loss_masks)
     kept = term.kept & inputs.shards.local_mask(new_masks)
     if "is_masked" in metrics:  # a hook may drop by a weight of 0 and leave the masks as they were
@@ -96,7 +170,9 @@ def _apply(
     return PolicyTerm(loss, kept, merged, extremes=term.extremes), new_masks
 
 
-def _arguments(inputs: LossInputs, pg_loss: Tensor, loss_masks: Sequence[Tensor]) -> dict[str, Any]:
+def _arguments(
+    path: str, inputs: LossInputs, pg_loss: Tensor, loss_masks: Sequence[Tensor]
+) -> dict[str, Any]:
     return {
         "pg_loss": pg_loss,
         "train_log_probs": inputs.per_sample(inputs.train_log_probs),
@@ -106,6 +182,7 @@ def _arguments(inputs: LossInputs, pg_loss: Tensor, loss_masks: Sequence[Tensor]
         "advantages": inputs.per_sample(inputs.advantages),
         "total_lengths": list(inputs.shards.total_lengths),
         "response_lengths": list(inputs.shards.response_lengths),
+        "batch_statistics": (inputs.statistics or {}).get(path),
     }
 
 
@@ -117,12 +194,13 @@ def _try_out(path: str, hook: Callable[..., Any], args: Any) -> None:
     none.
     """
     inputs = example_inputs()
+    inputs = replace(inputs, statistics=_statistics_of([path], args, inputs))
     pg_loss = torch.where(inputs.mask, 1.0, 0.0).requires_grad_()
     # In slime's recomputed loss the first call is inside torch's checkpoint, which counts the
     # tensors that a graph saves; it does not see those saved under hooks of our own.
     unseen = saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
     with torch.enable_grad(), unseen, use_parallel_context(SINGLE_PROCESS), _some_process_group():
-        result = hook(args, **_arguments(inputs, pg_loss, inputs.loss_masks))
+        result = hook(args, **_arguments(path, inputs, pg_loss, inputs.loss_masks))
         new_loss, _, _ = _checked_result(path, result, pg_loss, inputs.loss_masks)
         if not new_loss.requires_grad:
             raise BatchError(

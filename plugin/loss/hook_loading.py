@@ -20,7 +20,7 @@ REQUIRED_ARGUMENTS = (
     "response_lengths",
 )
 #: What we pass on top, to the hooks that accept it.
-EXTRA_ARGUMENTS = ("cur_log_probs", "advantages")
+EXTRA_ARGUMENTS = ("cur_log_probs", "advantages", "batch_statistics")
 
 
 @lru_cache(maxsize=256)
@@ -40,7 +40,8 @@ def load_hook(path: str) -> Callable[..., Any]:
     by_keyword = "args" in accepted
 
     def call(args: Any, **values: Any) -> Any:
-        passed = {name: values[name] for name in (*REQUIRED_ARGUMENTS, *extras)}
+        passed = {name: values[name] for name in REQUIRED_ARGUMENTS}
+        passed |= {name: values[name] for name in extras if name in values}
         return function(args=args, **passed) if by_keyword else function(args, **passed)
 
     return call

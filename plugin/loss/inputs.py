@@ -14,6 +14,7 @@ from plugin.config import LossConfig
 from plugin.errors import BatchError, ConfigError
 from plugin.loss.interfaces import LossInputs
 from plugin.loss.value_checks import check_tokens
+from plugin.ppo_utils.batch_statistics import Statistics
 from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.ragged import Ragged
 from plugin.sharding.parallel_context import SINGLE_PROCESS
@@ -48,6 +49,7 @@ class KnownTokens:
     sample_numbers: what errors call the samples; None = their places in the batch
     share_of_current: [T] how far the approximated old policy is from the engine's towards the
         current one; None where it is not approximated
+    statistics: by hook, what it declared of the whole batch; None where that is not known
     """
 
     mask: Tensor
@@ -56,6 +58,7 @@ class KnownTokens:
     fields: Mapping[str, Tensor | None]
     sample_numbers: Sequence[int] | None = None
     share_of_current: Tensor | None = None
+    statistics: Mapping[str, Statistics] | None = None
 
     @classmethod
     def of(
@@ -88,7 +91,8 @@ class KnownTokens:
                 "give one mask per sample, as long as its whole response"
             )
         mask = shards.local_mask(loss_masks)
-        return cls(mask, shards, loss_masks, fields, batch.get("sample_numbers"), share)
+        numbers, statistics = batch.get("sample_numbers"), batch.get("batch_statistics")
+        return cls(mask, shards, loss_masks, fields, numbers, share, statistics)
 
     def at_policy(
         self, config: LossConfig, cur: Tensor, entropy: Tensor | None, *, check: bool = True
@@ -120,6 +124,7 @@ class KnownTokens:
             shards=self.shards,
             loss_masks=self.loss_masks,
             entropy=entropy,
+            statistics=self.statistics,
             **clean,  # type: ignore[arg-type]
         )
 

@@ -10,12 +10,13 @@ responses of 3 and 2 tokens, the second token of the first one masked:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from plugin.ppo_utils.batch_statistics import Statistics
 from plugin.sharding.sequence_shards import SequenceShards
 
 
@@ -30,6 +31,8 @@ class LossInputs:
         approximated, else None
     entropy: [T] or None; carries a gradient only if its coefficient is not 0
     loss_masks: the full-response masks, one per sample, as hooks receive them
+    statistics: by the path of a hook, what it declared of the whole batch; None where only this
+        microbatch is known
     """
 
     mask: Tensor
@@ -43,6 +46,7 @@ class LossInputs:
     teacher_log_probs: Tensor | None = None
     entropy: Tensor | None = None
     recomputed_log_probs: Tensor | None = None
+    statistics: Mapping[str, Statistics] | None = None
 
     @property
     def trainer_log_probs(self) -> Tensor:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
+from plugin.config.flags import expect
 from plugin.config.import_paths import try_on_example
-from plugin.loss.hook_chain import hook_chain
+from plugin.loss.hook_chain import batch_declarations, hook_chain
 from plugin.loss.interfaces import LossInputs, LossOutputs, TokenMetric
 from plugin.loss.normalization import kept_token_scale
 from plugin.loss.policy_losses import resolve_policy_loss
@@ -31,6 +32,13 @@ def check_loss(config: LossConfig) -> None:
     if config.use_tis or config.get_mismatch_metrics:
         what = f"--custom-tis-function-path {','.join(config.hook_names())} {failed}"
         try_on_example(what, hook_chain, config)
+        declared = ", ".join(batch_declarations(config))
+        expect(
+            not declared or config.old_log_probs == "recompute",
+            f"{declared} needs the trainer's log-probs of the whole batch before the training "
+            f"pass, and --train-log-probs {config.old_log_probs} has none; use --train-log-probs "
+            "recompute",
+        )
 
 
 def compute_loss(

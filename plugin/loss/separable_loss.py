@@ -15,6 +15,7 @@ from plugin.config import LossConfig, TrainerConfig
 from plugin.config.import_paths import load_function
 from plugin.errors import ConfigError
 from plugin.loss.example_tokens import example_inputs
+from plugin.loss.hook_chain import statistics_of
 from plugin.loss.inputs import KnownTokens
 from plugin.loss.objective import compute_loss
 from plugin.loss.policy_losses import resolve_policy_loss
@@ -69,7 +70,10 @@ def mixing_obstacle(config: LossConfig) -> str | None:
         "teacher_log_probs",
     )
     fields = {name: getattr(inputs, name) for name in names}
-    known = KnownTokens(inputs.mask, inputs.shards, inputs.loss_masks, fields)
+    statistics = statistics_of(config, inputs)
+    known = KnownTokens(
+        inputs.mask, inputs.shards, inputs.loss_masks, fields, statistics=statistics
+    )
     everything = torch.arange(inputs.mask.numel())
     assert inputs.entropy is not None
     with torch.no_grad():

@@ -51,6 +51,7 @@ from plugin.megatron_backend.step.batch_share import (
     plan_batch,
     with_stage_routes,
 )
+from plugin.megatron_backend.step.batch_statistics import add_batch_statistics
 from plugin.megatron_backend.step.forward_step import (
     log_prob_forward_step,
     training_forward_step,
@@ -274,6 +275,7 @@ class MegatronTrainer:
                     "run; call compute_log_probs on this batch first"
                 )
         step = self._prepared(batch, errors, replays_recorded=self.config.use_routing_replay)
+        add_batch_statistics(self.config, step.microbatches, self.groups, errors)
         table = StatisticsTable(self.device)
         scale = LossScale(
             per_token=self.config.per_token,

@@ -11,6 +11,7 @@ from plugin.ppo_utils.advantages import (
     spread_over_tokens,
     whiten,
 )
+from plugin.ppo_utils.batch_statistics import batch_statistics, microbatch_statistics
 from plugin.ppo_utils.corrections import *  # noqa: F403
 from plugin.ppo_utils.importance_ratio import (
     clipped_ratio,
@@ -39,6 +40,7 @@ __all__ = [
     "KL_ESTIMATORS",
     "ParallelContext",
     "SequenceShards",
+    "batch_statistics",
     "clipped_ratio",
     "gae_advantages",
     "geometric_log_ratio",
@@ -50,6 +52,7 @@ __all__ = [
     "masked_mean",
     "masked_min",
     "masked_sum",
+    "microbatch_statistics",
     "neutralised",
     "probability_difference",
     "reinforce_plus_plus_advantages",

@@ -8,7 +8,8 @@ weight: [T] what the policy loss is multiplied by, None = 1; keep: bool [T] the 
     None = all;
 metrics: name -> [T]. It runs without gradient and need not look at the mask: what is masked is 0 in
     every
-log-ratio, and its weight and metrics are ignored. `@correction` turns it into a hook.
+log-ratio, and its weight and metrics are ignored. `@correction` turns it into a hook. What it needs
+to know of the whole batch it declares with `@batch_statistics` and finds in `tokens.statistics`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ from torch import Tensor
 
 from plugin.config import LossConfig
 from plugin.errors import BatchError, ConfigError
+from plugin.ppo_utils.batch_statistics import (
+    Statistics,
+    declared_statistics,
+    microbatch_statistics,
+)
 from plugin.ppo_utils.importance_ratio import log_ratio
 from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.sharding.sequence_shards import SequenceShards
@@ -40,12 +46,14 @@ class CorrectionTokens:
     mask: [T] bool, the loss mask; shards: which tokens of which sample these are
     given: the [T] float32 inputs without gradient by name, None where the caller passed none
     correction: name of the correction, for errors
+    statistics: what it declared of the whole batch, round by round
     """
 
     mask: Tensor
     shards: SequenceShards
     given: Mapping[str, Tensor | None]
     correction: str
+    statistics: Statistics = ()
 
     def get(self, name: str) -> Tensor:
         """Return the input `name` [T], or raise a `ConfigError` if the caller did not pass it."""
@@ -76,6 +84,11 @@ class FlagsWithDefaults:
         return _DEFAULTS.get(name) if value is None else value
 
 
+def flags_of(args: Any) -> Any:
+    """Every flag as an attribute, whosever namespace `args` is."""
+    return args if isinstance(args, LossConfig) else FlagsWithDefaults(args)
+
+
 def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callable[..., HookResult]:
     """Give a function of tokens the signature that slime calls its TIS hooks with.
 
@@ -93,6 +106,7 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
         advantages: Sequence[Tensor] | None = None,
         total_lengths: Sequence[int] | None = None,
         response_lengths: Sequence[int] | None = None,
+        batch_statistics: Statistics | None = None,
         **_: Any,
     ) -> HookResult:
         if response_lengths is None:
@@ -112,8 +126,14 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
         }
         flat = {name: shards.flat(name, values) for name, values in given.items()}
         tokens = CorrectionTokens(mask, shards, flat, function.__name__)
-        config = args if isinstance(args, LossConfig) else FlagsWithDefaults(args)
+        config = flags_of(args)
         with torch.no_grad():
+            if batch_statistics is None and (declared := declared_statistics(hook, config)):
+                log_r = tokens.log_ratio("train", "rollout")[mask]
+                batch_statistics = microbatch_statistics(
+                    declared, log_r, config, shards.context.cp_group
+                )
+            tokens = dataclasses.replace(tokens, statistics=batch_statistics or ())
             weight, keep, metrics = function(tokens, config)
         observed = config.get_mismatch_metrics and not config.use_tis
         kept = mask if keep is None else mask & keep

@@ -23,7 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugin.config.clip_rules import ess_target
 from plugin.config.rejection_rules import RejectionRule, parse_rejection_rules
+from plugin.ppo_utils.batch_statistics import batch_statistics
+from plugin.ppo_utils.batch_thresholds import (
+    effective_share,
+    ess_clip,
+    ess_clip_rounds,
+    moment_round,
+    second_moment_rounds,
+    within_second_moment,
+)
 from plugin.ppo_utils.correction_interface import Corrected, CorrectionTokens, correction
 from plugin.ppo_utils.importance_ratio import (
     EDGE_TOLERANCE,
@@ -35,17 +45,21 @@ from plugin.ppo_utils.importance_ratio import (
     safe_exp,
     sequence_log_ratio,
 )
-from plugin.ppo_utils.kl_estimators import KL_ESTIMATORS
+from plugin.ppo_utils.kl_estimators import KL_ESTIMATORS, binary_kl
 from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.ppo_utils.separability import token_separable
 
 __all__ = [
     "dppo_tv_mask_function",
+    "ess_tis_function",
     "geometric_mask_function",
     "icepop_function",
+    "kpop_function",
+    "m2po_function",
     "off_policy_is_function",
     "opsm_function",
     "rejection_function",
+    "segment_tis_function",
     "sequence_tis_function",
     "vanilla_tis_function",
     "veto_function",
@@ -53,18 +67,24 @@ __all__ = [
 
 
 @token_separable
+@batch_statistics(ess_clip_rounds)
 @correction
 def vanilla_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Truncated importance sampling on the train/rollout mismatch.
 
     weight = clip(exp(train - rollout), tis_clip_low, tis_clip)
-    Flags: --tis-clip 2.0, --tis-clip-low 0.
+    Flags: --tis-clip 2.0, --tis-clip-low 0. --tis-clip auto:ess=0.9 takes, per step, the largest
+        bound from 1 on that keeps ESS / N of the whole batch's weights at 0.9.
     Reference: Espeholt et al. 2018 (IMPALA); Yao et al. 2025, "Your efficient RL framework secretly
         brings
     you off-policy RL training".
     """
-    log_r = tokens.log_ratio("train", "rollout")
-    return _truncated(log_r, config.tis_clip_low, config.tis_clip)
+    log_r, high = tokens.log_ratio("train", "rollout"), config.tis_clip
+    if ess_target(high) is None:
+        return _truncated(log_r, config.tis_clip_low, high)
+    high = ess_clip(tokens.statistics, config)
+    weight, keep, metrics = _truncated(log_r, config.tis_clip_low, high)
+    return weight, keep, metrics | {"tis_clip_found": torch.full_like(log_r, high)}
 
 
 @token_separable
@@ -125,6 +145,81 @@ def sequence_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
         config.sequence_tis_clip_low,
         config.sequence_tis_clip,
     )
+
+
+@correction
+def segment_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
+    """Truncated importance sampling with one weight per segment: between token and sequence.
+
+    weight = clip(exp(sum over the segment of (train - rollout)), sequence_tis_clip_low,
+    sequence_tis_clip), or exp(mean) at the geometric level; segments of segment_tis_length response
+    tokens, the exponent bounded to +-20
+    Flags: --segment-tis-length 64, --sequence-tis-clip 2.0, --sequence-tis-clip-low 0,
+        --sequence-tis-level sequence|geometric.
+    Reference: Precup et al. 2000 (products of ratios over a part of a trajectory); segments of
+        equal length are our choice, papers cut at reasoning steps.
+    """
+    log_r = tokens.log_ratio("train", "rollout")
+    total, count = tokens.shards.segment_sums(config.segment_tis_length, log_r, tokens.mask)
+    if config.sequence_tis_level == "geometric":
+        total = total / count.clamp(min=1)
+    return _truncated(total, config.sequence_tis_clip_low, config.sequence_tis_clip)
+
+
+@token_separable
+@batch_statistics(second_moment_rounds)
+@correction
+def m2po_function(tokens: CorrectionTokens, config: Any) -> Corrected:
+    """Drops the tokens with the largest log-ratios until the batch's second moment is small.
+
+    weight = r on kept tokens, r = exp(train - rollout); kept are the smallest log(r)^2 of the whole
+    batch whose mean is at most m2po_threshold, equal ones together
+    Flags: --m2po-threshold 0.04. The batch is the step's, over all microbatches and ranks; in
+        another framework it is the microbatch.
+    Reference: Zheng et al. 2025 (M2PO), arXiv 2510.01161, by AReaL's description: the mean is over
+        what is kept.
+    """
+    log_r = tokens.log_ratio("train", "rollout")
+    keep = within_second_moment(log_r, tokens.statistics, config.m2po_threshold)
+    ratio = safe_exp(log_r)
+    return ratio, keep, {"tis": ratio, "tis_abs": (ratio - 1).abs(), "m2": log_r.square()}
+
+
+@token_separable
+@correction
+def kpop_function(tokens: CorrectionTokens, config: Any) -> Corrected:
+    """IcePop with a region that adapts to the probability: both binary KLs are small.
+
+    weight = r on kept tokens, r = exp(train - rollout); keep = D(train || rollout) <=
+    kpop_threshold and D(rollout || train) <= kpop_threshold, D the KL of (pi, 1 - pi)
+    Flags: --kpop-threshold 0.1.
+    Reference: Guo et al. 2026 (KPop), by its introduction and verl's version (binary_kl), whose
+        probabilities stay 1e-6 away from 0 and 1.
+    """
+    train, rollout = tokens.get("train_log_probs"), tokens.get("rollout_log_probs")
+    forward = binary_kl(train, rollout, tokens.mask)
+    larger = torch.maximum(forward, binary_kl(rollout, train, tokens.mask))
+    log_r = tokens.log_ratio("train", "rollout")
+    keep, ratio = larger <= config.kpop_threshold + EDGE_TOLERANCE, safe_exp(log_r)
+    metrics = {"tis": ratio, "tis_abs": (ratio - 1).abs(), "binary_kl": larger}
+    sides = {"is_masked_low": ~keep & (log_r < 0), "is_masked_high": ~keep & (log_r > 0)}
+    return ratio, keep, metrics | sides
+
+
+@token_separable
+@batch_statistics(moment_round)
+@correction
+def ess_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
+    """Caps the weight at the batch's effective sample size: the staler the data, the lower.
+
+    weight = min(r, ESS), r = exp(train - rollout), ESS = (sum r)^2 / (N sum r^2) over the batch
+    Flags: none. The paper's other half, a pull back to the rollout policy with weight 1 - ESS, is
+        left to --use-rollout-kl-loss; its ratio is of the current policy.
+    Reference: Fakoor et al. 2026 (P3O), arXiv 2605.12380 (abstract and the authors' description).
+    """
+    log_r, share = tokens.log_ratio("train", "rollout"), effective_share(tokens.statistics)
+    weight, keep, metrics = _truncated(log_r, 0.0, share)
+    return weight, keep, metrics | {"ess_share": torch.full_like(log_r, share)}
 
 
 @correction

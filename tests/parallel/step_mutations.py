@@ -11,6 +11,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from plugin.batch_types import Microbatch, RolloutBatch
+from plugin.megatron_backend import trainer
 from plugin.megatron_backend.step import batch_share
 from plugin.megatron_backend.step.loss_scaling import LossScale
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
@@ -71,6 +72,9 @@ MUTATIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no token count": _count_of_one,
     "unmasked padding": lambda: _padding_changed(_unmasked),
     "more padding": lambda: _more_padding(2),
+    "statistics of microbatches": lambda: patch.object(
+        trainer, "add_batch_statistics", lambda *_: None
+    ),
 }
 
 

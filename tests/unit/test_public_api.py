@@ -24,7 +24,8 @@ PUBLIC: dict[str, set[str]] = {
         *("reinforce_plus_plus_returns", "rejection_function", "response_spans"),
         *("rloo_advantages", "safe_exp", "sequence_log_ratio", "sequence_tis_function"),
         *("spread_over_tokens", "token_separable", "use_parallel_context", "vanilla_tis_function"),
-        *("veto_function", "whiten", "zero_masked"),
+        *("veto_function", "whiten", "zero_masked", "ess_tis_function", "kpop_function"),
+        *("m2po_function", "segment_tis_function", "batch_statistics", "microbatch_statistics"),
     },
     "plugin.loss": {
         *("POLICY_LOSSES", "CorrectionHook", "LossInputs", "LossOutputs", "PolicyTerm"),

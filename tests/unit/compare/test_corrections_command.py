@@ -54,7 +54,9 @@ def test_the_flags_of_an_entry_exist_with_the_default_it_names(entry: CatalogEnt
         elif isinstance(default, float):
             assert float(word) == default, f"{option} is {default}, the docstring says {shown}"
         else:
-            assert default in word.split("|"), f"{option} is {default}, the docstring says {shown}"
+            assert str(default) in word.split("|"), (
+                f"{option} is {default}, the docstring says {shown}"
+            )
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -133,6 +135,13 @@ def test_the_drawn_weights_are_those_of_the_hooks() -> None:
             1.0,
         ],  # A = -1 and the policy has left: mean(train - cur) = log 10
         "dppo_tv_mask_function": [1.0, 1.0, 1.0],  # 0.05 * (4 - 1) = 0.15 < 0.2
+        "segment_tis_function": [0.1, 1.0, 2.0],
+        # 0.05 -> 0.005: 0.034 and 0.071; 0.05 -> 0.2: 0.2 ln 4 + 0.8 ln(0.8 / 0.95) = 0.140 > 0.1
+        "kpop_function": [0.1, 1.0, 0.0],
+        # squares 5.3, 0, 1.9: only the 0 has a mean below 0.04
+        "m2po_function": [0.0, 1.0, 0.0],
+        # 5.1^2 / (3 * 17.01) = 0.50970
+        "ess_tis_function": [0.1, 5.1**2 / (3 * 17.01), 5.1**2 / (3 * 17.01)],
     }
     assert expected.keys() == set(HOOKS)
     for name, values in expected.items():

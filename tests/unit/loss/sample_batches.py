@@ -191,6 +191,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sequence_tis_clip": 1.1,
         "custom_tis_function_path": _HOOK + "sequence_tis_function",
     },
+    "segment_tis": {
+        "use_tis": True,
+        "segment_tis_length": 2,
+        "sequence_tis_clip": 1.05,
+        "sequence_tis_clip_low": 0.8,
+        "custom_tis_function_path": _HOOK + "segment_tis_function",
+    },
+    "kpop": {
+        "use_tis": True,
+        "kpop_threshold": 0.01,
+        "custom_tis_function_path": _HOOK + "kpop_function",
+    },
     "chain": {
         "use_tis": True,
         "rejection_rules": "token_ratio=0.7:1.5,max_k3=:0.2",

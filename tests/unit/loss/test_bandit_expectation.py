@@ -35,6 +35,8 @@ UNBOUNDED: dict[str, Any] = {
     "dppo_mask_low": 1.0,
     "dppo_mask_high": 1.0,
     "dppo_kl_threshold": 1e6,
+    "m2po_threshold": 1e6,
+    "kpop_threshold": 1e6,
     "kl_tau": 0.0,
 }
 HOOK = "plugin.ppo_utils."
@@ -87,6 +89,9 @@ UNBIASED = [
     ("gspo", "vanilla_tis_function"),
     ("ppo", "icepop_function"),
     ("ppo", "sequence_tis_function"),
+    ("ppo", "segment_tis_function"),
+    ("ppo", "m2po_function"),
+    ("ppo", "kpop_function"),
     ("icepop", None),
     ("dppo_tv", None),
     ("dppo", None),
@@ -146,6 +151,26 @@ def test_biased_losses_are_biased_exactly_as_their_formula_says() -> None:
         gradient = expected_gradient(CUR, TRAIN, ROLLOUT, policy_loss=loss)
         torch.testing.assert_close(gradient, expected_of(expected), rtol=1e-4, atol=1e-6)
         assert relative_error(gradient) > 0.05, loss
+
+
+def test_thresholds_of_the_batch_bias_exactly_as_their_formula_says() -> None:
+    cur, train, rollout = (p.double().log_softmax(-1) for p in (CUR, TRAIN, ROLLOUT))
+    mismatch, a = (train - rollout).exp(), ADVANTAGES.double()
+    # Log-ratios of the four actions, squared: 0.026, 0.056, 0.069, 0.114; the two largest lift the mean over 0.045.
+    squares, kept = (train - rollout).square().sort().values, (train - rollout).square()
+    assert squares[:2].mean() < 0.045 < squares[:3].mean()
+    share = mismatch.sum() ** 2 / (4 * mismatch.square().sum())
+    weights = {
+        "m2po_function": torch.where(kept <= squares[1], mismatch, 0.0),
+        "ess_tis_function": mismatch.clamp(max=float(share)),
+    }
+    for hook, weight in weights.items():
+        flags = correction(hook) | {"policy_loss": "ppo", "m2po_threshold": 0.045}
+        gradient = expected_gradient(CUR, TRAIN, ROLLOUT, **flags)
+        expected = expected_of(weight * (cur - train).exp() * a)
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+        # ... and not at all when engine and trainer agree
+        assert relative_error(expected_gradient(CUR, TRAIN, TRAIN, **flags)) < 1e-5
 
 
 @pytest.mark.parametrize("base", sorted(POLICY_LOSSES))

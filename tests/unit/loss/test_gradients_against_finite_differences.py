@@ -67,9 +67,8 @@ def policy_token(
         return (-guided * min(r, c.dppo_ratio_cap or math.inf) if keep else 0.0), keep
     if c.policy_loss == "dppo_kl":
         p, q = math.exp(rollout), math.exp(frozen)
-        divergence = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
         away = q > p if a > 0 else q < p
-        keep = not (away and divergence > c.dppo_kl_threshold)
+        keep = not (away and binary_kl(p, q) > c.dppo_kl_threshold)
         return (-guided * min(r, c.dppo_ratio_cap or math.inf) if keep else 0.0), keep
     if c.policy_loss == "vespo":
         k, rate = (c.vespo_k_pos, c.vespo_lambda_pos) if a >= 0 else (c.vespo_k_neg, c.vespo_lambda_neg)  # fmt: skip
@@ -90,8 +89,12 @@ def policy_token(
     return (-guided * r + penalty if keep else 0.0), keep
 
 
+def binary_kl(p: float, q: float) -> float:
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
 def hook_weight(
-    c: LossConfig, frozen: float, train: float, rollout: float, mean_log_r: float
+    c: LossConfig, frozen: float, train: float, rollout: float, mean_log_r: float, segment: float
 ) -> float:
     if not c.use_tis:
         return 1.0
@@ -103,6 +106,11 @@ def hook_weight(
         return r if c.tis_clip_low <= r <= c.tis_clip else 0.0
     if name == "off_policy_is_function":
         return clip(math.exp(frozen - rollout), 1 - c.eps_clip, 1 + c.clip_high)
+    if name == "segment_tis_function":
+        return clip(math.exp(segment), c.sequence_tis_clip_low, c.sequence_tis_clip)
+    if name == "kpop_function":
+        p, q = math.exp(train), math.exp(rollout)
+        return r if max(binary_kl(p, q), binary_kl(q, p)) <= c.kpop_threshold else 0.0
     assert name == "sequence_tis_function" and c.sequence_tis_level == "geometric"
     return clip(math.exp(mean_log_r), c.sequence_tis_clip_low, c.sequence_tis_clip)
 
@@ -140,7 +148,9 @@ def reference_loss(c: LossConfig, batch: dict[str, Any], live: Any, frozen: Any)
                 columns["teacher_log_probs"][t], sum(moved.values()),
                 min((moved[i] for i in unmasked if i < t), default=0.0),
             )  # fmt: skip
-            weight = hook_weight(c, fixed, train[t], rollout[t], mean_log_r)
+            length = c.segment_tis_length
+            segment = sum(train[i] - rollout[i] for i in unmasked if i // length == t // length)
+            weight = hook_weight(c, fixed, train[t], rollout[t], mean_log_r, segment)
             keep = keep and (weight > 0 or not c.use_tis)
             kept_count += keep
             policy += loss * weight
@@ -203,6 +213,8 @@ def test_the_configurations_exercise_rejected_and_clipped_tokens() -> None:
         ("vanilla_tis", "tis_clipfrac"),
         ("icepop_hook", "is_masked"),
         ("off_policy_is", "tis_clipfrac"),
+        ("segment_tis", "tis_clipfrac"),
+        ("kpop", "is_masked"),
         ("chain", "is_masked"),
     ]:
         config = LossConfig(**CONFIGS[name])
