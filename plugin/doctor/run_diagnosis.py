@@ -10,6 +10,7 @@ from typing import Any
 from plugin.compare.dump_reading import open_dump
 from plugin.compare.offline_detection import OfflineDetection
 from plugin.errors import ConfigError
+from plugin.observe.chain_stages import chain_lines, chain_rows
 from plugin.observe.learning import run_findings
 from plugin.observe.run_record import RunRecord, read_run, steps_text
 
@@ -25,6 +26,7 @@ def diagnose(run_dir: str | Path) -> dict[str, Any]:
         "run_dir": str(record.path),
         "healthy": not any(finding.get("severity") == "error" for finding in findings),
         "facts": _facts(record),
+        "chain": chain_rows(record.steps[-1]) if record.steps else [],
         "findings": findings,
         "problems": record.problems,
     }
@@ -33,6 +35,8 @@ def diagnose(run_dir: str | Path) -> dict[str, Any]:
 def as_text(diagnosis: Mapping[str, Any]) -> str:
     """A diagnosis for a person."""
     lines = [f"{diagnosis['run_dir']}: {'; '.join(diagnosis['facts'])}"]
+    if diagnosis["chain"]:
+        lines += ["\nwhat each correction did in the last step:", *chain_lines(diagnosis["chain"])]
     for finding in diagnosis["findings"]:
         lines.append(f"\n{finding.get('severity')}: {finding.get('title')} ({steps_text(finding)})")
         for key in ("evidence", "likely_cause", "what_to_try"):

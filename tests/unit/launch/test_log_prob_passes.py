@@ -46,6 +46,17 @@ def test_old_log_probs_are_of_the_whole_rollout_before_the_first_of_several_upda
     assert "log_probs" not in passes.added_to(BATCH, [MiniBatch(0, 0)])[0] and not trainer.asked
 
 
+def test_a_correction_that_looks_at_the_whole_batch_first_has_a_pass_on_an_only_update() -> None:
+    hook = "plugin.ppo_utils.m2po_function"
+    passes, trainer = passes_of(use_tis=True, custom_tis_function_path=hook)
+    batch, _ = passes.added_to(BATCH, [MiniBatch(0, 0)])
+    assert trainer.asked == [("policy", 4, False)] and "log_probs" in batch
+    for clip, asked in (("auto:ess=0.9", 1), (2.0, 0)):
+        passes, trainer = passes_of(use_tis=True, tis_clip=clip)
+        passes.added_to(BATCH, [MiniBatch(0, 0)])
+        assert len(trainer.asked) == asked, clip
+
+
 def test_routes_are_recorded_mini_batch_by_mini_batch() -> None:
     passes, trainer = passes_of(global_batch_size=2, use_routing_replay=True)
     batch, _ = passes.added_to(BATCH, [*HALVES, MiniBatch(1, 0, np.array([2, 3]))])
