@@ -107,14 +107,15 @@ def _maximum_of_even_shards(
     """Return the maximum `[T]` over all shards, which must be equally wide.
 
     The widths travel with the maximum. An accelerator is asked only once for a width, because the
-    answer waits for it.
+    answer waits for it; on `meta` there is none.
     """
     packed = maximum.new_empty(maximum.numel() + 2)
     packed[:-2] = maximum
     packed[-2].fill_(columns)
     packed[-1].fill_(-columns)
     dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
-    if packed.device.type == "cpu" or _even_widths.get(group) != columns:
+    device = packed.device.type
+    if device == "cpu" or (device != "meta" and _even_widths.get(group) != columns):
         widest, narrowest = int(packed[-2]), -int(packed[-1])
         if widest != narrowest:
             raise ConfigError(

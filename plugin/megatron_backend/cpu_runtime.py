@@ -18,13 +18,15 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
 _CPU = torch.device("cpu")
+_stand_in = _CPU
+"""Where tensors go that Megatron-Core puts on its CUDA device."""
 
 # Creation functions that take a `device` keyword; Megatron-Core passes "cuda" to several of them.
 _FACTORIES = (
@@ -93,7 +95,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if _names_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
+            kwargs["device"] = _stand_in
         # Pinned memory is what a GPU copies from; without one, torch refuses to allocate it.
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
@@ -107,7 +109,7 @@ def _redirect_factories() -> None:
 
 
 def _redirect_current_device() -> None:
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: _stand_in  # type: ignore[assignment,return-value]
 
 
 def _keep_tensors_where_they_are() -> None:
@@ -139,7 +141,7 @@ def _answer_tensor_type() -> None:
             return answer
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if caller.startswith("megatron.core.optimizer") and not answer.startswith("torch.cuda."):
-            return answer.replace("torch.", "torch.cuda.", 1)
+            return answer.replace("torch.meta.", "torch.").replace("torch.", "torch.cuda.", 1)
         return answer
 
     torch.Tensor.type = tensor_type  # type: ignore[method-assign,assignment]
@@ -339,6 +341,18 @@ SHIMS: tuple[Shim, ...] = (
 )
 
 _installed: set[str] = set()
+
+
+@contextlib.contextmanager
+def without_data() -> Iterator[None]:
+    """Within it, what Megatron-Core puts on its CUDA device is on `meta`, for a plan of a job."""
+    global _stand_in
+    activate()
+    _stand_in = torch.device("meta")
+    try:
+        yield
+    finally:
+        _stand_in = _CPU
 
 
 def import_megatron() -> None:

@@ -1,0 +1,1 @@
+"""A cluster on a laptop: what every kind of rank of a job builds, holds, sends and computes."""

@@ -1,0 +1,190 @@
+"""Run real code with numbers left out: floats have a shape only, integers and masks are real.
+
+Layouts, routes, split sizes and row indices decide which shapes exist, so they are computed; what
+is multiplied with weights is not. An operation that meets a tensor without data gives one without
+data, and its real operands count by their shapes. The mode also keeps the books of live memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+_aten = torch.ops.aten
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_READS = {_aten._local_scalar_dense.default}
+_LOGITS = "logits"
+
+
+class LiveMemory:
+    """Bytes of storages that exist at the moment, by label, and at the peak."""
+
+    def __init__(self) -> None:
+        self.live: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+        self.label = "activations"
+        self.logits_width: int | None = None
+        self._total = self._peak_total = 0
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def saw(self, tensor: Tensor) -> None:
+        """Count the tensor's storage until it is freed, once."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or storage.nbytes() == 0:
+            return
+        size, label = storage.nbytes(), self._label_of(tensor)
+
+        def freed(_: Any) -> None:
+            del self._known[key]
+            self.live[label] -= size
+            self._total -= size
+
+        self._known[key] = weakref.ref(storage, freed)
+        self.live[label] = self.live.get(label, 0) + size
+        self._total += size
+        if self._total > self._peak_total:
+            self._peak_total, self.peak = self._total, dict(self.live)
+
+    def _label_of(self, tensor: Tensor) -> str:
+        if tensor.dim() > 1 and tensor.shape[-1] == self.logits_width:
+            return _LOGITS
+        return self.label
+
+    @contextmanager
+    def labelled(self, label: str) -> Iterator[None]:
+        """Give what is created in the body this label."""
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before
+
+    def restart(self) -> dict[str, int]:
+        """The peak since the last call; what is live now is where the next one begins."""
+        peak, self.peak, self._peak_total = self.peak, dict(self.live), self._total
+        return peak
+
+
+class ShapesOnly(TorchDispatchMode):
+    """Within it, floats on `meta` and real integers work together."""
+
+    def __init__(self, memory: LiveMemory) -> None:
+        super().__init__()
+        self.memory = memory
+        self.building = False
+
+    @contextmanager
+    def parameters_without_data(self) -> Iterator[None]:
+        """In the body, floats that are created on no particular device have no data either."""
+        self.building = True
+        try:
+            yield
+        finally:
+            self.building = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        leaves, _ = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in tensors):
+            result = self._without_data(func, args, kwargs, tensors)
+        else:
+            if func in _FACTORIES:
+                whole = _is_whole_number(kwargs.get("dtype"))
+                if whole or self.building or kwargs.get("device") == _META:
+                    kwargs["device"] = _CPU if whole else _META
+            result = func(*args, **kwargs)
+        for leaf in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(leaf, Tensor):
+                self.memory.saw(leaf)
+        return result
+
+    def _without_data(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
+        if func in _READS:
+            dtype = tensors[0].dtype
+            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is _aten._to_copy.default and kwargs.get("device") == _CPU:
+            return torch.ones(tensors[0].shape, dtype=kwargs.get("dtype") or tensors[0].dtype)
+        if func in _FACTORIES_LIKE and _is_whole_number(kwargs.get("dtype")):
+            kwargs["device"] = _CPU
+            size = args[1] if func in _NEW else args[0].shape
+            fill = args[2:] if func in _NEW else args[1:]
+            return _FACTORIES_LIKE[func](size, *fill, dtype=kwargs["dtype"])
+        if func is _aten.masked_select.default and not args[1].is_meta:
+            chosen = int(args[1].expand(torch.broadcast_shapes(*[a.shape for a in args])).sum())
+            return args[0].new_empty(chosen)
+        if func in _INDEXING:
+            args = (args[0], [_as_places(index) for index in args[1]], *args[2:])
+        written = _written(func, args, kwargs)
+        if any(not tensor.is_meta for tensor in written):
+            # Real numbers cannot take up missing ones; whoever reads them reads what was there.
+            return written[0] if len(written) == 1 else tuple(written)
+        args, kwargs = tree_map_only(Tensor, _shape_of, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
+_FACTORIES = {
+    *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default),
+    *(_aten.ones.default, _aten.full.default, _aten.arange.default, _aten.arange.start),
+    *(_aten.arange.start_step, _aten.rand.default, _aten.randn.default, _aten.eye.default),
+}
+_NEW = {
+    _aten.new_empty.default,
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+}
+_FACTORIES_LIKE = {
+    _aten.new_empty.default: torch.zeros,
+    _aten.new_zeros.default: torch.zeros,
+    _aten.new_ones.default: torch.ones,
+    _aten.new_full.default: torch.full,
+    _aten.zeros_like.default: torch.zeros,
+    _aten.empty_like.default: torch.zeros,
+    _aten.ones_like.default: torch.ones,
+    _aten.full_like.default: torch.full,
+}
+
+
+
+def _is_whole_number(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and not dtype.is_floating_point and not dtype.is_complex
+
+
+def _as_places(index: Tensor | None) -> Tensor | None:
+    """A real mask as the places where it is set, whose number decides a shape."""
+    if index is None or index.is_meta or index.dtype is not torch.bool:
+        return index
+    return index.nonzero()[:, 0] if index.dim() == 1 else index
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    if tensor.is_meta or tensor.dim() == 0:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation changes in place."""
+    found: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = kwargs.get(argument.name) if argument.kwarg_only else (
+            args[place] if place < len(args) else kwargs.get(argument.name)
+        )
+        found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+    return found
