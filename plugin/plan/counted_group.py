@@ -7,6 +7,7 @@ one; tensors without data keep having none.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,10 +27,12 @@ class Traffic:
 
     expected_shape: (microbatch number, towards the first stage) -> shape of the message of a
         neighboring pipeline stage, asked for where a stage announces it
+    object_bytes: of the pickled metrics that the last stage sends to the others
     """
 
     counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     expected_shape: Callable[[int, bool], tuple[int, ...]] | None = None
+    object_bytes: int = 0
     received: dict[bool, int] = field(default_factory=dict)
 
     def add(self, group: str, operation: str, size: int) -> None:
@@ -192,7 +195,7 @@ def fake_world(
         group.label = options.get("group_desc") or "world"
         return group
 
-    parallel_state.create_group = create_own
+    parallel_state.create_group, show_error = create_own, sys.excepthook
     try:
         dist.init_process_group(
             _BACKEND, rank=rank, world_size=world_size, store=dist.HashStore()
@@ -201,4 +204,5 @@ def fake_world(
         yield read_parallel_groups()
     finally:
         parallel_state.create_group = original
+        sys.excepthook = show_error  # torch lets it put the rank in front of every line
         destroy_parallel()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -74,12 +74,26 @@ class LiveMemory:
 
 
 class ShapesOnly(TorchDispatchMode):
-    """Within it, floats on `meta` and real integers work together."""
+    """Within it, floats on `meta` and real integers work together.
+
+    matmul_flops: of matrix products; attention_flops: over all pairs of tokens of a row
+    """
+
+    active: ShapesOnly | None = None
 
     def __init__(self, memory: LiveMemory) -> None:
         super().__init__()
         self.memory = memory
         self.building = False
+        self.matmul_flops = self.attention_flops = 0
+
+    def __enter__(self) -> Self:
+        ShapesOnly.active = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        ShapesOnly.active = None
+        super().__exit__(*error)
 
     @contextmanager
     def parameters_without_data(self) -> Iterator[None]:
@@ -127,6 +141,9 @@ class ShapesOnly(TorchDispatchMode):
             return args[0].new_empty(chosen)
         if func in _INDEXING:
             args = (args[0], [_as_places(index) for index in args[1]], *args[2:])
+        if func in _PRODUCTS:
+            left, right = tensors[-2:] if func is _aten.addmm.default else tensors[:2]
+            self.matmul_flops += 2 * left.numel() * right.shape[-1]
         written = _written(func, args, kwargs)
         if any(not tensor.is_meta for tensor in written):
             # Real numbers cannot take up missing ones; whoever reads them reads what was there.
@@ -135,6 +152,7 @@ class ShapesOnly(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+_PRODUCTS = {_aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.bmm.default}
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
 _FACTORIES = {
     *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default),
@@ -172,7 +190,7 @@ def _as_places(index: Tensor | None) -> Tensor | None:
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
-    if tensor.is_meta or tensor.dim() == 0:
+    if tensor.is_meta:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 

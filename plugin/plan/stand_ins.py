@@ -1,0 +1,171 @@
+"""What stands in for parts of a step that need numbers, or that only a GPU runs.
+
+Each changes shapes and bytes in no way that a real rank would not show: routes are even, messages
+of other ranks look like this rank's own, attention keeps what a flash kernel keeps. `use_gpu_kernels`
+also lets norms and activations keep what fused kernels keep: formulas, not measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from plugin.plan.counted_group import Traffic
+from plugin.plan.shape_mode import ShapesOnly
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Keeps query, key, value, output and one number per row, as every flash kernel does."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        # [B, n, S, d]; kernels write [B, S, n, d]
+        output = query.new_empty(
+            (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        ).transpose(1, 2)
+        rows = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, rows)
+        _count_attention(query, key, products=2)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _, _ = ctx.saved_tensors
+        _count_attention(query, key, products=5)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _count_attention(query: Tensor, key: Tensor, products: int) -> None:
+    """Count the products over all pairs of a row; the mode knows which share of them exists."""
+    mode = ShapesOnly.active
+    if mode is not None:
+        pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
+        mode.attention_flops += 2 * products * pairs * query.shape[3]
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@cache
+def even_routes(tokens: int, experts: int, topk: int) -> Tensor:
+    """[tokens, topk] distinct experts of each token; all experts get the same number of tokens."""
+    first = torch.arange(tokens) * topk % experts
+    return (first[:, None] + torch.arange(topk)) % experts
+
+
+@cache
+def _even_map(tokens: int, experts: int, topk: int) -> Tensor:
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool)
+    return chosen.scatter_(1, even_routes(tokens, experts, topk), True)
+
+
+@contextmanager
+def numbers_left_out(traffic: Traffic) -> Iterator[None]:
+    """Within it, a trainer's step runs without numbers."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from plugin.megatron_backend import trainer
+
+    route, make_tensor = TopKRouter.routing, torch.tensor
+
+    def evenly(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        weights, chosen = route(self, logits, *args, **kwargs)
+        return weights, _even_map(chosen.shape[0], chosen.shape[1], self.topk)
+
+    def tensor_of(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(data, (list, tuple)):
+            data = tree_map_only(Tensor, lambda t: 1.0 if t.is_meta else t, data)
+        return make_tensor(data, *args, **kwargs)
+
+    def flash(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        return _FlashAttention.apply(query, key, value)
+
+    spread = trainer.spread_from_last_stage
+
+    def spread_nothing(value: Any, groups: Any) -> Any:
+        if groups.is_last_stage:
+            return spread(value, groups)
+        # Its size, then the pickled object.
+        source = dist.get_global_rank(groups.pp_group, groups.pp_size - 1)
+        for size in (8, traffic.object_bytes):
+            message = torch.zeros(size, dtype=torch.uint8)
+            dist.broadcast(message, src=source, group=groups.pp_group)
+        return {}
+
+    with ExitStack() as patches:
+        for target, name, replacement in (
+            (TopKRouter, "routing", evenly),
+            (torch, "tensor", tensor_of),
+            (torch.nn.functional, "scaled_dot_product_attention", flash),
+            (trainer, "spread_from_last_stage", spread_nothing),
+        ):
+            patches.enter_context(patch.object(target, name, replacement))
+        yield
+
+
+def use_gpu_kernels(chunks: Sequence[Any]) -> None:
+    """Let layers keep what the kernels on a GPU keep: flash attention, fused norm and SwiGLU."""
+    from plugin.megatron_backend.model.local_layers import (
+        LocalCoreAttention,
+        SequenceParallelRMSNorm,
+    )
+
+    for chunk in chunks:
+        chunk.config.bias_activation_fusion = True
+        for module in chunk.modules():
+            if isinstance(module, LocalCoreAttention):
+                module.forward = _attention_of(module)
+            elif isinstance(module, SequenceParallelRMSNorm):
+                module.forward = _norm_of(module)
+
+
+def _norm_of(module: Any) -> Any:
+    return lambda x: _FusedNorm.apply(x, module.weight)
+
+
+def _attention_of(module: Any) -> Any:
+    group = module.cp_group
+
+    class Ring(torch.autograd.Function):
+        """Keys and values pass every rank of the ring, and in the backward pass their gradients."""
+
+        @staticmethod
+        def forward(ctx: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            _pass_around((key, value), 1)
+            return key.view_as(key), value.view_as(value)
+
+        @staticmethod
+        def backward(ctx: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            _pass_around((key, value), 2)
+            return key, value
+
+    def _pass_around(tensors: tuple[Tensor, Tensor], times: int) -> None:
+        for _ in range(times * (group.size() - 1)):
+            group.send([torch.cat([t.reshape(-1) for t in tensors])], 0)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        if group.size() > 1:
+            key, value = Ring.apply(key, value)
+        parts = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return _FlashAttention.apply(*parts).permute(2, 0, 1, 3).flatten(2)
+
+    return forward
