@@ -25,20 +25,30 @@ _BACKEND = "megatron_tis_plan"
 class Traffic:
     """Collectives by (group, operation): how many, and bytes that this rank puts in.
 
+    counts: of all; per_microbatch: those of them inside a schedule
     expected_shape: (microbatch number, towards the first stage) -> shape of the message of a
         neighboring pipeline stage, asked for where a stage announces it
     object_bytes: of the pickled metrics that the last stage sends to the others
     """
 
     counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    per_microbatch: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    in_schedule: bool = False
     expected_shape: Callable[[int, bool], tuple[int, ...]] | None = None
     object_bytes: int = 0
     received: dict[bool, int] = field(default_factory=dict)
 
     def add(self, group: str, operation: str, size: int) -> None:
-        entry = self.counts.setdefault((group, operation), [0, 0])
-        entry[0] += 1
-        entry[1] += size
+        tables = [self.counts, self.per_microbatch] if self.in_schedule else [self.counts]
+        for table in tables:
+            entry = table.setdefault((group, operation), [0, 0])
+            entry[0] += 1
+            entry[1] += size
+
+    def restart(self) -> None:
+        """Forget what was counted."""
+        for table in (self.counts, self.per_microbatch, self.received):
+            table.clear()
 
     def next_shape(self, backwards: bool) -> tuple[int, ...]:
         assert self.expected_shape is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -25,6 +26,7 @@ class MeasuredRank:
     """What one rank is made of and does in a step.
 
     resident: bytes between steps; activations, logits: bytes at the peak of forward and backward
+    collectives: of the step; per_microbatch: those of them that repeat with every microbatch
     flops: of matrix products; attention_flops: over all pairs of tokens of a row
     """
 
@@ -36,6 +38,7 @@ class MeasuredRank:
     flops: int = 0
     attention_flops: int = 0
     collectives: Collectives = field(default_factory=dict)
+    per_microbatch: Collectives = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def built_rank(
     with (
         cpu_runtime.without_data(),
         fake_world(rank, world.size, world.sizes, traffic) as groups,
-        numbers_left_out(traffic),
+        numbers_left_out(traffic, memory),
         ShapesOnly(memory) as mode,
     ):
         with mode.parameters_without_data(), memory.labelled("resident"):
@@ -104,8 +107,7 @@ class RankWithoutNumbers:
         self._expect_messages(share)
         config = trainer.hf_config
         memory.logits_width = -(-config.vocab_size // trainer.groups.tp_size)
-        self.traffic.counts.clear()
-        self.traffic.received.clear()
+        self.traffic.restart()
         self.mode.matmul_flops = self.mode.attention_flops = 0
         memory.restart()
         step, peaks = trainer.optimizer.step, []
@@ -116,7 +118,7 @@ class RankWithoutNumbers:
                 return step()
 
         trainer.optimizer.step = optimize
-        with memory.labelled("activations"):
+        with memory.labelled("activations"), self._schedule_marked():
             trainer.train_step(share, with_log_probs=with_log_probs)
         trainer.optimizer.step = step
         peak = peaks[0]
@@ -128,18 +130,51 @@ class RankWithoutNumbers:
             logits=peak.get("logits", 0),
             flops=self.mode.matmul_flops,
             attention_flops=self.mode.attention_flops,
-            collectives={key: (n, size) for key, (n, size) in self.traffic.counts.items()},
+            collectives=_as_tuples(self.traffic.counts),
+            per_microbatch=_as_tuples(self.traffic.per_microbatch),
         )
 
+    @contextmanager
+    def _schedule_marked(self) -> Iterator[None]:
+        """In the body, the traffic knows what is part of a schedule and what ends a step."""
+        from plugin.megatron_backend import trainer as module
+
+        schedule, traffic = module.run_schedule, self.traffic
+        config = self.trainer.chunks[0].config
+        finish = config.finalize_model_grads_func
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            traffic.in_schedule = True
+            result = schedule(*args, **kwargs)
+            traffic.in_schedule = False
+            return result
+
+        def finish_outside(*args: Any, **kwargs: Any) -> Any:
+            traffic.in_schedule = False
+            return finish(*args, **kwargs)
+
+        with patch.object(module, "run_schedule", run):
+            config.finalize_model_grads_func = finish_outside
+            yield
+            config.finalize_model_grads_func = finish
+
     def _expect_messages(self, share: Any) -> None:
-        """Pipeline stages announce the shape of each message; they all have the same microbatches."""
+        """Stages announce the shape of each message; they all have the same microbatches."""
         trainer = self.trainer
         groups = trainer.groups
         if groups.pp_size == 1 or groups.vpp_size:
             return
         split = groups.tp_size if trainer.config.sequence_parallel else 1
         shapes = [
-            (m.inputs.tokens.shape[1] // split, m.inputs.tokens.shape[0], trainer.hf_config.hidden_size)
+            (
+                m.inputs.tokens.shape[1] // split,
+                m.inputs.tokens.shape[0],
+                trainer.hf_config.hidden_size,
+            )
             for m in trainer._laid_out(share.microbatches())
         ]
         self.traffic.expected_shape = lambda number, _: shapes[number]
+
+
+def _as_tuples(counts: dict[tuple[str, str], list[int]]) -> Collectives:
+    return {key: (number, size) for key, (number, size) in counts.items()}

@@ -8,14 +8,15 @@ data, and its real operands count by their shapes. The mode also keeps the books
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 _aten = torch.ops.aten
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -86,6 +87,7 @@ class ShapesOnly(TorchDispatchMode):
         self.memory = memory
         self.building = False
         self.matmul_flops = self.attention_flops = 0
+        self._known_shapes: dict[Any, Any] = {}
 
     def __enter__(self) -> Self:
         ShapesOnly.active = self
@@ -107,20 +109,24 @@ class ShapesOnly(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        leaves, _ = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        kwargs = kwargs or {}
+        tensors = _tensors(args)
+        if kwargs:
+            tensors += _tensors(kwargs.values())
         if any(tensor.is_meta for tensor in tensors):
             result = self._without_data(func, args, kwargs, tensors)
         else:
             if func in _FACTORIES:
                 whole = _is_whole_number(kwargs.get("dtype"))
                 if whole or self.building or kwargs.get("device") == _META:
-                    kwargs["device"] = _CPU if whole else _META
+                    kwargs = {**kwargs, "device": _CPU if whole else _META}
             result = func(*args, **kwargs)
-        for leaf in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(leaf, Tensor):
-                self.memory.saw(leaf)
+        if isinstance(result, Tensor):
+            self.memory.saw(result)
+        elif isinstance(result, (tuple, list)):
+            for leaf in result:
+                if isinstance(leaf, Tensor):
+                    self.memory.saw(leaf)
         return result
 
     def _without_data(
@@ -132,7 +138,6 @@ class ShapesOnly(TorchDispatchMode):
         if func is _aten._to_copy.default and kwargs.get("device") == _CPU:
             return torch.ones(tensors[0].shape, dtype=kwargs.get("dtype") or tensors[0].dtype)
         if func in _FACTORIES_LIKE and _is_whole_number(kwargs.get("dtype")):
-            kwargs["device"] = _CPU
             size = args[1] if func in _NEW else args[0].shape
             fill = args[2:] if func in _NEW else args[1:]
             return _FACTORIES_LIKE[func](size, *fill, dtype=kwargs["dtype"])
@@ -144,14 +149,64 @@ class ShapesOnly(TorchDispatchMode):
         if func in _PRODUCTS:
             left, right = tensors[-2:] if func is _aten.addmm.default else tensors[:2]
             self.matmul_flops += 2 * left.numel() * right.shape[-1]
-        written = _written(func, args, kwargs)
-        if any(not tensor.is_meta for tensor in written):
-            # Real numbers cannot take up missing ones; whoever reads them reads what was there.
+        if func._schema.is_mutable and func not in _RESHAPING:
+            # No numbers change. Real ones cannot take up missing ones: they stay as they are.
+            written = _written(func, args, kwargs)
             return written[0] if len(written) == 1 else tuple(written)
-        args, kwargs = tree_map_only(Tensor, _shape_of, (args, kwargs))
-        return func(*args, **kwargs)
+        return self._shaped(func, args, kwargs)
+
+    def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results of an operation, which a call with the same shapes has made before."""
+        key = None
+        if not _makes_views(func):
+            key = (func, _key(args), _key(tuple(kwargs.items())))
+            known = self._known_shapes.get(key)
+            if known is not None:
+                made = [
+                    None if k is None else torch.empty_strided(*k[:2], dtype=k[2], device=_META)
+                    for k in known[1]
+                ]
+                return made[0] if known[0] is None else known[0](made)
+        if not all(tensor.is_meta for tensor in _tensors((*args, *kwargs.values()))):
+            args, kwargs = tree_map_only(Tensor, _shape_of, (args, kwargs))
+        result = func(*args, **kwargs)
+        if key is not None:
+            kind = type(result) if isinstance(result, (tuple, list)) else None
+            leaves = [result] if kind is None else result
+            if all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves):
+                shapes = [
+                    None if leaf is None else (leaf.shape, leaf.stride(), leaf.dtype)
+                    for leaf in leaves
+                ]
+                self._known_shapes[key] = (kind, shapes)
+        return result
 
 
+@cache
+def _makes_views(func: Any) -> bool:
+    return any(argument.alias_info is not None for argument in func._schema.arguments)
+
+
+def _key(value: Any) -> Any:
+    """What of an argument decides the shapes of the results."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple([_key(item) for item in value])
+    return type(value), value
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
+
+
+_RESHAPING = {_aten.resize_.default, _aten.set_.source_Tensor, _aten.as_strided_.default}
 _PRODUCTS = {_aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.bmm.default}
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
 _FACTORIES = {
@@ -204,5 +259,5 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
         value = kwargs.get(argument.name) if argument.kwarg_only else (
             args[place] if place < len(args) else kwargs.get(argument.name)
         )
-        found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+        found += _tensors([value])
     return found

@@ -7,9 +7,9 @@ also lets norms and activations keep what fused kernels keep: formulas, not meas
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from plugin.logprobs.lm_head_tiles import Tiles
+from plugin.logprobs.separable_lm_head import separable_lm_head
 from plugin.plan.counted_group import Traffic
-from plugin.plan.shape_mode import ShapesOnly
+from plugin.plan.shape_mode import LiveMemory, ShapesOnly
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -65,25 +67,26 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-@cache
+@functools.cache
 def even_routes(tokens: int, experts: int, topk: int) -> Tensor:
     """[tokens, topk] distinct experts of each token; all experts get the same number of tokens."""
     first = torch.arange(tokens) * topk % experts
     return (first[:, None] + torch.arange(topk)) % experts
 
 
-@cache
+@functools.cache
 def _even_map(tokens: int, experts: int, topk: int) -> Tensor:
     chosen = torch.zeros(tokens, experts, dtype=torch.bool)
     return chosen.scatter_(1, even_routes(tokens, experts, topk), True)
 
 
 @contextmanager
-def numbers_left_out(traffic: Traffic) -> Iterator[None]:
+def numbers_left_out(traffic: Traffic, memory: LiveMemory) -> Iterator[None]:
     """Within it, a trainer's step runs without numbers."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     from plugin.megatron_backend import trainer
+    from plugin.megatron_backend.step import microbatch_loss
 
     route, make_tensor = TopKRouter.routing, torch.tensor
 
@@ -117,9 +120,23 @@ def numbers_left_out(traffic: Traffic) -> Iterator[None]:
             (torch, "tensor", tensor_of),
             (torch.nn.functional, "scaled_dot_product_attention", flash),
             (trainer, "spread_from_last_stage", spread_nothing),
+            (Tiles, "statistics", _as_logits(Tiles.statistics, memory)),
+            (Tiles, "gradients", _as_logits(Tiles.gradients, memory)),
+            (microbatch_loss, "separable_lm_head", _as_logits(separable_lm_head, memory)),
         ):
             patches.enter_context(patch.object(target, name, replacement))
         yield
+
+
+def _as_logits(function: Any, memory: LiveMemory) -> Any:
+    """The function with what it creates counted as logits: tiles of them, and their gradients."""
+
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with memory.labelled("logits"):
+            return function(*args, **kwargs)
+
+    return counted
 
 
 def use_gpu_kernels(chunks: Sequence[Any]) -> None:

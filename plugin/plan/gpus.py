@@ -1,0 +1,55 @@
+"""What a plan knows about GPUs: public figures of their makers' data sheets."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from plugin.errors import ConfigError
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU and its links.
+
+    memory: bytes; tflops: dense bfloat16, 10^12 per second; link: bytes per second to GPUs of the
+        same node, one direction; network: to other nodes, per GPU
+    """
+
+    name: str
+    memory: int
+    tflops: float
+    link: float
+    network: float
+
+
+def _gpu(name: str, gib: float, tflops: float, link: float, network: float = 50) -> Gpu:
+    return Gpu(name, int(gib * _GIB), tflops, link * 1e9, network * 1e9)
+
+
+#: Memory as the driver reports it, a little below the data sheet's. NVLink at one direction.
+GPUS: dict[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("a100-40g", 39.4, 312, 300, 25),
+        _gpu("a100-80g", 79.2, 312, 300, 25),
+        _gpu("h100-80g", 79.1, 989, 450),
+        _gpu("h200-141g", 139.8, 989, 450),
+        _gpu("h20-96g", 95.0, 148, 450),
+        _gpu("b200-180g", 178.4, 2250, 900),
+        _gpu("l40s-48g", 44.4, 362, 32, 12.5),
+        _gpu("rtx4090-24g", 23.6, 165, 32, 12.5),
+        _gpu("mi300x-192g", 191.0, 1307, 448),
+    )
+}
+
+
+def gpu_named(name: str) -> Gpu:
+    """An entry of the table; a `ConfigError` that names the nearest for anything else."""
+    if name in GPUS:
+        return GPUS[name]
+    near = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"--gpu {name} is not known; {hint}choose {', '.join(GPUS)}")
