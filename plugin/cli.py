@@ -28,6 +28,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "plugin.launch.export_command",
         "write a checkpoint of a run as a Hugging Face model",
     ),
+    "plan": (
+        "plugin.launch.plan_command",
+        "say what every kind of rank of a job would hold, send and wait for, without running it",
+    ),
     "doctor": (
         "plugin.doctor.doctor_command",
         "check packages and devices, a hook, a configuration, that parallel layouts agree; or say "

@@ -69,7 +69,11 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class CountedGroup(dist.ProcessGroup):
+# Any: the methods that torch.distributed calls have several signatures, of which it uses one.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class CountedGroup(_ProcessGroup):
     """The group of one rank of many; only this rank exists."""
 
     def __init__(self, rank: int, size: int, traffic: Traffic) -> None:
@@ -207,9 +211,7 @@ def fake_world(
 
     parallel_state.create_group, show_error = create_own, sys.excepthook
     try:
-        dist.init_process_group(
-            _BACKEND, rank=rank, world_size=world_size, store=dist.HashStore()
-        )
+        dist.init_process_group(_BACKEND, rank=rank, world_size=world_size, store=dist.HashStore())
         parallel_state.initialize_model_parallel(**sizes)
         yield read_parallel_groups()
     finally:

@@ -146,9 +146,7 @@ def plan_job(
             claims.add(trainer.chunks, trainer.groups)
             total += whole_parameters(trainer.chunks, trainer.groups)
             batch_bytes = max(batch_bytes, run.batch_bytes)
-            kinds.append(
-                _kind(run, measured, stage, 1 if ranks else per_stage, extrapolated, gpu)
-            )
+            kinds.append(_kind(run, measured, stage, 1 if ranks else per_stage, extrapolated, gpu))
     return JobPlan(
         config,
         models.policy,

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.plan.counted_group import Traffic, fake_world
@@ -60,7 +61,14 @@ class World:
 
 @contextmanager
 def built_rank(
-    rank: int, world: World, config: TrainerConfig, hf_config: Any, layout: Any, *, on_gpu: bool
+    rank: int,
+    world: World,
+    config: TrainerConfig,
+    hf_config: Any,
+    layout: Any,
+    *,
+    on_gpu: bool,
+    trainable: bool = True,
 ) -> Iterator[RankWithoutNumbers]:
     """The trainer of one rank within the body, on `meta`."""
     from plugin.megatron_backend import cpu_runtime
@@ -74,7 +82,7 @@ def built_rank(
         ShapesOnly(memory) as mode,
     ):
         with mode.parameters_without_data(), memory.labelled("resident"):
-            trainer = MegatronTrainer(config, hf_config, groups, layout=layout)
+            trainer = MegatronTrainer(config, hf_config, groups, layout=layout, trainable=trainable)
         trainer.device = torch.device("cpu")
         if on_gpu:
             use_gpu_kernels(trainer.chunks)
@@ -99,6 +107,13 @@ class RankWithoutNumbers:
         with self.mode.parameters_without_data(), self.memory.labelled("resident"):
             chunks = build_model(hf_config, config, self.trainer.groups)
         return resident_bytes(chunks, None)["parameters"]
+
+    def checkpoint_shapes(self) -> dict[str, Tensor]:
+        """The tensors of the model's checkpoint, as transformers builds them."""
+        from plugin.megatron_backend.model.weight_sources import checkpoint_tensors
+
+        with self.mode.parameters_without_data():
+            return checkpoint_tensors(self.trainer.hf_config)
 
     def measured(self, share_of: Callable[[Any], Any], *, with_log_probs: bool) -> MeasuredRank:
         """Run one training step on what `share_of` gives of the trainer."""

@@ -82,7 +82,9 @@ def _from_file(source: str, count: int) -> tuple[Integers, Integers]:
         if not words:
             continue
         if len(words) != 2 or not all(word.isdigit() for word in words):
-            raise ConfigError(f"--lengths {source}, line {number} is {line.strip()!r}; give {_FORM}")
+            raise ConfigError(
+                f"--lengths {source}, line {number} is {line.strip()!r}; give {_FORM}"
+            )
         rows.append([int(word) for word in words])
     if not rows:
         raise ConfigError(f"--lengths {source} is empty; give {_FORM}")

@@ -220,7 +220,7 @@ _NEW = {
     _aten.new_ones.default,
     _aten.new_full.default,
 }
-_FACTORIES_LIKE = {
+_FACTORIES_LIKE: dict[Any, Any] = {
     _aten.new_empty.default: torch.zeros,
     _aten.new_zeros.default: torch.zeros,
     _aten.new_ones.default: torch.ones,
@@ -230,7 +230,6 @@ _FACTORIES_LIKE = {
     _aten.ones_like.default: torch.ones,
     _aten.full_like.default: torch.full,
 }
-
 
 
 def _is_whole_number(dtype: torch.dtype | None) -> bool:
@@ -256,8 +255,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        value = kwargs.get(argument.name) if argument.kwarg_only else (
-            args[place] if place < len(args) else kwargs.get(argument.name)
+        value = (
+            kwargs.get(argument.name)
+            if argument.kwarg_only
+            else (args[place] if place < len(args) else kwargs.get(argument.name))
         )
         found += _tensors([value])
     return found

@@ -1,8 +1,8 @@
 """What stands in for parts of a step that need numbers, or that only a GPU runs.
 
-Each changes shapes and bytes in no way that a real rank would not show: routes are even, messages
-of other ranks look like this rank's own, attention keeps what a flash kernel keeps. `use_gpu_kernels`
-also lets norms and activations keep what fused kernels keep: formulas, not measurements.
+Shapes and bytes stay those of a real rank: routes are even, messages of other ranks look like this
+rank's own, attention keeps what a flash kernel keeps. `use_gpu_kernels` also lets norms and
+activations keep what fused kernels keep: formulas, not measurements.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ def use_gpu_kernels(chunks: Sequence[Any]) -> None:
         chunk.config.bias_activation_fusion = True
         for module in chunk.modules():
             if isinstance(module, LocalCoreAttention):
-                module.forward = _attention_of(module)
+                module.__dict__["forward"] = _attention_of(module)
             elif isinstance(module, SequenceParallelRMSNorm):
-                module.forward = _norm_of(module)
+                module.__dict__["forward"] = _norm_of(module)
 
 
 def _norm_of(module: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint and a layout belong together: every tensor read once, every parameter fed."""
+"""Whether checkpoint and layout belong together: each tensor read once, each parameter fed."""
 
 from __future__ import annotations
 

@@ -62,7 +62,9 @@ class PlanCase:
         )
 
     def hf_config(self) -> Any:
-        return tiny_models.FAMILIES[self.family](hidden_size=64, vocab_size=512, intermediate_size=128)
+        return tiny_models.FAMILIES[self.family](
+            hidden_size=64, vocab_size=512, intermediate_size=128
+        )
 
     def share(self, trainer: MegatronTrainer) -> Any:
         routed = trainer.routed_model
@@ -84,7 +86,11 @@ class Counter(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func._schema.name.split("::")[1]
             if name in _NAMES:
-                boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+                boxed = next(
+                    a
+                    for a in args
+                    if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())
+                )
                 group = dist.ProcessGroup.unbox(boxed)
                 if group.size() > 1:
                     put_in = tree_flatten(args[_INPUT.get(name, 0)])[0]

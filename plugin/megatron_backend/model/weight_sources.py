@@ -14,6 +14,7 @@ from plugin.megatron_backend.model.hf_weights import (
     _entry,
     _experts_per_rank,
     _local_shard,
+    _with_split_experts,
     canonical_name,
     unwrap,
 )
@@ -44,6 +45,15 @@ def weight_sources(
                     tensors = {source: shapes[source] for source in names}
                     _local_shard(canonical, parameter, tensors, bridge, groups)
                 yield canonical, names
+
+
+def checkpoint_tensors(hf_config: Any) -> dict[str, Tensor]:
+    """The tensors of a checkpoint as transformers builds them, not initialized."""
+    from transformers import AutoModelForCausalLM, initialization
+
+    with initialization.no_init_weights():
+        model = AutoModelForCausalLM.from_config(hf_config)
+    return _with_split_experts(model.state_dict())
 
 
 def whole_parameters(chunks: Sequence[torch.nn.Module], groups: ParallelGroups) -> int:

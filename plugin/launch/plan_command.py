@@ -1,0 +1,201 @@
+"""`megatron-tis plan`: what a job would hold, send and wait for, on a laptop.
+
+Nothing is started: no Ray, no engine, no weights are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plugin.config import JobConfig
+from plugin.errors import ConfigError
+from plugin.launch.train_command import COMMON_FLAGS
+
+if TYPE_CHECKING:
+    from plugin.plan.job_plan import JobPlan, Models
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `train`, and those of the plan."""
+    parser.usage = "megatron-tis plan [-h | --help-all] [--config FILE] [--FLAG VALUE ...]"
+    parser.epilog = "Every flag of train is a flag of plan; --help-all shows them."
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with settings; flags on the command line win"
+    )
+    own = parser.add_argument_group("plan")
+    own.add_argument(
+        "--hf-config", metavar="FILE", help="config.json of the model, instead of --hf-checkpoint"
+    )
+    own.add_argument(
+        "--hf-index",
+        metavar="FILE",
+        help="its model.safetensors.index.json, whose names are checked (default: the one beside "
+        "config.json, if any)",
+    )
+    own.add_argument(
+        "--ranks",
+        metavar="all-distinct|N,M",
+        default="all-distinct",
+        help="one rank of every kind, or these (default: all-distinct)",
+    )
+    own.add_argument(
+        "--gpu",
+        metavar="NAME",
+        default="h100-80g",
+        help="whose memory and links to compare with; none = CPU ranks (default: h100-80g)",
+    )
+    own.add_argument(
+        "--lengths",
+        metavar="FILE|lognormal:MEDIAN:SIGMA",
+        help="tokens of prompts and responses; a file has a line `prompt response` per sample "
+        "(default: lognormal around a third of --max-response-length)",
+    )
+    own.add_argument("--json", action="store_true", help="print the plan as JSON")
+    JobConfig.add_arguments(parser, in_short_help=COMMON_FLAGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 if the job fits, 1 if it does not."""
+    import warnings
+
+    warnings.simplefilter("ignore")  # of packages that a plan does not use
+    from plugin.plan.gpus import gpu_named
+
+    gpu = None if args.gpu == "none" else gpu_named(args.gpu)
+    ranks = _ranks(args.ranks)
+    try:
+        config = job_config(args)
+    except ConfigError as error:
+        raise _with_layouts(error, args) from error
+    models, index = load_models(config, args)
+    from plugin.plan.report import as_json, as_text
+    from plugin.plan.weight_coverage import require_coverage
+
+    begin = _Progress(quiet=args.json)
+    plan = checked_plan(config, models, args.lengths, gpu, ranks, begin)
+    if ranks is None:
+        require_coverage(plan.claims, models.policy, index)
+    advice: list[Any] = []
+    if plan.fits is False:
+        from plugin.plan.advice import best_flags
+
+        advice = best_flags(plan, models, begin)
+    begin.end()
+    report = as_json(plan, advice)
+    print(json.dumps(report, indent=2) if args.json else "\n".join(as_text(report)))
+    return 0 if plan.fits is not False else 1
+
+
+def job_config(args: argparse.Namespace) -> JobConfig:
+    """The job's configuration; a model given by its config alone counts as a checkpoint."""
+    known = {item for group in JobConfig.groups() for item in vars(group)["__annotations__"]}
+    flags = {name: value for name, value in vars(args).items() if name in known}
+    if args.hf_config is not None:
+        flags["hf_checkpoint"] = str(Path(args.hf_config).expanduser().parent)
+    return JobConfig.from_sources(flags, args.config)
+
+
+def _with_layouts(error: ConfigError, args: argparse.Namespace) -> ConfigError:
+    """The error and, if another layout would mend it, the nearest such layouts."""
+    from plugin.plan.layouts import nearest_layouts, without_layout
+
+    wanted, plain = without_layout(args)
+    try:
+        config = job_config(plain)
+        models, _ = load_models(config, plain)
+    except ConfigError:
+        return error
+    near = nearest_layouts(wanted, config, models.policy)
+    return ConfigError(f"{error}{_hint(config, near)}")
+
+
+def _hint(config: JobConfig, near: list[str]) -> str:
+    return f"; layouts that work on {config.world_size} ranks: {'; '.join(near)}" if near else ""
+
+
+def load_models(config: JobConfig, args: argparse.Namespace) -> tuple[Models, set[str] | None]:
+    """Configs of the policy and its companions, and the names in the policy's index, if any."""
+    from plugin.launch.model_source import policy_source
+    from plugin.plan.job_plan import Models
+    from plugin.plan.model_configs import read_hf_config
+    from plugin.plan.weight_coverage import index_names
+
+    file = None
+    if args.hf_config is not None:
+        file = Path(args.hf_config).expanduser()
+    elif config.hf_checkpoint is not None:
+        file = Path(config.hf_checkpoint).expanduser() / "config.json"
+    policy = policy_source(config).as_config() if file is None else read_hf_config(file)
+    index = args.hf_index and Path(args.hf_index).expanduser()
+    if index is None and file is not None:
+        beside = file.parent / "model.safetensors.index.json"
+        index = beside if beside.is_file() else None
+    copies = {}
+    for name, wanted, directory in (
+        ("reference", config.use_kl_loss, config.ref_hf_checkpoint),
+        ("teacher", config.teacher_tau > 0, config.teacher_hf_checkpoint),
+    ):
+        if wanted:
+            own = directory and Path(directory).expanduser() / "config.json"
+            copies[name] = read_hf_config(own) if own else policy
+    return Models(policy, copies), None if index is None else index_names(index)
+
+
+def checked_plan(
+    config: JobConfig,
+    models: Models,
+    lengths: str | None,
+    gpu: Any,
+    ranks: list[int] | None,
+    begin: Any,
+) -> JobPlan:
+    """The plan; a layout that the model cannot be cut into is refused with the nearest that can."""
+    from plugin.megatron_backend.cpu_runtime import import_megatron
+
+    import_megatron()
+    from plugin.megatron_backend.model.layout_rules import check_model
+    from plugin.plan.job_plan import plan_job
+    from plugin.plan.layouts import layout_settings, nearest_layouts
+    from plugin.plan.sample_lengths import sample_lengths
+
+    try:
+        check_model(models.policy, config)
+    except ConfigError as error:
+        near = nearest_layouts(layout_settings(config), config, models.policy)
+        hint = (
+            f"; layouts that work on {config.world_size} ranks: {'; '.join(near)}" if near else ""
+        )
+        raise ConfigError(f"{error}{hint}") from error
+    longest = models.policy.max_position_embeddings
+    samples = sample_lengths(config, lengths, longest)
+    return plan_job(config, models, samples, gpu, ranks=ranks, begin=begin)
+
+
+def _ranks(words: str) -> list[int] | None:
+    if words == "all-distinct":
+        return None
+    try:
+        return [int(word) for word in words.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--ranks is {words}; give all-distinct, or numbers such as 0,512"
+        ) from None
+
+
+class _Progress:
+    """One line on a terminal that says what is planned."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._shows = not quiet and sys.stderr.isatty()
+
+    def __call__(self, what: str) -> None:
+        if self._shows:
+            print(f"\rplanning {what} ...\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._shows:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,164 @@
+"""Seconds and bytes that follow from a plan by formula; nothing here was measured.
+
+Times are for comparing layouts: a share of the GPU's peak for products, link bandwidth for
+messages, nothing overlapped except where Megatron overlaps by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from plugin.config import JobConfig
+from plugin.plan.gpus import Gpu
+from plugin.plan.job_plan import JobPlan, RankKind
+
+#: Share of the GPU's peak that matrix products and attention reach.
+ASSUMED_UTILIZATION = 0.4
+#: Share of an engine's GPU memory that weights and KV cache may take: vLLM's default.
+ENGINE_MEMORY_SHARE = 0.9
+
+#: Megatron's names of groups -> ours
+GROUP_NAMES = {
+    "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
+    "CONTEXT_PARALLEL_GROUP": "context",
+    "DATA_PARALLEL_GROUP": "data",
+    "DATA_PARALLEL_GROUP_WITH_CP": "data x context",
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "optimizer",
+    "EXPERT_MODEL_PARALLEL_GROUP": "expert",
+    "EXPERT_DATA_PARALLEL_GROUP": "expert data",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "expert x expert tensor",
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "expert x pipeline",
+    "MODEL_PARALLEL_GROUP": "model",
+}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step; per kind of rank, in the order of the plan.
+
+    bubble: share of the step that a stage waits for others
+    """
+
+    compute: list[float]
+    messages: list[float]
+    step: float
+    bubble: float
+    balance: float
+
+
+def group_span(config: JobConfig, name: str, world_size: int) -> tuple[int, int]:
+    """(ranks, distance between neighbors) of a group, by Megatron's order of ranks."""
+    tp, pp, cp = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.context_parallel_size,
+    )
+    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
+    stage = world_size // pp
+    spans = {
+        "tensor": (tp, 1),
+        "context": (cp, tp),
+        "data": (stage // (tp * cp), tp * cp),
+        "data x context": (stage // tp, tp),
+        "pipeline": (pp, stage),
+        "expert": (ep, etp),
+        "expert x expert tensor": (ep * etp, 1),
+        "expert data": (stage // (ep * etp), ep * etp),
+    }
+    return spans.get(name, (world_size, 1))
+
+
+def message_seconds(plan: JobPlan, kind: RankKind, gpu: Gpu) -> float:
+    """Seconds that one rank's messages of a step take on their links, one after the other."""
+    total = 0.0
+    for (group, operation), (_, size) in kind.collectives.items():
+        name = GROUP_NAMES.get(group, "world")
+        ranks, distance = group_span(plan.config, name, plan.world_size)
+        if operation in ("send", "receive"):
+            # Pairs of neighboring stages, also where Megatron sends through the world's group.
+            ranks, distance = group_span(plan.config, "pipeline", plan.world_size)
+        near = (ranks - 1) * distance < plan.config.ranks_per_node
+        share = (ranks - 1) / max(1, ranks)
+        factor = {
+            "all_reduce": 2 * share,
+            "all_gather": float(ranks - 1),
+            "reduce_scatter": share,
+            "all_to_all": share,
+            "receive": 0.0,  # the same message as the neighbor's send
+        }.get(operation, 1.0)
+        total += size * factor / (gpu.link if near else gpu.network)
+    return total
+
+
+def step_time(plan: JobPlan, gpu: Gpu) -> StepTime:
+    """The slowest stage sets the pace; the pipeline fills and drains once per step."""
+    rate = gpu.tflops * 1e12 * ASSUMED_UTILIZATION
+    # The largest microbatch was planned; the mean one is as full as the samples make it.
+    fill = _mean_fill(plan)
+    compute = [kind.flops * fill / rate for kind in plan.kinds]
+    messages = [message_seconds(plan, kind, gpu) for kind in plan.kinds]
+    busy = [c + m for c, m in zip(compute, messages, strict=True)]
+    stages = plan.config.pipeline_model_parallel_size
+    chunks = plan.config.virtual_pipeline_model_parallel_size or 1
+    waiting = (stages - 1) / (chunks * plan.batching.microbatches)
+    step = max(busy) * (1 + waiting)
+    return StepTime(
+        compute, messages, step, waiting / (1 + waiting), max(busy) / (sum(busy) / len(busy))
+    )
+
+
+def _mean_fill(plan: JobPlan) -> float:
+    room = plan.batching.microbatches * sum(plan.batching.largest)
+    return min(1.0, max(plan.batching.tokens) / room)
+
+
+def weight_sync(plan: JobPlan) -> dict[str, Any]:
+    """Bytes of new weights for the engines, and the way they take."""
+    config = plan.config
+    size = {"float32": 4, "bfloat16": 2}[config.train_dtype]
+    way = getattr(config, "weight_sync", "auto")
+    if config.engine_traits.asks_servers:
+        way, links = "files in --rollout-weights-dir", "file system of trainers and servers"
+    elif way in ("auto", "object_store"):
+        way = "Ray's object store" if way == "auto" else way
+        links = "shared memory of the node; the network to engines of other nodes"
+    else:
+        links = "the process group of trainer and engines"
+    return {
+        "bytes": plan.total_parameters * size,
+        "way": way,
+        "links": links,
+        "engines": config.num_rollout_engines,
+        "largest_tensor_bytes": plan.model.vocab_size * plan.model.hidden_size * size,
+    }
+
+
+def rollout_memory(plan: JobPlan) -> dict[str, Any]:
+    """The KV cache of an engine and how many sequences it holds (formulas)."""
+    config, model, gpu = plan.config, plan.model, plan.gpu
+    width = {"float32": 4, "bfloat16": 2}[config.rollout_dtype]
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * head_dim * width
+    gpus = getattr(config, "rollout_num_gpus_per_engine", 1)
+    report: dict[str, Any] = {
+        "kv_bytes_per_token": per_token,
+        "gpus_per_engine": gpus,
+        "weight_bytes_per_gpu": plan.total_parameters * width // gpus,
+    }
+    if gpu is None:
+        return report
+    # Key and value heads are shared out at most once each; beyond that they are copied.
+    shards = min(gpus, model.num_key_value_heads)
+    free = gpu.memory * ENGINE_MEMORY_SHARE - report["weight_bytes_per_gpu"]
+    tokens = max(0, int(free / (per_token / shards)))
+    longest = min(
+        config.max_prompt_length + config.max_response_length, model.max_position_embeddings
+    )
+    return report | {
+        "kv_tokens": tokens,
+        "fits": free > per_token * longest / shards,
+        "sequences_of_mean_length": int(tokens / plan.lengths.totals.mean()),
+        "sequences_of_largest_length": tokens // longest,
+    }

@@ -1,0 +1,95 @@
+"""Parallel layouts of a model on a number of GPUs: which there are, and which lie near another."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from plugin.config import JobConfig
+from plugin.errors import ConfigError
+
+_SIZES = {
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "context_parallel_size": "CP",
+    "expert_model_parallel_size": "EP",
+    "expert_tensor_parallel_size": "ETP",
+}
+
+
+def describe(config: JobConfig) -> str:
+    """A layout in the usual short form: TP8 PP4 EP8 SP."""
+    sizes = [
+        f"{short}{getattr(config, name)}"
+        for name, short in _SIZES.items()
+        if getattr(config, name) > 1
+    ]
+    if config.virtual_pipeline_model_parallel_size:
+        sizes.append(f"VPP{config.virtual_pipeline_model_parallel_size}")
+    if config.sequence_parallel:
+        sizes.append("SP")
+    return " ".join(sizes) or "DP only"
+
+
+def layout_settings(config: JobConfig) -> dict[str, Any]:
+    """The parallel sizes by their flags' names."""
+    names = (*_SIZES, "virtual_pipeline_model_parallel_size", "sequence_parallel")
+    return {name: getattr(config, name) for name in names}
+
+
+def without_layout(args: argparse.Namespace) -> tuple[dict[str, int], argparse.Namespace]:
+    """The parallel sizes among the arguments of a command, and the arguments without them."""
+    names = (*_SIZES, "virtual_pipeline_model_parallel_size", "sequence_parallel")
+    given = {name: value for name, value in vars(args).items() if name in _SIZES}
+    rest = {name: value for name, value in vars(args).items() if name not in names}
+    sizes = {name: int(value) for name, value in given.items() if str(value).isdigit()}
+    return sizes, argparse.Namespace(**rest)
+
+
+def possible_layouts(config: JobConfig, hf_config: Any) -> Iterator[JobConfig]:
+    """Every layout of the job's GPUs that the model can be cut into, without virtual pipelining."""
+    from plugin.megatron_backend.model.families import family_of
+    from plugin.megatron_backend.model.layout_rules import check_model
+
+    world = config.world_size
+    experts = family_of(hf_config).transformer_arguments(hf_config).get("num_moe_experts", 0)
+    per_node = config.ranks_per_node
+    for tp in _divisors(hf_config.num_key_value_heads, per_node):
+        for pp in _divisors(hf_config.num_hidden_layers, world // tp):
+            for cp in _divisors(world // (tp * pp), config.context_parallel_size * 2):
+                for ep in _divisors(experts, world // pp) if experts else (1,):
+                    sizes: dict[str, Any] = {
+                        "tensor_model_parallel_size": tp,
+                        "pipeline_model_parallel_size": pp,
+                        "virtual_pipeline_model_parallel_size": None,
+                        "context_parallel_size": cp,
+                        "expert_model_parallel_size": ep,
+                        "expert_tensor_parallel_size": 1,
+                        "sequence_parallel": tp > 1,
+                        "num_gpus_per_node": per_node,
+                    }
+                    try:
+                        layout = replace(config, **sizes)
+                        check_model(hf_config, layout)
+                    except ConfigError:
+                        continue
+                    yield layout
+
+
+def nearest_layouts(sizes: dict[str, int], world: JobConfig, hf_config: Any) -> list[str]:
+    """The three layouts that work and differ least from the wanted sizes."""
+
+    def distance(layout: JobConfig) -> float:
+        return sum(
+            abs(math.log2(getattr(layout, name) / max(1, sizes.get(name, 1)))) for name in _SIZES
+        )
+
+    found = sorted(possible_layouts(world, hf_config), key=distance)
+    return [describe(layout) for layout in found[:3]]
+
+
+def _divisors(value: int, most: int) -> list[int]:
+    return [n for n in range(1, min(value, most) + 1) if value % n == 0]
