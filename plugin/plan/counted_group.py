@@ -39,8 +39,9 @@ class Traffic:
     received: dict[bool, int] = field(default_factory=dict)
 
     def add(self, group: str, operation: str, size: int) -> None:
-        tables = [self.counts, self.per_microbatch] if self.in_schedule else [self.counts]
-        for table in tables:
+        # Reductions and gathers over data parallel ranks run once, also where they are overlapped.
+        repeats = self.in_schedule and "DATA_PARALLEL" not in group
+        for table in [self.counts, self.per_microbatch] if repeats else [self.counts]:
             entry = table.setdefault((group, operation), [0, 0])
             entry[0] += 1
             entry[1] += size

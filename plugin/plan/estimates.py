@@ -1,7 +1,7 @@
 """Seconds and bytes that follow from a plan by formula; nothing here was measured.
 
 Times are for comparing layouts: a share of the GPU's peak for products, link bandwidth for
-messages, nothing overlapped except where Megatron overlaps by itself.
+messages, nothing hidden but what --overlap-grad-reduce and --overlap-param-gather hide.
 """
 
 from __future__ import annotations
@@ -71,10 +71,15 @@ def group_span(config: JobConfig, name: str, world_size: int) -> tuple[int, int]
 
 
 def message_seconds(plan: JobPlan, kind: RankKind, gpu: Gpu) -> float:
-    """Seconds that one rank's messages of a step take on their links, one after the other."""
+    """Seconds that one rank's messages of a step take on their links, one after the other.
+
+    Without those between data parallel ranks where they are overlapped with computation.
+    """
     total = 0.0
     for (group, operation), (_, size) in kind.collectives.items():
         name = GROUP_NAMES.get(group, "world")
+        if "data" in name and plan.config.overlap_grad_reduce:
+            continue
         ranks, distance = group_span(plan.config, name, plan.world_size)
         if operation in ("send", "receive"):
             # Pairs of neighboring stages, also where Megatron sends through the world's group.
@@ -118,14 +123,12 @@ def weight_sync(plan: JobPlan) -> dict[str, Any]:
     """Bytes of new weights for the engines, and the way they take."""
     config = plan.config
     size = {"float32": 4, "bfloat16": 2}[config.train_dtype]
-    way = getattr(config, "weight_sync", "auto")
-    if config.engine_traits.asks_servers:
-        way, links = "files in --rollout-weights-dir", "file system of trainers and servers"
-    elif way in ("auto", "object_store"):
-        way = "Ray's object store" if way == "auto" else way
-        links = "shared memory of the node; the network to engines of other nodes"
-    else:
-        links = "the process group of trainer and engines"
+    way = config.weight_way
+    links = {
+        "broadcast": "NVLink or network, from trainer ranks straight to engine ranks",
+        "directory": "the file system of trainers and servers",
+        "object-store": "shared memory of a node; the network to engines of other nodes",
+    }[way]
     return {
         "bytes": plan.total_parameters * size,
         "way": way,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from plugin.config import JobConfig
+from plugin.config.device_defaults import Capabilities, on_device
 from plugin.errors import ConfigError
 from plugin.plan.full_microbatches import full_microbatch, full_share
 from plugin.plan.gpus import Gpu
@@ -102,6 +103,16 @@ class JobPlan:
         return max(self.kinds, key=lambda kind: kind.peak_bytes)
 
 
+def decided(config: JobConfig, gpu: Gpu | None) -> JobConfig:
+    """The configuration with what unset flags mean on the planned device.
+
+    Transformer Engine's layers cannot be built here: the local ones are, in bfloat16 where it
+    computes in float8, and with its kernels' memory.
+    """
+    found = Capabilities(cuda=gpu is not None, transformer_engine=gpu is not None)
+    return on_device(config, found).unchecked_copy(transformer_impl="local", fp8=None)
+
+
 def plan_job(
     config: JobConfig,
     models: Models,
@@ -118,6 +129,7 @@ def plan_job(
     from plugin.megatron_backend.model.layout_rules import check_model
     from plugin.megatron_backend.model.weight_sources import whole_parameters
 
+    config = decided(config, gpu)
     check_model(models.policy, config)
     batching = plan_batching(config, models.policy, lengths)
     world = World.of(config, config.world_size)

@@ -23,7 +23,8 @@ _PARTS = (
 )
 #: What of a plan is a formula or an assumption, because shapes do not tell.
 FORMULAS = (
-    f"seconds: {ASSUMED_UTILIZATION:.0%} of the GPU's peak, messages at link speed, none hidden",
+    f"seconds: {ASSUMED_UTILIZATION:.0%} of the GPU's peak, messages at link speed; only those of "
+    "data parallel ranks are hidden, where overlapped",
     "attention, norms and SwiGLU keep what fused kernels keep; context parallel attention is a "
     "ring of keys and values",
     f"{RESERVED_BYTES >> 30} GiB of every GPU for the driver, CUDA and NCCL",

@@ -147,7 +147,9 @@ def use_gpu_kernels(chunks: Sequence[Any]) -> None:
     )
 
     for chunk in chunks:
-        chunk.config.bias_activation_fusion = True
+        chunk.config.bias_activation_fusion = (
+            chunk.config.activation_func is torch.nn.functional.silu
+        )
         for module in chunk.modules():
             if isinstance(module, LocalCoreAttention):
                 module.__dict__["forward"] = _attention_of(module)

@@ -172,9 +172,10 @@ def run_for_real(groups: ParallelGroups, case: PlanCase) -> MeasuredRank:
     )
 
 
-def plan_rank(rank: int, case: PlanCase) -> MeasuredRank:
-    """The same rank, planned."""
+def plan_rank(rank: int, case: PlanCase, object_bytes: int = 0) -> MeasuredRank:
+    """The same rank, planned; object_bytes: of the metrics that the last stage sends to the others."""
     config, hf_config = case.config(), case.hf_config()
     world = World.of(config, case.ranks)
     with built_rank(rank, world, config, hf_config, "packed", on_gpu=False) as planned:
+        planned.traffic.object_bytes = object_bytes
         return planned.measured(case.share, with_log_probs=False)

@@ -1,0 +1,171 @@
+"""`megatron-tis plan`: what it prints and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plugin.cli import main
+from tests.unit.plan.model_facts import MODELS, parameters_by_hand
+
+SMALL = MODELS["Qwen3-30B-A3B"] | {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_experts": 8,
+    "moe_intermediate_size": 128,
+    "vocab_size": 1000,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(SMALL))
+    return str(file)
+
+
+LAYOUT = (
+    *("--num-nodes", "4", "--num-gpus-per-node", "8", "--sequence-parallel"),
+    *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+    *("--expert-model-parallel-size", "4", "--max-tokens-per-gpu", "2048"),
+)
+
+
+def planned(capsys: Any, *words: str) -> dict[str, Any]:
+    main(["plan", "--json", *words])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_the_whole_model_and_every_kind_of_rank(capsys: Any, model: str) -> None:
+    plan = planned(capsys, "--hf-config", model, *LAYOUT)
+    assert plan["total_parameters"] == parameters_by_hand(SMALL)
+    assert (plan["world_size"], plan["fits"]) == (32, True)
+    assert plan["layout"]["short"] == "TP2 PP2 EP4 SP"
+    first, last = plan["ranks"]
+    assert (first["kind"], first["count"], first["example_rank"]) == (
+        "stage 0: embedding, layers 1-2",
+        16,
+        0,
+    )
+    assert (last["kind"], last["example_rank"]) == ("stage 1: layers 3-4, loss", 16)
+    parts = {"parameters", "gradients", "main_parameters", "optimizer", "activations", "logits"}
+    for rank in plan["ranks"]:
+        assert set(rank["bytes"]) == parts | {"other"}
+        assert rank["peak_bytes"] == sum(rank["bytes"].values())
+        # bfloat16 weights, float32 gradients; buffers are padded
+        assert rank["bytes"]["gradients"] == 2 * rank["bytes"]["parameters"]
+        assert 2 * rank["parameters"] <= rank["bytes"]["parameters"] < 2.2 * rank["parameters"]
+    assert {"weight_sync", "batch", "collectives"} <= plan.keys()
+    assert plan["weight_sync"]["bytes"] == 2 * plan["total_parameters"]
+    groups = {(entry["group"], entry["operation"]) for entry in plan["collectives"]}
+    assert {("expert", "all_to_all"), ("tensor", "reduce_scatter"), ("pipeline", "send")} <= groups
+
+
+def test_recompute_a_smaller_budget_and_shards_lower_the_parts_they_should(
+    capsys: Any, model: str
+) -> None:
+    def parts(*words: str) -> dict[str, int]:
+        return planned(capsys, "--hf-config", model, *LAYOUT, *words)["ranks"][0]["bytes"]
+
+    base = parts()
+    recomputed = parts(
+        *("--recompute-granularity", "full"),
+        *("--recompute-method", "uniform", "--recompute-num-layers", "1"),
+    )
+    assert recomputed["activations"] < 0.7 * base["activations"]
+    assert recomputed["optimizer"] == base["optimizer"]
+    halved = parts("--max-tokens-per-gpu", "1024")
+    assert 0.4 < halved["activations"] / base["activations"] < 0.7
+    whole = parts("--no-use-distributed-optimizer")
+    # 8 data parallel ranks share the dense state, 4 the experts' (16 ranks of a stage over EP4)
+    assert 3 * base["optimizer"] < whole["optimizer"] < 9 * base["optimizer"]
+
+
+def test_what_does_not_fit_names_three_flags_that_help(capsys: Any, tmp_path: Path) -> None:
+    # 2.2 B parameters of 16 bytes each, and the logits of 1,024 tokens
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(MODELS["Qwen3-8B"] | {"num_hidden_layers": 6}))
+    code = main(
+        [
+            *("plan", "--json", "--hf-config", str(file), "--gpu", "rtx4090-24g"),
+            *("--max-tokens-per-gpu", "1024", "--num-gpus-per-node", "4"),
+            *("--no-use-distributed-optimizer", "--max-response-length", "512"),
+        ]
+    )
+    plan = json.loads(capsys.readouterr().out)
+    assert (code, plan["fits"]) == (1, False)
+    assert len(plan["advice"]) == 3
+    peaks = [advice["peak_bytes"] for advice in plan["advice"]]
+    assert peaks == sorted(peaks)
+    assert peaks[-1] < plan["ranks"][0]["peak_bytes"]
+
+
+def test_the_text_says_whether_it_fits(capsys: Any, model: str) -> None:
+    assert main(["plan", "--hf-config", model]) == 0
+    text = capsys.readouterr().out
+    assert "it fits: the fullest rank takes" in text
+    assert "stage 0: embedding, layers 1-4, loss" in text
+    assert "by formula or assumption" in text
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--gpu", "h10"], "--gpu h10 is not known; did you mean h100-80g?"),
+        (["--ranks", "x"], "--ranks is x; give all-distinct"),
+        (["--ranks", "9"], "--ranks names 9, the job has ranks 0 to 0"),
+        (["--lengths", "normal:3"], "--lengths normal:3 is no file"),
+        (["--lengths", "lognormal:3"], "write lognormal:MEDIAN:SIGMA"),
+        (
+            ["--tensor-model-parallel-size", "3", "--num-gpus-per-node", "8"],
+            "layouts that work on 8 ranks: TP4 SP; TP2 SP",
+        ),
+        (
+            ["--pipeline-model-parallel-size", "3", "--num-gpus-per-node", "6"],
+            "layouts that work on 6 ranks: PP2",
+        ),
+    ],
+)
+def test_bad_input_is_refused_with_the_fix(
+    capsys: Any, model: str, words: list[str], message: str
+) -> None:
+    assert main(["plan", "--hf-config", model, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "is not a readable config.json"),
+        ('{"hidden_size": 4}', "has no model_type"),
+        ('{"model_type": "gpt2"}', "model_type 'gpt2' is not supported"),
+        ('{"model_type": "no-such-model"}', "is not a config that transformers takes"),
+    ],
+)
+def test_a_file_that_is_no_model_is_refused(
+    capsys: Any, tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    assert main(["plan", "--hf-config", str(file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_lengths_come_from_a_file(capsys: Any, model: str, tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_text("100 300\n200 400\n")
+    words = ("--lengths", str(file), "--rollout-batch-size", "2", "--n-samples-per-prompt", "2")
+    plan = planned(capsys, "--hf-config", model, "--max-tokens-per-gpu", "1000", *words)
+    # samples of 400, 600, 400, 600 tokens: two microbatches of 1,000
+    assert (plan["batch"]["samples"], plan["batch"]["microbatches"]) == (4, 2)
+    assert plan["batch"]["tokens_of_the_fullest_rank"] == 2000
+
+
+def test_an_index_that_lacks_a_tensor_is_refused(capsys: Any, model: str) -> None:
+    index = Path(model).with_name("model.safetensors.index.json")
+    index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "a"}}))
+    assert main(["plan", "--hf-config", model]) == 2
+    assert "is not in the checkpoint" in capsys.readouterr().err
