@@ -105,6 +105,7 @@ def test_an_error_of_this_package_is_one_message_and_exit_code_2(
 #: Words that make every command fail with an error of this package.
 FAILING = {
     "train": ["--config", "no/such/file.yaml"],
+    "plan": ["--gpu", "no-such-gpu"],
     "doctor": ["--layouts", "no-such-layout"],
     "compare": ["no/such/dump"],
     "eval": ["no/such/run"],
