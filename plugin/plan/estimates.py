@@ -143,7 +143,11 @@ def rollout_memory(plan: JobPlan) -> dict[str, Any]:
     config, model, gpu = plan.config, plan.model, plan.gpu
     width = {"float32": 4, "bfloat16": 2}[config.rollout_dtype]
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    per_token = 2 * model.num_hidden_layers * model.num_key_value_heads * head_dim * width
+    heads, numbers = model.num_key_value_heads, 2 * model.num_key_value_heads * head_dim
+    if getattr(model, "kv_lora_rank", None):
+        # Latent attention caches one compressed vector for all heads, on every GPU.
+        heads, numbers = 1, model.kv_lora_rank + model.qk_rope_head_dim
+    per_token = model.num_hidden_layers * numbers * width
     gpus = getattr(config, "rollout_num_gpus_per_engine", 1)
     report: dict[str, Any] = {
         "kv_bytes_per_token": per_token,
@@ -153,7 +157,7 @@ def rollout_memory(plan: JobPlan) -> dict[str, Any]:
     if gpu is None:
         return report
     # Key and value heads are shared out at most once each; beyond that they are copied.
-    shards = min(gpus, model.num_key_value_heads)
+    shards = min(gpus, heads)
     free = gpu.memory * ENGINE_MEMORY_SHARE - report["weight_bytes_per_gpu"]
     tokens = max(0, int(free / (per_token / shards)))
     longest = min(

@@ -9,6 +9,7 @@ import torch
 
 from plugin.batch_types import RolloutBatch, route_dtype
 from plugin.config import JobConfig, TrainerConfig
+from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.plan.sample_lengths import SampleLengths
 from plugin.plan.stand_ins import even_routes
@@ -64,7 +65,8 @@ def full_share(
     for name in names:
         columns[name] = Ragged(torch.full((answers,), -1.0), responses)
     if route_layers is not None and config.use_rollout_routing_replay:
-        experts, topk = hf_config.num_experts, hf_config.num_experts_per_tok
+        model = family_of(hf_config).transformer_arguments(hf_config)
+        experts, topk = model["num_moe_experts"], model["moe_router_topk"]
         routes = even_routes(tokens, experts, topk).to(route_dtype(experts))
         whole = routes[:, None].repeat(1, len(route_layers), 1)
         columns["rollout_routed_experts"] = Ragged(whole, totals)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +108,7 @@ class RankWithoutNumbers:
             chunks = build_model(hf_config, config, self.trainer.groups)
         return resident_bytes(chunks, None)["parameters"]
 
-    def checkpoint_shapes(self) -> dict[str, Tensor]:
+    def checkpoint_shapes(self) -> Mapping[str, Tensor]:
         """The tensors of the model's checkpoint, as transformers builds them."""
         from plugin.megatron_backend.model.weight_sources import checkpoint_tensors
 

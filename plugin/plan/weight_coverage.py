@@ -37,11 +37,16 @@ class Claims:
 
     def problems(self, hf_config: Any, names: Iterable[str] | None = None) -> list[str]:
         """What is wrong, in sentences; the checkpoint's names, or those its config promises."""
-        from plugin.megatron_backend.model.families import family_of
+        from plugin.megatron_backend.model.expert_tensors import numbered_experts
+        from plugin.megatron_backend.model.families import family_of, is_extra_layer
 
         family = family_of(hf_config)
         held = set(family.tensor_names(hf_config) if names is None else names)
         unknown, _ = family.misfits(hf_config, held)
+        held = {name for name in held if not is_extra_layer(name, hf_config)}
+        if family.fused_experts:
+            experts = family.transformer_arguments(hf_config)["num_moe_experts"]
+            held = {one for name in held for one in numbered_experts(name, experts)}
         unread = {n for n in held - self.readers.keys() if not n.endswith(".rotary_emb.inv_freq")}
         if hf_config.tie_word_embeddings:
             unread.discard("lm_head.weight")

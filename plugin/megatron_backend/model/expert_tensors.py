@@ -31,6 +31,14 @@ def split_by_expert(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
+def numbered_experts(name: str, num_experts: int) -> list[str]:
+    """The names by which `ExpertsByNumber` gives the experts of a fused tensor; others as is."""
+    match = _FUSED.match(name)
+    if match is None:
+        return [name]
+    return [f"{match.group(1)}.{number}.{match.group(2)}" for number in range(num_experts)]
+
+
 class ExpertsByNumber(Mapping[str, Tensor]):
     """Weights with fused experts, from which `...experts.3.down_proj` can be taken as well.
 

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugin.megatron_backend.model.expert_tensors import ExpertsByNumber, split_by_expert
+from plugin.megatron_backend.model.families import FAMILIES
 from plugin.megatron_backend.model.hf_weights import (
     _bridge,
     _entry,
     _experts_per_rank,
     _local_shard,
-    _with_split_experts,
     canonical_name,
+    model_tensors,
     unwrap,
 )
 from plugin.megatron_backend.parallel_groups import ParallelGroups
@@ -36,7 +38,7 @@ def weight_sources(
     bridge = _bridge(models[0], groups)
     for model in models:
         per_rank = _experts_per_rank(model, groups)
-        for name, parameter in model.named_parameters():
+        for name, parameter in model_tensors(model):
             ranks = range(groups.ep_size) if ".experts." in name else range(1)
             for ep_rank in ranks:
                 canonical = canonical_name(name, model, ep_rank * per_rank)
@@ -47,13 +49,15 @@ def weight_sources(
                 yield canonical, names
 
 
-def checkpoint_tensors(hf_config: Any) -> dict[str, Tensor]:
-    """The tensors of a checkpoint as transformers builds them, not initialized."""
+def checkpoint_tensors(hf_config: Any) -> Mapping[str, Tensor]:
+    """The tensors of a checkpoint as transformers builds them, not initialized, by expert."""
     from transformers import AutoModelForCausalLM, initialization
 
     with initialization.no_init_weights():
         model = AutoModelForCausalLM.from_config(hf_config)
-    return _with_split_experts(model.state_dict())
+    if FAMILIES[hf_config.model_type].fused_experts:
+        return ExpertsByNumber(model.state_dict())
+    return split_by_expert(model.state_dict())
 
 
 def whole_parameters(chunks: Sequence[torch.nn.Module], groups: ParallelGroups) -> int:
@@ -61,7 +65,7 @@ def whole_parameters(chunks: Sequence[torch.nn.Module], groups: ParallelGroups) 
     total = 0
     for model in (unwrap(chunk) for chunk in chunks):
         tied = bool(model.hf_config.tie_word_embeddings)
-        for name, parameter in model.named_parameters():
+        for name, parameter in model_tensors(model):
             canonical = canonical_name(name, model, first_expert=0)
             if canonical == "output_layer.weight" and tied:
                 continue  # the embedding once more, on the last of several stages
