@@ -10,7 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -22,38 +22,78 @@ class CallFailure:
     reason: str
 
 
-def run_calls(
-    calls: Sequence[Callable[[], T]], *, seconds: float, threads: int
-) -> list[T | CallFailure]:
-    """The results in order; at most `threads` calls at a time, each within `seconds`.
+class DeadlineCalls:
+    """Makes calls in threads, at most `threads` at a time, each within `seconds`.
 
     A thread cannot be ended from outside. One that hangs is abandoned: it is a daemon, so it does
     not keep the process alive, it does not count against `threads`, and whatever it returns later
     is dropped.
     """
-    results: list[T | CallFailure] = [CallFailure("not called")] * len(calls)
-    finished: queue.SimpleQueue[tuple[int, T | CallFailure]] = queue.SimpleQueue()
-    waiting = deque(range(len(calls)))
-    deadlines: dict[int, float] = {}
-    while waiting or deadlines:
-        while waiting and len(deadlines) < threads:
-            number = waiting.popleft()
-            deadlines[number] = time.monotonic() + seconds
-            work = (calls[number], number, finished)
-            threading.Thread(target=_call, args=work, daemon=True).start()
-        try:
-            patience = max(0.0, min(deadlines.values()) - time.monotonic())
-            number, result = finished.get(timeout=patience)
-        except queue.Empty:
+
+    def __init__(self, *, seconds: float, threads: int) -> None:
+        self._seconds, self._threads, self._numbers = seconds, threads, 0
+        self._finished: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
+        self._deadlines: dict[int, float] = {}
+
+    @property
+    def open(self) -> int:
+        """Calls without a result."""
+        return len(self._waiting) + len(self._deadlines)
+
+    def submit(self, call: Callable[[], Any]) -> int:
+        """Make a call as soon as a thread is free; returns its number."""
+        self._numbers += 1
+        self._waiting.append((self._numbers, call))
+        self._start_waiting()
+        return self._numbers
+
+    def finished(self, wait_seconds: float) -> list[tuple[int, Any]]:
+        """Numbers and results, a `CallFailure` where there is none; waits so long for the first."""
+        results: list[tuple[int, Any]] = []
+        until = time.monotonic() + wait_seconds
+        while self._deadlines:
             now = time.monotonic()
-            for late in [number for number, deadline in deadlines.items() if deadline <= now]:
-                results[late] = CallFailure(f"no answer within {seconds:g} seconds")
-                del deadlines[late]
-            continue
-        if number in deadlines:
-            results[number] = result
-            del deadlines[number]
-    return results
+            patience = 0.0 if results else min(until, min(self._deadlines.values())) - now
+            try:
+                number, result = self._finished.get(timeout=max(0.0, patience))
+            except queue.Empty:
+                results += self._overdue()
+                if results or time.monotonic() >= until:
+                    break
+                continue
+            if self._deadlines.pop(number, None) is not None:
+                results.append((number, result))
+                self._start_waiting()
+        return results
+
+    def _overdue(self) -> list[tuple[int, CallFailure]]:
+        now = time.monotonic()
+        late = [number for number, deadline in self._deadlines.items() if deadline <= now]
+        for number in late:
+            del self._deadlines[number]
+        self._start_waiting()
+        failure = CallFailure(f"no answer within {self._seconds:g} seconds")
+        return [(number, failure) for number in late]
+
+    def _start_waiting(self) -> None:
+        while self._waiting and len(self._deadlines) < self._threads:
+            number, call = self._waiting.popleft()
+            self._deadlines[number] = time.monotonic() + self._seconds
+            work = (call, number, self._finished)
+            threading.Thread(target=_call, args=work, daemon=True).start()
+
+
+def run_calls(
+    calls: Sequence[Callable[[], T]], *, seconds: float, threads: int
+) -> list[T | CallFailure]:
+    """The results of all calls in order; see `DeadlineCalls`."""
+    made = DeadlineCalls(seconds=seconds, threads=threads)
+    numbers = [made.submit(call) for call in calls]
+    results: dict[int, T | CallFailure] = {}
+    while made.open:
+        results.update(made.finished(seconds))
+    return [results[number] for number in numbers]
 
 
 class _Expired(BaseException):

@@ -1,7 +1,7 @@
 """Rollouts of several turns: the policy and an environment speak in turn until one of them ends it.
 
-All conversations that are still open get their next reply in one call of the engine, then all
-environments take their step side by side.
+Conversations do not wait for each other: each asks for its next reply when its environment has
+answered, and replies join the engine's batch as they are asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from plugin.config import JobConfig
 from plugin.errors import BatchError
 from plugin.rollout.conversation.chat_rendering import ChatRenderer, kept_thinking
 from plugin.rollout.conversation.conversation import Conversation
-from plugin.rollout.conversation.deadline_calls import CallFailure, run_calls
+from plugin.rollout.conversation.deadline_calls import CallFailure, DeadlineCalls
 from plugin.rollout.conversation.environment_protocol import (
     Ending,
     Environment,
@@ -25,6 +25,7 @@ from plugin.rollout.conversation.environment_protocol import (
     Reply,
     Step,
 )
+from plugin.rollout.conversation.group_loop import PlayedGroup, play_all
 from plugin.rollout.conversation.trajectory import Trajectory, failed
 from plugin.rollout.engines.protocol import (
     Answer,
@@ -32,9 +33,12 @@ from plugin.rollout.engines.protocol import (
     GenerationRequest,
     RolloutEngine,
     SamplingParameters,
-    check_generations,
 )
+from plugin.rollout.engines.response_stream import ResponseStream
 from plugin.rollout.tasks.protocol import Prompt, as_reward
+
+#: How long an idle engine waits for an environment before it looks for new requests.
+_LOOK_SECONDS = 0.05
 
 T = TypeVar("T")
 
@@ -53,19 +57,13 @@ def run_multi_turn(
     The request's `prompt_index` says which conversation is played. A trajectory follows from the
     weights, that number and its seed, so a request can be played again, also by another engine.
     """
-    groups = [
-        [_Episode(request.prompt_index, seed) for seed in request.seeds] for request in requests
-    ]
-    episodes = [episode for group in groups for episode in group]
-    player = _Player(engine, parameters, task, renderer_of(task, tokenizer, config), config)
+    most = sum(len(request.seeds) for request in requests)
+    stream = ResponseStream(engine, most)
+    player = MultiTurnPlayer(stream, task=task, tokenizer=tokenizer, config=config)
     try:
-        player.begin(episodes)
-        while waiting := [e for e in episodes if e.result is None and e.ending is None]:
-            player.turn(waiting)
-        player.score([episode for episode in episodes if episode.result is None])
+        return play_all(player, requests, parameters)
     finally:
-        player.close(episodes)
-    return [[e.result for e in group if e.result is not None] for group in groups]
+        player.finish_calls()
 
 
 def renderer_of(task: MultiTurnTask, tokenizer: Any, config: JobConfig) -> ChatRenderer:
@@ -102,154 +100,241 @@ class OpeningPrompts:
         raise BatchError("a response of a multi-turn task has no reward of its own")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Episode:
     """One trajectory while it is played.
 
     environment, conversation: set when the episode begins
-    ending: why the policy has had its last turn; result: the trajectory, once there is one
+    result: the trajectory, once there is one
     """
 
     index: int
     seed: int
-    environment: Environment = field(init=False)
+    parameters: SamplingParameters
+    environment: Environment | None = None
     conversation: Conversation = field(init=False)
-    ending: Ending | None = None
     result: Trajectory | None = None
 
+    @property
+    def next_seed(self) -> int:
+        """Of the reply that comes next."""
+        return turn_seed(self.seed, self.conversation.turns)
 
-class _Player:
-    """What is done to many episodes at once; `run_multi_turn` gives the order."""
+
+class MultiTurnPlayer:
+    """A `Player` of conversations: each goes on as soon as its own environment has answered.
+
+    Environments are called in threads. One that takes its time holds up its own episode; the engine
+    generates the replies of the others meanwhile. Over an engine that answers whole batches, all
+    open conversations get their next reply in one call, then all environments take their step.
+    """
 
     def __init__(
-        self,
-        engine: RolloutEngine,
-        parameters: SamplingParameters,
-        task: MultiTurnTask,
-        renderer: ChatRenderer,
-        config: JobConfig,
+        self, stream: ResponseStream, *, task: MultiTurnTask, tokenizer: Any, config: JobConfig
     ) -> None:
-        self._engine, self._parameters, self._config = engine, parameters, config
-        self._task, self._renderer = task, renderer
+        self._stream, self._task, self._config = stream, task, config
+        self._renderer = renderer_of(task, tokenizer, config)
+        self._groups: dict[int, list[_Episode]] = {}
+        self._unasked: list[_Episode] = []
+        self._asked: dict[int, list[_Episode]] = {}
+        self._asks = 0
+        self._calls = DeadlineCalls(
+            seconds=config.environment_timeout, threads=config.environment_threads
+        )
+        #: What becomes of the result of a call; none for those of `close`.
+        self._awaited: dict[int, tuple[_Episode, str, Callable[[_Episode, Any], None]]] = {}
 
-    def begin(self, episodes: Sequence[_Episode]) -> None:
-        """Start the environments and render the first messages."""
-        calls = [partial(self._task.environment, e.index, e.seed) for e in episodes]
-        for episode, environment in self._called(episodes, calls, "starting the environment"):
-            episode.environment = environment
-            self._guarded(episode, partial(self._open_conversation, episode))
+    @property
+    def open(self) -> int:
+        """Groups that were begun and are not done."""
+        return len(self._groups)
 
-    def turn(self, episodes: Sequence[_Episode]) -> None:
-        """One reply in every episode, and the environments' answers."""
-        replies: list[tuple[_Episode, Reply]] = []
-        for episode, answer in zip(episodes, self._answers(episodes), strict=True):
-            if isinstance(answer, GenerationFailure):
-                episode.result = failed(answer.reason)
-            elif answer.tokens.numel() == 0:
-                episode.result = failed("empty response")
-            else:
-                reply = self._guarded(episode, partial(episode.conversation.add_reply, answer))
-                if reply is not None and answer.finish_reason == "length":
-                    episode.ending = "reply_cut"
-                elif reply is not None:
-                    replies.append((episode, reply))
-        self._step(replies)
+    def has_room(self, request: GenerationRequest, parameters: SamplingParameters) -> bool:
+        """Whether no more episodes would be open than the engine generates at once."""
+        episodes = [episode for group in self._groups.values() for episode in group]
+        alike = all(episode.parameters == parameters for episode in episodes[:1])
+        fits = len(episodes) + len(request.seeds) <= self._stream.max_batch
+        return alike and (fits or not episodes)
 
-    def score(self, episodes: Sequence[_Episode]) -> None:
-        """Ask the environments for the rewards."""
-        calls = [partial(e.environment.reward, e.ending or "done") for e in episodes]
-        for episode, reward in self._called(episodes, calls, "the environment's reward"):
-            value = as_reward(reward) if isinstance(reward, (int, float)) else None
-            if value is not None:
-                talk = episode.conversation
-                episode.result = Trajectory(
-                    talk.samples(), value, turns=talk.turns, truncated=talk.truncated
-                )
-            else:
-                episode.result = failed(
-                    f"the environment's reward is {reprlib.repr(reward)}; it must be a finite "
-                    "number"
-                )
+    def begin(
+        self, ticket: int, request: GenerationRequest, parameters: SamplingParameters
+    ) -> None:
+        """Start the environments of a group."""
+        episodes = [_Episode(request.prompt_index, seed, parameters) for seed in request.seeds]
+        self._groups[ticket] = episodes
+        for episode in episodes:
+            start = partial(self._task.environment, episode.index, episode.seed)
+            self._call(episode, start, "starting the environment", self._open)
 
-    def close(self, episodes: Sequence[_Episode]) -> None:
-        """Call `close` of every environment that has one; its failure changes no result."""
-        environments: list[Any] = [getattr(episode, "environment", None) for episode in episodes]
-        self._run([e.close for e in environments if hasattr(e, "close")])
+    def step(self) -> list[PlayedGroup]:
+        """Go on with every episode that can; the groups that are done now."""
+        self._collect(0.0)
+        while self._awaited and self._stream.lockstep:
+            self._collect(_LOOK_SECONDS)
+        self._ask()
+        if self._stream.open:
+            for number, place, answer in self._stream.step():
+                self._answered(self._asked[number][place], answer)
+        elif self._awaited:
+            self._collect(_LOOK_SECONDS)
+        return [PlayedGroup(ticket, self._take(ticket)) for ticket in self._done()]
+
+    def abort(self) -> None:
+        """Forget what is open and close its environments."""
+        self._stream.abort()
+        self._awaited.clear()
+        for group in self._groups.values():
+            for episode in group:
+                if episode.result is None:
+                    self._end(episode, failed("not finished"))
+        self._groups.clear()
+        self._unasked.clear()
+        self._asked.clear()
+
+    def finish_calls(self) -> None:
+        """Wait for the environments that are being closed."""
+        while self._calls.open:
+            self._collect(_LOOK_SECONDS)
+
+    def _done(self) -> list[int]:
+        return [
+            ticket
+            for ticket, group in self._groups.items()
+            if all(episode.result is not None for episode in group)
+        ]
+
+    def _take(self, ticket: int) -> list[Trajectory]:
+        return [e.result for e in self._groups.pop(ticket) if e.result is not None]
+
+    # -- replies
+
+    def _ask(self) -> None:
+        """Ask for the replies that are due; episodes with the same context are one request."""
+        by_context: dict[tuple[int, tuple[int, ...]], list[_Episode]] = {}
+        # In the order of the groups, whichever environment answered first.
+        due = {id(episode) for episode in self._unasked}
+        for group in self._groups.values() if due else ():
+            for episode in group:
+                if id(episode) in due:
+                    context = (episode.index, episode.conversation.context)
+                    by_context.setdefault(context, []).append(episode)
+        self._unasked.clear()
+        for (index, context), episodes in by_context.items():
+            seeds = tuple(episode.next_seed for episode in episodes)
+            self._asks += 1
+            self._asked[self._asks] = episodes
+            request = GenerationRequest(context, seeds, index)
+            self._stream.add(self._asks, request, episodes[0].parameters)
+
+    def _answered(self, episode: _Episode, answer: Answer) -> None:
+        if isinstance(answer, GenerationFailure):
+            self._end(episode, failed(answer.reason))
+        elif answer.tokens.numel() == 0:
+            self._end(episode, failed("empty response"))
+        else:
+            reply = self._guarded(episode, partial(episode.conversation.add_reply, answer))
+            if reply is not None and answer.finish_reason == "length":
+                self._score(episode, "reply_cut")
+            elif reply is not None:
+                self._step_environment(episode, reply)
+
+    # -- environments
+
+    def _open(self, episode: _Episode, environment: Environment) -> None:
+        episode.environment = environment
+        self._guarded(episode, partial(self._open_conversation, episode))
 
     def _open_conversation(self, episode: _Episode) -> None:
         messages = self._task.messages(episode.index)
         talk = Conversation(messages, self._renderer, self._task.stop_token_ids)
         episode.conversation = talk
-        if not self._fits(talk):
-            episode.result = failed(
-                f"the first context has {len(talk.context)} tokens, which leaves no room for a "
-                f"reply within --max-context-length {self._config.max_context_length}"
+        if self._fits(episode):
+            self._unasked.append(episode)
+        else:
+            self._end(
+                episode,
+                failed(
+                    f"the first context has {len(talk.context)} tokens, which leaves no room for a "
+                    f"reply within --max-context-length {self._config.max_context_length}"
+                ),
             )
 
-    def _answers(self, episodes: Sequence[_Episode]) -> list[Answer]:
-        """One answer per episode; those with the same context are one request."""
-        by_context: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-        for number, episode in enumerate(episodes):
-            by_context.setdefault((episode.index, episode.conversation.context), []).append(number)
-        seeds = [turn_seed(e.seed, e.conversation.turns) for e in episodes]
-        requests = [
-            GenerationRequest(context, tuple(seeds[n] for n in numbers), index)
-            for (index, context), numbers in by_context.items()
-        ]
-        generated = self._engine.generate(requests, self._parameters)
-        check_generations(requests, generated, self._parameters)
-        answers: dict[int, Answer] = {}
-        for numbers, group in zip(by_context.values(), generated, strict=True):
-            answers.update(zip(numbers, group, strict=True))
-        return [answers[number] for number in range(len(episodes))]
+    def _step_environment(self, episode: _Episode, reply: Reply) -> None:
+        assert episode.environment is not None
+        step = partial(episode.environment.step, reply, tuple(episode.conversation.messages))
+        self._call(episode, step, "the environment's step", self._stepped)
 
-    def _step(self, replies: Sequence[tuple[_Episode, Reply]]) -> None:
-        """Give the replies to the environments; then comes the next turn, or the end."""
-        calls = [
-            partial(episode.environment.step, reply, tuple(episode.conversation.messages))
-            for episode, reply in replies
-        ]
-        episodes = [episode for episode, _ in replies]
-        for episode, step in self._called(episodes, calls, "the environment's step"):
-            if not isinstance(step, Step):
-                episode.result = failed(
-                    f"the environment's step is a {type(step).__name__}; it must be a Step"
-                )
-            elif step.done:
-                episode.ending = "done"
-            elif episode.conversation.turns >= self._config.max_turns:
-                episode.ending = "max_turns"
+    def _stepped(self, episode: _Episode, step: Any) -> None:
+        """The next turn, or the end."""
+        if not isinstance(step, Step):
+            kind = type(step).__name__
+            self._end(episode, failed(f"the environment's step is a {kind}; it must be a Step"))
+        elif step.done:
+            self._score(episode, "done")
+        elif episode.conversation.turns >= self._config.max_turns:
+            self._score(episode, "max_turns")
+        else:
+            self._guarded(episode, partial(episode.conversation.follow, step))
+            if episode.result is not None:
+                return
+            if self._fits(episode):
+                self._unasked.append(episode)
             else:
-                self._guarded(episode, partial(episode.conversation.follow, step))
-                if episode.result is None and not self._fits(episode.conversation):
-                    episode.ending = "max_context"
+                self._score(episode, "max_context")
 
-    def _fits(self, talk: Conversation) -> bool:
+    def _score(self, episode: _Episode, ending: Ending) -> None:
+        assert episode.environment is not None
+        reward = partial(episode.environment.reward, ending)
+        self._call(episode, reward, "the environment's reward", self._scored)
+
+    def _scored(self, episode: _Episode, reward: Any) -> None:
+        value = as_reward(reward) if isinstance(reward, (int, float)) else None
+        if value is None:
+            text = reprlib.repr(reward)
+            reason = f"the environment's reward is {text}; it must be a finite number"
+            self._end(episode, failed(reason))
+            return
+        talk = episode.conversation
+        played = Trajectory(talk.samples(), value, turns=talk.turns, truncated=talk.truncated)
+        self._end(episode, played)
+
+    def _end(self, episode: _Episode, result: Trajectory) -> None:
+        """Record the result and close the environment, whose failure to do so changes nothing."""
+        episode.result = result
+        close = getattr(episode.environment, "close", None)
+        if close is not None:
+            self._calls.submit(close)
+
+    def _call(
+        self,
+        episode: _Episode,
+        call: Callable[[], Any],
+        what: str,
+        then: Callable[[_Episode, Any], None],
+    ) -> None:
+        """Make a call in a thread and go on with its result; a failure ends the episode."""
+        self._awaited[self._calls.submit(call)] = (episode, what, then)
+
+    def _collect(self, wait_seconds: float) -> None:
+        for number, result in self._calls.finished(wait_seconds):
+            awaited = self._awaited.pop(number, None)
+            if awaited is None:
+                continue
+            episode, what, then = awaited
+            if isinstance(result, CallFailure):
+                self._end(episode, failed(f"{what}: {result.reason}"))
+            else:
+                then(episode, result)
+
+    def _fits(self, episode: _Episode) -> bool:
         longest = self._config.max_context_length
-        return longest is None or (
-            len(talk.context) + self._parameters.max_response_length <= longest
-        )
+        reply = episode.parameters.max_response_length
+        return longest is None or len(episode.conversation.context) + reply <= longest
 
     def _guarded(self, episode: _Episode, action: Callable[[], T]) -> T | None:
         """`action`'s result; its exception (from template or tokenizer) fails the episode."""
         try:
             return action()
         except Exception as error:
-            episode.result = failed(f"{type(error).__name__}: {error}")
+            self._end(episode, failed(f"{type(error).__name__}: {error}"))
             return None
-
-    def _called(
-        self, episodes: Sequence[_Episode], calls: Sequence[Callable[[], T]], what: str
-    ) -> list[tuple[_Episode, T]]:
-        """The episodes whose call gave a result, with it; the others fail."""
-        results: list[tuple[_Episode, T]] = []
-        for episode, result in zip(episodes, self._run(calls), strict=True):
-            if isinstance(result, CallFailure):
-                episode.result = failed(f"{what}: {result.reason}")
-            else:
-                results.append((episode, result))
-        return results
-
-    def _run(self, calls: Sequence[Callable[[], T]]) -> list[T | CallFailure]:
-        seconds, threads = self._config.environment_timeout, self._config.environment_threads
-        return run_calls(calls, seconds=seconds, threads=threads)

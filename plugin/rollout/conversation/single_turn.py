@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from plugin.batch_types import RolloutSample
+from plugin.rollout.conversation.group_loop import PlayedGroup, play_all
 from plugin.rollout.conversation.trajectory import Trajectory, failed
 from plugin.rollout.engines.protocol import (
     Answer,
@@ -14,20 +15,56 @@ from plugin.rollout.engines.protocol import (
     GenerationRequest,
     RolloutEngine,
     SamplingParameters,
-    check_generations,
 )
+from plugin.rollout.engines.response_stream import ResponseStream
+
+
+class SingleTurnPlayer:
+    """A `Player` whose groups are done when the last of their responses is."""
+
+    def __init__(self, stream: ResponseStream) -> None:
+        self._stream = stream
+        self._groups: dict[int, tuple[GenerationRequest, dict[int, Trajectory]]] = {}
+
+    @property
+    def open(self) -> int:
+        """Groups that were begun and are not done."""
+        return len(self._groups)
+
+    def has_room(self, request: GenerationRequest, parameters: SamplingParameters) -> bool:
+        """Whether the responses would be generated at once."""
+        return self._stream.has_room(request, parameters)
+
+    def begin(
+        self, ticket: int, request: GenerationRequest, parameters: SamplingParameters
+    ) -> None:
+        """Ask for the responses to a request."""
+        self._groups[ticket] = (request, {})
+        self._stream.add(ticket, request, parameters)
+
+    def step(self) -> list[PlayedGroup]:
+        """Go on with what is open; the groups that are done now."""
+        done: list[PlayedGroup] = []
+        for ticket, place, answer in self._stream.step():
+            request, trajectories = self._groups[ticket]
+            trajectories[place] = _trajectory(request.prompt, answer)
+            if len(trajectories) == len(request.seeds):
+                del self._groups[ticket]
+                done.append(PlayedGroup(ticket, [trajectories[i] for i in sorted(trajectories)]))
+        return done
+
+    def abort(self) -> None:
+        """Forget what is open."""
+        self._groups.clear()
+        self._stream.abort()
 
 
 def run_single_turn(
     engine: RolloutEngine, requests: Sequence[GenerationRequest], parameters: SamplingParameters
 ) -> list[list[Trajectory]]:
     """For each request, one trajectory per seed; a failed generation is a failed trajectory."""
-    answers = engine.generate(requests, parameters)
-    check_generations(requests, answers, parameters)
-    return [
-        [_trajectory(request.prompt, answer) for answer in group]
-        for request, group in zip(requests, answers, strict=True)
-    ]
+    most = sum(len(request.seeds) for request in requests)
+    return play_all(SingleTurnPlayer(ResponseStream(engine, most)), requests, parameters)
 
 
 def _trajectory(prompt: tuple[int, ...], answer: Answer) -> Trajectory:

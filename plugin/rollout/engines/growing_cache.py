@@ -52,6 +52,31 @@ class GrowingLayer(DynamicLayer):
         )
         self.keys, self.values = self._keys[..., :length, :], self._values[..., :length, :]
 
+    def join(self, rows: Tensor, start: int, other: GrowingLayer, sources: Tensor) -> None:
+        """Keep `rows` [n] from position `start` on and add the rows `sources` [m] of `other`.
+
+        All end at the last position; what is shorter gets zeros in front.
+        """
+        length = max(self.get_seq_length() - start, other.get_seq_length())
+        capacity = length + max(_LEAST_ROOM, length)
+        self._keys, self._values = (
+            _aligned(mine[rows, :, start:], theirs[sources], length, capacity)
+            for mine, theirs in ((self.keys, other.keys), (self.values, other.values))
+        )
+        self.keys, self.values = self._keys[..., :length, :], self._values[..., :length, :]
+
+
+def _aligned(first: Tensor, second: Tensor, length: int, capacity: int) -> Tensor:
+    """A buffer [n + m, heads, capacity, D] with both [.., positions, D] ending at `length`."""
+    rows = len(first) + len(second)
+    buffer = first.new_empty(rows, first.shape[1], capacity, first.shape[-1])
+    for states, place in ((first, slice(0, len(first))), (second, slice(len(first), rows))):
+        begin = length - states.shape[-2]
+        # A masked position counts for nothing only if it is finite.
+        buffer[place, :, :begin] = 0
+        buffer[place, :, begin:length] = states
+    return buffer
+
 
 def _longer(held: Tensor | None, like: Tensor, capacity: int) -> Tensor:
     """A buffer [B, heads, capacity, D] that begins with what is held."""
@@ -60,6 +85,11 @@ def _longer(held: Tensor | None, like: Tensor, capacity: int) -> Tensor:
     if held is not None:
         buffer[..., : held.shape[-2], :] = held
     return buffer
+
+
+def can_join(cache: DynamicCache) -> bool:
+    """Whether rows can be added to the cache; layers that forget old positions cannot be aligned."""
+    return all(isinstance(layer, GrowingLayer) for layer in cache.layers)
 
 
 def growing_cache(config: Any) -> DynamicCache:

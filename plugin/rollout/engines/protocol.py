@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -135,6 +135,45 @@ class BroadcastEngine(RolloutEngine, Protocol):
         ...
 
 
+class Finished(NamedTuple):
+    """The response to seed number `place` of the request that was added as `ticket`."""
+
+    ticket: int
+    place: int
+    answer: Answer
+
+
+class SteppingEngine(Protocol):
+    """What a `RolloutEngine` has besides if responses join and leave between two decode steps.
+
+    An engine without these methods is asked for whole batches through `generate`. All of them are
+    called by one thread; `load_weights` may come from another, between two steps, while responses
+    are under way only with --partial-rollouts.
+    """
+
+    @property
+    def running(self) -> int:
+        """Responses that were added and have not finished."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """How many more may be added now."""
+        ...
+
+    def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
+        """Begin a request, one response per seed; those under way have the same parameters."""
+        ...
+
+    def step(self) -> Sequence[Finished]:
+        """Get every response a token further, or wait a moment for one; those that finished."""
+        ...
+
+    def abort(self) -> None:
+        """Forget the responses under way."""
+        ...
+
+
 def check_generations(
     requests: Sequence[GenerationRequest],
     answers: Sequence[Sequence[Answer]],
@@ -149,13 +188,15 @@ def check_generations(
                 f"request {number} asked for {len(request.seeds)} responses and got {len(answer)}"
             )
         for generation in answer:
-            if isinstance(generation, Generation):
-                _check_generation(number, request, generation, parameters)
+            check_answer(number, request, generation, parameters)
 
 
-def _check_generation(
-    number: int, request: GenerationRequest, generation: Generation, parameters: SamplingParameters
+def check_answer(
+    number: int, request: GenerationRequest, generation: Answer, parameters: SamplingParameters
 ) -> None:
+    """An `EngineError` that names request `number` unless the response has what was asked for."""
+    if isinstance(generation, GenerationFailure):
+        return
     length = generation.tokens.numel()
     if length > parameters.max_response_length:
         raise EngineError(
