@@ -9,7 +9,7 @@ from plugin.config import JobConfig
 from plugin.errors import TrainingError
 
 if TYPE_CHECKING:
-    from plugin.launch.rollout_queue import Group
+    from plugin.launch.groups import Group
 
 
 class DynamicSampling:

@@ -1,16 +1,13 @@
-"""Rollout engines as Ray actors, and the driver's handle on all of them."""
+"""The driver's handle on the rollout engines, which are Ray actors."""
 
 from __future__ import annotations
 
-import os
-import threading
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
-
-import numpy as np
+from typing import Any
 
 from plugin.config import JobConfig
 from plugin.errors import (
@@ -20,107 +17,23 @@ from plugin.errors import (
     EngineError,
     ParallelError,
     SenderLost,
-    TransferError,
 )
-from plugin.launch.array_transport import Arrays, rollouts_from_arrays, rollouts_to_arrays
+from plugin.launch.array_transport import rollouts_from_arrays
 from plugin.launch.console import Console
 from plugin.launch.directory_lock import OwnedDirectory
+from plugin.launch.engine_actor import ANSWERS, WEIGHTS, EngineActor
 from plugin.launch.placement import Reservation, ResourcePlan
-from plugin.launch.preflight import choose_rollouts
-from plugin.launch.remote_calls import ReportingActor, result_of, wait_for_all
+from plugin.launch.remote_calls import result_of, wait_for_all
+from plugin.launch.rollout_queue import Arrival
 from plugin.launch.trainer_actor import RankPlace
-from plugin.rollout.conversation.trajectory import Rollouts
-from plugin.rollout.engines.choice import api_key, make_engine
-from plugin.rollout.engines.protocol import (
-    BroadcastEngine,
-    EngineHealth,
-    GenerationRequest,
-    SamplingParameters,
-)
+from plugin.rollout.engines.choice import api_key
+from plugin.rollout.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters
 from plugin.rollout.engines.sleep import EnginePart
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS
 from plugin.rollout.engines.weight_stream import WeightGroup
 
 _IDLE_SECONDS = 0.2
 _LOAD_POLL_SECONDS = 0.005
-#: Ray's concurrency group of `load_weights` with --partial-rollouts.
-_WEIGHTS = "weights"
-
-
-class EngineActor(ReportingActor):
-    """The body of an engine's actor: any engine, with answers as flat arrays.
-
-    With --partial-rollouts weights are loaded in a thread of their own, while another generates.
-    """
-
-    def __init__(
-        self,
-        config: JobConfig,
-        hf_config: Mapping[str, Any],
-        name: str,
-        environment: Mapping[str, str],
-    ) -> None:
-        super().__init__()
-        os.environ.update(environment)  # before anything looks for GPUs
-        self.use_threads(config, "engine", hf_config)
-        self._reads_views = config.engine_traits.reads_views
-        self._engine = make_engine(config, hf_config, name)
-        if config.colocate and not hasattr(self._engine, "sleep"):
-            raise ConfigError(
-                f"--colocate: the engine of --rollout-engine {config.rollout_engine} cannot give "
-                "its memory to the trainer; give it sleep(level) and wake(part), or drop --colocate"
-            )
-        self._rollouts = choose_rollouts(config)
-        self._version, self._loaded = NO_WEIGHTS, threading.Condition()
-        self._half_loaded = False
-        self.health = self._engine.health
-
-    def generate(
-        self,
-        requests: Sequence[GenerationRequest],
-        parameters: SamplingParameters,
-        at_least: int = NO_WEIGHTS,
-    ) -> Arrays:
-        """One trajectory per seed of every request; no token is older than version `at_least`."""
-        with self._loaded:
-            self._loaded.wait_for(lambda: self._version >= at_least)
-        if self._half_loaded:
-            raise TransferError("the engine has half a version of the weights, and gets it again")
-        return rollouts_to_arrays(Rollouts.of(self._rollouts(self._engine, requests, parameters)))
-
-    def load_weights(self, version: int, bucket: np.ndarray, last: bool) -> None:
-        """As `RolloutEngine.load_weights`, from the object store's own memory where it can be."""
-        given: Any = bucket if self._reads_views else bucket.tobytes()
-        self._engine.load_weights(version, given, last=last)
-        if last:
-            self._note_version(version)
-
-    def weight_receivers(self) -> int:
-        """How many of the engine's workers receive weights."""
-        return cast(BroadcastEngine, self._engine).weight_receivers()
-
-    def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
-        """As `BroadcastEngine.receive_weights`."""
-        try:
-            cast(BroadcastEngine, self._engine).receive_weights(version, group, first)
-        except TransferError:
-            self._half_loaded = True
-            raise
-        self._half_loaded = False
-        self._note_version(version)
-
-    def _note_version(self, version: int) -> None:
-        with self._loaded:
-            self._version = version
-            self._loaded.notify_all()
-
-    def sleep(self, level: int) -> None:
-        """As `SleepingEngine.sleep`."""
-        self._engine.sleep(level)  # type: ignore[attr-defined]
-
-    def wake(self, part: EnginePart) -> None:
-        """As `SleepingEngine.wake`."""
-        self._engine.wake(part)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -152,13 +65,14 @@ class _Running:
 
 
 class EnginePool:
-    """Starts the engines; sends requests and weights, which each engine serves in order.
+    """Starts the engines; sends groups and weights, and receives groups as they are done.
 
-    With --partial-rollouts weights overtake requests: they have a thread of their own in the actor,
-    and requests begin with the weights that were sent before them, or newer ones.
+    A group begins with the weights that were sent before it, or newer ones. Weights wait for the
+    responses under way, not for groups that wait; with --partial-rollouts they wait for nothing.
 
-    An engine that dies, breaks or hangs is replaced by a new actor that gets the newest weights
-    before any request. Its unanswered tickets end in `ActorLost`: send their requests again.
+    At each engine that has groups one call waits for those that are done. An engine that dies,
+    breaks or hangs is replaced by a new actor that gets the newest weights before any group. What
+    it had comes back as lost: send it again.
 
     trainer_places: where the ranks are whose GPUs the engines share with --colocate
     """
@@ -183,7 +97,10 @@ class EnginePool:
         #: Gives engines without the newest weights these; None while the trainer cannot.
         self.catch_up: Callable[[], None] | None = None
         self._loads: dict[Any, tuple[int, Any]] = {}
-        self._asked: dict[Any, tuple[int, Any]] = {}
+        self._asked: dict[int, int] = {}  # ticket -> engine
+        self._tickets = itertools.count()
+        self._collects: dict[Any, tuple[int, Any]] = {}
+        self._arrived: list[Arrival] = []
         self.restarts = 0
         self._engines = [self._start(number) for number in range(config.num_rollout_engines)]
 
@@ -211,10 +128,8 @@ class EnginePool:
             root = Path(config.rollout_weights_dir)
             weights = OwnedDirectory(root, "megatron_tis_", "--rollout-weights-dir")
             config = replace(config, rollout_weights_dir=str(weights.path))
-        remote: Any = ray.remote
-        if config.partial_rollouts:
-            remote = remote(concurrency_groups={_WEIGHTS: 1})
-        body: Any = remote(EngineActor)
+        # Calls are begun in the order in which they were made, those of a group also ended.
+        body: Any = ray.remote(concurrency_groups={WEIGHTS: 1, ANSWERS: 1})(EngineActor)
         actor = body.options(
             num_cpus=self._plan.engine["CPU"],
             num_gpus=self._plan.engine.get("GPU", 0),
@@ -249,44 +164,58 @@ class EnginePool:
 
     def send(
         self, engine: int, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-    ) -> Any:
-        """A ticket for the answer of engine number `engine`."""
+    ) -> list[int]:
+        """Tickets of the groups that engine number `engine` gets."""
         actor = self._engines[engine].actor
-        arguments = [list(requests), parameters]
-        if self._config.partial_rollouts and self._newest is not None:
-            arguments.append(self._newest)
-        ticket = actor.call.remote("generate", *arguments)
-        self._asked[ticket] = (engine, actor)
-        return ticket
+        tickets = [next(self._tickets) for _ in requests]
+        at_least = NO_WEIGHTS if self._newest is None else self._newest
+        actor.call.remote("submit", tickets, list(requests), parameters, at_least)
+        self._asked |= dict.fromkeys(tickets, engine)
+        self._collect_from(engine)
+        return tickets
 
-    def finished(self, tickets: list[Any], *, wait_seconds: float) -> list[Any]:
-        """The tickets that have an answer or have failed; waits so long for the first."""
-        import ray
+    def _collect_from(self, number: int) -> None:
+        """Have one call wait at an engine that has groups."""
+        actor = self._engines[number].actor
+        if number in self._asked.values() and (number, actor) not in self._collects.values():
+            call = actor.call.options(concurrency_group=ANSWERS).remote("collect")
+            self._collects[call] = (number, actor)
 
-        self.poll()
-        if not tickets:
-            time.sleep(min(wait_seconds, _IDLE_SECONDS))
-            return []
-        wanted = 1 if wait_seconds else len(tickets)
-        return ray.wait(tickets, num_returns=wanted, timeout=wait_seconds)[0]
-
-    def answer(self, ticket: Any) -> Rollouts:
-        """The answer of a finished ticket; `ActorLost` if its engine is gone and has been replaced.
+    def receive(self, *, wait_seconds: float) -> list[Arrival]:
+        """Groups that are done, or lost with their engine; waits so long for the first.
 
         Our own errors (a wrong answer, a configuration that cannot work) are not tried again.
         """
-        if ticket not in self._asked:
-            raise ActorLost("the engine was replaced before it answered")
-        number, actor = self._asked.pop(ticket)
+        import ray
+
+        self.poll()
+        calls = list(self._collects)
+        if not calls and not self._arrived:
+            time.sleep(min(wait_seconds, _IDLE_SECONDS))
+            return []
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=0) if calls else ([], [])
+        if not done and not self._arrived and wait_seconds:
+            done, _ = ray.wait(calls, num_returns=1, timeout=wait_seconds)
+        for call in done:
+            self._receive_from(call)
+        arrivals, self._arrived = self._arrived, []
+        return arrivals
+
+    def _receive_from(self, call: Any) -> None:
+        number, actor = self._collects.pop(call)
         try:
-            answer = rollouts_from_arrays(result_of(ticket, f"engine {number}", self._console))
-        except TransferError as error:
-            raise ActorLost(str(error)) from error
+            tickets, arrays = result_of(call, f"engine {number}", self._console)
         except ParallelError as error:
             self.replace_unless_done(number, actor, str(error))
-            raise ActorLost(str(error)) from error
-        self._engines[number].failures_in_a_row = 0
-        return answer
+            return
+        if self._engines[number].actor is not actor:
+            return
+        for ticket in tickets:
+            self._asked.pop(ticket, None)
+        if tickets:
+            self._engines[number].failures_in_a_row = 0
+            self._arrived.append(Arrival(tickets, rollouts_from_arrays(arrays)))
+        self._collect_from(number)
 
     def replace(self, engine: int, reason: str) -> None:
         """End an engine and start another for it; an `EngineError` if that keeps happening."""
@@ -300,24 +229,26 @@ class EnginePool:
         old.end()
         self.restarts += 1
         self._loads = {ref: owner for ref, owner in self._loads.items() if owner[0] != engine}
-        self._asked = {ref: owner for ref, owner in self._asked.items() if owner[0] != engine}
+        self._collects = {ref: owner for ref, owner in self._collects.items() if owner[0] != engine}
+        self._asked = {ticket: owner for ticket, owner in self._asked.items() if owner != engine}
         self._engines[engine] = self._start(engine, old.failures_in_a_row + 1)
         self._load(engine)
 
     def replace_unless_done(self, number: int, actor: Any, reason: str) -> None:
-        """Both tickets of a dead engine fail; only the first one replaces it."""
-        if self._engines[number].actor is actor:
-            self.replace(number, reason)
+        """Replace an engine, whichever of its calls failed first, and report its groups as lost."""
+        if self._engines[number].actor is not actor:
+            return
+        lost = [ticket for ticket, owner in self._asked.items() if owner == number]
+        self.replace(number, reason)
+        if lost:
+            self._arrived.append(Arrival(lost, None))
 
     def begin_version(self, version: int) -> None:
         """Have all engines lack the newest weights, which are `version` from now on."""
         self._newest, self._buckets = version, []
 
     def send_weights(self, buckets: Sequence[Any]) -> None:
-        """Queue the newest weights behind what each engine is doing; `finish_loads` waits for them.
-
-        With --partial-rollouts they interrupt it.
-        """
+        """Have every engine load the newest weights when it can; `finish_loads` waits for them."""
         self._buckets = list(buckets)
         for number in range(len(self)):
             self._load(number)
@@ -330,10 +261,7 @@ class EnginePool:
             self._loads[call] = (number, actor)
 
     def _call_for_weights(self, actor: Any, method: str, *arguments: Any) -> Any:
-        call = actor.call
-        if self._config.partial_rollouts:
-            call = call.options(concurrency_group=_WEIGHTS)
-        return call.remote(method, *arguments)
+        return actor.call.options(concurrency_group=WEIGHTS).remote(method, *arguments)
 
     def lagging(self) -> list[int]:
         """Numbers of the engines that lack the newest weights; by broadcast they get them."""
@@ -358,7 +286,7 @@ class EnginePool:
             found.append((number, engine.actor, int(engine.receivers)))
         return found
 
-    def receive(self, engine: int, group: WeightGroup, first: int) -> Any:
+    def receive_weights(self, engine: int, group: WeightGroup, first: int) -> Any:
         """The call by which an engine receives the newest weights; until then it has none."""
         self._engines[engine].version = NO_WEIGHTS
         actor = self._engines[engine].actor
@@ -442,15 +370,19 @@ class EnginePool:
                 try:
                     wait_for_all([call], [f"engine {number}"], self._console, timeout=patience)
                 except ParallelError as error:
-                    self.replace(number, str(error))
+                    self.replace_unless_done(number, self._engines[number].actor, str(error))
                 else:
                     left.remove(number)
 
     def forget(self) -> None:
-        """Drop every answer and load under way: the trainer goes back to an earlier state."""
+        """Drop every group and load under way: the trainer goes back to an earlier state."""
         self._loads.clear()
         self._asked.clear()
+        self._collects.clear()
+        self._arrived.clear()
         self._newest, self._buckets = None, []
+        for engine in self._engines:
+            engine.actor.call.remote("cancel")
 
     def require_version(self, version: int) -> None:
         """An `EngineError` unless every engine generates with `version`."""

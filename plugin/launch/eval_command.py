@@ -78,10 +78,11 @@ def evaluate(
     from plugin.launch.job_paths import with_absolute_paths
     from plugin.launch.local_engine import LocalEngine, load_directory
     from plugin.launch.model_source import policy_source
-    from plugin.launch.preflight import check_lengths, choose_rollouts, evaluation_parts
+    from plugin.launch.preflight import check_lengths, choose_player, evaluation_parts
     from plugin.launch.resuming import find_source
     from plugin.launch.scoring import make_scorer, scorer_for
     from plugin.rollout.engines.choice import check_engine, make_engine
+    from plugin.rollout.engines.response_stream import ResponseStream
 
     with contextlib.ExitStack() as cleanup:
         if (source / "config.json").is_file():
@@ -105,7 +106,8 @@ def evaluate(
         with console.phase("loading the model"):
             engine = make_engine(config, policy.hf_config, "engine")
             load_directory(engine, weights)
-        engines = LocalEngine(engine, choose_rollouts(config))
+        stream = ResponseStream(engine, config.rollout_max_batch)
+        engines = LocalEngine(choose_player(config)(stream))
         with console.phase("evaluating"):
             scorer = make_scorer(config, sets[0].task)
             cleanup.callback(scorer.close)

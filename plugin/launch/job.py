@@ -24,6 +24,7 @@ from plugin.launch.batch_preparation import describe_batch, prepare_batch, witho
 from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
 from plugin.launch.evaluation import Evaluations, Evaluator, describe
+from plugin.launch.groups import Group, joined, reward_parts
 from plugin.launch.interrupts import Interrupts, ignored_interrupts
 from plugin.launch.job_paths import with_absolute_paths
 from plugin.launch.log_prob_passes import LogProbPasses
@@ -41,7 +42,7 @@ from plugin.launch.resuming import (
     find_checkpoint,
     warn_of_other_rows,
 )
-from plugin.launch.rollout_queue import Group, RolloutQueue, joined, reward_parts
+from plugin.launch.rollout_queue import RolloutQueue
 from plugin.launch.run_directory import MODEL, MODELS, check_run_dir, claimed_run_dir
 from plugin.launch.sample_log import readable_samples
 from plugin.launch.scoring import make_scorer, scorer_for

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
 
 from plugin.errors import EngineError
+from plugin.launch.rollout_queue import Arrival
 from plugin.megatron_backend.model.weight_files import HfDirectory
-from plugin.rollout.conversation.trajectory import Rollouts, Trajectory
+from plugin.rollout.conversation.group_loop import GroupLoop, Player
+from plugin.rollout.conversation.trajectory import Rollouts
 from plugin.rollout.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
 from plugin.rollout.engines.weight_buckets import pack_buckets
 
-Play = Callable[
-    [RolloutEngine, Sequence[GenerationRequest], SamplingParameters], list[list[Trajectory]]
-]
-
 
 class LocalEngine:
-    """Answers a request when somebody waits for it.
+    """Generates when somebody waits for it."""
 
-    play: how requests become trajectories, in one turn or in several
-    """
-
-    def __init__(self, engine: RolloutEngine, play: Play) -> None:
-        self._engine, self._play = engine, play
-        self._asked: dict[int, tuple[list[GenerationRequest], SamplingParameters]] = {}
-        self._tickets = 0
+    def __init__(self, player: Player) -> None:
+        self._loop = GroupLoop(player)
+        self._tickets = itertools.count()
 
     def __len__(self) -> int:
         return 1
@@ -38,20 +33,20 @@ class LocalEngine:
 
     def send(
         self, engine: int, requests: list[GenerationRequest], parameters: SamplingParameters
-    ) -> int:
-        """A ticket for the answer."""
-        self._tickets += 1
-        self._asked[self._tickets] = requests, parameters
-        return self._tickets
+    ) -> list[int]:
+        """Tickets of the groups."""
+        tickets = [next(self._tickets) for _ in requests]
+        self._loop.add(tickets, requests, parameters)
+        return tickets
 
-    def finished(self, tickets: list[int], *, wait_seconds: float) -> list[int]:
-        """The oldest ticket; its answer is generated when it is asked for."""
-        return sorted(tickets)[:1]
-
-    def answer(self, ticket: int) -> Rollouts:
-        """Generate the answer of a ticket."""
-        requests, parameters = self._asked.pop(ticket)
-        return Rollouts.of(self._play(self._engine, requests, parameters))
+    def receive(self, *, wait_seconds: float) -> list[Arrival]:
+        """The next groups that are done; generates until there are some."""
+        while not self._loop.is_idle:
+            done = self._loop.step()
+            if done:
+                rollouts = Rollouts.of([group.trajectories for group in done])
+                return [Arrival([group.ticket for group in done], rollouts)]
+        return []
 
     def replace(self, engine: int, reason: str) -> None:
         """Refuse: there is no process to replace."""

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,13 @@ from plugin.loss.separable_loss import takes_separable_head
 from plugin.observe.detectors import load_detectors
 from plugin.ppo_utils.advantages import ESTIMATORS
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
-from plugin.rollout.conversation.multi_turn import OpeningPrompts, run_multi_turn
-from plugin.rollout.conversation.single_turn import run_single_turn
-from plugin.rollout.conversation.trajectory import Trajectory
+from plugin.rollout.conversation.group_loop import Player
+from plugin.rollout.conversation.multi_turn import MultiTurnPlayer, OpeningPrompts
+from plugin.rollout.conversation.single_turn import SingleTurnPlayer
 from plugin.rollout.engines.choice import check_engine, check_engine_size
 from plugin.rollout.engines.expert_routes import RouteShape
-from plugin.rollout.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
+from plugin.rollout.engines.protocol import SamplingParameters
+from plugin.rollout.engines.response_stream import ResponseStream
 from plugin.rollout.rewards.reward_set import RewardSet, enforced_limits
 from plugin.rollout.tasks.copy_digits import CopyDigitsTask
 from plugin.rollout.tasks.dataset_task import DatasetTask
@@ -277,23 +278,18 @@ def _dataset_task(
     return DatasetTask(data, tokenizer, rewards)
 
 
-Rollouts = Callable[
-    [RolloutEngine, Sequence[GenerationRequest], SamplingParameters], list[list[Trajectory]]
-]
-
-
-def choose_rollouts(config: JobConfig) -> Rollouts:
+def choose_player(config: JobConfig) -> Callable[[ResponseStream], Player]:
     """How an engine's actor turns requests into trajectories: in one turn, or in several.
 
     Only a task of the user's own can have several; its code is loaded in the process that plays it.
     """
     if config.task_path is None:
-        return run_single_turn
+        return SingleTurnPlayer
     tokenizer = load_tokenizer(config)
     task = load_task(config, tokenizer)
     if not isinstance(task, MultiTurnTask):
-        return run_single_turn
-    return functools.partial(run_multi_turn, task=task, tokenizer=tokenizer, config=config)
+        return SingleTurnPlayer
+    return functools.partial(MultiTurnPlayer, task=task, tokenizer=tokenizer, config=config)
 
 
 def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> SamplingParameters:

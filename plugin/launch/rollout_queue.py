@@ -1,16 +1,18 @@
 """Groups of responses on their way from the task through the engines to the trainer.
 
-A group is one prompt with all its responses. Groups are sent in chunks, at most two chunks wait at
-an engine, and how many groups may be under way is bounded so that none can be older than allowed
-when its turn comes. Those that are nevertheless (an engine that fell behind) are dropped and
-counted. Responses are scored as they arrive, while others are still generated. What an engine that
-died or hung was working on is sent again as it was; a group with a failed response, or with one
-that could not be scored, is sampled again with other seeds.
+A group is one prompt with all its responses. Groups go to the engines one by one and come back as
+their last response ends; how many may be under way is bounded so that none can be older than
+allowed when its turn comes. Those that are nevertheless (an engine that fell behind) are dropped
+and counted. Responses are scored as they arrive, while others are still generated. What an engine
+that died or hung was working on is sent again as it was; a group with a failed response, or with
+one that could not be scored, is sampled again with other seeds.
 
 A synchronous batch does not depend on timing: prompts are issued in rounds, each decided by the
-results of the rounds before it, and the batch is the first groups by number. With dynamic sampling
-the groups of a round that teach nothing are dropped when the round is complete, and the next round
-refills them; asynchronous rollouts drop and refill them as they arrive.
+results of the rounds before it, and the batch is the first groups by number. An idle engine gets
+its share of a round at once and nothing else until it has answered, so that what is generated
+together follows from the round alone, and rounding with it. With dynamic sampling the groups of a
+round that teach nothing are dropped when the round is complete, and the next round refills them;
+asynchronous rollouts drop and refill them as they arrive.
 """
 
 from __future__ import annotations
@@ -18,26 +20,25 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plugin.config import JobConfig
-from plugin.errors import ActorLost, BatchError, EngineError
+from plugin.errors import BatchError, EngineError
 from plugin.launch.dynamic_sampling import DynamicSampling
-from plugin.ragged import ragged_range
-from plugin.rollout.conversation.deadline_calls import CallFailure
+from plugin.launch.group_scoring import GroupScoring, Scored
+from plugin.launch.groups import Group, Try
 from plugin.rollout.conversation.trajectory import Rollouts
 from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
-from plugin.rollout.rewards.reward_set import Score
 from plugin.rollout.rewards.scorers import DriverScorer, Scorer
 from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt
 
-_CHUNKS_PER_ENGINE = 2
+#: Responses that wait at an engine besides those that fit into its batch, in batches.
+_BATCHES_AHEAD = 1
 _POLL_SECONDS = 1.0
 #: While responses are being scored, which ends at another place.
 _SHORT_POLL_SECONDS = 0.01
@@ -47,6 +48,16 @@ _REWARD_ATTEMPTS = 3
 _STALE_ROUNDS = 4
 
 
+class Arrival(NamedTuple):
+    """Groups that came back from an engine: prompt i of `rollouts` belongs to `tickets[i]`.
+
+    rollouts: None if the engine was lost with them and has been replaced
+    """
+
+    tickets: Sequence[int]
+    rollouts: Rollouts | None
+
+
 class Engines(Protocol):
     """What the queue needs of the engines, wherever they run; see `EnginePool`, which has it."""
 
@@ -54,83 +65,19 @@ class Engines(Protocol):
     def available(self) -> list[int]: ...
     def send(
         self, engine: int, requests: list[GenerationRequest], parameters: SamplingParameters
-    ) -> Any: ...
-    def finished(self, tickets: list[Any], *, wait_seconds: float) -> list[Any]: ...
-    def answer(self, ticket: Any) -> Rollouts: ...
+    ) -> list[int]: ...
+    def receive(self, *, wait_seconds: float) -> list[Arrival]: ...
     def replace(self, engine: int, reason: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class Group:
-    """The number of a prompt, and its scored responses: trajectories `place` of `rollouts`.
+class _Sent(NamedTuple):
+    """A group that an engine has; those of one `shipment` were sent together."""
 
-    rollouts: an engine's whole answer, shared by the groups in it
-    parts: [n] float64 of every reward before its weight, by name; empty where there is only one
-        number, the task's or the environment's
-    """
-
-    index: int
-    rollouts: Rollouts
-    place: slice
-    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
-
-    @property
-    def rewards(self) -> NDArray[np.float64]:
-        """[n] float64."""
-        return self.rollouts.rewards[self.place]
-
-    @property
-    def truncated(self) -> NDArray[np.bool_]:
-        """[n] whether the responses were cut off."""
-        return self.rollouts.truncated[self.place]
-
-    @property
-    def weight_version(self) -> int:
-        """The oldest weights that any of the responses came from."""
-        return int(self.rollouts.oldest_version[self.place].min())
-
-    @property
-    def newest_of_each(self) -> int:
-        """The weights of which every response has a token, or a newer one."""
-        return int(self.rollouts.newest_version[self.place].min())
-
-
-@dataclass(frozen=True, order=True)
-class _Try:
-    """A prompt's number and how often its group has failed before."""
-
-    index: int
-    failures: int = 0
-
-
-@dataclass(frozen=True)
-class _Chunk:
     engine: int
-    tries: list[_Try]
-    prompts: list[Prompt]
-    sent: float
-
-
-@dataclass
-class _Scoring:
-    """A group whose responses are being scored; `waiting` maps tickets to trajectories."""
-
-    one_try: _Try
-    answer: Rollouts
-    place: slice
-    waiting: dict[int, int] = field(default_factory=dict)
-    scores: dict[int, Score] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-
-    def group(self) -> Group:
-        """The group, all of whose responses have been scored."""
-        names = next(iter(self.scores.values())).parts if self.scores else ()
-        places = range(self.place.start, self.place.stop)
-        parts = {
-            name: np.array([self.scores[i].parts[name] for i in places], np.float64)
-            for name in names
-        }
-        return Group(self.one_try.index, self.answer, self.place, parts)
+    shipment: int
+    one_try: Try
+    prompt: Prompt
+    time: float
 
 
 @dataclass
@@ -171,20 +118,22 @@ class RolloutQueue:
     say: Callable[[str], None] = print
     scorer: Scorer | None = None
     counts: QueueCounts = field(default_factory=QueueCounts)
-    _waiting: deque[_Try] = field(default_factory=deque)
+    _waiting: deque[Try] = field(default_factory=deque)
     _ready: deque[Group] = field(default_factory=deque)
-    _in_flight: dict[Any, _Chunk] = field(default_factory=dict)
-    _scoring: dict[int, _Scoring] = field(default_factory=dict)
+    _in_flight: dict[int, _Sent] = field(default_factory=dict)
+    _shipments: dict[int, list[Try]] = field(default_factory=dict)  # those not answered in full
+    _shipment: int = 0
     _last_answer: dict[int, float] = field(default_factory=dict)
     _dropped: dict[str, list[int]] = field(default_factory=dict)
     _batch_is_out: bool = False
     _reward_errors: list[str] = field(default_factory=list)
-    _generated: list[float] = field(default_factory=list)  # mean rewards, since the last batch
+    _generated: dict[int, float] = field(default_factory=dict)  # mean rewards, since the last batch
     _reward_generated: float = math.nan
 
     def __post_init__(self) -> None:
         self._sampling = DynamicSampling(self.config, lambda text: self.say(text))
-        self._scorer = self.scorer or DriverScorer(self.task, self.config.reward_timeout)
+        scorer = self.scorer or DriverScorer(self.task, self.config.reward_timeout)
+        self._scoring = GroupScoring(scorer)
 
     def take(self, version: int) -> list[Group]:
         """The next batch of `rollout_batch_size` groups, oldest prompts first; waits for it.
@@ -203,14 +152,14 @@ class RolloutQueue:
         batch, rest = ordered[:wanted], ordered[wanted:]
         if self._in_rounds:  # the next batch is of other weights
             self.counts.surplus += len(rest)
-            self._waiting.extend(_Try(group.index) for group in rest)
+            self._waiting.extend(Try(group.index) for group in rest)
             rest = []
         self._ready = deque(rest)
         self.counts.taken += wanted
         if self.config.dynamic_sampling:
             self.counts.kept_uniform += sum(not self._sampling.teaches(group) for group in batch)
             # In order: the last digit of a sum depends on it, and answers come in any order.
-            self._reward_generated = float(np.mean(sorted(self._generated) or [math.nan]))
+            self._reward_generated = float(np.mean(sorted(self._generated.values()) or [math.nan]))
         self._begin_rollout()
         self._batch_is_out = True
         return batch
@@ -229,13 +178,8 @@ class RolloutQueue:
     @property
     def under_way(self) -> int:
         """Groups issued and not yet taken."""
-        in_flight = sum(len(chunk.tries) for chunk in self._in_flight.values())
-        return len(self._ready) + len(self._waiting) + len(self._being_scored) + in_flight
-
-    @property
-    def _being_scored(self) -> list[_Try]:
-        by_index = {scoring.one_try.index: scoring.one_try for scoring in self._scoring.values()}
-        return list(by_index.values())
+        scored = len(self._ready) + len(self._scoring.tries)
+        return scored + len(self._waiting) + len(self._in_flight)
 
     def metrics(self) -> dict[str, float]:
         """The prompts' account so far, for metrics.jsonl, and what the last batch was chosen from.
@@ -269,8 +213,8 @@ class RolloutQueue:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the counts, and the prompts that were issued and not taken."""
-        pending = [_Try(group.index) for group in self._ready] + self._being_scored
-        pending += [t for chunk in self._in_flight.values() for t in chunk.tries] + [*self._waiting]
+        pending = [Try(group.index) for group in self._ready] + self._scoring.tries
+        pending += [sent.one_try for sent in self._in_flight.values()] + [*self._waiting]
         return {
             "counts": asdict(self.counts),
             "pending": [[t.index, t.failures] for t in sorted(pending)],
@@ -279,11 +223,11 @@ class RolloutQueue:
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to `state`: sample anew what was under way then, forget what came later."""
         self.counts = QueueCounts(**state["counts"])
-        self._waiting = deque(_Try(*pending) for pending in state["pending"])
+        self._waiting = deque(Try(*pending) for pending in state["pending"])
         self._ready.clear()
         self._in_flight.clear()
+        self._shipments.clear()
         self._scoring.clear()
-        self._scorer.forget()
         self._dropped.clear()
         self._batch_is_out = False
         self._begin_rollout()
@@ -317,24 +261,37 @@ class RolloutQueue:
 
     def _issue(self) -> None:
         """Send what waits, then new prompts, as far as the limit and the engines allow."""
+        share, most = self._shares()
         while self._waiting or self.under_way < self._limit():
-            busy = [chunk.engine for chunk in self._in_flight.values()]
-            free = [e for e in self.engines.available() if busy.count(e) < _CHUNKS_PER_ENGINE]
+            load = Counter(sent.engine for sent in self._in_flight.values())
+            # A part of a round goes to an idle engine: what is generated together is then the same
+            # however long the engines take.
+            free = [
+                e for e in self.engines.available() if load[e] < (1 if self._in_rounds else most)
+            ]
             if not free:
                 return
-            self._send_chunk(min(free, key=busy.count), self._next_tries())
+            engine = min(free, key=load.__getitem__)
+            self._send(engine, self._next_tries(min(share, most - load[engine])))
 
-    def _next_tries(self) -> list[_Try]:
-        fair = -(-self.config.rollout_batch_size // len(self.engines))
-        fits = max(1, self.config.rollout_max_batch // self.config.n_samples_per_prompt)
-        size = min(fair, fits)
+    def _shares(self) -> tuple[int, int]:
+        """Groups that are sent together, and those that an engine may have at most."""
+        config = self.config
+        if self._in_rounds:
+            share = -(-config.first_round_size(config.rollout_batch_size) // len(self.engines))
+            return share, share
+        fits = max(1, config.rollout_max_batch // config.n_samples_per_prompt)
+        share = -(-config.rollout_batch_size // len(self.engines))
+        return share, (1 + _BATCHES_AHEAD) * fits
+
+    def _next_tries(self, size: int) -> list[Try]:
         tries = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
         new = max(0, min(size, self._limit() - self.under_way) - len(tries))
         start = self.counts.issued
         self.counts.issued += new
-        return tries + [_Try(index) for index in range(start, start + new)]
+        return tries + [Try(index) for index in range(start, start + new)]
 
-    def _send_chunk(self, engine: int, tries: list[_Try]) -> None:
+    def _send(self, engine: int, tries: list[Try]) -> None:
         longest = self.config.max_prompt_length
         prompts = [checked_prompt(self.task, t.index, longest) for t in tries]
         requests = []
@@ -344,80 +301,71 @@ class RolloutQueue:
             draw = random.Random(f"{self.config.seed}/{one_try.index}{again}")
             seeds = [draw.getrandbits(62) for _ in range(self.config.n_samples_per_prompt)]
             requests.append(GenerationRequest(prompt.tokens, tuple(seeds), one_try.index))
-        ticket = self.engines.send(engine, requests, self.parameters)
-        self._in_flight[ticket] = _Chunk(engine, tries, prompts, time.monotonic())
+        self._shipment += 1
+        self._shipments[self._shipment] = []
+        now = time.monotonic()
+        tickets = self.engines.send(engine, requests, self.parameters)
+        for ticket, one_try, prompt in zip(tickets, tries, prompts, strict=True):
+            self._in_flight[ticket] = _Sent(engine, self._shipment, one_try, prompt, now)
 
     def _collect(self, *, wait: bool) -> None:
         if self._in_flight:
             long = 0.0 if not wait else _SHORT_POLL_SECONDS if self._scoring else _POLL_SECONDS
-            for ticket in self.engines.finished(list(self._in_flight), wait_seconds=long):
-                self._answered(ticket)
+            for arrival in self.engines.receive(wait_seconds=long):
+                self._arrived(arrival)
             self._replace_hung_engines()
         elif not self._scoring and wait:  # all engines are starting
-            self.engines.finished([], wait_seconds=_POLL_SECONDS)
-        self._collect_scores(_POLL_SECONDS if wait and not self._in_flight else 0.0)
+            self.engines.receive(wait_seconds=_POLL_SECONDS)
+        if self._scoring:
+            for scored in self._scoring.finished(
+                _POLL_SECONDS if wait and not self._in_flight else 0.0
+            ):
+                self._scored(scored)
 
-    def _answered(self, ticket: Any) -> None:
-        chunk = self._in_flight.pop(ticket)
-        self._last_answer[chunk.engine] = time.monotonic()
-        try:
-            answer = self.engines.answer(ticket)
-        except ActorLost:
-            self._send_again(chunk)
+    def _arrived(self, arrival: Arrival) -> None:
+        mine = [self._in_flight.pop(ticket, None) for ticket in arrival.tickets]
+        sent = [group for group in mine if group is not None]
+        for engine in {group.engine for group in sent}:
+            self._last_answer[engine] = time.monotonic()
+        if arrival.rollouts is None:
+            self._send_again(sent)
         else:
-            self._accept(chunk, answer)
+            self._accept(mine, arrival.rollouts)
+        out = {group.shipment for group in self._in_flight.values()}
+        self._shipments = {n: tries for n, tries in self._shipments.items() if n in out}
 
-    def _accept(self, chunk: _Chunk, answer: Rollouts) -> None:
+    def _accept(self, sent: Sequence[_Sent | None], answer: Rollouts) -> None:
         """Have the responses scored that carry no reward yet."""
         # Arrays of another process are read-only, and rewards are filled in here.
         answer = replace(answer, rewards=answer.rewards.copy())
-        ends = np.searchsorted(answer.groups, np.arange(len(chunk.tries) + 1))
-        for number, (one_try, prompt) in enumerate(zip(chunk.tries, chunk.prompts, strict=True)):
+        ends = np.searchsorted(answer.groups, np.arange(len(sent) + 1))
+        for number, group in enumerate(sent):
+            if group is None:  # of before a restart
+                continue
             place = slice(int(ends[number]), int(ends[number + 1]))
             errors = [error for error in answer.errors[place].tolist() if error]
             if errors:
-                self._resample_or_drop(one_try, errors)
+                self._resample_or_drop(group.one_try, errors)
                 continue
-            scoring = _Scoring(one_try, answer, place)
-            for i in range(place.start, place.stop):
-                if np.isnan(answer.rewards[i]):
-                    cut = bool(answer.truncated[i])
-                    ticket = self._scorer.submit(prompt, answer.response(i), truncated=cut)
-                    scoring.waiting[ticket] = i
-                    self._scoring[ticket] = scoring
-            if not scoring.waiting:
-                self._add_ready(scoring.group())
+            self._shipments[group.shipment].append(group.one_try)
+            ready = self._scoring.begin(group.one_try, group.prompt, answer, place)
+            if ready is not None:
+                self._add_ready(ready)
 
-    def _collect_scores(self, wait_seconds: float) -> None:
-        if not self._scoring:
-            return
-        for ticket, score in self._scorer.finished(wait_seconds=wait_seconds):
-            scoring = self._scoring.pop(ticket, None)
-            if scoring is None:  # of before a restart
-                continue
-            i = scoring.waiting.pop(ticket)
-            if isinstance(score, CallFailure):
-                scoring.failures.append(score.reason)
-            else:
-                scoring.answer.rewards[i] = score.total
-                scoring.scores[i] = score
-            if not scoring.waiting:
-                self._scored(scoring)
-
-    def _scored(self, scoring: _Scoring) -> None:
-        if scoring.failures:
-            self._count_failed_reward(scoring.failures[0])
-            self._resample_or_drop(scoring.one_try, scoring.failures, _REWARD_ATTEMPTS)
+    def _scored(self, scored: Scored) -> None:
+        if scored.failures:
+            self._count_failed_reward(scored.failures[0])
+            self._resample_or_drop(scored.one_try, scored.failures, _REWARD_ATTEMPTS)
             return
         self._reward_errors.clear()
-        self._add_ready(scoring.group())
+        self._add_ready(scored.group)
 
     def _add_ready(self, group: Group) -> None:
         """Take a scored group, or drop it if it teaches nothing.
 
         Those of a round are decided together, when all of it is there.
         """
-        self._generated.append(float(group.rewards.mean()))
+        self._generated[group.index] = float(group.rewards.mean())
         self._ready.append(group)
         dropped: list[int] = []
         if not self._in_rounds:
@@ -440,8 +388,11 @@ class RolloutQueue:
             )
 
     def _resample_or_drop(
-        self, failed: _Try, errors: list[str], default_limit: int | None = None
+        self, failed: Try, errors: list[str], default_limit: int | None = None
     ) -> None:
+        for answered in self._shipments.values():
+            if failed in answered:
+                answered.remove(failed)
         failures, limit = failed.failures + 1, self.config.max_error_reschedule_attempts
         limit = default_limit if limit is None else limit
         cause = f"{len(errors)} of {self.config.n_samples_per_prompt} responses failed: {errors[0]}"
@@ -454,27 +405,37 @@ class RolloutQueue:
         if failures & (failures - 1) == 0:
             self.say(f"prompt {failed.index} is sampled again (attempt {failures} failed); {cause}")
         self.counts.resampled += 1
-        self._waiting.append(_Try(failed.index, failures))
+        self._waiting.append(Try(failed.index, failures))
 
-    def _send_again(self, chunk: _Chunk) -> None:
-        self.counts.resent += len(chunk.tries)
-        # In order, so that what an engine lost is generated together as before: rounding depends
-        # on that.
-        self._waiting = deque(sorted([*chunk.tries, *self._waiting]))
+    def _send_again(self, lost: Sequence[_Sent]) -> None:
+        """Have what an engine lost generated once more, in order.
+
+        In rounds also what it had answered of the same shipment: rounding depends on what is
+        generated together.
+        """
+        again = {group.one_try.index: group.one_try for group in lost}
+        if self._in_rounds:
+            answered = [t for n in {group.shipment for group in lost} for t in self._shipments[n]]
+            held = {t.index for t in self._scoring.tries} | {g.index for g in self._ready}
+            again |= {t.index: t for t in answered if t.index in held}
+            self._scoring.withdraw(again.keys())
+            self._ready = deque(group for group in self._ready if group.index not in again)
+        self.counts.resent += len(again)
+        self._waiting = deque(sorted([*again.values(), *self._waiting]))
 
     def _replace_hung_engines(self) -> None:
         limit = self.config.engine_patience
         now = time.monotonic()
-        for engine in {chunk.engine for chunk in self._in_flight.values()}:
-            mine = {t: chunk for t, chunk in self._in_flight.items() if chunk.engine == engine}
-            # A chunk that waited behind another began when that one was answered.
+        for engine in {group.engine for group in self._in_flight.values()}:
+            mine = {t: group for t, group in self._in_flight.items() if group.engine == engine}
+            # One that answers is alive, however long a response takes.
             began = max(
-                min(chunk.sent for chunk in mine.values()), self._last_answer.get(engine, 0.0)
+                min(group.time for group in mine.values()), self._last_answer.get(engine, 0.0)
             )
             if now - began > limit:
-                for ticket, chunk in mine.items():
+                for ticket in mine:
                     del self._in_flight[ticket]
-                    self._send_again(chunk)
+                self._send_again(list(mine.values()))
                 self.engines.replace(engine, f"did not answer within {limit:g} s")
 
     def _require_progress(self, dropped: list[Group], version: int) -> None:
@@ -505,21 +466,3 @@ class RolloutQueue:
             return group.weight_version < version - self.config.staleness_limit
         # Older tokens are masked; the others of the response are trained on.
         return group.newest_of_each < version - limit
-
-
-def reward_parts(groups: Sequence[Group]) -> dict[str, NDArray[np.float64]]:
-    """[M] of every reward before its weight, in the order of `joined`; empty where one has none."""
-    names = groups[0].parts if all(group.parts for group in groups) else ()
-    return {name: np.concatenate([group.parts[name] for group in groups]) for name in names}
-
-
-def joined(groups: Sequence[Group]) -> Rollouts:
-    """The rollouts of all groups, numbered from 0 in their order."""
-    answers = {id(group.rollouts): group.rollouts for group in groups}
-    firsts = dict(zip(answers, np.cumsum([0, *map(len, answers.values())]), strict=False))
-    starts = np.array([firsts[id(group.rollouts)] + group.place.start for group in groups])
-    counts = np.array([group.place.stop - group.place.start for group in groups])
-    everything = Rollouts.concatenated(list(answers.values()))
-    return everything.select(
-        ragged_range(starts, counts), np.repeat(np.arange(len(groups)), counts)
-    )

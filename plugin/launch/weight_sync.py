@@ -147,7 +147,7 @@ class WeightSync:
         """Send the newest version to `members`; whether all of them have it."""
         calls: dict[Any, _Member | str] = {}
         for member in members:
-            calls[self._engines.receive(member.engine, group, member.first)] = member
+            calls[self._engines.receive_weights(member.engine, group, member.first)] = member
         calls |= self._trainer.send_weights(self.version, group)
         transfer = _Transfer(calls, self._config.step_timeout, self._console)
         while transfer.calls:

@@ -14,7 +14,8 @@ import pytest
 from plugin.config import JobConfig
 from plugin.config.reward_specs import parse_rewards
 from plugin.errors import BatchError
-from plugin.launch.rollout_queue import RolloutQueue, joined, reward_parts
+from plugin.launch.groups import joined, reward_parts
+from plugin.launch.rollout_queue import RolloutQueue
 from plugin.rollout.conversation.deadline_calls import CallFailure
 from plugin.rollout.rewards.code_tests import code_tests, network_is_blocked
 from plugin.rollout.rewards.pool import RewardPool

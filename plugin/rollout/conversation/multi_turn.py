@@ -136,7 +136,7 @@ class MultiTurnPlayer:
         self._renderer = renderer_of(task, tokenizer, config)
         self._groups: dict[int, list[_Episode]] = {}
         self._unasked: list[_Episode] = []
-        self._asked: dict[int, list[_Episode]] = {}
+        self._asked: dict[int, dict[int, _Episode]] = {}
         self._asks = 0
         self._calls = DeadlineCalls(
             seconds=config.environment_timeout, threads=config.environment_threads
@@ -174,7 +174,10 @@ class MultiTurnPlayer:
         self._ask()
         if self._stream.open:
             for number, place, answer in self._stream.step():
-                self._answered(self._asked[number][place], answer)
+                episodes = self._asked[number]
+                self._answered(episodes.pop(place), answer)
+                if not episodes:
+                    del self._asked[number]
         elif self._awaited:
             self._collect(_LOOK_SECONDS)
         return [PlayedGroup(ticket, self._take(ticket)) for ticket in self._done()]
@@ -182,7 +185,9 @@ class MultiTurnPlayer:
     def abort(self) -> None:
         """Forget what is open and close its environments."""
         self._stream.abort()
-        self._awaited.clear()
+        # What is being started has to be closed.
+        starting = {n: awaited for n, awaited in self._awaited.items() if awaited[2] == self._open}
+        self._awaited = starting
         for group in self._groups.values():
             for episode in group:
                 if episode.result is None:
@@ -222,7 +227,7 @@ class MultiTurnPlayer:
         for (index, context), episodes in by_context.items():
             seeds = tuple(episode.next_seed for episode in episodes)
             self._asks += 1
-            self._asked[self._asks] = episodes
+            self._asked[self._asks] = dict(enumerate(episodes))
             request = GenerationRequest(context, seeds, index)
             self._stream.add(self._asks, request, episodes[0].parameters)
 
@@ -242,7 +247,10 @@ class MultiTurnPlayer:
 
     def _open(self, episode: _Episode, environment: Environment) -> None:
         episode.environment = environment
-        self._guarded(episode, partial(self._open_conversation, episode))
+        if episode.result is None:
+            self._guarded(episode, partial(self._open_conversation, episode))
+        else:
+            self._end(episode, episode.result)
 
     def _open_conversation(self, episode: _Episode) -> None:
         messages = self._task.messages(episode.index)

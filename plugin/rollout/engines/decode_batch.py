@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugin.rollout.engines.growing_cache import can_join
-
 #: Rows that have left are taken out of the cache, which copies it, when they are so many of all.
 _SHARE_OF_EMPTY_ROWS = 1 / 8
 
@@ -37,8 +35,8 @@ class DecodeBatch:
 
     @property
     def is_open(self) -> bool:
-        """Whether rows can be added."""
-        return self._cache is None or can_join(self._cache)
+        """Whether rows can be added: layers that forget positions cannot be aligned."""
+        return self._cache is None or all(hasattr(layer, "join") for layer in self._cache.layers)
 
     @property
     def rows(self) -> Tensor:
@@ -105,7 +103,9 @@ class DecodeBatch:
 def _aligned_masks(first: Tensor, second: Tensor) -> Tensor:
     """[n + m, longest] of two masks, ending at the same position."""
     longest = max(first.shape[1], second.shape[1])
-    padded = [torch.nn.functional.pad(mask, (longest - mask.shape[1], 0)) for mask in (first, second)]
+    padded = [
+        torch.nn.functional.pad(mask, (longest - mask.shape[1], 0)) for mask in (first, second)
+    ]
     return torch.cat(padded)
 
 

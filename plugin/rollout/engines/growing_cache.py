@@ -87,11 +87,6 @@ def _longer(held: Tensor | None, like: Tensor, capacity: int) -> Tensor:
     return buffer
 
 
-def can_join(cache: DynamicCache) -> bool:
-    """Whether rows can be added to the cache; layers that forget old positions cannot be aligned."""
-    return all(isinstance(layer, GrowingLayer) for layer in cache.layers)
-
-
 def growing_cache(config: Any) -> DynamicCache:
     """transformers' own cache for a model; layers that keep every position get room to grow."""
     cache = DynamicCache(config=config)

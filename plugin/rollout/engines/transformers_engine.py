@@ -1,9 +1,9 @@
 """The `transformers` engine: continuous batching with a KV cache and exact log-probs, CPU or GPU.
 
 Prompts are padded on the left and read once however many responses they get; responses join and
-leave between two decode steps. Low precision or int8 weights make it disagree with the trainer the way a real
-engine does. New weights may come between two decode steps; each token is stamped with the version
-that sampled it.
+leave between two decode steps. Low precision or int8 weights make it disagree with the trainer the
+way a real engine does. New weights may come between two decode steps; each token is stamped with
+the version that sampled it.
 """
 
 from __future__ import annotations
@@ -186,9 +186,7 @@ class TransformersEngine:
             if read:
                 finished += self._sample(*map(torch.cat, zip(*read, strict=True)))
         self._generated_tokens += sum(
-            done.answer.tokens.numel()
-            for done in finished
-            if isinstance(done.answer, Generation)
+            done.answer.tokens.numel() for done in finished if isinstance(done.answer, Generation)
         )
         if not len(self._table):
             self._stop_recording()

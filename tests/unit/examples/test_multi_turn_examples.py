@@ -13,16 +13,18 @@ from plugin.config import JobConfig
 from plugin.launch.model_source import load_tokenizer
 from plugin.launch.preflight import (
     check_job,
-    choose_rollouts,
+    choose_player,
     load_task,
     sampling_parameters,
 )
 from plugin.rollout.conversation.environment_protocol import Reply
-from plugin.rollout.conversation.multi_turn import run_multi_turn
-from plugin.rollout.conversation.single_turn import run_single_turn
+from plugin.rollout.conversation.group_loop import play_all
+from plugin.rollout.conversation.multi_turn import MultiTurnPlayer, run_multi_turn
+from plugin.rollout.conversation.single_turn import SingleTurnPlayer
 from plugin.rollout.conversation.trajectory import Trajectory
 from plugin.rollout.engines.choice import make_engine
 from plugin.rollout.engines.protocol import GenerationRequest
+from plugin.rollout.engines.response_stream import ResponseStream
 from plugin.rollout.engines.weight_buckets import pack_buckets
 from tests.unit.rollout.conversation.conversations import (
     STOP,
@@ -104,9 +106,9 @@ def test_the_lookup_rewards_the_call_and_the_value() -> None:
 def test_a_multi_turn_task_passes_the_checks_of_the_driver_and_is_played_by_the_engine() -> None:
     config = lookup_job()
     parts = check_job(config)
-    rollouts = choose_rollouts(config)
-    assert isinstance(rollouts, functools.partial) and rollouts.func is run_multi_turn
-    assert choose_rollouts(JobConfig.from_sources({})) is run_single_turn
+    player = choose_player(config)
+    assert isinstance(player, functools.partial) and player.func is MultiTurnPlayer
+    assert choose_player(JobConfig.from_sources({})) is SingleTurnPlayer
     engine = make_engine(config, parts.policy.hf_config, "engine 0")
     weights = parts.policy.random_weights()
     buckets = list(pack_buckets(weights.items(), bucket_bytes=100_000))
@@ -116,7 +118,7 @@ def test_a_multi_turn_task_passes_the_checks_of_the_driver_and_is_played_by_the_
     request = GenerationRequest(
         prompt, tuple(range(1000)), 3
     )  # about 3 in 1000 random replies call
-    [group] = rollouts(engine, [request], parts.sampling)
+    [group] = play_all(player(ResponseStream(engine, 1000)), [request], parts.sampling)
     [again] = rollouts(engine, [request], parts.sampling)
     assert {t.error for t in group} == {None}
     assert {tuple(prompt_and_response(t.samples[0])[0]) for t in group} == {prompt}

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, TrainingError
-from plugin.launch.rollout_queue import RolloutQueue
+from plugin.launch.rollout_queue import Arrival, RolloutQueue
 from plugin.rollout.engines.protocol import (
     FinishReason,
     Generation,
@@ -56,21 +57,27 @@ class Equal(CopyDigitsTask):
 
 
 class InAnyOrder(DirectEngines):
-    """Answers one ticket at a time, in an order drawn from `seed`; keeps what each one asked for."""
+    """Answers one group at a time, in an order drawn from `seed`; keeps what was sent together."""
 
     def __init__(self, seed: int, engines: int) -> None:
         super().__init__([cast(Any, TwoTokens())] * engines)
         self.draw = random.Random(seed)
         self.chunks: list[tuple[int, ...]] = []
+        self.single: list[Arrival] = []
 
-    def send(self, engine: int, requests: list[Any], parameters: SamplingParameters) -> int:
+    def send(self, engine: int, requests: list[Any], parameters: SamplingParameters) -> list[int]:
         self.chunks.append(tuple(request.prompt_index for request in requests))
         return super().send(engine, requests, parameters)
 
-    def finished(self, tickets: list[int], *, wait_seconds: float) -> list[int]:
+    def receive(self, *, wait_seconds: float) -> list[Arrival]:
         self.work()
-        there = [ticket for ticket in tickets if ticket in self.answers]
-        return [self.draw.choice(there)] if there else []
+        for tickets, rollouts in self.arrived:
+            assert rollouts is not None
+            for number, ticket in enumerate(tickets):
+                places = np.flatnonzero(rollouts.groups == number)
+                self.single.append(Arrival([ticket], rollouts.select(places, 0 * places)))
+        self.arrived.clear()
+        return [self.single.pop(self.draw.randrange(len(self.single)))] if self.single else []
 
 
 def make_queue(
@@ -138,7 +145,7 @@ def test_over_sampled_groups_that_are_not_needed_are_sampled_anew_for_the_next_b
     assert [pending[0] for pending in queue.state()["pending"]] == [6, 7]
     # 6 and 7 again, with the next weights, and 6 new ones.
     assert taken(queue) == [6, 7, 8, 9]
-    assert direct.chunks[2:] == [(6, 7, 8, 9), (10, 11, 12, 13)]
+    assert direct.chunks[1:] == [tuple(range(6, 14))]
     assert adds_up(queue)
 
 

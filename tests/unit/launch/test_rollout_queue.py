@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
-from plugin.errors import ActorLost, ConfigError, EngineError
+from plugin.errors import ConfigError, EngineError
 from plugin.launch.batch_preparation import describe_batch, prepare_batch, without_old_tokens
-from plugin.launch.rollout_queue import Group, RolloutQueue, joined
+from plugin.launch.groups import Group, joined
+from plugin.launch.rollout_queue import Arrival, RolloutQueue
 from plugin.rollout.conversation.single_turn import run_single_turn
 from plugin.rollout.conversation.trajectory import Rollouts, Trajectory, failed
 from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
@@ -30,16 +31,16 @@ PARAMETERS = SamplingParameters(max_response_length=4, stop_token_ids=TASK.stop_
 
 
 class DirectEngines:
-    """Engines of this process; a ticket is answered when `work` reaches it, in order.
+    """Engines of this process; a shipment is answered when `work` reaches it, in order.
 
-    dead: tickets that end in `ActorLost`; spoiled: prompts whose next response fails, with how often
+    dead: shipments that are lost; spoiled: prompts whose next response fails, with how often
     """
 
     def __init__(self, engines: list[TransformersEngine]) -> None:
         self.engines = engines
         self.waiting: list[tuple[int, int, list[GenerationRequest], SamplingParameters]] = []
-        self.answers: dict[int, Rollouts] = {}
-        self.tickets = 0
+        self.arrived: list[Arrival] = []
+        self.tickets: dict[int, list[int]] = {}
         self.dead: set[int] = set()
         self.starting: set[int] = set()
         self.spoiled: dict[int, int] = {}
@@ -54,20 +55,30 @@ class DirectEngines:
 
     def send(
         self, engine: int, requests: list[GenerationRequest], parameters: SamplingParameters
-    ) -> int:
-        self.tickets += 1
-        self.waiting.append((self.tickets, engine, requests, parameters))
-        return self.tickets
+    ) -> list[int]:
+        shipment = len(self.tickets) + 1
+        first = sum(map(len, self.tickets.values()))
+        self.tickets[shipment] = list(range(first, first + len(requests)))
+        self.waiting.append((shipment, engine, requests, parameters))
+        return self.tickets[shipment]
 
     def work(self, engine: int | None = None) -> None:
         for item in [w for w in self.waiting if engine is None or w[1] == engine]:
-            self.waiting.remove(item)
-            ticket, number, requests, parameters = item
-            self.served += requests
-            answers = run_single_turn(self.engines[number], requests, parameters)
-            self.answers[ticket] = Rollouts.of(
-                [self._spoil(*pair) for pair in zip(requests, answers, strict=True)]
-            )
+            self.answer(item)
+
+    def answer(self, item: Any, groups: int | None = None) -> None:
+        """Answers the first `groups` of a shipment, and loses the rest."""
+        self.waiting.remove(item)
+        shipment, number, requests, parameters = item
+        tickets = self.tickets[shipment]
+        if shipment in self.dead:
+            groups = 0
+        self.served += requests
+        answers = run_single_turn(self.engines[number], requests, parameters)
+        spoiled = [self._spoil(*pair) for pair in zip(requests, answers, strict=True)]
+        self.arrived.append(Arrival(tickets[:groups], Rollouts.of(spoiled[:groups])))
+        if groups is not None:
+            self.arrived.append(Arrival(tickets[groups:], None))
 
     def _spoil(self, request: GenerationRequest, answer: list[Trajectory]) -> list[Trajectory]:
         left = self.spoiled.get(request.prompt_index, 0)
@@ -76,16 +87,11 @@ class DirectEngines:
         self.spoiled[request.prompt_index] = left - 1
         return [*answer[:-1], failed("the tool broke")]
 
-    def finished(self, tickets: list[int], *, wait_seconds: float) -> list[int]:
-        if wait_seconds and not self.answers:
+    def receive(self, *, wait_seconds: float) -> list[Arrival]:
+        if wait_seconds and not self.arrived:
             self.work()
-        return [ticket for ticket in tickets if ticket in self.answers]
-
-    def answer(self, ticket: int) -> Rollouts:
-        answer = self.answers.pop(ticket)
-        if ticket in self.dead:
-            raise ActorLost("engine died")
-        return answer
+        arrived, self.arrived = self.arrived, []
+        return arrived
 
     def replace(self, engine: int, reason: str) -> None:
         self.replaced.append((engine, reason))
@@ -291,18 +297,38 @@ def test_a_hung_engine_is_replaced_and_its_prompts_go_elsewhere() -> None:
     assert [group.index for group in queue.take(0)] == [0, 1, 2, 3]
 
 
-def test_a_chunk_that_waited_behind_another_has_its_own_deadline() -> None:
-    queue, direct = make_queue(rollout_timeout=0.3, rollout_max_batch=4)
+def test_an_engine_that_answers_is_not_taken_for_one_that_hangs() -> None:
+    queue, direct = make_queue(async_rollouts=True, rollout_timeout=0.3, rollout_max_batch=8)
     queue._issue()
-    first, second = list(queue._in_flight)
+    first, second = direct.waiting
     time.sleep(0.2)
-    item = next(w for w in direct.waiting if w[0] == first)
-    direct.waiting.remove(item)
-    direct.answers[first] = Rollouts.of(run_single_turn(direct.engines[0], item[2], item[3]))
+    direct.answer(first)
     queue._collect(wait=False)
     time.sleep(0.2)
     queue._replace_hung_engines()
-    assert not direct.replaced and second in queue._in_flight
+    assert not direct.replaced and set(direct.tickets[second[0]]) <= set(queue._in_flight)
+
+
+def test_a_synchronous_shipment_that_is_lost_in_part_is_generated_whole_as_before() -> None:
+    queue, direct = make_queue()
+    queue._issue()
+    direct.answer(direct.waiting[0], groups=3)
+    queue._collect(wait=False)
+    assert queue.under_way == 4 and [t.index for t in queue._waiting] == [0, 1, 2, 3]
+    expected = make_queue()[0].take(0)
+    groups = queue.take(0)
+    assert [r.prompt_index for r in direct.served] == 2 * [0, 1, 2, 3]
+    for name in ("unconcat_tokens", "rollout_log_probs"):
+        mine, theirs = (joined(g).batch.columns[name].values for g in (groups, expected))
+        assert torch.equal(mine, theirs)
+
+
+def test_an_asynchronous_shipment_that_is_lost_in_part_keeps_what_came() -> None:
+    queue, direct = make_queue(async_rollouts=True)
+    queue._issue()
+    direct.answer(direct.waiting[0], groups=3)
+    queue._collect(wait=False)
+    assert [t.index for t in queue._waiting] == [3] and queue.counts.resent == 1
 
 
 def test_a_group_with_a_failed_response_is_sampled_again_with_other_seeds() -> None:
