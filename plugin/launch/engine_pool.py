@@ -129,7 +129,8 @@ class EnginePool:
             weights = OwnedDirectory(root, "megatron_tis_", "--rollout-weights-dir")
             config = replace(config, rollout_weights_dir=str(weights.path))
         # Calls are begun in the order in which they were made, those of a group also ended.
-        body: Any = ray.remote(concurrency_groups={WEIGHTS: 1, ANSWERS: 1})(EngineActor)
+        remote: Any = ray.remote
+        body: Any = remote(concurrency_groups={WEIGHTS: 1, ANSWERS: 1})(EngineActor)
         actor = body.options(
             num_cpus=self._plan.engine["CPU"],
             num_gpus=self._plan.engine.get("GPU", 0),

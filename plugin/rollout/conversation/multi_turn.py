@@ -221,8 +221,8 @@ class MultiTurnPlayer:
         for group in self._groups.values() if due else ():
             for episode in group:
                 if id(episode) in due:
-                    context = (episode.index, episode.conversation.context)
-                    by_context.setdefault(context, []).append(episode)
+                    what = (episode.index, episode.conversation.context)
+                    by_context.setdefault(what, []).append(episode)
         self._unasked.clear()
         for (index, context), episodes in by_context.items():
             seeds = tuple(episode.next_seed for episode in episodes)

@@ -119,7 +119,7 @@ def test_a_multi_turn_task_passes_the_checks_of_the_driver_and_is_played_by_the_
         prompt, tuple(range(1000)), 3
     )  # about 3 in 1000 random replies call
     [group] = play_all(player(ResponseStream(engine, 1000)), [request], parts.sampling)
-    [again] = rollouts(engine, [request], parts.sampling)
+    [again] = play_all(player(ResponseStream(engine, 1000)), [request], parts.sampling)
     assert {t.error for t in group} == {None}
     assert {tuple(prompt_and_response(t.samples[0])[0]) for t in group} == {prompt}
     assert max(t.turns for t in group) > 1
