@@ -63,9 +63,9 @@ class EngineActor(ReportingActor):
         self.health = self._engine.health
         self.submit, self.cancel = self._server.submit, self._server.cancel
 
-    def collect(self) -> tuple[list[int], Arrays]:
+    def collect(self, era: int) -> tuple[list[int], Arrays]:
         """Wait for groups: their tickets, and one trajectory per seed of each."""
-        done = self._server.collect()
+        done = self._server.collect(era)
         rollouts = Rollouts.of([group.trajectories for group in done])
         return [group.ticket for group in done], rollouts_to_arrays(rollouts)
 
@@ -105,7 +105,7 @@ class GroupServer:
         self._inbox: list[tuple[Any, ...]] = []
         self._done: list[PlayedGroup] = []
         self._stepping, self._abort = False, False
-        self._canceled = 0
+        self._era = 0
         self._failure: BaseException | None = None
         threading.Thread(target=self._play, daemon=True).start()
 
@@ -121,29 +121,30 @@ class GroupServer:
             self._inbox.append((tickets, requests, parameters, at_least))
             self._turn.notify_all()
 
-    def collect(self) -> list[PlayedGroup]:
-        """The groups that are done, once there are some; none if they are canceled meanwhile.
+    def collect(self, era: int) -> list[PlayedGroup]:
+        """The groups that are done, once there are some; none if a later era has begun.
 
         Raises what ended the generation.
         """
         with self._turn:
-            canceled = self._canceled
 
             def over() -> bool:
-                return self._failure is not None or self._canceled > canceled
+                return self._failure is not None or self._era > era
 
             self._turn.wait_for(lambda: bool(self._done) or over())
             self._turn.wait_for(lambda: self._is_idle() or over(), timeout=_GATHER_SECONDS)
             self._require_alive()
+            if self._era > era:
+                return []
             done, self._done = self._done, []
             return done
 
-    def cancel(self) -> None:
-        """Forget every group, also those that are done."""
+    def cancel(self, era: int) -> None:
+        """Forget every group, also those that are done; what comes next is of `era`."""
         with self._turn:
             self._inbox.clear()
             self._done.clear()
-            self._canceled += 1
+            self._era = era
             self._abort = True
             self._turn.notify_all()
 
@@ -179,13 +180,13 @@ class GroupServer:
             while True:
                 with self._turn:
                     self._turn.wait_for(self._has_work)
-                    canceled = self._canceled
+                    era = self._era
                     self._stepping = True
                     self._take_mail()
                 done = self._loop.step()
                 with self._turn:
                     self._stepping = False
-                    if self._canceled == canceled:
+                    if self._era == era:
                         self._done += done
                     self._turn.notify_all()
         except BaseException as error:

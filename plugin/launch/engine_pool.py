@@ -101,6 +101,7 @@ class EnginePool:
         self._tickets = itertools.count()
         self._collects: dict[Any, tuple[int, Any]] = {}
         self._arrived: list[Arrival] = []
+        self._era = 0  # ends when every group is dropped
         self.restarts = 0
         self._engines = [self._start(number) for number in range(config.num_rollout_engines)]
 
@@ -179,7 +180,7 @@ class EnginePool:
         """Have one call wait at an engine that has groups."""
         actor = self._engines[number].actor
         if number in self._asked.values() and (number, actor) not in self._collects.values():
-            call = actor.call.options(concurrency_group=ANSWERS).remote("collect")
+            call = actor.call.options(concurrency_group=ANSWERS).remote("collect", self._era)
             self._collects[call] = (number, actor)
 
     def receive(self, *, wait_seconds: float) -> list[Arrival]:
@@ -382,8 +383,9 @@ class EnginePool:
         self._collects.clear()
         self._arrived.clear()
         self._newest, self._buckets = None, []
+        self._era += 1
         for engine in self._engines:
-            engine.actor.call.remote("cancel")
+            engine.actor.call.remote("cancel", self._era)
 
     def require_version(self, version: int) -> None:
         """An `EngineError` unless every engine generates with `version`."""
