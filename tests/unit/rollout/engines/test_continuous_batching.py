@@ -265,6 +265,8 @@ def test_canceled_groups_never_come_back() -> None:
     server.cancel(1)
     waiting.join(10)
     assert collected == [[]] and server.collect(0) == []
+    while engine.open:
+        time.sleep(0.001)
     ask(server, 7)
     engine.tickets.release(1)
     assert [group.ticket for group in server.collect(1)] == [7]
