@@ -13,7 +13,6 @@ from plugin.config import JobConfig
 from plugin.errors import (
     ActorLost,
     ClusterError,
-    ConfigError,
     EngineError,
     ParallelError,
     SenderLost,
