@@ -23,6 +23,7 @@ class EngineTraits:
     smallest_head_dim: of the models it can run on CPU
     reports_route_weights: with the experts of a token also what each was weighted with
     partial_rollout_modes: what it can do with responses that new weights interrupt
+    keeps_interrupted_routes: reports the routes that such a response was sampled with
     tensor_parallel: can be spread over several GPUs (--rollout-num-gpus-per-engine)
     spans_nodes: also over those of several nodes
     weight_ways: how it can get weights (--weight-sync), the best one first
@@ -40,6 +41,7 @@ class EngineTraits:
     smallest_head_dim: int = 1
     reports_route_weights: bool = True
     partial_rollout_modes: tuple[str, ...] = ()
+    keeps_interrupted_routes: bool = True
     tensor_parallel: bool = False
     spans_nodes: bool = False
     weight_ways: tuple[WeightWay, ...] = ("object-store",)
@@ -69,6 +71,8 @@ ENGINES: dict[str, EngineTraits] = {
         tensor_parallel=True,
         spans_nodes=True,
         sleeps=True,
+        partial_rollout_modes=("recompute",),
+        keeps_interrupted_routes=False,
     ),
     "http": EngineTraits(
         "plugin.rollout.engines.http_engine:make_engine",

@@ -361,9 +361,16 @@ class JobConfig(
         )
         expect(
             not self.partial_rollouts or self.partial_rollout_mode in modes,
-            f"--partial-rollout-mode {self.partial_rollout_mode}: servers do not say which tokens "
-            f"which weights sampled while they go on; --rollout-engine {engine} can "
+            f"--partial-rollout-mode {self.partial_rollout_mode}: vLLM and SGLang do not go on "
+            f"with keys and values of old weights; --rollout-engine {engine} can "
             f"{' or '.join(modes)}",
+        )
+        expect(
+            traits.keeps_interrupted_routes
+            or not (self.partial_rollouts and self.wants_rollout_routes),
+            f"--partial-rollouts with --use-rollout-routing-replay: --rollout-engine {engine} "
+            "reports the routes with which an interrupted response was read again, not those it "
+            "was sampled with; use transformers or servers, or drop one of the flags",
         )
         lowest = self.sampling_traits.lowest_temperature
         expect(

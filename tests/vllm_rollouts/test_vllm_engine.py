@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import count
 from multiprocessing import get_context
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -124,7 +125,7 @@ def test_without_the_reset_the_cached_prompt_would_give_log_probs_of_old_weights
     load(engine, hf_state_dict(vllm_config(), 0))
     assert largest_error(engine, seed=0) < 1e-4
     with monkeypatch.context() as patch:
-        patch.setattr(engine._llm, "reset_prefix_cache", lambda: True)
+        patch.setattr(engine._llm.llm_engine, "reset_prefix_cache", lambda: True)
         load(engine, hf_state_dict(vllm_config(), 1))
         assert largest_error(engine, seed=1) > 1e-2
     load(engine, hf_state_dict(vllm_config(), 0))
@@ -135,7 +136,7 @@ def test_a_cache_that_cannot_be_reset_leaves_the_engine_without_a_version(
     engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(engine._llm, "reset_prefix_cache", lambda: False)
+        patch.setattr(engine._llm.llm_engine, "reset_prefix_cache", lambda: False)
         with pytest.raises(EngineError, match="kept its prefix cache"):
             load(engine, hf_state_dict(vllm_config(), 1))
     with pytest.raises(EngineError, match="no weights"):
@@ -190,6 +191,54 @@ def test_heads_that_cpu_attention_does_not_know_are_an_error_before_the_first_to
 def test_routes_are_refused_where_this_vllm_cannot_report_them() -> None:
     with pytest.raises(ConfigError, match="cannot report the experts"):
         VllmEngine(vllm_config("qwen3_moe").to_dict(), routed_experts=True)
+
+
+def interrupted_job() -> tuple[set[int], float]:
+    """Versions of tokens, and how far log-probs are from those of the weights of their version.
+
+    A thread loads new weights while vLLM decodes.
+    """
+    config = vllm_config()
+    engine = VllmEngine(config.to_dict(), max_batch=4, interrupts=True)
+    load_version(engine, hf_state_dict(config, 0), 0)
+    parameters = SamplingParameters(temperature=0.7, max_response_length=24)
+    steps, threads, plain = 0, [], engine._llm.llm_engine.step
+
+    def arrive() -> Any:
+        nonlocal steps
+        steps += 1
+        if steps in (6, 12):
+            state, version = hf_state_dict(config, steps // 6), steps // 6
+            threads.append(Thread(target=load_version, args=(engine, state, version)))
+            threads[-1].start()
+            while not engine._pause_point._changes_waiting:
+                threads[-1].join(0.001)
+        return plain()
+
+    engine._llm.llm_engine.step = arrive
+    # More responses than fit, so that some begin after a change.
+    requests = [*REQUESTS, GenerationRequest((40, 41), (7, 8))]
+    answers = engine.generate(requests, parameters)
+    check_generations(requests, answers, parameters)
+    models, seen, furthest = [hf_model(config, seed) for seed in (0, 1, 2)], set(), 0.0
+    for request, group in zip(requests, answers, strict=True):
+        for generation in group:
+            versions = generation.token_versions()
+            assert torch.equal(versions, versions.sort().values)
+            seen |= {tuple(versions.unique().tolist())}
+            for version, model in enumerate(models):
+                expected = reference_log_probs(model, request, generation, parameters)
+                mine = versions == version
+                far = (generation.log_probs - expected).abs()[mine]
+                furthest = max(furthest, float(far.max()) if len(far) else 0.0)
+    return seen, furthest
+
+
+def test_every_token_of_an_interrupted_response_has_the_log_prob_of_its_version() -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        seen, furthest = pool.submit(interrupted_job).result()
+    assert (0, 1, 2) in seen and len(seen) > 1
+    assert furthest < 1e-4
 
 
 def largest_difference(family: str, dtype: Any) -> float:

@@ -2,8 +2,8 @@
 
 Every response is a call of its own, so servers batch as they like. A response is believed if its
 tokens and log-probs are complete and the server confirms that it still has the weights it was
-given; everything else is asked for again and finally becomes a `GenerationFailure`. No thread, task
-or connection outlives a call of this class.
+given; everything else is asked for again and finally becomes a `GenerationFailure`. No task or
+connection outlives the responses under way.
 
 With `interrupts` one thread may call `load_weights` while another generates. Servers then cut their
 running responses short, load the weights, and are asked for the rest of each: the prompt and what
@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,11 +32,13 @@ from plugin.rollout.engines.expert_routes import RouteShape, continued_routes
 from plugin.rollout.engines.protocol import (
     Answer,
     EngineHealth,
+    Finished,
     Generation,
     GenerationFailure,
     GenerationRequest,
     SamplingParameters,
 )
+from plugin.rollout.engines.response_stream import generate_by_steps
 from plugin.rollout.engines.server_answers import Ask, MalformedAnswer, WrongLogProbs
 from plugin.rollout.engines.server_calls import (
     CallRefused,
@@ -53,6 +55,8 @@ _PROBE_TIMEOUT = 10.0
 _REVIVE_SECONDS = 0.5
 _UPDATE_POLL_SECONDS = 0.02
 _LONGEST_BACKOFF = 15.0
+#: How long a step waits for a response, and how often it looks.
+_STEP_SECONDS, _LOOK_SECONDS = 0.05, 0.005
 #: Failing at once would make a driver that samples again spin while the servers restart.
 _ALL_OUT_PAUSE = 1.0
 _TOKENS_OF_A_PREFIX = 16
@@ -129,6 +133,12 @@ class HttpEngine:
         self._interrupts, self._name = interrupts, name
         self._session = partial(ServerSession, max_answer_bytes, api_key)
         self._generated_tokens = 0
+        self._events = asyncio.new_event_loop()
+        self._connection: tuple[ServerSession, asyncio.Event, asyncio.Task[None]] | None = None
+        self._new: list[tuple[int, GenerationRequest, SamplingParameters]] = []
+        self._groups: set[asyncio.Task[None]] = set()
+        self._finished: list[Finished] = []
+        self._running = 0
 
     def health(self) -> EngineHealth:
         """Version of the weights and tokens generated so far; says nothing of the servers."""
@@ -235,76 +245,144 @@ class HttpEngine:
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> list[list[Answer]]:
         """For each request, one answer per seed, in order."""
+        return generate_by_steps(self, requests, parameters)
+
+    @property
+    def running(self) -> int:
+        """Responses that were added and have not finished."""
+        return self._running
+
+    @property
+    def room(self) -> int:
+        """How many more may be asked for."""
+        return self._max_batch - self._running
+
+    def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
+        """Ask for the responses to a request at the next step; see `SteppingEngine`."""
+        self._new.append((ticket, request, parameters))
+        self._running += len(request.seeds)
+
+    def step(self) -> list[Finished]:
+        """Wait a moment for responses; those that are complete."""
         if not self._interrupts or self._ledger.version == NO_WEIGHTS:
             self._ledger.require_complete(self._name)
-        answers = asyncio.run(self._generate(requests, parameters))
+        try:
+            self._events.run_until_complete(self._advance())
+        except BaseException:
+            self.abort()
+            raise
+        finished, self._finished = self._finished, []
+        self._running -= len(finished)
+        if not self._running:
+            self._events.run_until_complete(self._disconnect())
         self._generated_tokens += sum(
-            answer.tokens.numel()
-            for group in answers
-            for answer in group
-            if isinstance(answer, Generation)
+            done.answer.tokens.numel() for done in finished if isinstance(done.answer, Generation)
         )
-        return answers
+        return finished
 
-    async def _generate(
-        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-    ) -> list[list[Answer]]:
-        async with self._session() as session:
+    def abort(self) -> None:
+        """Forget the responses under way and close their connections."""
+        self._new.clear()
+        self._events.run_until_complete(self._disconnect())
+        self._finished.clear()
+        self._running = 0
+
+    async def _advance(self) -> None:
+        """Ask for what is new, and wait until responses are complete, or for a moment."""
+        if self._connection is None:
+            session = self._session()
+            end = asyncio.Event()
             await self._revive_due(session)
-            await self._self_test(session, parameters)
-            if not self.pool.in_service:
-                await asyncio.sleep(_ALL_OUT_PAUSE)
-            end, slots = asyncio.Event(), asyncio.Semaphore(self._max_batch)
             reviver = asyncio.create_task(self._keep_reviving(session, end))
-            try:
-                groups = [self._group(session, slots, r, parameters) for r in requests]
-                return list(await asyncio.gather(*groups))
-            finally:
-                end.set()
-                await reviver
+            self._connection = (session, end, reviver)
+            self._testing = asyncio.Lock()
+        session = self._connection[0]
+        for ticket, request, parameters in self._new:
+            group = self._group(session, ticket, request, parameters)
+            self._groups.add(asyncio.create_task(group))
+        self._new.clear()
+        deadline = self._events.time() + _STEP_SECONDS
+        while not self._finished and self._events.time() < deadline:
+            done, self._groups = await asyncio.wait(
+                self._groups, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            for group_task in done:
+                group_task.result()
 
-    async def _self_test(self, session: ServerSession, parameters: SamplingParameters) -> None:
+    async def _disconnect(self) -> None:
+        for task in self._groups:
+            task.cancel()
+        await asyncio.gather(*self._groups, return_exceptions=True)
+        self._groups.clear()
+        if self._connection is not None:
+            session, end, reviver = self._connection
+            self._connection = None
+            end.set()
+            await reviver
+            await session.close()
+
+    async def _test(self, session: ServerSession, server: Server, ask: Ask) -> None:
         """Refuse a server whose log-probs are not those of the sampled distribution."""
-        test = self._dialect.self_test(parameters)
-        for server in self.pool.in_service if test is not None else ():
-            if server.tested or test is None:
-                continue
-            for attempt in range(self._retries + 1):
-                try:
-                    await session.call(server.url, test, self._request_timeout)
-                    server.tested = True
-                    break
-                except (WrongLogProbs, CallRefused) as wrong:
-                    raise ConfigError(f"--rollout-url {server.url}: {wrong}") from None
-                except (ServerTrouble, MalformedAnswer) as trouble:
-                    if attempt == self._retries:
-                        self.pool.take_out(server, str(trouble))
+        test = self._dialect.self_test(ask.parameters)
+        async with self._testing:
+            if test is None or server.tested:
+                return
+            try:
+                await session.call(server.url, test, self._request_timeout)
+            except (WrongLogProbs, CallRefused) as wrong:
+                raise ConfigError(f"--rollout-url {server.url}: {wrong}") from None
+            server.tested = True
 
     async def _group(
         self,
         session: ServerSession,
-        slots: asyncio.Semaphore,
+        ticket: int,
         request: GenerationRequest,
         parameters: SamplingParameters,
-    ) -> list[Answer]:
-        """The responses to one prompt; when one has finally failed, the others are canceled."""
+    ) -> None:
+        """Ask for the responses to one prompt; when one has finally failed, cancel the others."""
         room = self._shape.max_model_len - len(request.prompt)
+        asks = [
+            Ask(
+                request.prompt,
+                seed,
+                min(room, parameters.max_response_length),
+                parameters,
+                self._interrupts,
+            )
+            for seed in request.seeds
+        ]
         if room < 1:
             reason = (
                 f"a prompt of {len(request.prompt)} tokens leaves no room for a response in "
                 f"{self._shape.max_model_len}"
             )
-            return [GenerationFailure(reason) for _ in request.seeds]
-        max_tokens = min(room, parameters.max_response_length)
+            failure = GenerationFailure(reason)
+            self._finished += [Finished(ticket, place, failure) for place in range(len(asks))]
+            return
         # Later turns of an episode have the same prompt index and begin with the same tokens.
         prefix = (request.prompt_index, request.prompt[:_TOKENS_OF_A_PREFIX])
-
-        async def respond(seed: int) -> Answer:
-            async with slots:
-                ask = Ask(request.prompt, seed, max_tokens, parameters, self._interrupts)
-                return await self._response(session, ask, prefix)
-
-        return await _until_one_fails([respond(seed) for seed in request.seeds])
+        open_tasks = {
+            asyncio.create_task(self._response(session, ask, prefix)): place
+            for place, ask in enumerate(asks)
+        }
+        failed: GenerationFailure | None = None
+        try:
+            while open_tasks and failed is None:
+                done, _ = await asyncio.wait(open_tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    answer = task.result()
+                    self._finished.append(Finished(ticket, open_tasks.pop(task), answer))
+                    if isinstance(answer, GenerationFailure):
+                        failed = answer
+        finally:
+            for task in open_tasks:
+                task.cancel()
+            await asyncio.gather(*open_tasks, return_exceptions=True)
+        if failed is not None:
+            reason = f"not waited for: another response to this prompt failed ({failed.reason})"
+            rest = [Finished(ticket, n, GenerationFailure(reason)) for n in open_tasks.values()]
+            self._finished += rest
 
     async def _response(self, session: ServerSession, ask: Ask, prefix: Hashable) -> Answer:
         """One response, after as many attempts as it takes and is allowed.
@@ -315,11 +393,15 @@ class HttpEngine:
         """
         troubled: Server | None = None
         pieces: list[Generation] = []
-        last, attempt = "", 0
+        last, attempt, waited = "", 0, False
         while attempt <= self._retries:
             server = self.pool.pick(avoid=troubled, prefix=prefix)
             if server is None and self.pool.is_updating:
                 await asyncio.sleep(_UPDATE_POLL_SECONDS)
+                continue
+            if server is None and not waited:
+                waited = True
+                await asyncio.sleep(_ALL_OUT_PAUSE)
                 continue
             if server is None:
                 causes = "; ".join(f"{s.url}: {s.out_because}" for s in self.pool.servers)
@@ -361,6 +443,8 @@ class HttpEngine:
         label = server.label
         if label is None:
             raise Overtaken
+        if not server.tested:
+            await self._test(session, server, ask)
         call = self._dialect.generation(ask)
         version = self._weights.version_of(label)
         try:
@@ -427,23 +511,3 @@ def _joined(pieces: Sequence[Generation]) -> Generation:
         routed_experts=routes,
         sampling_mask=Ragged.concatenated(kept) if kept else None,
     )
-
-
-async def _until_one_fails(responses: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """The answers in order; after the first failure the open ones are canceled and fail too."""
-    tasks = [asyncio.create_task(response) for response in responses]
-    reason = "the call ended"
-    try:
-        for finished in asyncio.as_completed(tasks):
-            answer = await finished
-            if isinstance(answer, GenerationFailure):
-                reason = f"another response to this prompt failed ({answer.reason})"
-                break
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return [
-        GenerationFailure(f"not waited for: {reason}") if task.cancelled() else task.result()
-        for task in tasks
-    ]

@@ -21,7 +21,7 @@ import torch
 from plugin.config import JobConfig
 from plugin.rollout.engines.http_engine import HttpEngine
 from plugin.rollout.engines.model_config import with_architecture
-from plugin.rollout.engines.protocol import Answer, GenerationRequest, SamplingParameters
+from plugin.rollout.engines.protocol import Finished
 from plugin.rollout.engines.server_commands import ServerCommand, sglang_command, vllm_command
 from plugin.rollout.engines.server_dialects import ServerCall
 from plugin.rollout.engines.server_process import ServerEnded, ServerProcess, free_port
@@ -102,14 +102,12 @@ class ServedEngine(HttpEngine):
         if last and only.out_because is not None:
             raise ServerEnded(f"weight version {version}: {only.out_because}")
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-    ) -> list[list[Answer]]:
-        """As `HttpEngine.generate`; `ServerEnded` if the server is gone, before or after it."""
+    def step(self) -> list[Finished]:
+        """As `HttpEngine.step`; `ServerEnded` if the server is gone, before or after it."""
         self.server.require_alive()
-        answers = super().generate(requests, parameters)
+        finished = super().step()
         self.server.require_alive()
-        return answers
+        return finished
 
     def close(self) -> None:
         """End the server."""

@@ -51,6 +51,10 @@ class ServerSession:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
         await self._http.close()
 
     async def call(self, url: str, call: ServerCall, timeout: float) -> Any:

@@ -9,6 +9,7 @@ host memory.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import os
@@ -26,14 +27,17 @@ from plugin.config.engine_traits import ENGINES
 from plugin.errors import ConfigError, EngineError
 from plugin.rollout.engines.expert_routes import RouteShape, complete_routes
 from plugin.rollout.engines.model_config import with_architecture
+from plugin.rollout.engines.pause_point import PausePoint
 from plugin.rollout.engines.protocol import (
     Answer,
     EngineHealth,
+    Finished,
     Generation,
     GenerationFailure,
     GenerationRequest,
     SamplingParameters,
 )
+from plugin.rollout.engines.response_stream import generate_by_steps
 from plugin.rollout.engines.server_answers import MalformedAnswer, kept_rows
 from plugin.rollout.engines.sleep import EnginePart
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader, weight_ledger
@@ -66,6 +70,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> V
         tensor_parallel_size=config.rollout_num_gpus_per_engine,
         arguments=config.vllm_arguments(),
         sleeps=config.colocate,
+        interrupts=config.partial_rollouts,
         name=name,
     )
 
@@ -81,6 +86,8 @@ class VllmEngine:
     tensor_parallel_size: workers that share the model
     arguments: further ones of vLLM, by name
     sleeps: whether `sleep` will be called
+    interrupts: another thread may call `load_weights` while one generates: between two tokens
+        running responses are preempted, and read again with the new weights
     """
 
     def __init__(
@@ -95,9 +102,15 @@ class VllmEngine:
         tensor_parallel_size: int = 1,
         arguments: Mapping[str, Any] | None = None,
         sleeps: bool = False,
+        interrupts: bool = False,
         name: str = "engine",
     ) -> None:
         self._name = name
+        self._interrupts, self._max_batch = interrupts, max_batch
+        self._pause_point = PausePoint(waits=interrupts)
+        self._open: dict[str, _Response] = {}
+        self._unbegun: dict[str, _Response] = {}
+        self._failed: list[Finished] = []
         self._generated_tokens = 0
         self._ledger: WeightLoader = weight_ledger(hf_config)
         self._buckets: list[bytes] = []
@@ -113,6 +126,8 @@ class VllmEngine:
         if self._gives_memory:
             further["enable_sleep_mode"] = True
         self._llm = _build(hf_config, dtype, max_batch, self._max_model_len, reports, further)
+        if interrupts:
+            _require_interrupts(self._llm.llm_engine)
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
         """Take a bucket; see `RolloutEngine`. The last one replaces the weights."""
@@ -122,18 +137,21 @@ class VllmEngine:
         self._buckets.append(bucket)
         if not last:
             return
-        # Until vLLM has the weights, the engine has no version that it could answer for.
-        self._ledger.version = NO_WEIGHTS
-        self._replace_weights(version)
-        self._ledger.version = version
+        with self._pause_point.changing():
+            # Until vLLM has the weights, the engine has no version that it could answer for.
+            self._ledger.version = NO_WEIGHTS
+            self._replace_weights(version)
+            self._ledger.version = version
 
     def _replace_weights(self, version: int) -> None:
         buckets, self._buckets = self._buckets, []
         if not torch.cuda.is_available():
             self._llm.apply_model(_forget_expert_kernels)
         self._llm.llm_engine.collective_rpc(_reload, args=(buckets,))
-        # Cached keys and values of old weights would be taken for those of the new ones.
-        if not self._llm.reset_prefix_cache():
+        # Cached keys and values of old weights would be taken for those of the new ones. Responses
+        # under way lose theirs as well, and are read again.
+        again = {"reset_running_requests": True} if self._interrupts else {}
+        if not self._llm.llm_engine.reset_prefix_cache(**again):
             raise EngineError(
                 f"{self._name}: vLLM kept its prefix cache at the change to weight version "
                 f"{version}; no request may be running while weights are loaded"
@@ -162,35 +180,68 @@ class VllmEngine:
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> list[list[Answer]]:
         """For each request, one answer per seed, in order."""
-        self._ledger.require_complete(self._name)
+        return generate_by_steps(self, requests, parameters)
+
+    @property
+    def running(self) -> int:
+        """Responses that were added and have not finished."""
+        return len(self._open) + len(self._failed)
+
+    @property
+    def room(self) -> int:
+        """How many more may be added."""
+        return self._max_batch - self.running
+
+    def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
+        """Begin the responses to a request; see `SteppingEngine`."""
         if parameters.temperature < LOWEST_TEMPERATURE:
             raise ConfigError(
                 f"temperature {parameters.temperature} is below {LOWEST_TEMPERATURE}, to which "
                 "vLLM raises it; the log-probs would be of another distribution than the "
                 "trainer's; choose a higher one"
             )
-        prompts, sampling = [], []
-        for request in requests:
-            room = self._max_model_len - len(request.prompt)
-            for seed in request.seeds if room > 0 else ():
-                prompts.append({"prompt_token_ids": list(request.prompt)})
-                sampling.append(
-                    _sampling(seed, min(room, parameters.max_response_length), parameters)
-                )
-        outputs = iter(self._llm.generate(prompts, sampling, use_tqdm=False) if prompts else ())
-        return [
-            [
-                self._answer(request, next(outputs), parameters)
-                if len(request.prompt) < self._max_model_len
-                else GenerationFailure(
+        room = self._max_model_len - len(request.prompt)
+        for place, seed in enumerate(request.seeds):
+            if room < 1:
+                failure = GenerationFailure(
                     f"a prompt of {len(request.prompt)} tokens leaves no room for a response in "
                     f"vLLM's {self._max_model_len}; raise --max-context-length or shorten the "
                     "prompts"
                 )
-                for _ in request.seeds
-            ]
-            for request in requests
-        ]
+                self._failed.append(Finished(ticket, place, failure))
+                continue
+            sampling = _sampling(seed, min(room, parameters.max_response_length), parameters)
+            response = _Response(ticket, place, request, parameters, sampling)
+            self._unbegun[f"{ticket}-{place}"] = self._open[f"{ticket}-{place}"] = response
+
+    def step(self) -> list[Finished]:
+        """One token for every response under way; those that are complete."""
+        finished, self._failed = self._failed, []
+        if not self._open:
+            return finished
+        with self._pause_point.generating():
+            if not self._interrupts or self._ledger.version == NO_WEIGHTS:
+                self._ledger.require_complete(self._name)
+            for name, response in self._unbegun.items():
+                prompt = {"prompt_token_ids": list(response.request.prompt)}
+                self._llm.llm_engine.add_request(name, prompt, response.sampling)
+            self._unbegun.clear()
+            outputs = self._llm.llm_engine.step()
+        for output in outputs:
+            if output.finished:
+                response = self._open.pop(output.request_id)
+                answer = self._answer(response.request, output, response.parameters)
+                finished.append(Finished(response.ticket, response.place, answer))
+        return finished
+
+    def abort(self) -> None:
+        """Forget the responses under way."""
+        begun = [name for name in self._open if name not in self._unbegun]
+        if begun:
+            self._llm.llm_engine.abort_request(begun)
+        self._open.clear()
+        self._unbegun.clear()
+        self._failed.clear()
 
     def _answer(
         self, request: GenerationRequest, output: Any, parameters: SamplingParameters
@@ -198,13 +249,6 @@ class VllmEngine:
         completion = output.outputs[0]
         if completion.finish_reason not in ("stop", "length"):
             return GenerationFailure(f"vLLM ended the response with {completion.finish_reason!r}")
-        spans = getattr(completion, "weight_versions", None) or ()
-        wrong = [span for span in spans if span.version != str(self._ledger.version)]
-        if wrong:
-            raise EngineError(
-                f"{self._name}: vLLM generated with weight version {wrong[0].version}, expected "
-                f"{self._ledger.version}"
-            )
         tokens = torch.tensor(list(completion.token_ids), dtype=torch.int64)
         log_probs = routes = kept = None
         if parameters.log_probs and completion.logprobs is not None:
@@ -226,11 +270,34 @@ class VllmEngine:
         return Generation(
             tokens=tokens,
             finish_reason=completion.finish_reason,
-            weight_version=self._ledger.version,
+            weight_version=self._versions(completion),
             log_probs=log_probs,
             routed_experts=routes,
             sampling_mask=kept,
         )
+
+    def _versions(self, completion: Any) -> int | Tensor:
+        """The version of the weights that sampled every token, or [response] of each."""
+        spans = getattr(completion, "weight_versions", None) or ()
+        wrong = [span for span in spans if span.version != str(self._ledger.version)]
+        if not wrong:
+            return self._ledger.version
+        if not self._interrupts:
+            raise EngineError(
+                f"{self._name}: vLLM generated with weight version {wrong[0].version}, expected "
+                f"{self._ledger.version}"
+            )
+        return torch.cat([torch.full((s.end - s.start,), int(s.version)) for s in spans])
+
+
+class _Response(NamedTuple):
+    """A response under way, and how vLLM is asked for it."""
+
+    ticket: int
+    place: int
+    request: GenerationRequest
+    parameters: SamplingParameters
+    sampling: Any
 
 
 def mask_rows(mask: Any) -> list[list[int]] | None:
@@ -350,8 +417,19 @@ def _cpu_options(
     return {"kv_cache_memory_bytes": wanted}
 
 
+def _require_interrupts(engine: Any) -> None:
+    """A `ConfigError` unless responses can go on with new weights and say which sampled what."""
+    reset = inspect.signature(engine.reset_prefix_cache).parameters
+    if "reset_running_requests" not in reset or not hasattr(engine, "set_weight_version"):
+        raise ConfigError(
+            "--partial-rollouts: this vLLM does not say which weights sampled which token; use "
+            "vLLM 0.32 or later, or --rollout-engine transformers"
+        )
+
+
 def _sampling(seed: int, max_tokens: int, parameters: SamplingParameters) -> Any:
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         temperature=parameters.temperature,
@@ -364,6 +442,7 @@ def _sampling(seed: int, max_tokens: int, parameters: SamplingParameters) -> Any
         ignore_eos=True,
         logprobs=0 if parameters.log_probs else None,
         detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
