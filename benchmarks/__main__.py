@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import peer_environment, report
 from benchmarks.batching_bench import measure_batching
+from benchmarks.generation_bench import measure_generation
 from benchmarks.job_bench import measure_job_growth, measure_jobs
 from benchmarks.lm_head_bench import measure_lm_head
 from benchmarks.logprob_bench import measure_cases, measure_growths, measure_targets
@@ -34,6 +35,7 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "sampling-mask": measure_sampling_mask,
     "steps": measure_steps,
     "batching": measure_batching,
+    "generation": measure_generation,
     "jobs": measure_jobs,
     "job-growth": measure_job_growth,
     "grid": measure_cases,

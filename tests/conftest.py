@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadScopeScheduling
+
+try:
+    from xdist.scheduler import LoadScopeScheduling
+except ImportError:  # environments of other suites have no xdist
+    LoadScopeScheduling = object
 
 if TYPE_CHECKING:
     from tests.parallel.rank_pool import RankPool
@@ -41,6 +45,7 @@ class _Schedule(LoadScopeScheduling):
         return _OF_ONE_PROCESS.get(nodeid.rpartition("/test_")[0], nodeid)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     return _Schedule(config, log)
 

@@ -241,8 +241,23 @@ def test_old_tokens_are_masked_and_count_nowhere() -> None:
             "--max-token-staleness is 2 and --max-weight-staleness 1: no token gets that old",
         ),
         (
-            {"async_rollouts": True, "partial_rollouts": True, "rollout_engine": "vllm"},
-            "--rollout-engine vllm cannot be interrupted; use transformers",
+            {
+                "async_rollouts": True,
+                "partial_rollouts": True,
+                "partial_rollout_mode": "continue",
+                "rollout_engine": "vllm",
+            },
+            "--rollout-engine vllm can recompute",
+        ),
+        (
+            {
+                "async_rollouts": True,
+                "partial_rollouts": True,
+                "rollout_engine": "vllm",
+                "use_rollout_routing_replay": "ids",
+                "embedded_model": "qwen3_moe",
+            },
+            "--rollout-engine vllm reports the routes with which an interrupted response was read",
         ),
     ],
 )
