@@ -24,7 +24,7 @@ from benchmarks.lm_head_bench import measure_lm_head
 from benchmarks.logprob_bench import measure_cases, measure_growths, measure_targets
 from benchmarks.profile_bench import measure_profile
 from benchmarks.sampling_mask_bench import measure_sampling_mask
-from benchmarks.step_bench import measure_steps
+from benchmarks.step_bench import measure_batch_statistics, measure_steps
 
 # name -> what it measures; each takes whether to use small shapes
 PARTS: dict[str, Callable[[bool], Any]] = {
@@ -34,6 +34,7 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "lm-head": measure_lm_head,
     "sampling-mask": measure_sampling_mask,
     "steps": measure_steps,
+    "batch-statistics": measure_batch_statistics,
     "batching": measure_batching,
     "generation": measure_generation,
     "jobs": measure_jobs,

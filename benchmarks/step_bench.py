@@ -76,10 +76,32 @@ def all_steps(quick: bool) -> list[Step]:
     return [*cuts, *paths, *ranks, *large]
 
 
-def measure_steps(quick: bool) -> list[dict[str, Any]]:
+def batch_statistics_steps(quick: bool) -> list[Step]:
+    """Corrections with thresholds over the whole batch, in one process and over two data-parallel ranks."""
+    small, tokens = (TINY, 128) if quick else (SMALL, 2048)
+    rules: list[tuple[tuple[str, Any], ...]] = [
+        (("custom_tis_function_path", "plugin.ppo_utils.m2po_function"), ("m2po_threshold", 0.005)),
+        (("custom_tis_function_path", "plugin.ppo_utils.ess_tis_function"),),
+        (("tis_clip", "auto:ess=0.9"),),
+    ]
+    return [
+        Step(small, tokens, tokens // 4, ranks, settings=settings)
+        for ranks in (1, 2)
+        for settings in rules
+    ]
+
+
+def measure_batch_statistics(quick: bool) -> list[dict[str, Any]]:
+    """What looking at the whole batch before the training pass costs."""
+    return measure_steps(quick, batch_statistics_steps(quick))
+
+
+def measure_steps(quick: bool, chosen: list[Step] | None = None) -> list[dict[str, Any]]:
     """Every layout in processes of its own."""
     found = []
-    layouts = itertools.groupby(all_steps(quick), lambda step: (step.model, step.ranks, step.sizes))
+    layouts = itertools.groupby(
+        chosen or all_steps(quick), lambda step: (step.model, step.ranks, step.sizes)
+    )
     for (model, ranks, sizes), steps in layouts:
         print(f"  {model.name}, {ranks} ranks, {dict(sizes)}", file=sys.stderr, flush=True)
         found += run_in_ranks(
@@ -154,6 +176,7 @@ def _timers() -> Iterator[dict[str, float]]:
     """Adds up the time inside the functions that make up loss and hook."""
     from plugin.logprobs import fused_lm_head, separable_lm_head
     from plugin.logprobs import vocab_parallel as vocab_parallel_logprobs
+    from plugin.megatron_backend import trainer
     from plugin.megatron_backend.step import microbatch_loss
 
     spent: dict[str, float] = {}
@@ -171,6 +194,7 @@ def _timers() -> Iterator[dict[str, float]]:
     places: list[tuple[str, Any, str]] = [
         ("log-probs", microbatch_loss, "response_log_probs"),
         ("log-probs and gradient", separable_lm_head, "_to_gradient"),
+        ("whole batch", trainer, "add_batch_statistics"),
         ("loss, hook, metrics", microbatch_loss, "compute_loss"),
         ("loss, hook, metrics", microbatch_loss, "record_step"),
         ("gradient of the logits", vocab_parallel_logprobs._LogProbsAndEntropy, "backward"),

@@ -1,5 +1,6 @@
 """`megatron-tis compare DUMP...`: what every loss and correction would have done with a dump.
 
+With `--advise`: which of them to take, with reasons, as flags to paste.
 With `--routing`: what replaying the engine's routes, and their weights, does to the mismatch.
 """
 
@@ -60,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="import paths of your own mismatch detectors, comma-separated",
     )
     parser.add_argument(
+        "--advise",
+        action="store_true",
+        help="instead: the loss and correction that fit these dumps, or a run's directory, with "
+        "the reasons, as flags to paste",
+    )
+    parser.add_argument(
         "--routing",
         action="store_true",
         help="instead: mismatch KL with live routing, the engine's routes, and their weights too, "
@@ -92,6 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, print, write; an error if nothing could be read."""
     try:
+        if args.advise:
+            return _run_advice(args)
         if args.routing:
             return _run_routing(args)
         if args.hf_checkpoint is not None:
@@ -101,6 +110,26 @@ def run(args: argparse.Namespace) -> int:
         if error.filename is None:
             raise
         raise ConfigError(f"{error.filename}: {error.strerror}") from error
+    return 0
+
+
+def _run_advice(args: argparse.Namespace) -> int:
+    """Replay the candidates on a dump, or look at a run's metrics, and name one."""
+    if args.html or args.sweep or args.routing:
+        raise ConfigError("--advise prints one text; drop --html, --sweep and --routing")
+    if args.json and args.json != "-":
+        refuse_overwriting(Path(args.json), args.force)
+    from plugin.compare.advice import advice_text, advise_dump, advise_run
+
+    runs = [path for path in args.dumps if (Path(path) / "metrics.jsonl").exists()]
+    if runs and len(args.dumps) > 1:
+        raise ConfigError(f"--advise {runs[0]} is a run; give one run, or dumps alone")
+    advise = (advise_run, args.dumps[0]) if runs else (advise_dump, args.dumps)
+    advice = advise[0](advise[1], target_ess=args.target_ess)
+    text = json.dumps(advice.as_dict(), indent=1)
+    print(text if args.json == "-" else advice_text(advice))
+    if args.json and args.json != "-":
+        write_page(Path(args.json), text, force=args.force)
     return 0
 
 

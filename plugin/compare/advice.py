@@ -1,0 +1,289 @@
+"""Which loss and correction fit what a dump or a run shows, with the reason and what to expect.
+
+Of a dump every candidate is replayed on its tokens, so kept share, ESS and bias bound are measured,
+not modeled. Of a run without a dump only the metrics it recorded are known: the advice is then by
+rule, without predictions. How well the choice learns is not measured by either.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plugin.compare.dump_columns import DumpBlock
+from plugin.compare.dump_reading import open_dump
+from plugin.compare.replay import Method, MethodStatistics, replay_block
+from plugin.config import JobConfig
+from plugin.errors import BatchError
+from plugin.observe.run_record import RunRecord, read_run
+from plugin.observe.text_table import aligned
+
+#: KL (k3) per token below which engine and trainer are one policy, as the finding `uncorrected`.
+NEGLIGIBLE_KL = 1e-4
+#: A product over a sequence is usable while length x KL is below this.
+SEQUENCE_BUDGET = 0.05
+_HOOK = "plugin.ppo_utils."
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the tokens show; means are over tokens with loss.
+
+    mismatch, drift: KL (k3) of the trainer's log-probs from the engine's, of the current ones from
+        the trainer's
+    ess_share: (sum r)^2 / (N sum r^2) of exp(cur - rollout)
+    tail, rare_tail: share of tokens whose ratio to the engine is beyond 2 or 1/2, and of these the
+        share that the engine gave less than 1 %
+    staleness: mean weight versions behind, None where unknown
+    """
+
+    tokens: int
+    mismatch: float
+    drift: float
+    ess_share: float
+    tail: float
+    rare_tail: float
+    length: float
+    staleness: float | None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Flags to paste, why, and what they would have done; `expected` is empty without a dump."""
+
+    flags: list[str]
+    reasons: list[str]
+    expected: dict[str, float]
+    others: list[dict[str, Any]]
+    situation: dict[str, Any]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "command": " ".join(map(shlex.quote, self.flags))}
+
+
+def candidates(situation: Situation) -> list[tuple[Method, list[str]]]:
+    """Every method worth trying in this situation, with its flags."""
+    hooks: list[tuple[str, str, dict[str, Any]]] = [
+        *(("ppo", "vanilla_tis", {"tis_clip": clip}) for clip in (1.5, 2.0, 3.0, 5.0)),
+        ("ppo", "vanilla_tis", {"tis_clip": "auto:ess=0.9"}),
+        *(("ppo", "icepop", {"tis_clip_low": 1 / b, "tis_clip": b}) for b in (2.0, 5.0)),
+        *(("ppo", "m2po", {"m2po_threshold": value}) for value in (0.01, 0.04, 0.1)),
+        *(("ppo", "kpop", {"kpop_threshold": value}) for value in (0.05, 0.1)),
+        *(
+            ("reinforce", "off_policy_is", {"eps_clip": 1.0, "eps_clip_high": high})
+            for high in (1.0, 4.0)
+        ),
+    ]
+    losses: list[tuple[str, dict[str, Any]]] = [
+        *(("icepop", {"icepop_ratio_low": 1 / b, "icepop_ratio_high": b}) for b in (2.0, 5.0)),
+        ("dppo_tv", {"dppo_ratio_cap": 10.0}),
+        ("dppo_kl", {"dppo_ratio_cap": 10.0}),
+    ]
+    if situation.length * (situation.mismatch + situation.drift) < SEQUENCE_BUDGET:
+        losses.append(("vespo", {}))
+        hooks.append(("ppo", "sequence_tis", {}))
+    found = [
+        (Method.of(loss, hook, **settings), _flags(loss, hook, settings))
+        for loss, hook, settings in hooks
+    ]
+    return found + [(Method.of(loss, **s), _flags(loss, None, s)) for loss, s in losses]
+
+
+def advise_dump(paths: Sequence[str | Path], *, target_ess: float = 0.9) -> Advice:
+    """Replay the candidates on a dump; recommend the least biased that keeps the wanted ESS."""
+    dump = open_dump(paths)
+    situation = situation_of(block for block, _ in dump.blocks())
+    if situation.mismatch < NEGLIGIBLE_KL and situation.drift < NEGLIGIBLE_KL:
+        return Advice(
+            ["--policy-loss", "ppo", "--get-mismatch-metrics"],
+            [
+                f"KL of trainer from engine {situation.mismatch:.1e}, of the current policy from "
+                f"the trainer {situation.drift:.1e}: both below {NEGLIGIBLE_KL:g}, there is "
+                "nothing to correct; keep watching"
+            ],
+            {},
+            [],
+            vars(situation),
+        )
+    tried = [(MethodStatistics(method), flags) for method, flags in candidates(situation)]
+    for block, _ in dump.blocks():
+        replay_block(block, [statistics for statistics, _ in tried])
+    rows: list[dict[str, Any]] = [
+        {"flags": flags, "method": statistics.method.name, **statistics.summary()}
+        for statistics, flags in tried
+    ]
+    rows.sort(key=lambda row: (row["ess_share"] < target_ess, _cost(row, target_ess)))
+    best = rows[0]
+    return Advice(
+        best["flags"],
+        _reasons(situation, best, target_ess),
+        {key: best[key] for key in ("kept_share", "ess_share", "bias_bound", "clipped_share")},
+        rows[1:6],
+        vars(situation),
+    )
+
+
+def _cost(row: dict[str, Any], target: float) -> float:
+    """Bias where the ESS suffices, the missing ESS where it does not."""
+    return row["bias_bound"] if row["ess_share"] >= target else -row["ess_share"]
+
+
+def situation_of(blocks: Iterable[DumpBlock]) -> Situation:
+    """Sums over all tokens with loss."""
+    sums, samples, known_versions = np.zeros(9), 0, False
+    for block in blocks:
+        mask = block.mask
+        columns = (block.rollout, block.train, block.cur)
+        rollout, train, cur = (column[mask].astype(np.float64) for column in columns)
+        ratio = np.exp(np.clip(cur - rollout, -20, 20))
+        outside = np.abs(cur - rollout) > math.log(2)
+        behind, version = np.zeros(0), np.repeat(block.trainer_version, block.lengths)[mask]
+        if len(version) and (block.weight_versions[mask] >= 0).all() and (version >= 0).all():
+            behind, known_versions = np.maximum(version - block.weight_versions[mask], 0), True
+        sums += (
+            *(mask.sum(), _k3(rollout - train).sum(), _k3(train - cur).sum()),
+            *(ratio.sum(), np.square(ratio).sum(), outside.sum()),
+            *((outside & (rollout < math.log(0.01))).sum(), behind.sum(), len(behind)),
+        )
+        samples += len(block.lengths)
+    if not sums[0]:
+        raise BatchError("no readable token in these dumps; nothing to advise on")
+    tokens = sums[0]
+    return Situation(
+        int(tokens),
+        float(sums[1] / tokens),
+        float(sums[2] / tokens),
+        float(sums[3] ** 2 / (tokens * sums[4])),
+        float(sums[5] / tokens),
+        float(sums[6] / max(sums[5], 1.0)),
+        float(tokens / max(samples, 1)),
+        float(sums[7] / max(sums[8], 1.0)) if known_versions else None,
+    )
+
+
+def _k3(difference: np.ndarray) -> np.ndarray:
+    bounded = np.clip(difference, -20, 20)
+    return np.expm1(-bounded) + bounded
+
+
+def _reasons(situation: Situation, best: dict[str, Any], target: float) -> list[str]:
+    """The facts that speak for the choice."""
+    cause = "mismatch" if situation.mismatch >= situation.drift else "staleness within the rollout"
+    reasons = [
+        f"KL of trainer from engine {situation.mismatch:.1e}, of the current policy from the "
+        f"trainer {situation.drift:.1e}: mostly {cause}"
+    ]
+    if situation.staleness:
+        reasons.append(f"tokens are {situation.staleness:.1f} weight versions old on average")
+    if situation.tail > 0.001:
+        reasons.append(
+            f"{situation.tail:.1%} of the tokens have a ratio beyond 2 or 1/2, "
+            f"{situation.rare_tail:.0%} of them rare ones (below 1 % in the engine)"
+        )
+    budget = situation.length * (situation.mismatch + situation.drift)
+    if budget >= SEQUENCE_BUDGET:
+        reasons.append(
+            f"length x KL is {budget:.2f}: weights of whole sequences would collapse, so only "
+            "token-level methods were tried"
+        )
+    if best["ess_share"] >= target:
+        reasons.append(f"the least biased of those that keep an ESS of {target:g} of the tokens")
+    else:
+        reasons.append(f"nothing tried keeps an ESS of {target:g}; this one keeps the most")
+    return reasons
+
+
+def advise_run(run_dir: str | Path, *, target_ess: float = 0.9) -> Advice:
+    """From a run: by its dump if it has one, else by the metrics it recorded."""
+    record = read_run(run_dir)
+    config = record.job_config()
+    advice: Advice
+    if config is not None and config.dump_log_probs and Path(config.dump_log_probs).is_dir():
+        advice = advise_dump([config.dump_log_probs], target_ess=target_ess)
+    else:
+        advice = _by_rule(record)
+    return _with_settings(advice, config)
+
+
+def _by_rule(record: RunRecord) -> Advice:
+    """The rules of docs/which_correction.md on the last steps' metrics."""
+    if not record.steps:
+        raise BatchError(f"{record.path} has no step yet; nothing to advise on")
+
+    def mean(name: str) -> float | None:
+        values = [s[name] for s in record.steps[-20:] if isinstance(s.get(name), (int, float))]
+        return sum(values) / len(values) if values else None
+
+    kl, staleness = mean("mismatch_kl"), mean("staleness") or 0.0
+    if kl is None:
+        raise BatchError(f"{record.path} recorded no mismatch_kl; run with --get-mismatch-metrics")
+    reasons = [f"mismatch_kl {kl:.1e}, staleness {staleness:.1f}: means of the last steps"]
+    if kl < NEGLIGIBLE_KL and staleness == 0:
+        flags = ["--policy-loss", "ppo", "--get-mismatch-metrics"]
+        reasons.append(f"below {NEGLIGIBLE_KL:g}: nothing to correct")
+    elif staleness > 8:
+        flags = _flags("ppo", "m2po", {})
+        reasons.append("very stale data: drop as many outliers as the second moment demands")
+    elif staleness > 0:
+        flags = _flags("reinforce", "off_policy_is", {"eps_clip": 1.0, "eps_clip_high": 1.0})
+        reasons.append("stale by a few versions: one weight, cur / rollout, corrects both")
+    else:
+        flags = _flags("ppo", "vanilla_tis", {"tis_clip": "auto:ess=0.9"})
+        reasons.append("mismatch alone: token weights with a bound that follows the batch")
+    reasons.append("by rule: without a dump (--dump-log-probs) nothing can be predicted")
+    return Advice(flags, reasons, {}, [], {"mismatch_kl": kl, "staleness": staleness})
+
+
+def _with_settings(advice: Advice, config: JobConfig | None) -> Advice:
+    """What a run's settings leave uncorrected whatever the loss."""
+    if config is None:
+        return advice
+    flags, reasons = list(advice.flags), list(advice.reasons)
+    if config.truncates_sampling and not config.replays_sampling_mask:
+        flags += ["--use-rollout-sampling-mask"]
+        reasons.append(
+            "sampling is truncated (top-p or top-k) and the kept ids are not replayed: the ratio "
+            "is of two different distributions"
+        )
+    if "moe" in str(config.embedded_model) and not config.replays_routes:
+        flags += ["--use-rollout-routing-replay"]
+        reasons.append("a MoE model without replayed routes: other experts are another function")
+    return Advice(flags, reasons, advice.expected, advice.others, advice.situation)
+
+
+def _flags(loss: str, hook: str | None, settings: dict[str, Any]) -> list[str]:
+    flags = ["--policy-loss", loss]
+    if hook is not None:
+        flags += ["--use-tis"]
+        if hook != "vanilla_tis":
+            flags += ["--custom-tis-function-path", f"{_HOOK}{hook}_function"]
+    for name, value in settings.items():
+        shown = value if isinstance(value, str) else f"{value:g}"
+        flags += ["--" + name.replace("_", "-"), shown]
+    return flags
+
+
+def advice_text(advice: Advice) -> str:
+    """For a person: the flags, why, what to expect, and what came next."""
+    lines = [" ".join(map(shlex.quote, advice.flags)), ""]
+    lines += [f"- {reason}" for reason in advice.reasons]
+    if advice.expected:
+        found = advice.expected
+        lines.append(
+            f"- on these tokens: keeps {found['kept_share']:.1%}, clips "
+            f"{found['clipped_share']:.1%}, ESS/N {found['ess_share']:.3f}, bias bound "
+            f"{found['bias_bound']:.3f}"
+        )
+    if advice.others:
+        table = [["next best", "kept", "ESS/N", "bias bound"]]
+        for row in advice.others:
+            numbers = (row["kept_share"], row["ess_share"], row["bias_bound"])
+            table.append([" ".join(row["flags"]), *(f"{value:.3f}" for value in numbers)])
+        lines += ["", *aligned(table)]
+    return "\n".join(lines)

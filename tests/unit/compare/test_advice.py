@@ -1,0 +1,118 @@
+"""`compare --advise`: what is recommended for dumps whose policies are known, and for runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plugin import cli
+from plugin.compare.advice import advise_dump, advise_run, candidates, situation_of
+from plugin.config import LossConfig
+from plugin.errors import BatchError
+
+
+def write_dump(
+    path: Path, *, mismatch: float = 0.0, drift: float = 0.0, tail: float = 0.0, length: int = 40
+) -> Path:
+    """100 samples: engine, trainer (its log-probs plus noise), current policy (plus more), a share of outliers."""
+    draw = np.random.default_rng(0)
+    lines = []
+    for _ in range(100):
+        rollout = -3 * draw.random(length) - 0.5
+        train = rollout + mismatch * draw.standard_normal(length)
+        train = np.where(
+            draw.random(length) < tail, rollout + draw.choice([-3.0, 3.0], length), train
+        )
+        cur = train + drift * draw.standard_normal(length)
+        columns = {"rollout_log_probs": rollout, "log_probs": train, "cur_log_probs": cur}
+        line: dict[str, Any] = {name: np.minimum(v, -1e-6).tolist() for name, v in columns.items()}
+        line |= {"advantages": [float(draw.standard_normal())] * length}
+        lines.append(json.dumps({**line, "loss_mask": [1] * length}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_where_the_policies_agree_nothing_is_corrected(tmp_path: Path) -> None:
+    advice = advise_dump([write_dump(tmp_path / "d.jsonl", mismatch=1e-3)])
+    assert advice.flags == ["--policy-loss", "ppo", "--get-mismatch-metrics"]
+    assert "nothing to correct" in advice.reasons[0]
+
+
+def test_a_mismatch_gets_the_least_biased_correction_that_keeps_its_ess(tmp_path: Path) -> None:
+    dump = write_dump(tmp_path / "d.jsonl", mismatch=0.1, tail=0.02)
+    advice = advise_dump([dump], target_ess=0.9)
+    assert advice.expected["ess_share"] >= 0.9 and advice.expected["bias_bound"] < 0.2
+    assert "mostly mismatch" in advice.reasons[0]
+    # What came next, with enough ESS, is not less biased.
+    for row in advice.others:
+        enough = row["ess_share"] >= 0.9
+        assert not enough or row["bias_bound"] >= advice.expected["bias_bound"]
+    # The flags are those of a configuration that exists.
+    parser = __import__("argparse").ArgumentParser()
+    LossConfig.add_arguments(parser)
+    LossConfig.from_sources(vars(parser.parse_args(advice.flags)))
+
+
+def test_drift_is_told_from_mismatch(tmp_path: Path) -> None:
+    advice = advise_dump([write_dump(tmp_path / "d.jsonl", mismatch=0.01, drift=0.15)])
+    assert "mostly staleness" in advice.reasons[0]
+
+
+def test_sequence_weights_are_tried_only_where_length_times_kl_is_small(tmp_path: Path) -> None:
+    from plugin.compare.dump_reading import open_dump
+
+    names = []
+    for length, mismatch in ((4, 0.05), (400, 0.1)):
+        dump = open_dump(
+            [write_dump(tmp_path / f"{length}.jsonl", mismatch=mismatch, length=length)]
+        )
+        situation = situation_of(block for block, _ in dump.blocks())
+        names.append({method.name for method, _ in candidates(situation)})
+    assert "vespo" in names[0] and "vespo" not in names[1]
+
+
+def write_run(path: Path, steps: list[dict[str, float]]) -> Path:
+    path.mkdir()
+    lines = [json.dumps({"step": i + 1, **step}) for i, step in enumerate(steps)]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kl", "staleness", "expected"),
+    [
+        (1e-6, 0.0, "--get-mismatch-metrics"),
+        (1e-2, 0.0, "auto:ess=0.9"),
+        (1e-2, 2.0, "plugin.ppo_utils.off_policy_is_function"),
+        (1e-2, 20.0, "plugin.ppo_utils.m2po_function"),
+    ],
+)
+def test_a_run_without_a_dump_is_advised_by_rule(
+    tmp_path: Path, kl: float, staleness: float, expected: str
+) -> None:
+    run = write_run(tmp_path / "run", [{"mismatch_kl": kl, "staleness": staleness}] * 3)
+    advice = advise_run(run)
+    assert expected in advice.flags and not advice.expected
+    assert "nothing can be predicted" in advice.reasons[-1]
+
+
+def test_a_run_that_measured_nothing_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(BatchError, match="--get-mismatch-metrics"):
+        advise_run(write_run(tmp_path / "run", [{"loss": 1.0}]))
+
+
+def test_the_command_prints_flags_to_paste(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump = write_dump(tmp_path / "d.jsonl", mismatch=0.1, tail=0.02)
+    assert cli.main(["compare", "--advise", str(dump)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("--policy-loss ") and "bias bound" in printed
+    assert cli.main(["compare", "--advise", "--json", "-", str(dump)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["command"].split() == found["flags"] and found["situation"]["tokens"] == 4000
+    assert cli.main(["compare", "--advise", "--html", str(tmp_path / "x.html"), str(dump)]) == 2
