@@ -174,7 +174,9 @@ def _k3(difference: np.ndarray) -> np.ndarray:
 
 def _reasons(situation: Situation, best: dict[str, Any], target: float) -> list[str]:
     """The facts that speak for the choice."""
-    cause = "mismatch" if situation.mismatch >= situation.drift else "staleness within the rollout"
+    cause = "mismatch and the engine's older weights" if situation.staleness else "mismatch"
+    if situation.mismatch < situation.drift:
+        cause = "staleness within the rollout"
     reasons = [
         f"KL of trainer from engine {situation.mismatch:.1e}, of the current policy from the "
         f"trainer {situation.drift:.1e}: mostly {cause}"
