@@ -168,7 +168,11 @@ def _rescale(gradient: torch.Tensor, arriving: torch.Tensor, expected: float) ->
         from plugin.logprobs.kernels.triton_rows import scale_unless_one
 
         scale_unless_one(gradient, ratio.float(), _ROUNDING)
+    elif gradient.device.type != "cpu":
+        # A loss that failed: 0, also where the gradient is not finite.
+        scaled = torch.where(ratio == 0.0, 0.0, gradient * ratio.to(gradient.dtype))
+        gradient.copy_(torch.where((ratio - 1.0).abs() > _ROUNDING, scaled, gradient))
     elif float(ratio) == 0.0:
-        gradient.zero_()  # a loss that failed: 0, also where the gradient is not finite
+        gradient.zero_()  # as above
     elif abs(float(ratio) - 1.0) > _ROUNDING:
         gradient.mul_(ratio.to(gradient.dtype))
