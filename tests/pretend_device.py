@@ -54,6 +54,16 @@ class PretendTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"PretendTensor({list(self.shape)}, {self.dtype})"
 
+    @property  # type: ignore[misc]
+    def data(self) -> PretendTensor:  # type: ignore[override]
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: PretendTensor) -> None:
+        # Megatron gives a tensor the memory of another one this way.
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.held = value.held
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 

@@ -92,6 +92,14 @@ class PackedLayout(PackedSeqParams):
             gathered_positions=torch.from_numpy(np.concatenate(by_rank)).to(device),
         )
 
+    def to(self, device: torch.device | str) -> PackedLayout:
+        """The same layout with its tensors on `device`."""
+        return PackedLayout(
+            positions=self.positions.to(device, non_blocking=True),
+            sample_ids=self.sample_ids.to(device, non_blocking=True),
+            gathered_positions=self.gathered_positions.to(device, non_blocking=True),
+        )
+
     @cached_property
     def visible(self) -> Tensor:
         """[S_local, cp * S_local] bool: the gathered tokens that each local one attends to."""

@@ -86,7 +86,7 @@ def prepare(
             device=device,
         )
         with_loss = inputs.shards.local(microbatch.batch.columns["loss_masks"]).cpu() != 0
-        rows = inputs.rows.cpu()
+        rows = inputs.host_rows
         response_rows = torch.zeros(inputs.tokens.numel(), dtype=torch.bool)
         loss_rows = response_rows.clone()
         response_rows[rows], loss_rows[rows] = True, with_loss

@@ -40,6 +40,7 @@ class ModelInputs:
         positions in the sample are `position_ids`
     rows: [R] int64, index into the flattened [B * S_local] output of the row that predicts each
         local response token; targets: [R] int64, those tokens
+    host_rows: `rows` on the CPU
     shards: which response tokens of which sample these are
     """
 
@@ -48,6 +49,7 @@ class ModelInputs:
     packed_seq_params: Any
     sample_ids: Tensor
     rows: Tensor
+    host_rows: Tensor
     targets: Tensor
     shards: SequenceShards
 
@@ -83,13 +85,12 @@ def model_inputs(
             row_length=length,
             cp_size=groups.cp_size,
             cp_rank=groups.cp_rank,
-            device=device,
         )
-        positions, sample_ids = packed.positions.cpu()[None], packed.sample_ids.cpu()[None]
+        positions, sample_ids = packed.positions[None], packed.sample_ids[None]
         starts = np.cumsum([0, *lengths])  # the last one is that of tail padding, -1
         whole = _at_starts(samples, starts[:-1], length)
         tokens, rows = whole[torch.from_numpy(starts)[sample_ids] + positions], shards.rows()
-        params = packed
+        params = packed.to(device)
         if transformer_engine:
             params = thd_params(lengths.tolist(), length, cp_size=groups.cp_size, device=device)
     elif groups.cp_size > 1:
@@ -110,6 +111,7 @@ def model_inputs(
         packed_seq_params=params,
         sample_ids=torch.where(positions < totals[sample_ids], sample_ids, -1),
         rows=rows.to(device, non_blocking=True),
+        host_rows=rows,
         targets=shards.response_tokens(samples),
         shards=shards,
     )

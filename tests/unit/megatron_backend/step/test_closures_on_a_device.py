@@ -104,7 +104,7 @@ def training_pass(
         "tokens": num_tokens.cpu(),
         "hidden gradient": gradients[0].cpu(),
         "log-probs": log_probs[0].cpu()[prepared.loss_tokens.cpu()],
-        **{name: torch.tensor(value) for name, value in step_metrics(table).items()},
+        **{name: torch.tensor(value) for name, value in step_metrics(table.reduced(None)).items()},
     }
 
 
