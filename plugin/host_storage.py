@@ -73,11 +73,15 @@ class HostStorage:
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages behind the tensors, each once; without those that cannot be resized."""
+    """The storages behind the tensors, each once; without those that cannot be resized.
+
+    Where there is a GPU, what is in host memory stays there.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        if storage.nbytes() and storage.resizable():
+        if storage.device.type == device and storage.nbytes() and storage.resizable():
             found[storage.data_ptr()] = storage
     return list(found.values())
 

@@ -85,7 +85,8 @@ class EngineActor(ReportingActor):
             cast(BroadcastEngine, self._engine).receive_weights(version, group, first)
 
     def sleep(self, level: int) -> None:
-        """As `SleepingEngine.sleep`."""
+        """As `SleepingEngine.sleep`, once no response is under way; none begins without weights."""
+        self._server.hold()
         cast(SleepingEngine, self._engine).sleep(level)
 
     def wake(self, part: EnginePart) -> None:
@@ -155,15 +156,19 @@ class GroupServer:
         interrupts: the engine does so itself, between two tokens
         """
         if not interrupts:
-            with self._turn:
-                self._loop.held = True
-                self._turn.wait_for(lambda: self._failure is not None or not self._is_playing())
-                self._require_alive()
+            self.hold()
         yield
         if last:
             with self._turn:
                 self._loop.version, self._loop.held = version, False
                 self._turn.notify_all()
+
+    def hold(self) -> None:
+        """Begin no further group, and wait until none is under way."""
+        with self._turn:
+            self._loop.held = True
+            self._turn.wait_for(lambda: self._failure is not None or not self._is_playing())
+            self._require_alive()
 
     def _require_alive(self) -> None:
         if self._failure is not None:

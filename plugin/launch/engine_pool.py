@@ -11,7 +11,6 @@ from typing import Any
 
 from plugin.config import JobConfig
 from plugin.errors import (
-    ActorLost,
     ClusterError,
     EngineError,
     ParallelError,
@@ -323,7 +322,7 @@ class EnginePool:
             except SenderLost:
                 # A trainer rank died while it sent its weights: no engine would get them.
                 raise
-            except ActorLost as error:
+            except ParallelError as error:
                 self.replace_unless_done(number, actor, str(error))
         for number, engine in enumerate(self._engines):
             if engine.birth in done:

@@ -438,6 +438,8 @@ class _Job:
             self._console.say("what was trained since the last checkpoint is not saved")
         elif self._at.rollouts > self._saved:
             self._console.say(f"saves the weights after rollout {self._at.rollouts}")
+            # Engines on shared devices sleep only when nothing is under way.
+            self._engines.forget()
             try:
                 self._save()
             except MegatronTisError as error:

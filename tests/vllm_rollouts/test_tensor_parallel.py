@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.vllm_rollouts.small_job import check_steps, train
@@ -30,6 +31,11 @@ def _children(process: int) -> set[int]:
         if int(parent) == process and state != "Z":
             found |= {int(file.parent.name)} | _children(int(file.parent.name))
     return found
+
+
+def _listening(process: int) -> list[Any]:
+    found = psutil.Process(process).net_connections(kind="inet")
+    return [connection for connection in found if connection.status == "LISTEN"]
 
 
 def _serve(pipe: Connection) -> None:
@@ -93,6 +99,8 @@ def test_log_probs_are_right_and_no_worker_outlives_a_killed_engine() -> None:
             assert reported == pytest.approx(expected, abs=2e-5)
         workers = _children(process.pid)
         assert len(workers) >= 2
+        listeners = {c.laddr.ip for p in workers for c in _listening(p)}
+        assert all(ip.startswith("127.") or ip == "::1" for ip in listeners), listeners
         os.kill(process.pid, signal.SIGKILL)
         assert not _wait_until_gone(workers)
 

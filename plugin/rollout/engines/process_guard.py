@@ -5,9 +5,10 @@ server that the actor starts. Its standard input is a pipe of the actor's. When 
 the actor closed it or was killed, the command gets SIGTERM, and what is left of it and of all its
 descendants SIGKILL. If the guard itself is killed, the command is killed with it.
 
-    python process_guard.py DIRECTORY COMMAND ...
+    python process_guard.py STATUS DIRECTORY COMMAND ...
 
-DIRECTORY is removed at the end.
+STATUS is the number of a file descriptor that gets the process id of the guard and, at the end, the
+exit code of the command. DIRECTORY is removed at the end.
 """
 
 from __future__ import annotations
@@ -64,12 +65,16 @@ def _end_all(command: subprocess.Popen[bytes]) -> None:
         _reap()
 
 
-def main(directory: str, command: list[str]) -> int:
-    """The exit code of the command, as a shell gives it; 1 if it was ended."""
+def main(status: int, directory: str, command: list[str]) -> None:
+    """Run the command; see above."""
+    # Not a child of the actor's: Ray kills those, and the guard has to outlive it by a moment.
+    if os.fork():
+        os._exit(0)
     asked_to_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_end.append(number))
     # Descendants whose parents end become children of this process.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    os.write(status, f"{os.getpid()}\n".encode())
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -80,12 +85,12 @@ def main(directory: str, command: list[str]) -> int:
             readable, _, _ = select.select([sys.stdin], [], [], _POLL_SECONDS)
             if readable and not os.read(sys.stdin.fileno(), 1):
                 break
-        code = process.returncode
-        return 1 if code is None else code if code >= 0 else 128 - code
     finally:
         _end_all(process)
         shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(status, f"{process.returncode}\n".encode())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

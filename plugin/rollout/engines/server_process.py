@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -51,19 +55,28 @@ class ServerProcess:
     ) -> None:
         self._url, self._log, self._silence = url, log, silence
         self._reason: str | None = None
-        self._closing = threading.Event()
+        self._closing, self._reading = threading.Event(), threading.Lock()
         log.parent.mkdir(parents=True, exist_ok=True)
-        guard = [sys.executable, process_guard.__file__, str(directory), *command]
+        read, write = os.pipe()
+        guard = [sys.executable, process_guard.__file__, str(write), str(directory), *command]
         with log.open("ab") as output:
-            self._guard = subprocess.Popen(
+            starter = subprocess.Popen(
                 guard,
                 env=dict(environment),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                pass_fds=(write,),
                 # Ctrl-C is for the job, which ends the server in its own time.
                 start_new_session=True,
             )
+        os.close(write)
+        starter.wait()
+        #: The guard ends the server when this is closed, with this process at the latest.
+        self._lifeline = starter.stdin
+        self._status = os.fdopen(read)
+        self.guard = int(self._status.readline() or 0)
+        self._over = False
         self._watcher: threading.Thread | None = None
 
     def wait_until_ready(self, timeout: float) -> None:
@@ -83,30 +96,36 @@ class ServerProcess:
 
     def require_alive(self) -> None:
         """`ServerEnded` with the end of its log unless the server runs."""
-        code = self._guard.poll()
-        if code is not None or self._reason is not None:
+        if self._has_ended() or self._reason is not None:
             raise ServerEnded(
-                f"the server {self._reason or f'ended with code {code}'}; the end of its log "
-                f"{self._log}:\n{self._end_of_log()}"
+                f"the server {self._reason or 'was ended'}; the end of its log {self._log}:\n"
+                f"{self._end_of_log()}"
             )
+
+    def _has_ended(self, seconds: float = 0.0) -> bool:
+        """Whether the server and its guard have ended, after so many seconds at most."""
+        with self._reading:
+            if not self._over and select.select([self._status], [], [], seconds)[0]:
+                code = self._status.readline().strip()
+                self._reason = self._reason or f"ended with code {code or 'unknown, by a signal'}"
+                self._over = True
+            return self._over
 
     def close(self) -> None:
         """End the server with all its processes."""
         self._closing.set()
-        if self._guard.stdin is not None:
-            self._guard.stdin.close()
-        try:
-            self._guard.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
-            self._guard.wait()
+        if self._lifeline is not None:
+            self._lifeline.close()
+        if not self._has_ended(_END_SECONDS):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.guard, signal.SIGKILL)
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
 
     def _watch(self) -> None:
         """Give up a server that is silent for too long, so that nobody waits for its answers."""
         heard = time.monotonic()
-        while not self._closing.wait(_POLL_SECONDS) and self._guard.poll() is None:
+        while not self._closing.wait(_POLL_SECONDS) and not self._has_ended():
             if self._is_healthy():
                 heard = time.monotonic()
             elif time.monotonic() - heard > self._silence:

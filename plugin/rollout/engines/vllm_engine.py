@@ -53,6 +53,7 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Where the pool names the bundles of an engine that is larger than a node.
 _BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
 _SMALLEST_CPU_CACHE, _LARGEST_CPU_CACHE = 64 << 20, 4 << 30
@@ -71,6 +72,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> V
         arguments=config.vllm_arguments(),
         sleeps=config.colocate,
         interrupts=config.partial_rollouts,
+        one_machine=config.address is None,
         name=name,
     )
 
@@ -88,6 +90,7 @@ class VllmEngine:
     sleeps: whether `sleep` will be called
     interrupts: another thread may call `load_weights` while one generates: between two tokens
         running responses are preempted, and read again with the new weights
+    one_machine: the whole job is on this one, and nothing has to listen beyond loopback
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class VllmEngine:
         arguments: Mapping[str, Any] | None = None,
         sleeps: bool = False,
         interrupts: bool = False,
+        one_machine: bool = True,
         name: str = "engine",
     ) -> None:
         self._name = name
@@ -119,6 +123,8 @@ class VllmEngine:
         self._max_model_len = min(max_model_len or positions, positions)
         self._vocab_size = int(hf_config["vocab_size"])
         reports = _Reports(routed_experts, sampling_mask)
+        if one_machine:
+            os.environ.update(_LOOPBACK)
         further = parallel_options(tensor_parallel_size) | dict(arguments or {})
         # vLLM on CPU has no memory that it could give up.
         self._gives_memory = sleeps and torch.cuda.is_available()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 _LAUNCH = """
-import json, subprocess, sys, threading
+import json, os, random, subprocess, sys, threading
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.unit.rollout.engines.misbehaving_server import Handler, MisbehavingServer
@@ -16,7 +16,17 @@ def load(self, directory):
 
 Handler.load = load
 
+def sample(handler):
+    # Other tokens for every seed, of the whole vocabulary.
+    sampling = handler.payload["sampling_params"]
+    draw = random.Random(sampling["sampling_seed"])
+    tokens = [draw.randrange(vocabulary) for _ in range(sampling["max_new_tokens"])]
+    stops = [n for n, token in enumerate(tokens) if token in sampling["stop_token_ids"]]
+    tokens = tokens[: stops[0] + 1] if stops else tokens
+    handler.answer_with(tokens, [-3.0] * len(tokens), "stop" if stops else "length")
+
 def main():
+    global vocabulary
     given = sys.argv[1:]
     port = int(given[given.index("--port") + 1])
     model = Path(given[given.index("--model-path") + 1])
@@ -24,9 +34,15 @@ def main():
         print("CUDA out of memory, says the stand-in", flush=True)
         sys.exit(3)
     # A scheduler process that would outlive a careless owner.
-    child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"], start_new_session=True)
-    print(json.dumps(dict(arguments=given, child=child.pid, config=json.loads((model / "config.json").read_text())["model_type"])), flush=True)
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
+    config = json.loads((model / "config.json").read_text())
+    about = dict(arguments=given, pid=os.getpid(), child=child.pid, config=config["model_type"])
+    print(json.dumps(about), flush=True)
     server = MisbehavingServer(port=port)
+    if "--chunked-prefill-size" in given:  # by this argument a test asks for it
+        vocabulary = config["vocab_size"]
+        server.always = sample
     threading.Event().wait()
 
 main()
