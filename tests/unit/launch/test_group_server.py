@@ -17,7 +17,7 @@ class OneByOne:
 
     def __init__(self) -> None:
         self.tickets: list[int] = []
-        self.finish = threading.Event()
+        self.begun, self.finish = threading.Event(), threading.Event()
 
     @property
     def open(self) -> int:
@@ -28,6 +28,7 @@ class OneByOne:
 
     def begin(self, ticket: int, *_: Any) -> None:
         self.tickets.append(ticket)
+        self.begun.set()
 
     def step(self) -> list[PlayedGroup]:
         if not self.finish.wait(0.01):
@@ -42,6 +43,7 @@ def test_who_holds_the_server_waits_for_what_is_under_way_and_lets_nothing_begin
     player = OneByOne()
     server = GroupServer(GroupLoop(player))
     server.submit([0, 1], [REQUEST, REQUEST], SamplingParameters(), -1)
+    assert player.begun.wait(10)
     holder = threading.Thread(target=server.hold)
     holder.start()
     holder.join(0.1)
