@@ -8,7 +8,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -101,37 +102,56 @@ class _Expired(BaseException):
 
 
 def call_here(function: Callable[[], T], *, seconds: float) -> T | CallFailure:
-    """The result of one call in this thread, which is interrupted after `seconds`.
+    """The result of one call in this thread, which is interrupted after `seconds`."""
+    with calls_here(seconds) as call:
+        result: T | CallFailure = call(function)
+    return result
 
-    Interrupted by SIGALRM, which ends sleeping, waiting and Python loops, but not a library that
-    stays in its own code; and not a function that uses SIGALRM itself. Signals reach the main
-    thread only: in any other, the call is made by `run_calls`.
+
+@contextmanager
+def calls_here(seconds: float) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+    """A function that makes calls in this thread, each of which is interrupted after `seconds`.
+
+    It returns a call's result, or a `CallFailure`. Interrupted by SIGALRM, which ends sleeping,
+    waiting and Python loops, but not a library that stays in its own code; and not a function that
+    uses SIGALRM itself. Signals reach the main thread only: in any other, calls are made by
+    `run_calls`.
     """
     if threading.current_thread() is not threading.main_thread():
-        return run_calls([function], seconds=seconds, threads=1)[0]
-    armed = True
+        yield lambda function: run_calls([function], seconds=seconds, threads=1)[0]
+        return
+    armed = False
 
     def expire(_signal: int, _frame: object) -> None:
         if armed:
             raise _Expired
 
+    def call(function: Callable[[], Any]) -> Any:
+        nonlocal armed
+        try:
+            try:
+                armed = True
+                # Once a second from then on, for code that swallows the first.
+                signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+                return function()
+            finally:
+                armed = False
+        except _Expired:
+            return CallFailure(f"no answer within {seconds:g} seconds")
+        except (Exception, SystemExit) as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            where = f" ({frames[-1].filename}, line {frames[-1].lineno})"
+            return CallFailure(f"{type(error).__name__}: {error}{where}")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    # Once for all calls: changing a handler takes longer than most rewards.
     before = signal.signal(signal.SIGALRM, expire)
-    # Once a second from then on, for code that swallows the first.
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, 0)
     began = time.monotonic()
     try:
-        try:
-            return function()
-        finally:
-            armed = False
-    except _Expired:
-        return CallFailure(f"no answer within {seconds:g} seconds")
-    except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({frames[-1].filename}, line {frames[-1].lineno})"
-        return CallFailure(f"{type(error).__name__}: {error}{where}")
+        yield call
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
         if remaining:  # somebody else's alarm goes on
             left = max(remaining - (time.monotonic() - began), 1e-3)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugin.batch_types import RolloutBatch, RolloutSample
-from plugin.ragged import Integers, Ragged, ragged_range
+from plugin.ragged import Integers, Ragged, as_integers, ragged_range
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,20 @@ class Rollouts:
 
     def response(self, trajectory: int) -> list[int]:
         """The token ids of a trajectory's last response."""
-        last = int(self.sample_starts[trajectory] + self.samples[trajectory] - 1)
-        tokens = self.batch.columns["unconcat_tokens"][last]
-        return tokens[len(tokens) - int(self.batch.columns["response_lengths"][last]) :].tolist()
+        end, length = self._last_responses
+        return self._tokens[end[trajectory] - length[trajectory] : end[trajectory]].tolist()
+
+    @cached_property
+    def _tokens(self) -> Integers:
+        return self.batch.columns["unconcat_tokens"].values.numpy()
+
+    @cached_property
+    def _last_responses(self) -> tuple[list[int], list[int]]:
+        """Of every trajectory: where its last response ends in `_tokens`, and how long it is."""
+        last = self.sample_starts + self.samples - 1
+        ends = np.cumsum(as_integers(self.batch.columns["total_lengths"]))
+        lengths = as_integers(self.batch.columns["response_lengths"])
+        return ends[last].tolist(), lengths[last].tolist()
 
     def select(self, trajectories: Integers, groups: Integers) -> Rollouts:
         """Those at `trajectories` [n], numbered as answers to the prompts `groups` [n]."""

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from plugin.errors import BatchError
-from plugin.rollout.conversation.deadline_calls import CallFailure
+from plugin.rollout.conversation.deadline_calls import CallFailure, calls_here
 from plugin.rollout.rewards.pool import RewardPool
 from plugin.rollout.rewards.reward_set import Score, reward_input
 from plugin.rollout.tasks.dataset_task import DatasetTask
-from plugin.rollout.tasks.protocol import Prompt, Task, checked_reward
+from plugin.rollout.tasks.protocol import Prompt, Task, reward_by
 
 
 class Scorer(Protocol):
@@ -35,7 +35,7 @@ class Scorer(Protocol):
 
 
 class DriverScorer:
-    """The rewards of a task, at once and on this thread.
+    """The rewards of a task on this thread, when they are asked for.
 
     A reward that hangs is interrupted after `seconds`, as far as a signal can.
     """
@@ -43,25 +43,28 @@ class DriverScorer:
     def __init__(self, task: Task, seconds: float) -> None:
         self._task, self._seconds = task, seconds
         self._tickets = itertools.count()
-        self._done: list[tuple[int, Score | CallFailure]] = []
+        self._asked: list[tuple[int, Prompt, Sequence[int]]] = []
 
     def submit(self, prompt: Prompt, response: Sequence[int], *, truncated: bool) -> int:
         ticket = next(self._tickets)
-        try:
-            score: Score | CallFailure = Score(
-                checked_reward(self._task, prompt, response, self._seconds)
-            )
-        except BatchError as error:
-            score = CallFailure(str(error))
-        self._done.append((ticket, score))
+        self._asked.append((ticket, prompt, response))
         return ticket
 
     def finished(self, *, wait_seconds: float = 0.0) -> list[tuple[int, Score | CallFailure]]:
-        done, self._done = self._done, []
+        asked, self._asked = self._asked, []
+        done: list[tuple[int, Score | CallFailure]] = []
+        if not asked:
+            return done
+        with calls_here(self._seconds) as call:
+            for ticket, prompt, response in asked:
+                try:
+                    done.append((ticket, Score(reward_by(call, self._task, prompt, response))))
+                except BatchError as error:
+                    done.append((ticket, CallFailure(str(error))))
         return done
 
     def forget(self) -> None:
-        self._done.clear()
+        self._asked.clear()
 
     def close(self) -> None:
         pass

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
 from plugin.config.import_paths import try_on_example
 from plugin.errors import BatchError, ConfigError
-from plugin.rollout.conversation.deadline_calls import CallFailure, call_here
+from plugin.rollout.conversation.deadline_calls import CallFailure, calls_here
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -105,14 +105,22 @@ def checked_reward(
 
     A reward that raises, or takes longer than `seconds`, is such an error too.
     """
-    reward = call_here(functools.partial(task.reward, prompt, response), seconds=seconds)
+    with calls_here(seconds) as call:
+        return reward_by(call, task, prompt, response)
+
+
+def reward_by(
+    call: Callable[[Callable[[], Any]], Any], task: Task, prompt: Prompt, response: Sequence[int]
+) -> float:
+    """`checked_reward`, with a function of `calls_here` that may make many calls."""
+    reward = call(functools.partial(task.reward, prompt, response))
+    value = None if isinstance(reward, CallFailure) else as_reward(reward)
+    if value is not None:
+        return value
     shown = f"the task's reward for response {list(response)[:20]}"
     if isinstance(reward, CallFailure):
         raise BatchError(f"{shown} failed: {reward.reason}")
-    value = as_reward(reward)
-    if value is None:
-        raise BatchError(f"{shown} is {reprlib.repr(reward)}; it must be a finite number")
-    return value
+    raise BatchError(f"{shown} is {reprlib.repr(reward)}; it must be a finite number")
 
 
 def as_reward(value: Any) -> float | None:
