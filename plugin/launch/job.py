@@ -19,7 +19,7 @@ from typing import Any
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
-from plugin.errors import ActorLost, MegatronTisError, ParallelError, TrainingError
+from plugin.errors import ActorLost, MegatronTisError, ParallelError
 from plugin.launch.batch_preparation import describe_batch, prepare_batch, without_old_tokens
 from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
@@ -29,7 +29,6 @@ from plugin.launch.interrupts import Interrupts, ignored_interrupts
 from plugin.launch.job_paths import with_absolute_paths
 from plugin.launch.log_prob_passes import LogProbPasses
 from plugin.launch.mini_batches import mini_batches
-from plugin.launch.mismatch_watch import MismatchWatch
 from plugin.launch.placement import plan_on_cluster, reserve
 from plugin.launch.preflight import JobParts, check_job
 from plugin.launch.ray_cluster import cluster
@@ -47,18 +46,12 @@ from plugin.launch.run_directory import MODEL, MODELS, check_run_dir, claimed_ru
 from plugin.launch.sample_log import readable_samples
 from plugin.launch.scoring import make_scorer, scorer_for
 from plugin.launch.shared_devices import OwnDevices, SharedDevices, Turn
-from plugin.launch.trainer_actor import TrainedStep
+from plugin.launch.step_records import StepRecords
 from plugin.launch.trainer_group import TrainerGroup
 from plugin.launch.weight_sync import WeightSync
 from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
-from plugin.observe.findings import Finding
-from plugin.observe.learning import learning_findings
-from plugin.observe.run_files import RunFiles, new_run_dir, without_slices
+from plugin.observe.run_files import RunFiles, new_run_dir
 from plugin.rollout.rewards.scorers import Scorer
-
-_STEPS_KEPT = 2000
-#: After so many steps a person is told if nothing is learned; once more at the end.
-_STEPS_JUDGED = 20
 
 
 @dataclass
@@ -254,7 +247,8 @@ class _Job:
     ) -> None:
         self._config, self._parts, self._trainer, self._engines = config, parts, trainer, engines
         self._weights = weights
-        self._files, self._console, self._history = files, console, result.history
+        self._files, self._console = files, console
+        self._records = StepRecords(config, files, checkpoints, console, result.history)
         evaluator = Evaluator(
             *(config, parts.eval_sets, engines, parts.sampling, console.say),
             scorer_of=lambda task: scorer_for(task, scorer, config),
@@ -272,23 +266,7 @@ class _Job:
         self._reach_boundary()
         self._saved = 0
         self._restarts, self._restarts_in_a_row, self._furthest = 0, 0, -1
-        self._skipped_in_a_row = 0
-        self._watch = MismatchWatch(config, files, console.say)
         self._log_prob_passes = LogProbPasses(config, parts, trainer)
-        self._wandb: Any = None
-        self._dump: Any = None
-        if config.use_wandb:
-            import wandb
-
-            self._wandb = wandb.init(
-                project=config.wandb_project, name=config.name, config=config.as_dict()
-            )
-        if config.dump_log_probs is not None:
-            from plugin.compare.log_prob_dump import LogProbDump
-
-            self._dump = LogProbDump(
-                config.dump_log_probs, force=config.resumes, with_routes=config.dump_routes
-            )
 
     def run(self, interrupts: Interrupts) -> None:
         """All rollouts that are left; an interrupted job is saved where it stands."""
@@ -326,18 +304,19 @@ class _Job:
         self._trainer.save_hf(str(target.resolve()), self._config.hf_checkpoint, replace=replace)
         self._console.say(f"model written to {target}")
 
+    def _evaluation_is_due(self) -> bool:
+        return bool(self._config.eval_data) and self._evaluations.is_due(self._at.rollouts)
+
     def _evaluate_if_due(self) -> None:
         """Evaluate between two rollouts; with --keep-best the best weights so far are saved."""
-        if not (self._config.eval_data and self._evaluations.is_due(self._at.rollouts)):
+        if not self._evaluation_is_due():
             return
         at = self._at
         self._let_engines_generate()
         with self._weights.trainer_holds_still():
             self._queue.settle()
             record = self._evaluations.run(at.updates, at.rollouts, at.version)
-        self._files.log_evaluation(record)
-        if self._wandb is not None:
-            self._wandb.log(record, step=at.updates)
+        self._records.log_evaluation(record, at.updates)
         self._console.say(f"evaluation after rollout {at.rollouts}: {describe(record)}")
         best = self._checkpoints.best()
         if not self._config.keep_best or at.rollouts == 0:
@@ -362,10 +341,15 @@ class _Job:
             if self._config.saves_at_end:
                 until = "the job ends and saves after the training on this rollout"
                 stack.enter_context(interrupts.held_back(until))
-            self._train_on(groups, began)
+            try:
+                self._train_on(groups, began)
+                self._save_if_due()
+                self._go_on_generating()
+            finally:
+                self._records.write()
 
     def _train_on(self, groups: list[Group], began: float) -> None:
-        """Train on a rollout, save if it is time to, and send the weights to the engines."""
+        """Train on a rollout."""
         config, self._boundary = self._config, None
         if config.colocate:
             self._queue.settle()
@@ -380,13 +364,15 @@ class _Job:
         described = describe_batch(config, batch, rollouts, self._at.version) | masked
         parts = reward_parts(groups)
         described |= {f"reward/{name}": float(values.mean()) for name, values in parts.items()}
-        trained = [group.index for group in groups]
+        trained, rollout = [group.index for group in groups], self._at.rollouts
         if config.log_samples:
-            samples = readable_samples(
-                *(rollouts, parts, trained, self._parts.tokenizer),
-                *(config.log_samples, f"{config.seed}/{self._at.rollouts}"),
+            self._records.log_samples(
+                self._at.updates + 1,
+                lambda: readable_samples(
+                    *(rollouts, parts, trained, self._parts.tokenizer),
+                    *(config.log_samples, f"{config.seed}/{rollout}"),
+                ),
             )
-            self._files.log_samples(self._at.updates + 1, samples)
         updates = mini_batches(config, rollouts, self._at.rollouts)
         timings = {
             "seconds_waiting": generated - began,
@@ -403,20 +389,38 @@ class _Job:
                 update.of(batch), progress, described | timings | place, began
             )
             began, timings = time.monotonic(), {}
-        self._files.log_prompts(self._at.rollouts, trained, self._queue.take_dropped())
+            if update is not updates[-1]:
+                self._records.write()
+        self._records.log_prompts(rollout, trained, self._queue.take_dropped())
         self._at.rollouts += 1
         self._at.version += 1
         self._reach_boundary()
-        last = self._at.rollouts == config.num_rollouts
-        due = config.save_interval and self._at.rollouts % config.save_interval == 0
+
+    def _save_if_due(self) -> None:
+        """Write a checkpoint and a model, if it is time to."""
+        config, rollouts = self._config, self._at.rollouts
+        last = rollouts == config.num_rollouts
+        due = config.save_interval and rollouts % config.save_interval == 0
         if due or (last and config.saves_at_end):
+            # A run that goes on from this checkpoint does not repeat the steps before it.
+            self._records.write()
             self._save()
-        hf_due = config.save_hf_interval and self._at.rollouts % config.save_hf_interval == 0
+        hf_due = config.save_hf_interval and rollouts % config.save_hf_interval == 0
         if hf_due and not (last and config.save_hf):
             # One of the same step is this run's own, from before it went back to a checkpoint.
             self._save_hf(f"{MODELS}/step_{self._at.updates:07d}", replace=True)
-        if not last:
-            self._send_weights(wait=not config.async_rollouts)
+
+    def _go_on_generating(self) -> None:
+        """Send the weights to the engines and, where these only wait for prompts, the next prompts.
+
+        What is recorded of the rollout is written while they are at work.
+        """
+        config = self._config
+        if self._at.rollouts == config.num_rollouts:
+            return
+        self._send_weights(wait=not config.async_rollouts)
+        if not (config.async_rollouts or config.colocate or self._evaluation_is_due()):
+            self._queue.begin()
 
     def _reach_boundary(self) -> None:
         # Prompts and seeds follow from numbers, so there is no generator state to save.
@@ -448,7 +452,7 @@ class _Job:
     def _one_update(
         self, batch: RolloutBatch, progress: float, described: dict[str, float], began: float
     ) -> bool:
-        """Train on a mini-batch and record it; return whether the weights were changed.
+        """Train on a mini-batch; return whether the weights were changed.
 
         progress: share of the rollout's updates that have been made
         """
@@ -474,8 +478,7 @@ class _Job:
             **trained.metrics,
         }
         line["skipped"] = float(trained.skipped is not None)
-        self._record(line, batch, trained, of_rollout_weights=progress == 0)
-        self._note_skipped(trained.skipped)
+        self._records.add(line, batch, trained, of_rollout_weights=progress == 0)
         return trained.skipped is None
 
     def _epoch(self) -> dict[str, float]:
@@ -484,62 +487,6 @@ class _Job:
             return {}
         asked = self._queue.counts.issued - self._queue.under_way
         return {"epoch": asked / len(self._parts.data)}
-
-    def _note_skipped(self, cause: str | None) -> None:
-        """Report a step that changed nothing; a `TrainingError` after too many in a row."""
-        if cause is None:
-            self._skipped_in_a_row = 0
-            return
-        self._skipped_in_a_row += 1
-        self._console.say(f"step {self._at.updates} was skipped: {cause}")
-        found = Finding(
-            "steps were skipped",
-            "error",
-            cause,
-            "a value that is not finite reached the gradient, or the gradient exploded",
-            "repair what the evidence names",
-            detector="skipped_step",
-        )
-        self._files.log_findings(self._at.updates, [found])
-        if self._skipped_in_a_row >= self._config.max_skipped_steps:
-            saved = self._checkpoints.newest() is not None
-            raise TrainingError(
-                f"the last {self._skipped_in_a_row} steps were skipped, the limit of "
-                f"--max-skipped-steps; the last one: {cause}. Repair that and "
-                f"{'go on from the last checkpoint with --resume' if saved else 'start again'}"
-            )
-
-    def _record(
-        self,
-        line: dict[str, Any],
-        batch: RolloutBatch,
-        trained: TrainedStep,
-        *,
-        of_rollout_weights: bool,
-    ) -> None:
-        # All of it is in the file; kept here it would fill the driver of a long run.
-        self._history.append(without_slices(line))
-        if len(self._history) > _STEPS_KEPT:
-            del self._history[1]
-        if len(self._history) == _STEPS_JUDGED:
-            for finding in learning_findings(self._history, self._config):
-                self._console.say(f"step {self._at.updates}: {finding}")
-        self._files.log_step(line)
-        self._console.step(line, self._config.total_updates)
-        if self._wandb is not None:
-            self._wandb.log(line, step=self._at.updates)
-        columns = batch.columns
-        if trained.log_probs is not None:
-            # After an update the step's own log-probs are of other weights than the samples'.
-            comparable = of_rollout_weights or "log_probs" in columns
-            columns = {"log_probs": trained.log_probs, **columns}
-            if comparable:
-                self._watch.check(self._at.updates, columns, self._at.version, trained.live_routes)
-        if self._dump is not None:
-            current = {} if trained.log_probs is None else {"cur_log_probs": trained.log_probs}
-            self._dump.write(
-                self._at.updates, {**columns, **current}, trainer_version=self._at.version
-            )
 
     def _send_weights(self, *, wait: bool) -> None:
         with self._devices.sending():
@@ -604,10 +551,8 @@ class _Job:
         # A version names one set of weights: what was sent after the checkpoint keeps its number.
         self._at.version = max(self._at.version, self._weights.version + 1)
         self._queue.restore(state["queue"])
-        self._history[:] = [line for line in self._history if line["step"] <= self._at.updates]
+        self._records.go_back(self._at.updates)
         self._evaluations.go_back(self._at.rollouts)
-        if self._dump is not None:
-            self._dump.remove_after(self._at.updates)
         self._console.say(
             f"goes on after rollout {self._at.rollouts} of {self._config.num_rollouts}"
         )

@@ -164,6 +164,11 @@ class RolloutQueue:
         self._batch_is_out = True
         return batch
 
+    def begin(self) -> None:
+        """Send the prompts of the next batch, which `take` then waits for."""
+        self._batch_is_out = False
+        self._issue()
+
     def pump(self) -> None:
         """Collect what is finished and, in asynchronous mode, issue what may be; never waits."""
         self._collect(wait=False)

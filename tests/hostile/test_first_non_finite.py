@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plugin.config import JobConfig, LossConfig
 from plugin.errors import TrainingError
-from plugin.launch.job import _Job
+from plugin.launch.step_records import StepRecords
 from plugin.loss.example_tokens import example_inputs
 from plugin.loss.inputs import KnownTokens
 from plugin.loss.non_finite import first_non_finite
@@ -88,15 +88,14 @@ def test_skipped_steps_do_not_go_on_for_ever() -> None:
     """The driver's count alone; jobs/test_skipped_steps.py has whole jobs."""
     said: list[str] = []
     files = SimpleNamespace(log_findings=lambda step, findings: said.append(findings[0].evidence))
-    job = object.__new__(_Job)
-    job._config, job._skipped_in_a_row = JobConfig(max_skipped_steps=3), 0
-    job._at, job._files = SimpleNamespace(updates=7), files
-    job._console = SimpleNamespace(say=said.append)
-    job._checkpoints = SimpleNamespace(newest=lambda: None)
+    records = object.__new__(StepRecords)
+    records._config, records._skipped_in_a_row = JobConfig(max_skipped_steps=3), 0
+    records._files, records._console = files, SimpleNamespace(say=said.append)
+    records._checkpoints = SimpleNamespace(newest=lambda: None)
     for cause in ("a", "b", None, "c", "d"):
-        job._note_skipped(cause)
+        records._note_skipped(7, cause)
     with pytest.raises(TrainingError, match=r"last 3 steps were skipped.*the last one: hook e\. "):
-        job._note_skipped("hook e")
+        records._note_skipped(7, "hook e")
     assert JobConfig().max_skipped_steps == 20
     assert "step 7 was skipped: c" in said and "c" in said
 
