@@ -161,13 +161,14 @@ def _start_private(cpu_slots: int) -> str:
         )
     for attempt in range(_START_ATTEMPTS):
         try:
-            context: Any = ray.init(
-                address="local",
-                num_cpus=max(cpu_slots, os.cpu_count() or 1),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            with _fewer_processes():
+                context: Any = ray.init(
+                    address="local",
+                    num_cpus=max(cpu_slots, os.cpu_count() or 1),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
             break
         except Exception as error:
             # Ray gives itself 30 seconds and raises a bare Exception; a busy machine needs more.
@@ -185,6 +186,26 @@ def _start_private(cpu_slots: int) -> str:
             stacklevel=4,
         )
     return str(context.address_info["session_dir"])
+
+
+@contextlib.contextmanager
+def _fewer_processes() -> Iterator[None]:
+    """Start Ray without its autoscaler, log forwarder and dashboard server.
+
+    A private Ray uses none of them, and each is a Python process that imports Ray while the ranks
+    and engines want to import theirs. Not needed any more once `ray.init` can leave them out.
+    """
+    from ray._private.node import Node
+
+    unused = ("start_monitor", "start_log_monitor", "start_api_server")
+    stock = {name: getattr(Node, name) for name in unused if hasattr(Node, name)}
+    for name in stock:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in stock.items():
+            setattr(Node, name, method)
 
 
 def check_address(address: str) -> None:
