@@ -61,8 +61,12 @@ class ResponseStream:
         return self._engine.running + sum(len(part.request.seeds) for part in self._waiting)
 
     def has_room(self, request: GenerationRequest, parameters: SamplingParameters) -> bool:
-        """Whether the request would join the batch at the next step."""
-        return not self._waiting and self._fits(request, parameters)
+        """Whether the request would join the batch at the next step, with all that wait for it."""
+        if not self._waiting:
+            return self._fits(request, parameters)
+        ahead = sum(len(part.request.seeds) for part in self._waiting)
+        alike = self._waiting[0].parameters == parameters
+        return alike and ahead + len(request.seeds) <= self._engine.room
 
     def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
         """Take a request; `step` returns its responses under `ticket`."""

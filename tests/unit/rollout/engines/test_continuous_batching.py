@@ -292,3 +292,13 @@ def test_an_answer_of_the_wrong_length_names_its_prompt() -> None:
     stream.add(0, GenerationRequest((1,), (1,), 5), SamplingParameters(max_response_length=1))
     with pytest.raises(EngineError, match="got a response of 2 tokens"):
         stream.step()
+
+
+def test_all_groups_that_fit_join_at_one_step() -> None:
+    # Room for 6 responses: three groups of two at once, the fourth when two responses have left.
+    engine = loaded_engine("qwen3", max_batch=6)
+    loop = GroupLoop(SingleTurnPlayer(ResponseStream(engine, 6)))
+    requests = [GenerationRequest((i + 1,), (2 * i, 2 * i + 1)) for i in range(4)]
+    loop.add(range(4), requests, SamplingParameters(max_response_length=4))
+    loop.step()
+    assert loop.open == 3 and engine.running == 6
