@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: train-math bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm soak
+.PHONY: train-math evidence bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -124,6 +124,9 @@ train-math: venv ## arithmetic in words: data, a warmed-up model, then DAPO with
 bench: venv ## kernels, losses, training steps and whole jobs against peers and the memory floor, 50 minutes: benchmarks/results.md
 	$(BIN)/python -m benchmarks --with-peers
 	$(BIN)/python -m benchmarks.job_figure
+
+evidence: venv ## every loss and correction by staleness, precision and updates, hours, can be ended and goes on: docs/which_correction.md
+	$(BIN)/python -m benchmarks.evidence
 
 bench-jobs: venv ## of these, whole jobs alone: about 10 minutes
 	$(BIN)/python -m benchmarks --with-peers --only jobs job-growth

@@ -1,0 +1,1 @@
+"""Which loss and correction survives which staleness and precision, on a small task, as committed data."""
