@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ from plugin.launch.placement import check_machine
 from plugin.launch.ray_cluster import check_address
 from plugin.loss.objective import check_loss
 from plugin.loss.separable_loss import takes_separable_head
+from plugin.megatron_backend.model.weight_files import HfDirectory
 from plugin.observe.detectors import load_detectors
+from plugin.plan.quick_check import least_bytes, refuse_what_cannot_fit
 from plugin.ppo_utils.advantages import ESTIMATORS
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
 from plugin.rollout.conversation.group_loop import Player
@@ -94,6 +97,7 @@ def check_job(
     policy = policy_source(config)
     check_engine_size(config, policy.hf_config)
     check_lengths(config, policy)
+    check_memory(config, policy)
     _check_answer_size(config, policy)
     reference = _other_policy(config, "--ref-hf-checkpoint", policy)
     teacher = _other_policy(config, "--teacher-hf-checkpoint", policy)
@@ -348,6 +352,25 @@ def check_lengths(config: JobConfig, policy: ModelSource) -> None:
         raise ConfigError(
             f"--max-context-length is {context}, the model has {longest} positions; lower it"
         )
+
+
+def check_memory(config: JobConfig, policy: ModelSource) -> None:
+    """Refuse a model whose weights, gradients and optimizer state cannot fit on this machine.
+
+    Of a cluster nothing is known here.
+    """
+    if policy.directory is None or config.address is not None:
+        return
+    on_cuda = torch.cuda.is_available()
+    shapes = HfDirectory(Path(policy.directory)).shapes()
+    least = least_bytes(shapes, config, on_cuda=on_cuda)
+    if on_cuda:
+        memory = torch.cuda.get_device_properties(0).total_memory
+        refuse_what_cannot_fit(least, memory, "on its GPU")
+        return
+    ranks = config.ranks_per_node
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+    refuse_what_cannot_fit(least, memory, f"of this machine's memory for each of its {ranks} ranks")
 
 
 def _check_answer_size(config: JobConfig, policy: ModelSource) -> None:

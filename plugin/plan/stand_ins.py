@@ -182,6 +182,8 @@ def _attention_of(module: Any) -> Any:
             group.send([torch.cat([t.reshape(-1) for t in tensors])], 0)
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        if query.dim() == 3:
+            query, key, value = (x[:, None] for x in (query, key, value))
         if group.size() > 1:
             key, value = Ring.apply(key, value)
         parts = (x.permute(1, 2, 0, 3) for x in (query, key, value))

@@ -86,6 +86,10 @@ class HfDirectory(Mapping[str, Tensor]):
                 f"{of_scale.get_shape()}; blocks of {self._block} need {blocks}; {_FIX}"
             )
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Shapes by name, from the files' headers."""
+        return {n: list(file.get_slice(n).get_shape()) for n, file in self._file_of.items()}
+
     def __getitem__(self, name: str) -> Tensor:
         stored = self._file_of[name].get_tensor(name)
         scale = self._scales.get(name + _SCALE)

@@ -61,6 +61,31 @@ def test_public_checkpoints_are_read_whole(name: str, sizes: dict[str, Any]) -> 
     assert total == parameters_by_hand(MODELS[name])
 
 
+MORE_FAMILIES = ("qwen2", "mistral", "glm4", "glm4_moe", "qwen3", "qwen3_moe", "llama")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("deepseek_v3", "gemma3_text", "gpt_oss"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FAMILIES),
+    ],
+)
+def test_every_family_is_planned_and_read_whole(family: str) -> None:
+    from plugin.plan.gpus import gpu_named
+    from plugin.plan.job_plan import Models, plan_job
+    from plugin.plan.sample_lengths import sample_lengths
+    from tests.parallel.tiny_models import ALL_FAMILIES
+
+    config = ALL_FAMILIES[family]()
+    sizes = TP2 | PP2 | SP | {"max_tokens_per_gpu": 128, "max_response_length": 64}
+    job = JobConfig.from_sources({"hf_checkpoint": "model", **sizes})
+    lengths = sample_lengths(job, None, config.max_position_embeddings)
+    plan = plan_job(job, Models(config), lengths, gpu_named("h100-80g"))
+    assert plan.claims.problems(config) == []
+    assert all(kind.bytes["activations"] > 0 for kind in plan.kinds)
+
+
 def test_an_index_without_a_tensor_is_refused_by_its_name(tmp_path: Any) -> None:
     from plugin.megatron_backend.model.families import family_of
 

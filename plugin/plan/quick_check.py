@@ -1,0 +1,69 @@
+"""What a checkpoint's shapes alone tell within a second: the least that a rank must hold.
+
+A lower bound: weights, gradients and optimizer state of the mean rank, no activations. A job that
+is refused here cannot run; one that passes may still be too large, which `megatron-tis plan` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from plugin.config import JobConfig
+from plugin.config.device_defaults import Capabilities, on_device
+from plugin.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LeastBytes:
+    """Bytes of the mean rank between steps."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def least_bytes(
+    shapes: Mapping[str, Sequence[int]], config: JobConfig, *, on_cuda: bool
+) -> LeastBytes:
+    """The least that a rank of the job holds of a model with these tensors."""
+    config = on_device(config, Capabilities(cuda=on_cuda, transformer_engine=on_cuda))
+    stage = config.world_size // config.pipeline_model_parallel_size
+    parameters = gradients = optimizer = 0.0
+    for is_expert, cut in (
+        (False, config.tensor_model_parallel_size),
+        (True, config.expert_model_parallel_size * config.expert_tensor_parallel_size),
+    ):
+        numbers = sum(
+            math.prod(shape) for name, shape in shapes.items() if (".experts." in name) is is_expert
+        )
+        held = numbers / (cut * config.pipeline_model_parallel_size)
+        copies = stage / cut if config.use_distributed_optimizer else 1
+        half = config.train_dtype == "bfloat16"
+        parameters += held * (2 if half else 4)
+        gradients += held * 4
+        # two moments, and the main weights of half-precision ones
+        optimizer += held * (12 if half else 8) / copies
+    return LeastBytes(int(parameters), int(gradients), int(optimizer))
+
+
+def refuse_what_cannot_fit(least: LeastBytes, memory: int, where: str) -> None:
+    """Raise a `ConfigError` with the numbers if a rank's least does not fit into `memory` bytes."""
+    if least.total <= memory:
+        return
+    gib = {
+        name: f"{value / 2**30:.1f}"
+        for name, value in (*vars(least).items(), ("total", least.total), ("memory", memory))
+    }
+    raise ConfigError(
+        f"a rank holds at least {gib['total']} GiB ({gib['parameters']} of weights, "
+        f"{gib['gradients']} of gradients, {gib['optimizer']} of optimizer state), and there are "
+        f"{gib['memory']} GiB {where}; use more ranks with --use-distributed-optimizer, or raise "
+        "--tensor-model-parallel-size, --pipeline-model-parallel-size or "
+        "--expert-model-parallel-size; megatron-tis plan shows what each would save"
+    )
