@@ -55,6 +55,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: lognormal around a third of --max-response-length)",
     )
     own.add_argument("--json", action="store_true", help="print the plan as JSON")
+    own.add_argument("--html", metavar="FILE", help="also write it as one page")
+    own.add_argument("--force", action="store_true", help="replace an existing --html file")
+    own.add_argument(
+        "--search",
+        action="store_true",
+        help="try the layouts that these ranks allow, and rank them by the estimated step time",
+    )
+    own.add_argument(
+        "--search-limit",
+        metavar="N",
+        type=int,
+        default=24,
+        help="layouts that --search plans, the plainest first (default: 24)",
+    )
     JobConfig.add_arguments(parser, in_short_help=COMMON_FLAGS)
 
 
@@ -63,10 +77,16 @@ def run(args: argparse.Namespace) -> int:
     import warnings
 
     warnings.simplefilter("ignore")  # of packages that a plan does not use
+    from plugin.observe.html_page import refuse_overwriting, write_page
     from plugin.plan.gpus import gpu_named
 
     gpu = None if args.gpu == "none" else gpu_named(args.gpu)
     ranks = _ranks(args.ranks)
+    if args.search and gpu is None:
+        raise ConfigError("--search compares times on a GPU; give --gpu NAME")
+    page = None if args.html is None else Path(args.html).expanduser()
+    if page is not None:
+        refuse_overwriting(page, args.force)
     try:
         config = job_config(args)
     except ConfigError as error:
@@ -76,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     from plugin.plan.weight_coverage import require_coverage
 
     begin = _Progress(quiet=args.json)
+    if args.search:
+        return _search(config, models, gpu, args, begin)
     plan = checked_plan(config, models, args.lengths, gpu, ranks, begin)
     if ranks is None:
         require_coverage(plan.claims, models.policy, index)
@@ -87,7 +109,40 @@ def run(args: argparse.Namespace) -> int:
     begin.end()
     report = as_json(plan, advice)
     print(json.dumps(report, indent=2) if args.json else "\n".join(as_text(report)))
+    if page is not None:
+        from plugin.plan.plan_page import plan_html
+
+        write_page(page, plan_html(report), force=args.force)
     return 0 if plan.fits is not False else 1
+
+
+def _search(
+    config: JobConfig, models: Models, gpu: Any, args: argparse.Namespace, begin: _Progress
+) -> int:
+    from dataclasses import asdict
+
+    from plugin.megatron_backend.cpu_runtime import import_megatron
+
+    import_megatron()
+    from plugin.plan.sample_lengths import sample_lengths
+    from plugin.plan.search import as_table, cache_directory, search_layouts
+
+    lengths = sample_lengths(config, args.lengths, models.policy.max_position_embeddings)
+    found = search_layouts(
+        config,
+        models,
+        lengths,
+        gpu,
+        most=args.search_limit,
+        cache=cache_directory(),
+        begin=begin,
+    )
+    begin.end()
+    if args.json:
+        print(json.dumps([asdict(candidate) for candidate in found], indent=2))
+    else:
+        print("\n".join(as_table(found)))
+    return 0 if any(candidate.fits for candidate in found) else 1
 
 
 def job_config(args: argparse.Namespace) -> JobConfig:
