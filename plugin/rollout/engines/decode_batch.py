@@ -8,16 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugin.rollout.engines.decode_attention import Block, blocks_of
+
 #: Rows that have left are taken out of the cache, which copies it, when they are so many of all.
 _SHARE_OF_EMPTY_ROWS = 1 / 8
 
-Forward = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor, Any, Sequence[Block] | None], Tensor]
 
 
 class DecodeBatch:
-    """Rows of different lengths, all of which end at the cache's last position.
+    """Rows of different lengths, longest first, all of which end at the cache's last position.
 
-    forward: tokens [B, S], mask [B, past + S], positions [B, S], cache -> logits [B, V] of the last
+    forward: tokens [B, S], mask [B, past + S], positions [B, S], cache, blocks of rows of similar
+        length (None where the cache has no such rows) -> logits [B, V] of the last
     new_cache: makes an empty cache
     owners: [B] who each row belongs to, -1 where it has left
     """
@@ -53,23 +56,28 @@ class DecodeBatch:
         """
         tokens, mask = left_padded(contexts)
         cache, positions = self._new_cache(), (mask.cumsum(1) - 1).clamp(min=0)
-        logits = self._forward(tokens, mask, positions, cache)
+        logits = self._forward(tokens, mask, positions, cache, None)
         sources = torch.arange(len(copies)).repeat_interleave(copies)
-        on_device = sources.to(logits.device)
+        given = logits[sources.to(logits.device)]
         lengths = mask.sum(1)[sources]
         if self._cache is None:
-            if len(sources) > len(copies):
-                cache.batch_select_indices(on_device)
-            self._cache, self._mask = cache, mask[sources]
-            self.owners, self._lengths = owners, lengths
+            order = lengths.argsort(descending=True, stable=True)
+            cache.batch_select_indices(sources[order].to(logits.device))
+            self._cache, self._mask = cache, mask[sources[order]]
+            self.owners, self._lengths = owners[order], lengths[order]
         else:
             rows, start = self.rows, self._first_used()
+            lengths = torch.cat([self._lengths[rows], lengths])
+            order = lengths.argsort(descending=True, stable=True)
+            # Where each of the rows, and then each of the sources, comes to stand.
+            places = order.argsort().to(logits.device).split([len(rows), len(sources)])
+            which = (rows.to(logits.device), sources.to(logits.device))
             for ours, theirs in zip(self._cache.layers, cache.layers, strict=True):
-                ours.join(rows.to(logits.device), start, theirs, on_device)
-            self._mask = _aligned_masks(self._mask[rows, start:], mask[sources])
-            self.owners = torch.cat([self.owners[rows], owners])
-            self._lengths = torch.cat([self._lengths[rows], lengths])
-        return logits[on_device], mask
+                ours.join(start, theirs, which, places)
+            self._mask = _aligned_masks(self._mask[rows, start:], mask[sources])[order]
+            self.owners = torch.cat([self.owners[rows], owners])[order]
+            self._lengths = lengths[order]
+        return given, mask
 
     def read(self, tokens: Tensor) -> Tensor:
         """Read one more token [n] per row that has not left; returns logits [n, V]."""
@@ -77,7 +85,9 @@ class DecodeBatch:
         given = torch.zeros(len(self.owners), dtype=torch.int64)
         given[rows] = tokens
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(given), 1)], dim=1)
-        logits = self._forward(given[:, None], self._mask, self._lengths[:, None], self._cache)
+        positions = self._lengths[:, None]
+        blocks = blocks_of(self._lengths + 1, self._mask.shape[1]) if self.is_open else None
+        logits = self._forward(given[:, None], self._mask, positions, self._cache, blocks)
         self._lengths += 1
         return logits if len(rows) == len(given) else logits[rows.to(logits.device)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -52,29 +53,41 @@ class GrowingLayer(DynamicLayer):
         )
         self.keys, self.values = self._keys[..., :length, :], self._values[..., :length, :]
 
-    def join(self, rows: Tensor, start: int, other: GrowingLayer, sources: Tensor) -> None:
-        """Keep `rows` [n] from position `start` on and add the rows `sources` [m] of `other`.
+    def join(
+        self,
+        start: int,
+        other: GrowingLayer,
+        which: tuple[Tensor, Tensor],
+        places: tuple[Tensor, Tensor],
+    ) -> None:
+        """Keep rows from position `start` on, and add rows of `other`.
 
+        which: the rows [n] that stay, and those [m] of `other`; places: where each comes to stand
         All end at the last position; what is shorter gets zeros in front.
         """
         length = max(self.get_seq_length() - start, other.get_seq_length())
         capacity = length + max(_LEAST_ROOM, length)
         self._keys, self._values = (
-            _aligned(mine[rows, :, start:], theirs[sources], length, capacity)
+            _aligned(
+                ((mine[which[0], :, start:], places[0]), (theirs[which[1]], places[1])),
+                length,
+                capacity,
+            )
             for mine, theirs in ((self.keys, other.keys), (self.values, other.values))
         )
         self.keys, self.values = self._keys[..., :length, :], self._values[..., :length, :]
 
 
-def _aligned(first: Tensor, second: Tensor, length: int, capacity: int) -> Tensor:
-    """A buffer [n + m, heads, capacity, D] with both [.., positions, D] ending at `length`."""
-    rows = len(first) + len(second)
+def _aligned(parts: Sequence[tuple[Tensor, Tensor]], length: int, capacity: int) -> Tensor:
+    """A buffer [rows, heads, capacity, D] with states [n, heads, positions, D] at places [n]."""
+    first = parts[0][0]
+    rows = sum(len(places) for _, places in parts)
     buffer = first.new_empty(rows, first.shape[1], capacity, first.shape[-1])
-    for states, place in ((first, slice(0, len(first))), (second, slice(len(first), rows))):
+    for states, places in parts:
         begin = length - states.shape[-2]
         # A masked position counts for nothing only if it is finite.
-        buffer[place, :, :begin] = 0
-        buffer[place, :, begin:length] = states
+        buffer[places, :, :begin] = 0
+        buffer[places, :, begin:length] = states
     return buffer
 
 

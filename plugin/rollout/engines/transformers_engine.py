@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
+from plugin.rollout.engines.decode_attention import Block, use_decode_attention
 from plugin.rollout.engines.decode_batch import DecodeBatch
 from plugin.rollout.engines.int8_weights import quantize_linears
 from plugin.rollout.engines.pause_point import PausePoint
@@ -80,6 +81,7 @@ class TransformersEngine:
         )
         if quantization == "int8":
             quantize_linears(model)
+        self._takes_blocks = use_decode_attention(model)
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._loader = WeightLoader(self._model, int8=quantization == "int8")
         self._memory = SleepingModel(self._model)
@@ -258,11 +260,26 @@ class TransformersEngine:
         self._batch.leave(ended)
         return self._table.close(ended)
 
-    def _logits(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    def _logits(
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        cache: Any,
+        blocks: Sequence[Block] | None,
+    ) -> Tensor:
         """[B, V] after `tokens` [B, S], the last S columns of `mask` [B, past + S]."""
-        return self._forward(tokens, mask, positions, cache).logits[:, -1]
+        return self._forward(tokens, mask, positions, cache, blocks).logits[:, -1]
 
-    def _forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Any:
+    def _forward(
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        cache: Any,
+        blocks: Sequence[Block] | None,
+    ) -> Any:
+        further = {"blocks": blocks} if self._takes_blocks and blocks is not None else {}
         return self._model(
             input_ids=tokens.to(self._device),
             attention_mask=mask.to(self._device),
@@ -270,4 +287,5 @@ class TransformersEngine:
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **further,
         )
