@@ -149,7 +149,9 @@ class WeightSync:
         for member in members:
             calls[self._engines.receive_weights(member.engine, group, member.first)] = member
         calls |= self._trainer.send_weights(self.version, group)
-        transfer = _Transfer(calls, self._config.step_timeout, self._console)
+        # An engine may have responses to end first; one that hangs is found as in generation.
+        patience = min(self._config.step_timeout, 3 * self._config.engine_patience)
+        transfer = _Transfer(calls, patience, self._console)
         while transfer.calls:
             transfer.wait(_POLL_SECONDS)
             if transfer.trouble is not None and not transfer.is_called_off:
@@ -230,7 +232,9 @@ class _Transfer:
     def _run_out_of_time(self) -> None:
         """Call the transfer off; those that do not answer even then count as lost."""
         if self.trouble is None:
-            self._call_off(f"it took longer than {self._timeout:g} s (--step-timeout)")
+            self._call_off(
+                f"it took longer than {self._timeout:g} s (--step-timeout, --rollout-timeout)"
+            )
             return
         ranks = [who for who in self.calls.values() if not isinstance(who, _Member)]
         if ranks:

@@ -204,9 +204,10 @@ def check_answer(
             f"{parameters.max_response_length} were asked for"
         )
     total = len(request.prompt) + length
-    per_token = isinstance(generation.weight_version, Tensor)
+    versions = generation.weight_version
+    per_token = versions if isinstance(versions, Tensor) else None
     for what, asked, value, rows in (
-        ("weight versions", per_token, generation.token_versions(), length),
+        ("weight versions", per_token is not None, per_token, length),
         ("log-probs", parameters.log_probs, generation.log_probs, length),
         ("routed experts", parameters.routed_experts, generation.routed_experts, total),
         ("rows of kept ids", parameters.sampling_mask, generation.sampling_mask, length),

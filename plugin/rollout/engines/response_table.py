@@ -109,21 +109,43 @@ class ResponseTable:
 
     def close(self, slots: Tensor) -> list[Finished]:
         """The finished responses in `slots`, which are free again."""
-        return [self._closed(slot) for slot in slots.tolist()]
+        if not len(slots):
+            return []
+        lengths = self._lengths[slots]
+        longest = int(lengths.max())
+        # One copy for all: a slot is written to again.
+        columns = [
+            column[slots, :longest] for column in (self._tokens, self._versions, self._log_probs)
+        ]
+        rows = zip(
+            slots.tolist(),
+            lengths.tolist(),
+            self._stopped[slots].tolist(),
+            *(column.unbind() for column in columns),
+            strict=True,
+        )
+        return [self._closed(*row) for row in rows]
 
-    def _closed(self, slot: int) -> Finished:
+    def _closed(
+        self,
+        slot: int,
+        length: int,
+        stopped: bool,
+        tokens: Tensor,
+        versions: Tensor,
+        log_probs: Tensor,
+    ) -> Finished:
         owner = self._owners.pop(slot)
         self._free.append(slot)
-        length = int(self._lengths[slot])
         parameters, experts, weights = self.parameters, None, None
         if parameters.routed_experts:
             experts, weights = map(torch.cat, zip(*owner.routes, strict=True))
-        reason: FinishReason = "stop" if bool(self._stopped[slot]) else "length"
+        reason: FinishReason = "stop" if stopped else "length"
         generation = Generation(
-            tokens=self._tokens[slot, :length].clone(),
+            tokens=tokens[:length],
             finish_reason=reason,
-            weight_version=self._versions[slot, :length].clone(),
-            log_probs=self._log_probs[slot, :length].clone() if parameters.log_probs else None,
+            weight_version=versions[:length],
+            log_probs=log_probs[:length] if parameters.log_probs else None,
             routed_experts=experts,
             routed_weights=weights if parameters.routed_weights else None,
             sampling_mask=Ragged.of(owner.kept) if parameters.sampling_mask else None,

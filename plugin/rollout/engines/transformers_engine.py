@@ -36,6 +36,9 @@ from plugin.rollout.engines.sleep import EnginePart, SleepingModel
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader
 from plugin.rollout.engines.weight_stream import Membership, WeightGroup, WeightReceiver
 
+#: Joining reads prompts and copies the cache: so many of all rows are free before any is filled.
+_SHARE_THAT_JOINS = 1 / 4
+
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> TransformersEngine:
     """The engine with the settings of a job."""
@@ -160,8 +163,10 @@ class TransformersEngine:
 
     @property
     def room(self) -> int:
-        """How many responses may join at the next step."""
-        return self._max_batch - self.running if self._batch.is_open else 0
+        """How many responses may join at the next step; few free rows are not worth the copy."""
+        free = self._max_batch - self.running
+        worth = free >= self._max_batch * _SHARE_THAT_JOINS or bool(self._joining)
+        return free if self._batch.is_open and worth else 0
 
     def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
         """Have the responses to a request join at the next step; see `SteppingEngine`."""

@@ -14,6 +14,7 @@ from plugin.errors import EngineError
 from plugin.launch.engine_actor import GroupServer
 from plugin.rollout.conversation.group_loop import GroupLoop
 from plugin.rollout.conversation.single_turn import SingleTurnPlayer
+from plugin.rollout.engines.decode_attention import blocks_of, decode_attention
 from plugin.rollout.engines.protocol import (
     Answer,
     Finished,
@@ -302,3 +303,28 @@ def test_all_groups_that_fit_join_at_one_step() -> None:
     loop.add(range(4), requests, SamplingParameters(max_response_length=4))
     loop.step()
     assert loop.open == 3 and engine.running == 6
+
+
+def test_rows_of_similar_length_are_a_block() -> None:
+    # 60 is more than 0.6 of 90; 9 is not, and 8 is more than 0.6 of 9.
+    assert blocks_of(torch.tensor([90, 60, 9, 8]), 100) == [(0, 2, 10), (2, 4, 91)]
+    assert blocks_of(torch.tensor([7]), 7) == [(0, 1, 0)]
+
+
+def test_blocks_attend_to_what_the_whole_padded_cache_gives() -> None:
+    draw = torch.Generator().manual_seed(0)
+    lengths, size = torch.tensor([40, 37, 12, 3, 1]), 40
+    query = torch.randn(5, 6, 1, 8, generator=draw)
+    key, value = torch.randn(2, 5, 2, size, 8, generator=draw)
+    mask = (torch.arange(size) >= size - lengths[:, None])[:, None, None]
+    blocks = blocks_of(lengths, size)
+    assert len(blocks) == 4
+    found, _ = decode_attention(torch.nn.Module(), query, key, value, mask, blocks, 0.3)
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key.repeat_interleave(3, dim=1),
+        value.repeat_interleave(3, dim=1),
+        attn_mask=mask,
+        scale=0.3,
+    )
+    assert torch.allclose(found, whole.transpose(1, 2), atol=1e-6)
