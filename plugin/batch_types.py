@@ -57,6 +57,9 @@ FIELDS: dict[str, Field] = {
         Field("response_lengths", "scalar", torch.int64),
         Field("loss_masks", "response", torch.int64),
         Field("advantages", "response", torch.float32, optional=True),
+        # Of a value model: before the rollout's updates, and what it should have said.
+        Field("values", "response", torch.float32, optional=True),
+        Field("returns", "response", torch.float32, optional=True),
         Field("rollout_log_probs", "response", torch.float32, optional=True, log_prob=True),
         Field("log_probs", "response", torch.float32, optional=True, log_prob=True),
         Field("ref_log_probs", "response", torch.float32, optional=True, log_prob=True),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from plugin.config.critic_flags import CriticFlags
 from plugin.config.data_flags import DataFlags, RewardFlags
 from plugin.config.engine_arguments import EngineArgumentFlags
 from plugin.config.engine_traits import ENGINES, EngineTraits, WeightWay, engine_traits
@@ -43,6 +44,7 @@ _ONE_DEVICE = {
 @dataclass(frozen=True)
 class JobConfig(
     TrainerConfig,
+    CriticFlags,
     DataFlags,
     RewardFlags,
     RolloutFlags,
@@ -142,20 +144,14 @@ class JobConfig(
     def _check_estimator(self) -> None:
         name = self.advantage_estimator
         expect(
-            not estimator_traits(name).values,
-            f"--advantage-estimator {name} needs a value model, and the job trains none; choose "
-            "grpo, rloo or reinforce_plus_plus",
-        )
-        expect(
             self.n_samples_per_prompt > 1 or not estimator_traits(name).group,
             f"--n-samples-per-prompt is 1 with --advantage-estimator {name}: a group of one has no "
             "baseline and every advantage is 0; sample at least 2, or use reinforce_plus_plus",
         )
         expect(
-            self.lambd == 1 or name not in ESTIMATOR_TRAITS,
-            f"--lambd is {self.lambd}: only GAE has a lambda, and the job trains no value model "
-            f"for it, so --advantage-estimator {name} would ignore it; drop it, or give an "
-            "estimator of your own by import path",
+            self.lambd == 1 or name not in ESTIMATOR_TRAITS or estimator_traits(name).values,
+            f"--lambd is {self.lambd}: only GAE has a lambda, so --advantage-estimator {name} "
+            "would ignore it; drop it, or use --advantage-estimator gae",
         )
 
     def _check_rollouts(self) -> None:

@@ -414,7 +414,9 @@ class AdvantageFlags(FlagGroup):
         needs=_estimators("rloo"),
     )
     normalize_advantages: bool = flag(False, "whiten advantages over the whole batch")
-    gamma: float = flag(1.0, "discount", at_least=0, needs=_estimators("reinforce_plus_plus"))
+    gamma: float = flag(
+        1.0, "discount", at_least=0, needs=_estimators("reinforce_plus_plus", "gae")
+    )
     lambd: float = flag(1.0, "GAE lambda, for estimators with a value model", at_least=0)
 
     def check(self) -> None:

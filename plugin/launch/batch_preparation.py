@@ -21,6 +21,8 @@ from plugin.sampling_mask import KEPT_COUNTS
 def prepare_batch(config: JobConfig, rollouts: Rollouts, route_shape: Any = None) -> RolloutBatch:
     """The samples as a batch with advantages, or a `BatchError` before any rank sees it.
 
+    Advantages of a value model come later: it has to see the batch first.
+
     route_shape: (moe_layers, topk, experts) that replayed routes must have
     """
     rollouts = with_overlong_rules(config, rollouts)
@@ -35,7 +37,8 @@ def prepare_batch(config: JobConfig, rollouts: Rollouts, route_shape: Any = None
             "--use-rollout-routing-replay ids+weights needs rollout_routed_weights and the batch "
             "has none; use an engine that reports them, or ids"
         )
-    batch = batch.with_column("advantages", advantages_of(config, rollouts))
+    if not config.trains_critic:
+        batch = batch.with_column("advantages", advantages_of(config, rollouts))
     batch.check()
     return batch
 

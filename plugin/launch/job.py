@@ -22,6 +22,7 @@ from plugin.config import JobConfig
 from plugin.errors import ActorLost, MegatronTisError, ParallelError
 from plugin.launch.batch_preparation import describe_batch, prepare_batch, without_old_tokens
 from plugin.launch.console import Console
+from plugin.launch.critic_steps import CriticSteps
 from plugin.launch.engine_pool import EnginePool
 from plugin.launch.evaluation import Evaluations, Evaluator, describe
 from plugin.launch.groups import Group, joined, reward_parts
@@ -214,6 +215,8 @@ def _running(
                 trainer.build("reference", parts.reference)
             if parts.teacher is not None:
                 trainer.build("teacher", parts.teacher)
+            if parts.critic is not None:
+                trainer.build("critic", parts.critic)
         with console.phase("waiting for engines"):
             engines.wait_until_ready()
         weights = WeightSync(config, trainer, engines, console)
@@ -267,6 +270,7 @@ class _Job:
         self._saved = 0
         self._restarts, self._restarts_in_a_row, self._furthest = 0, 0, -1
         self._log_prob_passes = LogProbPasses(config, parts, trainer)
+        self._critic = CriticSteps(config, trainer) if parts.critic is not None else None
 
     def run(self, interrupts: Interrupts) -> None:
         """All rollouts that are left; an interrupted job is saved where it stands."""
@@ -379,6 +383,9 @@ class _Job:
             "seconds_preparing": time.monotonic() - generated,
             **self._weights.metrics(),
         }
+        if self._critic is not None:
+            batch, of_critic = self._critic.added_to(batch, rollouts)
+            described |= of_critic
         batch, passes = self._log_prob_passes.added_to(batch, updates)
         timings |= passes
         applied = 0
@@ -458,6 +465,10 @@ class _Job:
         """
         started = time.monotonic()
         rate = learning_rate(self._config, self._at.updates)
+        if self._critic is not None:
+            described = described | self._critic.train(batch, self._at.updates)
+            if self._at.rollouts < self._config.num_critic_only_rollouts:
+                rate = 0.0
         trained = self._trainer.train(batch, self._at.version, progress, rate)
         self._at.updates += 1
         now = time.monotonic()

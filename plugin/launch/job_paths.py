@@ -13,7 +13,13 @@ _CODE = (
     *("policy_loss", "advantage_estimator", "rollout_engine", "custom_detector_path"),
 )
 _FILES = (
-    *("hf_checkpoint", "ref_hf_checkpoint", "teacher_hf_checkpoint", "prompt_data"),
+    *(
+        "hf_checkpoint",
+        "ref_hf_checkpoint",
+        "teacher_hf_checkpoint",
+        "critic_hf_checkpoint",
+        "prompt_data",
+    ),
     *("rollout_weights_dir", "dump_log_probs"),
 )
 

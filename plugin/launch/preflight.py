@@ -61,6 +61,7 @@ class JobParts:
     policy: ModelSource
     reference: ModelSource | None
     teacher: ModelSource | None
+    critic: ModelSource | None
     sampling: SamplingParameters
     route_shape: tuple[int, int, int] | None
     data: PromptDataset | None = None
@@ -101,6 +102,7 @@ def check_job(
     _check_answer_size(config, policy)
     reference = _other_policy(config, "--ref-hf-checkpoint", policy)
     teacher = _other_policy(config, "--teacher-hf-checkpoint", policy)
+    critic = _other_policy(config, "--critic-hf-checkpoint", policy) or policy
     route_shape = _route_shape(config, policy)
     if config.replays_route_weights and config.router_gradient == "stop":
         say(
@@ -119,6 +121,7 @@ def check_job(
         policy=policy,
         reference=(reference or policy) if config.use_kl_loss else None,
         teacher=teacher,
+        critic=critic if config.trains_critic else None,
         sampling=sampling_parameters(config, task),
         route_shape=route_shape,
         data=task.data if isinstance(task, DatasetTask) else None,
@@ -129,7 +132,7 @@ def check_job(
 def _try_estimator(config: JobConfig) -> None:
     """Call the user's own estimator on two groups of short responses and check what it returns."""
     path = config.advantage_estimator
-    if path in ESTIMATORS:
+    if path in ESTIMATORS or config.trains_critic:
         return
     estimator = load_called_with(
         "--advantage-estimator", path, "rewards", "group_index", "loss_masks", "config"

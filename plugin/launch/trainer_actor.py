@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -19,18 +20,24 @@ import numpy as np
 from torch import Tensor
 
 from plugin.config import JobConfig
+from plugin.errors import CheckpointError
 from plugin.launch.array_transport import Arrays, share_from_arrays
 from plugin.launch.directory_lock import OwnedDirectory
 from plugin.launch.model_source import ModelSource
 from plugin.launch.remote_calls import ReportingActor
+from plugin.megatron_backend.checkpoint.directory import resolve
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
 from plugin.rollout.engines.weight_stream import Membership, WeightGroup, WeightSender
 
 if TYPE_CHECKING:
     from plugin.megatron_backend.offloading import TrainerPart
+    from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 
-PolicyName = Literal["policy", "reference", "teacher"]
+#: Where a checkpoint keeps the critic, and where that waits until the checkpoint is complete.
+_CRITIC, _CRITIC_WAITS = "critic", ".critic"
+
+PolicyName = Literal["policy", "reference", "teacher", "critic"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class SentPart:
 
 
 class TrainerRank(ReportingActor):
-    """Holds the policy and, where the loss needs them, the reference and the teacher."""
+    """Holds the policy and, where they are needed, the reference, the teacher and the critic."""
 
     def __init__(self, config: JobConfig) -> None:
         super().__init__()
@@ -164,7 +171,7 @@ class TrainerRank(ReportingActor):
         return RankPart(groups.dp_rank, groups.pp_rank, self._reports)
 
     def build(self, name: PolicyName, source: ModelSource) -> list[int] | None:
-        """Build one of the models and load its weights; only the policy can be trained.
+        """Build one of the models and load its weights; policy and critic can be trained.
 
         Returns the MoE layers whose routes this rank wants, None if it replays none.
         """
@@ -184,15 +191,24 @@ class TrainerRank(ReportingActor):
             or config.virtual_pipeline_model_parallel_size is not None
             or on_this_device(config).transformer_impl == "transformer_engine"
         )
-        trainer = MegatronTrainer(
-            config,
-            source.as_config(),
-            self._groups,
-            layout="packed" if packs else "padded",
-            trainable=name == "policy",
-            seed=config.seed,
-        )
-        trainer.load_hf_weights(source.directory or source.random_weights())
+        layout: SequenceLayout = "packed" if packs else "padded"
+        weights = source.directory or source.random_weights()
+        hf_config, groups = source.as_config(), self._groups
+        if name == "critic":
+            from plugin.megatron_backend.critic import CriticTrainer
+
+            trainer: MegatronTrainer = CriticTrainer(
+                *(config, hf_config, groups, weights),
+                value_clip=config.value_clip,
+                layout=layout,
+                seed=config.seed,
+            )
+        else:
+            trainable = name == "policy"
+            trainer = MegatronTrainer(
+                config, hf_config, groups, layout=layout, trainable=trainable, seed=config.seed
+            )
+            trainer.load_hf_weights(weights)
         self._trainers[name] = trainer
         optimizer = None if trainer.optimizer is None else trainer.optimizer.optimizer
         self._memory[name] = TrainerMemory(trainer.chunks, optimizer)
@@ -230,6 +246,21 @@ class TrainerRank(ReportingActor):
             log_probs = result.log_probs.values.numpy()
         live_routes = result.live_routes if self._rank == 0 else None
         return TrainedStep(result.metrics, skipped, log_probs, live_routes)
+
+    def values(self, share: Arrays) -> Any:
+        """The critic's values of the share's responses, end to end; None where another reports."""
+        results = self._trainers["critic"].compute_values(share_from_arrays(share))
+        return results.values.numpy() if self._reports else None
+
+    def train_critic(self, share: Arrays, learning_rate: float) -> TrainedStep:
+        """One optimizer step of the critic."""
+        trainer = self._trainers["critic"]
+        trainer.set_learning_rate(learning_rate)
+        result = trainer.train_critic(share_from_arrays(share))
+        skipped = None
+        if not result.updated:
+            skipped = f"the gradient norm of the critic is {result.grad_norm:.4g}"
+        return TrainedStep(result.metrics, skipped, None, None)
 
     def send_weights(self, version: int, group: WeightGroup) -> SentPart | None:
         """Send this stage's part of the policy; None on ranks that only help to gather it."""
@@ -287,11 +318,20 @@ class TrainerRank(ReportingActor):
 
     def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any], keep: int) -> None:
         """Write `<root>/step_<step>` with the driver's state in it and keep the last `keep`."""
-        self._trainers["policy"].save_checkpoint(root, step, user_state, keep_last=keep)
+        critic, waiting = self._trainers.get("critic"), Path(root) / _CRITIC_WAITS
+        saved = None
+        if critic is not None:
+            saved = critic.save_checkpoint(waiting, step, {}, keep_last=1)
+        whole = self._trainers["policy"].save_checkpoint(root, step, user_state, keep_last=keep)
+        if saved is not None and self._rank == 0:
+            saved.rename(whole / _CRITIC)
+            shutil.rmtree(waiting)
 
     def load_checkpoint(self, root: str) -> dict[str, Any] | None:
         """Load the newest checkpoint in `root`; the driver's state, None besides rank 0."""
         _, user_state = self._trainers["policy"].load_checkpoint(root)
+        if "critic" in self._trainers:
+            self._trainers["critic"].load_checkpoint(_critic_of(resolve(Path(root))))
         return user_state if self._rank == 0 else None
 
     def leave(self) -> None:
@@ -299,6 +339,18 @@ class TrainerRank(ReportingActor):
         from plugin.megatron_backend.parallel_groups import destroy_parallel
 
         destroy_parallel()
+
+
+def _critic_of(checkpoint: Path) -> Path:
+    """The critic's part of a checkpoint; it waits elsewhere if a job died before it was moved."""
+    places = (checkpoint / _CRITIC, checkpoint.parent / _CRITIC_WAITS / checkpoint.name)
+    for place in places:
+        if place.is_dir():
+            return place
+    raise CheckpointError(
+        f"{checkpoint} holds no critic; resume from a checkpoint of a run with "
+        "--advantage-estimator gae, or start a new run"
+    )
 
 
 def _why_skipped(result: Any, largest: float | None) -> str:

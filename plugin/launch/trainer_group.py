@@ -139,6 +139,16 @@ class TrainerGroup:
             return results[0]
         return replace(results[0], log_probs=self._merged(log_probs, plan, batch))
 
+    def values(self, batch: RolloutBatch) -> Ragged:
+        """The critic's values, one [response] tensor per sample."""
+        plan, shares = self._delivered(batch)
+        return self._merged(self._call("values", shares=shares), plan, batch)
+
+    def train_critic(self, batch: RolloutBatch, learning_rate: float) -> TrainedStep:
+        """One optimizer step of the critic."""
+        _, shares = self._delivered(batch)
+        return self._call("train_critic", learning_rate, shares=shares)[0]
+
     def _delivered(self, batch: RolloutBatch) -> tuple[MicrobatchPlan, list[Any]]:
         """Put one share per data-parallel rank into the object store; a reference for every rank.
 

@@ -271,7 +271,6 @@ def test_every_built_in_engine_has_a_factory(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"advantage_estimator": "gae"}, "needs a value model, and the job trains none"),
         ({"lambd": 0.9}, "--advantage-estimator grpo would ignore it; drop it"),
         ({"n_samples_per_prompt": 1}, "a group of one has no baseline"),
     ],

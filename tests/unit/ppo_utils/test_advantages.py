@@ -122,6 +122,27 @@ def test_gae_with_lambda_one_and_gamma_one_is_reward_minus_value() -> None:
     torch.testing.assert_close(advantages[0], 2.0 - values)
 
 
+def test_gae_and_lambda_returns_are_their_definitions_in_float64() -> None:
+    generator = torch.Generator().manual_seed(4)
+    masks = [torch.rand(n, generator=generator) > 0.3 for n in (7, 1, 40)]
+    values = [torch.randn(len(m), generator=generator, dtype=torch.float64) for m in masks]
+    rewards = torch.randn(3, generator=generator, dtype=torch.float64)
+    gamma, lambd = 0.97, 0.9
+    advantages, returns = gae_advantages(rewards, values, masks, gamma=gamma, lambd=lambd)
+    for sample, (mask, value) in enumerate(zip(masks, values, strict=True)):
+        steps = value[mask].tolist()
+        rows = [*[0.0] * (len(steps) - 1), float(rewards[sample])] if steps else []
+        for t in range(len(steps)):
+            # n-step returns R_n = sum of gamma^k r + gamma^n V, mixed with (1 - lambda) lambda^(n-1)
+            total, left = 0.0, len(steps) - t
+            for n in range(1, left + 1):
+                reward = sum(gamma**k * rows[t + k] for k in range(n))
+                n_step = reward + (gamma**n * steps[t + n] if n < left else 0.0)
+                total += n_step * lambd ** (n - 1) * (1 - lambd if n < left else 1)
+            assert float(returns[sample][mask][t]) == pytest.approx(total, rel=1e-12)
+            assert float(advantages[sample][mask][t]) == pytest.approx(total - steps[t], rel=1e-9)
+
+
 def test_gae_of_empty_and_fully_masked_samples_is_zero() -> None:
     values = [torch.zeros(0), torch.tensor([math.nan, math.inf])]
     advantages, returns = gae_advantages(
