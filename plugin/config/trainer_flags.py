@@ -29,6 +29,14 @@ class ModelFlags(FlagGroup):
         None, "reference policy of --use-kl-loss; none = the weights the run starts from"
     )
     teacher_hf_checkpoint: str | None = flag(None, "teacher policy of --teacher-tau")
+    reference_offload: bool = flag(
+        False,
+        "keep the weights of reference and teacher in host memory between their passes",
+        needs=Needs(
+            "--use-kl-loss or --teacher-hf-checkpoint",
+            lambda config: config.use_kl_loss or config.teacher_hf_checkpoint is not None,
+        ),
+    )
     transformer_impl: Literal["auto", "transformer_engine", "local"] = flag(
         "auto",
         "Megatron's layers; auto = Transformer Engine where it can run (CUDA, not in float32)",

@@ -12,6 +12,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -212,13 +213,16 @@ class TrainerRank(ReportingActor):
         self._trainers[name] = trainer
         optimizer = None if trainer.optimizer is None else trainer.optimizer.optimizer
         self._memory[name] = TrainerMemory(trainer.chunks, optimizer)
+        if self._rests(name):
+            self._memory[name].offload(("weights",))
         return None if trainer.routed_model is None else trainer.routed_model.route_layers
 
     def log_probs(self, share: Arrays, name: PolicyName, keep_routes: bool) -> Any:
         """Log-probs of the share's responses, end to end; None where another rank reports them."""
-        results = self._trainers[name].compute_log_probs(
-            share_from_arrays(share), keep_routes=keep_routes
-        )
+        with self._memory[name].used("weights") if self._rests(name) else nullcontext():
+            results = self._trainers[name].compute_log_probs(
+                share_from_arrays(share), keep_routes=keep_routes
+            )
         return results.values.numpy() if self._reports else None
 
     def train(
@@ -303,9 +307,14 @@ class TrainerRank(ReportingActor):
         return sum(memory.offload(parts) for memory in self._memory.values())
 
     def onload(self, parts: Sequence[TrainerPart]) -> None:
-        """Take memory for `parts` of every model again."""
-        for memory in self._memory.values():
-            memory.onload(parts)
+        """Take memory for `parts` of every model that does not rest again."""
+        for name, memory in self._memory.items():
+            if not self._rests(name):
+                memory.onload(parts)
+
+    def _rests(self, name: PolicyName) -> bool:
+        """Whether a model has device memory only while it is asked."""
+        return self._config.reference_offload and name in ("reference", "teacher")
 
     def save_hf(self, directory: str, tokenizer_from: str | None, replace: bool) -> None:
         """Write the policy as a Hugging Face directory, from rank 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -39,6 +40,15 @@ class TrainerMemory:
         """Take memory for `parts` again, with their values; those that have it keep it."""
         for part in parts:
             self._storages[part].restore()
+
+    @contextmanager
+    def used(self, part: TrainerPart) -> Iterator[None]:
+        """Hold the memory of `part` only within."""
+        self.onload((part,))
+        try:
+            yield
+        finally:
+            self.offload((part,))
 
     def weights(self) -> Iterator[Tensor]:
         """Parameters and buffers of the model; the former may be views of Megatron's buffers."""

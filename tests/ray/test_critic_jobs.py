@@ -18,7 +18,9 @@ CRITIC = {
     "lambd": 0.9,
     "critic_lr": 3e-3,
     "critic_lr_warmup_steps": 3,
-    "global_batch_size": 8,
+    # enough that some response of every mini-batch is rewarded
+    "rollout_batch_size": 64,
+    "global_batch_size": 128,
     "save_interval": 2,
 }
 
