@@ -33,6 +33,7 @@ VLLM_OWNED: dict[str, str] = {
     "data_parallel_size": "--num-rollout-engines",
     "distributed_executor_backend": "--rollout-num-gpus-per-engine",
     "weight_transfer_config": "the job, which sends the weights",
+    "worker_extension_cls": "the job, which sends the weights",
     "enable_sleep_mode": "--colocate",
     "enable_return_routed_experts": _ASKED,
     "return_sampling_mask": _ASKED,

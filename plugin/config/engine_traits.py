@@ -64,6 +64,7 @@ ENGINES: dict[str, EngineTraits] = {
     "vllm": EngineTraits(
         "plugin.rollout.engines.vllm_engine:make_engine",
         package=_VLLM,
+        weight_ways=("broadcast", "object-store"),
         reports_kept_ids=True,
         lowest_temperature=0.01,
         smallest_head_dim=32,
@@ -91,7 +92,7 @@ ENGINES: dict[str, EngineTraits] = {
         reports_route_weights=False,
         partial_rollout_modes=("recompute",),
         tensor_parallel=True,
-        weight_ways=("directory",),
+        weight_ways=("broadcast", "directory"),
         starts_servers="sglang",
     ),
     "vllm_server": EngineTraits(

@@ -285,9 +285,18 @@ class JobConfig(
         """How the engines get their weights."""
         if self.weight_sync != "auto":
             return self.weight_sync
-        ways = self.engine_traits.weight_ways
+        if self.rollout_weights_dir is not None and "directory" in self._weight_ways:
+            return "directory"
         # Two processes on one GPU cannot be members of one NCCL group.
-        return next((way for way in ways if way != "broadcast" or not self.colocate), ways[0])
+        fitting = [way for way in self._weight_ways if way != "broadcast" or not self.colocate]
+        return (*fitting, *self._weight_ways)[0]
+
+    @property
+    def _weight_ways(self) -> tuple[WeightWay, ...]:
+        """Those of the engine, or of the servers behind it."""
+        if self.engine_traits.asks_servers and self.rollout_server == "sglang":
+            return ("broadcast", "directory")
+        return self.engine_traits.weight_ways
 
     def _check_engine(self) -> None:
         """Check that a built-in engine can do what is asked, and reads every flag given."""
@@ -297,9 +306,9 @@ class JobConfig(
             self.engine_traits.asks_servers,
         )
         expect(
-            self.weight_way in traits.weight_ways,
+            self.weight_way in self._weight_ways,
             f"--weight-sync {self.weight_way}: --rollout-engine {engine} gets weights by "
-            f"{' or '.join(traits.weight_ways)}; use auto, or another engine",
+            f"{' or '.join(self._weight_ways)}; use auto, or another engine",
         )
         expect(
             self.weight_way != "broadcast" or not self.colocate,
@@ -309,6 +318,8 @@ class JobConfig(
         if engine not in ENGINES:
             return  # the user's own gets the whole configuration and may read any flag
         starts = traits.starts_servers is not None
+        needed = ["--rollout-url"]
+        needed += ["--rollout-weights-dir"] if self.weight_way == "directory" else []
         for given, name in (
             (self.rollout_urls, "--rollout-url"),
             (self.rollout_weights_dir, "--rollout-weights-dir"),
@@ -320,7 +331,7 @@ class JobConfig(
                 "--rollout-engine http or drop it",
             )
             expect(
-                not http or bool(given) or name == "--rollout-api-key-env",
+                not http or bool(given) or name not in needed,
                 f"--rollout-engine {engine} needs {name}; add it",
             )
         expect(

@@ -42,7 +42,6 @@ class _Running:
     failures_in_a_row: restarts in a row without an answer in between
     weights: its own directory below --rollout-weights-dir
     version: broadcast: of the weights that it has; NO_WEIGHTS = none, or half of a version
-    receivers: broadcast: workers that receive weights; None = not asked yet
     """
 
     actor: Any
@@ -51,7 +50,6 @@ class _Running:
     failures_in_a_row: int = 0
     weights: OwnedDirectory | None = None
     version: int = NO_WEIGHTS
-    receivers: int | None = None
 
     def end(self) -> None:
         """End the process and remove the weights that it wrote for its servers."""
@@ -269,27 +267,17 @@ class EnginePool:
             return []
         return [n for n, engine in enumerate(self._engines) if engine.version != self._newest]
 
-    def weight_receivers(self, engines: Sequence[int]) -> list[tuple[int, Any, int]]:
-        """Number, actor and receiving workers of those of `engines` that have started."""
-        found = []
-        for number in engines:
-            engine = self._engines[number]
-            if engine.birth is not None:
-                continue
-            if engine.receivers is None:
-                call = self._call_for_weights(engine.actor, "weight_receivers")
-                try:
-                    engine.receivers = result_of(call, f"engine {number}", self._console)
-                except ParallelError as error:
-                    self.replace_unless_done(number, engine.actor, str(error))
-                    continue
-            found.append((number, engine.actor, int(engine.receivers)))
-        return found
+    def count_receivers(self) -> list[tuple[int, Any, Any]]:
+        """Number, actor and call for the receiving workers of lagging engines that have started."""
+        started = [(n, self._engines[n]) for n in self.lagging() if self._engines[n].birth is None]
+        return [
+            (number, engine.actor, self._call_for_weights(engine.actor, "weight_receivers"))
+            for number, engine in started
+        ]
 
-    def receive_weights(self, engine: int, group: WeightGroup, first: int) -> Any:
+    def receive_weights(self, engine: int, actor: Any, group: WeightGroup, first: int) -> Any:
         """The call by which an engine receives the newest weights; until then it has none."""
         self._engines[engine].version = NO_WEIGHTS
-        actor = self._engines[engine].actor
         return self._call_for_weights(actor, "receive_weights", self._newest, group, first)
 
     def has_received(self, engine: int, actor: Any) -> None:

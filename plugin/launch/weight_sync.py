@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from plugin.config import JobConfig
@@ -48,7 +48,8 @@ class _Member:
 
     engine: int
     actor: Any
-    first: int
+    first: int = 0
+    workers: int = 0
 
 
 class WeightSync:
@@ -65,9 +66,11 @@ class WeightSync:
         self._console = console
         self._way = config.weight_way
         self._group: WeightGroup | None = None
-        self._members: tuple[Any, ...] = ()
+        self._who: tuple[Any, ...] = ()
         self._store: Any = None
         self._seconds, self._bytes = 0.0, 0
+        # An engine may have responses to end first; one that hangs is found as in generation.
+        self._patience = min(config.step_timeout, 3 * config.engine_patience)
         self.version = NO_WEIGHTS
 
     def metrics(self) -> dict[str, Any]:
@@ -112,11 +115,7 @@ class WeightSync:
     def _broadcast(self) -> None:
         """Send the newest version to the engines that have started and do not have it."""
         for _ in range(1 + self._config.max_restarts):
-            members, first = [], 0
-            for engine, actor, count in self._engines.weight_receivers(self._engines.lagging()):
-                members.append(_Member(engine, actor, first))
-                first += count
-            if not members or self._transfer(self._group_of(members, first), members):
+            if self._transfer(self._members()):
                 return
         raise EngineError(
             f"weights of version {self.version} could not be sent to engines "
@@ -124,53 +123,76 @@ class WeightSync:
             "attempts, the limit of --max-restarts; look for what ends the transfers above"
         )
 
-    def _group_of(self, members: list[_Member], receivers: int) -> WeightGroup:
-        """The group of the last transfer, or a new one if its members have changed since."""
-        import ray
+    def _members(self) -> list[_Member]:
+        """The engines that have started and lack the newest version, with their workers."""
+        calls: dict[Any, _Member | str] = {
+            call: _Member(number, actor) for number, actor, call in self._engines.count_receivers()
+        }
+        counted = self._finished(_Transfer(calls, self._patience, self._console))
+        members, first = [], 0
+        for member in sorted(counted.received, key=lambda member: member.engine):
+            workers = counted.received[member]
+            members.append(replace(member, first=first, workers=workers))
+            first += workers
+        return members
 
-        who = (*self._trainer.rank_ids(), *(member.actor for member in members))
-        if self._store is None:
-            self._store = open_store(ray.util.get_node_ip_address())
-        if self._group is None or who != self._members:
-            self._members = who
-            self._group = WeightGroup(
-                self._store.host,
-                self._store.port,
-                f"megatron-tis-{secrets.token_hex(6)}",
-                senders=self._config.pipeline_model_parallel_size,
-                receivers=receivers,
-                timeout=self._config.step_timeout,
-            )
-        return self._group
-
-    def _transfer(self, group: WeightGroup, members: list[_Member]) -> bool:
-        """Send the newest version to `members`; whether all of them have it."""
-        calls: dict[Any, _Member | str] = {}
-        for member in members:
-            calls[self._engines.receive_weights(member.engine, group, member.first)] = member
-        calls |= self._trainer.send_weights(self.version, group)
-        # An engine may have responses to end first; one that hangs is found as in generation.
-        patience = min(self._config.step_timeout, 3 * self._config.engine_patience)
-        transfer = _Transfer(calls, patience, self._console)
+    def _finished(self, transfer: _Transfer, group: WeightGroup | None = None) -> _Transfer:
+        """Wait for all calls, and call off the transfer in `group` when one fails."""
         while transfer.calls:
             transfer.wait(_POLL_SECONDS)
-            if transfer.trouble is not None and not transfer.is_called_off:
+            if group is not None and transfer.trouble is not None and not transfer.is_called_off:
                 call_off(self._store, group, transfer.trouble)
                 transfer.is_called_off = True
             self._trainer.while_idle()
-        for member in transfer.received:
-            self._engines.has_received(member.engine, member.actor)
         for member, reason in transfer.lost.items():
             self._engines.replace_unless_done(member.engine, member.actor, reason)
         if transfer.error is not None:
             raise transfer.error
+        return transfer
+
+    def _transfer(self, members: list[_Member]) -> bool:
+        """Send the newest version to `members`; whether all of them have it."""
+        if not members:
+            return True
+        group = self._group_of(members)
+        calls: dict[Any, _Member | str] = {
+            self._engines.receive_weights(member.engine, member.actor, group, member.first): member
+            for member in members
+        }
+        calls |= self._trainer.send_weights(self.version, group)
+        transfer = _Transfer(calls, self._patience, self._console)
+        try:
+            self._finished(transfer, group)
+        finally:
+            for member in transfer.received:
+                self._engines.has_received(member.engine, member.actor)
+            if transfer.trouble is not None:
+                self._group = None
         if transfer.trouble is not None:
-            self._group = None
             return False
         self._bytes = sum(part.nbytes for part in transfer.sent)
         buckets = {part.stage: part.buckets for part in transfer.sent}
         forget_version(self._store, group, self.version, buckets)
         return True
+
+    def _group_of(self, members: list[_Member]) -> WeightGroup:
+        """The group of the last transfer, or a new one if its members have changed since."""
+        import ray
+
+        who = (*self._trainer.rank_ids(), *members)
+        if self._store is None:
+            self._store = open_store(ray.util.get_node_ip_address())
+        if self._group is None or who != self._who:
+            self._who = who
+            self._group = WeightGroup(
+                self._store.host,
+                self._store.port,
+                f"megatron-tis-{secrets.token_hex(6)}",
+                senders=self._config.pipeline_model_parallel_size,
+                receivers=sum(member.workers for member in members),
+                timeout=self._config.step_timeout,
+            )
+        return self._group
 
 
 class _Transfer:
@@ -185,7 +207,7 @@ class _Transfer:
     def __init__(self, calls: dict[Any, _Member | str], timeout: float, console: Console) -> None:
         self.calls, self._timeout, self._console = calls, timeout, console
         self._deadline = time.monotonic() + timeout
-        self.received: list[_Member] = []
+        self.received: dict[_Member, Any] = {}
         self.sent: list[SentPart] = []
         self.lost: dict[_Member, str] = {}
         self.error: MegatronTisError | None = None
@@ -209,7 +231,7 @@ class _Transfer:
 
     def _take(self, who: _Member | str, result: Any) -> None:
         if isinstance(who, _Member):
-            self.received.append(who)
+            self.received[who] = result
         elif result is not None:
             self.sent.append(result)
 

@@ -16,16 +16,16 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from plugin.config import JobConfig
-from plugin.errors import ConfigError, WeightError
+from plugin.errors import ActorLost, ConfigError, TransferError, WeightError
 from plugin.ragged import Ragged
 from plugin.rollout.engines.choice import api_key
 from plugin.rollout.engines.expert_routes import RouteShape, continued_routes
@@ -46,10 +46,18 @@ from plugin.rollout.engines.server_calls import (
     ServerSession,
     ServerTrouble,
 )
-from plugin.rollout.engines.server_dialects import DIALECTS, Dialect, ResponseShape
+from plugin.rollout.engines.server_dialects import (
+    DIALECTS,
+    BroadcastDialect,
+    Dialect,
+    ResponseShape,
+    ServerCall,
+)
 from plugin.rollout.engines.server_pool import Server, ServerPool
+from plugin.rollout.engines.server_weights import ServerStream, WeightLabels
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, weight_ledger
 from plugin.rollout.engines.weight_directory import WeightDirectory
+from plugin.rollout.engines.weight_stream import Membership, WeightGroup
 
 _PROBE_TIMEOUT = 10.0
 _REVIVE_SECONDS = 0.5
@@ -67,7 +75,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> H
     return HttpEngine(
         config.rollout_urls,
         hf_config,
-        weights_dir=str(config.rollout_weights_dir),
+        weights_dir=config.rollout_weights_dir if config.weight_way == "directory" else None,
         server=config.rollout_server,
         request_timeout=config.rollout_request_timeout,
         update_timeout=config.step_timeout,
@@ -85,7 +93,7 @@ class HttpEngine:
     """A `RolloutEngine` that asks servers.
 
     hf_config: of the model that the servers run
-    weights_dir: a directory that they see under the same path
+    weights_dir: a directory that they see under the same path; None = weights come by broadcast
     request_timeout: seconds for one response to its last byte
     update_timeout: seconds for loading weights
     retries: attempts after a failed one, `backoff` seconds later at first, then twice as long each
@@ -102,7 +110,7 @@ class HttpEngine:
         urls: Sequence[str],
         hf_config: Mapping[str, Any],
         *,
-        weights_dir: str,
+        weights_dir: str | None,
         server: str = "vllm",
         request_timeout: float = 600.0,
         update_timeout: float = 1800.0,
@@ -120,7 +128,8 @@ class HttpEngine:
         self._dialect: Dialect = DIALECTS[server]()
         self.pool = ServerPool(urls)
         self._ledger = weight_ledger(hf_config)
-        self._weights = WeightDirectory(weights_dir, hf_config)
+        self._weights = None if weights_dir is None else WeightDirectory(weights_dir, hf_config)
+        self._labels, self._label = WeightLabels(), ""
         positions = int(hf_config.get("max_position_embeddings") or 1 << 20)
         self._shape = ResponseShape(
             vocab_size=int(hf_config["vocab_size"]),
@@ -139,6 +148,7 @@ class HttpEngine:
         self._groups: set[asyncio.Task[None]] = set()
         self._finished: list[Finished] = []
         self._running = 0
+        self._membership = Membership()
 
     def health(self) -> EngineHealth:
         """Version of the weights and tokens generated so far; says nothing of the servers."""
@@ -151,15 +161,18 @@ class HttpEngine:
 
         A server that does not confirm the version is out of service until it does.
         """
+        weights = self._weights
+        assert weights is not None, "without a directory weights come by broadcast"
         if not self._ledger.is_partial:
-            self._weights.begin()
+            weights.begin()
         self._ledger.load(version, bucket, last=last)
-        self._weights.add(bucket)
+        weights.add(bucket)
         if not last:
             return
-        self._weights.finish(version)
+        self._label = self._labels.of(version)
+        weights.finish(self._label)
         asyncio.run(self._distribute())
-        self._weights.remove_older()
+        weights.remove_older(self._label)
 
     async def _distribute(self) -> None:
         async with self._session() as session:
@@ -172,6 +185,83 @@ class HttpEngine:
                 "must be the same directory for job and servers"
             )
 
+    @property
+    def _broadcast_dialect(self) -> BroadcastDialect:
+        return cast(BroadcastDialect, self._dialect)
+
+    def weight_receivers(self) -> int:
+        """The workers of all servers that answer."""
+        return asyncio.run(self._count_workers())
+
+    async def _count_workers(self) -> int:
+        dialect = self._broadcast_dialect
+        async with self._session() as session:
+            for server in self.pool.servers:
+                try:
+                    answer = await session.call(server.url, dialect.server_size(), _PROBE_TIMEOUT)
+                    server.workers = dialect.workers_of(answer)
+                except (ServerTrouble, CallRefused, MalformedAnswer) as trouble:
+                    server.workers = 0
+                    self.pool.take_out(server, str(trouble))
+        count = sum(server.workers for server in self.pool.servers)
+        if not count:
+            causes = "; ".join(f"{s.url}: {s.out_because}" for s in self.pool.servers)
+            raise ActorLost(f"no rollout server can receive weights: {causes}")
+        return count
+
+    def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
+        """Have the servers take all of `version`; see `BroadcastEngine`.
+
+        A server that does not confirm the version is out of service.
+        """
+        self._label = self._labels.of(version)
+        servers = [server for server in self.pool.servers if server.workers]
+        with self._membership.of(group, lambda: ServerStream(group)) as stream:
+            self._ledger.begin(version)
+            asyncio.run(self._receive(stream, version, first, servers))
+            self._ledger.end()
+
+    async def _receive(
+        self, stream: ServerStream, version: int, first: int, servers: Sequence[Server]
+    ) -> None:
+        async with self._session() as session, contextlib.AsyncExitStack() as stack:
+            for server in servers:
+                await stack.enter_async_context(self._updating(session, server))
+
+            async def call(server: Server, call: ServerCall) -> None:
+                try:
+                    await session.call(server.url, call, self._update_timeout)
+                except (ServerTrouble, CallRefused, MalformedAnswer) as trouble:
+                    self.pool.take_out(server, f"it did not receive new weights: {trouble}")
+                    raise TransferError(f"{server.url}: {trouble}") from trouble
+
+            await stream.receive(
+                version,
+                servers,
+                *(first, self._label, self._broadcast_dialect, call, self._ledger.take),
+            )
+            for server in servers:
+                self.pool.put_in(server, self._label)
+
+    @contextlib.asynccontextmanager
+    async def _updating(self, session: ServerSession, server: Server) -> AsyncIterator[None]:
+        """Keep requests from a server whose weights change; with `interrupts` cut them short."""
+        while not server.updating.acquire(blocking=False):
+            await asyncio.sleep(_UPDATE_POLL_SECONDS)
+        try:
+            if self._interrupts and server.label is not None:
+                await self._note_interruption(session, server, server.label)
+            server.label = None
+            interrupts = self._interrupts
+            pause, resume = self._broadcast_dialect.pause_calls() if interrupts else ([], [])
+            for call in pause:
+                await session.call(server.url, call, self._update_timeout)
+            yield
+            for call in resume:
+                await session.call(server.url, call, self._update_timeout)
+        finally:
+            server.updating.release()
+
     async def _update(self, session: ServerSession, server: Server) -> str | None:
         """Give `server` the newest weights; the reason if it answered and refused."""
         while not server.updating.acquire(blocking=False):
@@ -182,7 +272,10 @@ class HttpEngine:
             server.updating.release()
 
     async def _update_alone(self, session: ServerSession, server: Server) -> str | None:
-        label = str(self._weights.label)
+        label = self._label
+        if self._weights is None:
+            self.pool.take_out(server, "it lost its weights; it gets the next ones")
+            return None
         calls = self._dialect.weight_update(
             self._weights.path_of(label), label, abort=self._interrupts
         )
@@ -213,7 +306,7 @@ class HttpEngine:
 
     async def _revive(self, session: ServerSession, server: Server) -> None:
         """Put a server back that answers, after loading the weights again if it has lost them."""
-        label = str(self._weights.label)
+        label = self._label
         try:
             await session.call(server.url, self._dialect.weight_label(label), _PROBE_TIMEOUT)
         except MalformedAnswer:
@@ -446,7 +539,7 @@ class HttpEngine:
         if not server.tested:
             await self._test(session, server, ask)
         call = self._dialect.generation(ask)
-        version = self._weights.version_of(label)
+        version = self._labels.version_of(label)
         try:
             body = await session.call(server.url, call, self._request_timeout)
             generation = self._dialect.parse(body, ask, self._shape, version)

@@ -1,8 +1,8 @@
 """The `sglang` and `vllm_server` engines: a server of the job's own, and the client that asks it.
 
 The engine's actor starts the server on loopback, with random weights, and gives it every version
-through a directory that both see. The server ends with the actor. When the server ends or falls
-silent, the engine raises, and the pool replaces both.
+through a directory that both see, or has it join the trainer's process groups. The server ends with
+the actor. When the server ends or falls silent, the engine raises, and the pool replaces both.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from plugin.rollout.engines.protocol import Finished
 from plugin.rollout.engines.server_commands import ServerCommand, sglang_command, vllm_command
 from plugin.rollout.engines.server_dialects import ServerCall
 from plugin.rollout.engines.server_process import ServerEnded, ServerProcess, free_port
+from plugin.rollout.engines.weight_stream import WeightGroup
 
 
 def make_sglang_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> ServedEngine:
@@ -56,12 +57,13 @@ class ServedEngine(HttpEngine):
         (directory / "config.json").write_text(json.dumps(with_architecture(hf_config)))
         positions = int(hf_config.get("max_position_embeddings") or 4096)
         longest = min(config.max_context_length or positions, positions)
+        weights = config.rollout_weights_dir or str(directory / "weights")
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         super().__init__(
             [url],
             hf_config,
-            weights_dir=config.rollout_weights_dir or str(directory / "weights"),
+            weights_dir=weights if config.weight_way == "directory" else None,
             server=server,
             request_timeout=config.rollout_request_timeout,
             update_timeout=config.step_timeout,
@@ -101,6 +103,14 @@ class ServedEngine(HttpEngine):
         [only] = self.pool.servers
         if last and only.out_because is not None:
             raise ServerEnded(f"weight version {version}: {only.out_because}")
+
+    def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
+        """As `HttpEngine.receive_weights`; `ServerEnded` if the server is gone."""
+        self.server.require_alive()
+        try:
+            super().receive_weights(version, group, first)
+        finally:
+            self.server.require_alive()
 
     def step(self) -> list[Finished]:
         """As `HttpEngine.step`; `ServerEnded` if the server is gone, before or after it."""

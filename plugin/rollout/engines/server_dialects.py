@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -21,6 +21,7 @@ from plugin.rollout.engines.server_answers import (
     shown,
     token_ids,
 )
+from plugin.rollout.engines.weight_stream import TensorNote, WeightGroup, group_backend
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,34 @@ class Dialect(Protocol):
 
     def self_test(self, parameters: SamplingParameters) -> ServerCall | None:
         """A call that finds a server with log-probs of another distribution, if one can."""
+        ...
+
+
+class BroadcastDialect(Dialect, Protocol):
+    """A kind of server that can join a process group with the trainer."""
+
+    def server_size(self) -> ServerCall:
+        """A call that is answered with what `workers_of` reads."""
+        ...
+
+    def workers_of(self, body: Any) -> int:
+        """How many workers of a server receive weights."""
+        ...
+
+    def join_group(self, group: WeightGroup, stage: int, rank: int) -> ServerCall:
+        """The call that makes a server's workers ranks `rank` and up of a stage's group."""
+        ...
+
+    def receive(self, group_name: str, notes: Sequence[TensorNote], label: str) -> ServerCall:
+        """The call that has a server take one bucket, and name its weights `label`."""
+        ...
+
+    def name_weights(self, label: str) -> list[ServerCall]:
+        """The calls after which the server says that its weights are those named `label`."""
+        ...
+
+    def pause_calls(self) -> tuple[list[ServerCall], list[ServerCall]]:
+        """What ends running responses at once, and what lets new ones begin."""
         ...
 
 
@@ -211,12 +240,49 @@ class SglangDialect:
             "weight_version": label,
             "flush_cache": True,
         }
-        calls = [ServerCall("/update_weights_from_disk", payload, check=_update_succeeded)]
-        if abort:
-            # Without a pause the update waits until all running responses have ended.
-            pause = ServerCall("/pause_generation", {"mode": "abort"})
-            calls = [pause, *calls, ServerCall("/continue_generation", {})]
-        return [*calls, self.weight_label(label)]
+        # Without a pause the update waits until all running responses have ended.
+        pause, resume = self.pause_calls() if abort else ([], [])
+        update = ServerCall("/update_weights_from_disk", payload, check=_update_succeeded)
+        return [*pause, update, *resume, self.weight_label(label)]
+
+    def pause_calls(self) -> tuple[list[ServerCall], list[ServerCall]]:
+        pause = ServerCall("/pause_generation", {"mode": "abort"})
+        return [pause], [ServerCall("/continue_generation", {})]
+
+    def server_size(self) -> ServerCall:
+        return ServerCall("/get_server_info", method="GET")
+
+    def workers_of(self, body: Any) -> int:
+        size = field(body, "tp_size")
+        if not isinstance(size, int) or size < 1:
+            raise MalformedAnswer(f"the server has tensor parallel size {shown(size)}")
+        return size
+
+    def join_group(self, group: WeightGroup, stage: int, rank: int) -> ServerCall:
+        payload = {
+            "master_address": group.host,
+            "master_port": group.port,
+            "rank_offset": rank,
+            "world_size": 1 + group.receivers,
+            "group_name": group.stage_name(stage),
+            "backend": group_backend(),
+        }
+        return ServerCall("/init_weights_update_group", payload, check=_update_succeeded)
+
+    def receive(self, group_name: str, notes: Sequence[TensorNote], label: str) -> ServerCall:
+        payload = {
+            "names": [note.name for note in notes],
+            "dtypes": [str(note.dtype).split(".")[-1] for note in notes],
+            "shapes": [list(note.shape) for note in notes],
+            "group_name": group_name,
+            "flush_cache": True,
+            "weight_version": label,
+        }
+        return ServerCall("/update_weights_from_distributed", payload, check=_update_succeeded)
+
+    def name_weights(self, label: str) -> list[ServerCall]:
+        name = {"new_version": label, "abort_all_requests": False}
+        return [ServerCall("/update_weight_version", name), self.weight_label(label)]
 
     def weight_label(self, label: str) -> ServerCall:
         return ServerCall("/get_model_info", method="GET", check=_has_label(label))

@@ -30,6 +30,7 @@ class Server:
     label: of the weights it has; None while they are unknown or change
     interrupted_at: the label that it had right before an update interrupted its responses
     updating: held while its weights change
+    workers: broadcast: of the server, which receive weights; 0 while it does not answer
     """
 
     url: str
@@ -43,6 +44,7 @@ class Server:
     label: str | None = None
     interrupted_at: str | None = None
     updating: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    workers: int = 0
 
 
 class ServerPool:

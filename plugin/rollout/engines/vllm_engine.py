@@ -2,9 +2,9 @@
 
 With several GPUs (or CPU slots) vLLM has a worker process for each, which ends with the engine's
 process; where they are on several nodes, the workers are Ray actors. The model is built from its
-config with no weights; every version arrives in buckets, is kept until it is complete and then
-loaded in place. So the model never mixes two versions, at the price of one copy of the weights in
-host memory.
+config with no weights. By broadcast, the workers load a version layer by layer as it arrives. A
+version that comes in buckets through this process is kept until it is complete and then loaded in
+place, at the price of one copy of the weights in host memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from plugin.config import JobConfig
 from plugin.config.engine_traits import ENGINES
-from plugin.errors import ConfigError, EngineError
+from plugin.errors import ConfigError, EngineError, TransferError
 from plugin.rollout.engines.expert_routes import RouteShape, complete_routes
 from plugin.rollout.engines.model_config import with_architecture
 from plugin.rollout.engines.pause_point import PausePoint
@@ -41,6 +41,7 @@ from plugin.rollout.engines.response_stream import generate_by_steps
 from plugin.rollout.engines.server_answers import MalformedAnswer, kept_rows
 from plugin.rollout.engines.sleep import EnginePart
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader, weight_ledger
+from plugin.rollout.engines.weight_stream import WeightGroup
 
 #: vLLM raises lower temperatures to this one without saying so in the answer.
 LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
@@ -125,6 +126,7 @@ class VllmEngine:
         reports = _Reports(routed_experts, sampling_mask)
         if one_machine:
             os.environ.update(_LOOPBACK)
+        self._workers = tensor_parallel_size
         further = parallel_options(tensor_parallel_size) | dict(arguments or {})
         # vLLM on CPU has no memory that it could give up.
         self._gives_memory = sleeps and torch.cuda.is_available()
@@ -149,11 +151,39 @@ class VllmEngine:
             self._replace_weights(version)
             self._ledger.version = version
 
+    def weight_receivers(self) -> int:
+        """The workers that share the model."""
+        return self._workers
+
+    def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
+        """Take all of `version` in the workers, layer by layer; see `BroadcastEngine`."""
+        with self._pause_point.changing():
+            self._ledger.begin(version)
+            self._take_from(group, first, version)
+            self._finish_change(version)
+            self._ledger.end()
+
+    def _take_from(self, group: WeightGroup, first: int, version: int) -> None:
+        place = {"group": vars(group), "first": first}
+        self._llm.init_weight_transfer_engine({"init_info": place})
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"version": version}})
+        self._llm.finish_weight_update()
+        received = self._llm.llm_engine.collective_rpc("received_weights")
+        for worker in received:
+            if worker.cut_off is not None:
+                raise TransferError(f"{self._name}: {worker.cut_off}")
+        self._ledger.take(
+            (note.name, torch.empty(note.shape, dtype=note.dtype, device="meta"))
+            for note in received[0].notes
+        )
+
     def _replace_weights(self, version: int) -> None:
         buckets, self._buckets = self._buckets, []
-        if not torch.cuda.is_available():
-            self._llm.apply_model(_forget_expert_kernels)
         self._llm.llm_engine.collective_rpc(_reload, args=(buckets,))
+        self._finish_change(version)
+
+    def _finish_change(self, version: int) -> None:
         # Cached keys and values of old weights would be taken for those of the new ones. Responses
         # under way lose theirs as well, and are read again.
         again = {"reset_running_requests": True} if self._interrupts else {}
@@ -359,6 +389,8 @@ def _build(
         "max_num_seqs": max_batch,
         "enforce_eager": not on_gpu,
         "seed": 0,
+        "weight_transfer_config": {"backend": "megatron_tis"},
+        "worker_extension_cls": "plugin.rollout.engines.vllm_weights.WorkerExtension",
     }
     if not on_gpu:
         options |= _cpu_options(hf_config, dtype, max_batch, max_model_len)
@@ -454,6 +486,10 @@ def _sampling(seed: int, max_tokens: int, parameters: SamplingParameters) -> Any
 
 def _reload(worker: Any, buckets: list[bytes]) -> None:
     """Load the buckets into one of vLLM's workers, in its process."""
+    from plugin.rollout.engines.vllm_weights import forget_expert_kernels
+
+    if not torch.cuda.is_available():
+        forget_expert_kernels(worker.model_runner.get_model())
     worker.reload_weights(weights_iterator=_named_tensors(buckets))
 
 
@@ -461,16 +497,3 @@ def _named_tensors(buckets: list[bytes]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of all buckets; each bucket is freed when it has been read."""
     while buckets:
         yield from safetensors.torch.load(buckets.pop(0)).items()
-
-
-def _forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Have vLLM set up its experts anew with the weights that come next.
-
-    vLLM 0.32 on CPU packs the weights of experts for its kernel only when it makes the kernel, so
-    that new ones would be read in the wrong order, without an error. To be removed when it packs
-    them at every load.
-    """
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None

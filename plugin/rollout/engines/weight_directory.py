@@ -1,8 +1,14 @@
-"""Versions of the weights as directories of safetensors files, for servers that share a disk."""
+"""Versions of the weights as directories of safetensors files, for servers that share a disk.
+
+A tensor is a file that is named by the checksum of its content. A version is a directory of links
+to such files, so what has not changed since the version before is not written again.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -15,48 +21,85 @@ import numpy as np
 class WeightDirectory:
     """Writes `<label>` directories below `root`; one that has this name is complete.
 
-    A label names the weights among all jobs that ever wrote to the servers: it holds a random part
-    and the version.
+    written_bytes: of the version written last; reused tensors are not counted
     """
 
     def __init__(self, root: str | Path, hf_config: Mapping[str, Any]) -> None:
-        self._root = Path(root).resolve()
-        self._root.mkdir(parents=True, exist_ok=True)
+        self._root, token = Path(root).resolve(), secrets.token_hex(6)
+        self._tensors = self._root / f"{token}.tensors"
+        self._partial = self._root / f"{token}.partial"
+        self._tensors.mkdir(parents=True)
+        self._labels: list[str] = []
         self._config = json.dumps(dict(hf_config))
-        self._token = secrets.token_hex(6)
-        self._partial = self._root / f"{self._token}.partial"
-        self._buckets = 0
-        self.label: str | None = None
+        self._files: list[str] = []
+        self.written_bytes = 0
 
     def path_of(self, label: str) -> str:
         """The directory of a complete version."""
         return str(self._root / label)
 
-    @staticmethod
-    def version_of(label: str) -> int:
-        """The weight version that a label names."""
-        return int(label.rpartition("-v")[2])
-
     def begin(self) -> None:
         """Start a version; what an unfinished one left is removed."""
         shutil.rmtree(self._partial, ignore_errors=True)
-        self._buckets = 0
         self._partial.mkdir()
+        self._files, self.written_bytes = [], 0
 
     def add(self, bucket: bytes | np.ndarray) -> None:
-        """Write one more safetensors file of the version that was begun."""
-        self._buckets += 1
-        whole: Any = bucket
-        (self._partial / f"model-{self._buckets:05d}.safetensors").write_bytes(whole)
+        """Add the tensors of a safetensors bucket to the version that was begun."""
+        raw = np.frombuffer(bucket, np.uint8)
+        start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+        for name, entry in json.loads(raw[8:start].tobytes()).items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            content = raw[start + begin : start + end].data
+            header = json.dumps({name: entry | {"data_offsets": [0, end - begin]}}).encode()
+            header += b" " * (-len(header) % 8)
+            self._add(len(header).to_bytes(8, "little") + header, content)
 
-    def finish(self, version: int) -> None:
+    def _add(self, header: bytes, content: memoryview) -> None:
+        digest = hashlib.sha256(header)
+        digest.update(content)
+        file = self._tensors / digest.hexdigest()
+        if not _is_whole(file):
+            partial = file.with_suffix(".partial")
+            with partial.open("wb") as writer:
+                writer.write(header)
+                writer.write(content)
+            # The file may be linked from a version that a server reads, so it is not written over.
+            partial.replace(file)
+            self.written_bytes += len(header) + len(content)
+        self._files.append(file.name)
+        _link(file, self._partial / f"model-{len(self._files):05d}.safetensors")
+
+    def finish(self, label: str) -> None:
         """Make the version visible under its label."""
         (self._partial / "config.json").write_text(self._config)
-        self.label = f"{self._token}-v{version}"
-        self._partial.rename(self._root / self.label)
+        self._partial.rename(self._root / label)
+        self._labels.append(label)
 
-    def remove_older(self) -> None:
-        """Delete the earlier versions that this object wrote."""
-        for directory in self._root.glob(f"{self._token}-v*"):
-            if directory.name != self.label:
-                shutil.rmtree(directory, ignore_errors=True)
+    def remove_older(self, label: str) -> None:
+        """Delete the versions before `label`, and the tensors that it does not have."""
+        for older in self._labels[: self._labels.index(label)]:
+            shutil.rmtree(self._root / older, ignore_errors=True)
+        self._labels = [label]
+        kept = set(self._files)
+        for file in self._tensors.iterdir():
+            if file.name not in kept:
+                file.unlink(missing_ok=True)
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether the file is there, with the content that its name promises."""
+    try:
+        with file.open("rb") as reader:
+            return hashlib.file_digest(reader, "sha256").hexdigest() == file.name
+    except FileNotFoundError:
+        return False
+
+
+def _link(file: Path, place: Path) -> None:
+    try:
+        os.link(file, place)
+    except OSError:  # a file system without hard links
+        place.symlink_to(file)

@@ -211,6 +211,11 @@ class _StageGroup:
         self._backend = None
 
 
+def group_backend() -> str:
+    """The backend of the process groups."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
 def _connect(store: dist.Store, name: str, rank: int, size: int, group: WeightGroup) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     store = dist.PrefixStore(name, store)

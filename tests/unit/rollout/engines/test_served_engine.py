@@ -53,9 +53,8 @@ def gone(*processes: int, seconds: float = 20) -> bool:
 
 
 def job(tmp_path: Path, **settings: Any) -> JobConfig:
-    return JobConfig(
-        rollout_engine="sglang", run_dir=str(tmp_path / "run"), start_timeout=60, **settings
-    )
+    chosen = {"rollout_engine": "sglang", "start_timeout": 60, "weight_sync": "directory"}
+    return JobConfig(**chosen | settings, run_dir=str(tmp_path / "run"))
 
 
 @pytest.fixture

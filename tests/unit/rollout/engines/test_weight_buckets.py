@@ -42,15 +42,49 @@ def test_tensors_are_views_of_read_only_memory() -> None:
     assert all(first <= pointer < end for pointer in pointers)
 
 
-def test_a_view_is_written_to_a_file_as_it_is(tmp_path: Path) -> None:
-    (bucket,) = pack_buckets(WEIGHTS.items())
-    directory = WeightDirectory(tmp_path, {})
+def write(directory: WeightDirectory, label: str, weights: dict[str, torch.Tensor]) -> Path:
+    """Write a version and check that a server finds it there, whole."""
     directory.begin()
-    directory.add(np.frombuffer(bucket, np.uint8))
-    directory.finish(0)
-    assert (
-        Path(directory.path_of(str(directory.label))) / "model-00001.safetensors"
-    ).read_bytes() == bucket
+    for bucket in pack_buckets(weights.items(), bucket_bytes=20):
+        directory.add(np.frombuffer(bucket, np.uint8))
+    directory.finish(label)
+    found: dict[str, torch.Tensor] = {}
+    for file in Path(directory.path_of(label)).glob("*.safetensors"):
+        found |= safetensors.torch.load_file(file)
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+    return Path(directory.path_of(label))
+
+
+def test_tensors_that_have_not_changed_are_not_written_again(tmp_path: Path) -> None:
+    directory = WeightDirectory(tmp_path, {"model_type": "llama"})
+    first = write(directory, "v0", WEIGHTS)
+    assert directory.written_bytes > sum(tensor.nbytes for tensor in WEIGHTS.values())
+    second = write(directory, "v1", WEIGHTS | {"a": WEIGHTS["a"] + 1})
+    # Of a, 3 numbers of 2 bytes, and its header.
+    assert 6 < directory.written_bytes < 200
+    assert (second / "config.json").read_text() == '{"model_type": "llama"}'
+    directory.remove_older("v1")
+    assert not first.exists() and len(list(tmp_path.glob("*.tensors/*"))) == len(WEIGHTS)
+    write(directory, "v2", WEIGHTS)
+    assert 6 < directory.written_bytes < 200  # the old a is gone and is written again
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "missing"])
+def test_a_damaged_or_missing_tensor_is_written_again(tmp_path: Path, damage: str) -> None:
+    directory = WeightDirectory(tmp_path, {})
+    write(directory, "v0", WEIGHTS)
+    for file in tmp_path.glob("*.tensors/*"):
+        content = file.read_bytes()
+        if damage == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(content[:-1] if damage == "cut" else content[:-1] + b"?")
+    write(directory, "v1", WEIGHTS)
+    assert directory.written_bytes > sum(tensor.nbytes for tensor in WEIGHTS.values())
+    write(directory, "v2", WEIGHTS)
+    assert directory.written_bytes == 0
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

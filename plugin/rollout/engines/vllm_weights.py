@@ -1,0 +1,147 @@
+"""The trainer's weights in vLLM's workers, behind vLLM's interface for weight transfer.
+
+Imported by every worker, for its `WorkerExtension`, which makes `StreamEngine` known to vLLM.
+vLLM's own `nccl` engine has one sender and no timeout; ours takes what every pipeline stage sends,
+on CPU as well, and ends when the driver calls the transfer off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from plugin.errors import TransferError
+from plugin.rollout.engines.weight_stream import (
+    Membership,
+    NamedTensors,
+    TensorNote,
+    WeightGroup,
+    WeightReceiver,
+)
+
+
+@dataclass
+class StreamInit(WeightTransferInitInfo):
+    """The group as a mapping, and the number of the engine's first worker in it."""
+
+    group: dict[str, Any]
+    first: int
+
+
+@dataclass
+class StreamUpdate(WeightTransferUpdateInfo):
+    """Which version is received."""
+
+    version: int
+
+
+@dataclass
+class Received:
+    """What has come of a version in one worker.
+
+    cut_off: why it is not whole, if so
+    """
+
+    notes: list[TensorNote] = field(default_factory=list)
+    cut_off: str | None = None
+
+
+class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
+    """Receives a version in buckets and loads it layer by layer.
+
+    A transfer that is cut off is no error in a worker, because vLLM would lose count of its
+    workers' answers; `received` tells.
+    """
+
+    init_info_cls = StreamInit
+    update_info_cls = StreamUpdate
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._membership = Membership()
+        self._group: WeightGroup | None = None
+        self._number = 0
+        self.received = Received()
+
+    def init_transfer_engine(self, init_info: StreamInit) -> None:
+        """Take the place of the next transfers; the group is joined when they begin."""
+        parallel = self.parallel_config
+        self._number = init_info.first + parallel.rank
+        self._group = WeightGroup(**init_info.group)
+
+    def start_weight_update(self) -> None:
+        """Have the next weights loaded layer by layer, and packed as at the start."""
+        self.received = Received()
+        if not torch.cuda.is_available():
+            forget_expert_kernels(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive a whole version."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def receive_weights(self, update_info: StreamUpdate) -> None:
+        """Receive a whole version, or note why it was cut off."""
+        group, version = self._group, update_info.version
+        assert group is not None
+        try:
+            # vLLM keeps the tensors of a layer until all of them are there.
+            with self._membership.of(
+                group, lambda: WeightReceiver(group, self._number, keeps=True)
+            ) as receiver:
+                receiver.meet(version)
+                receiver.receive(version, self._load)
+        except TransferError as error:
+            self.received.cut_off = str(error)
+
+    def _load(self, bucket: NamedTensors) -> None:
+        self.received.notes += [TensorNote(n, t.dtype, tuple(t.shape)) for n, t in bucket]
+        self.model.load_weights(list(bucket))
+
+    def finish_weight_update(self) -> None:
+        """End the loading; also after one that was cut off, so that the next begins afresh."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._membership.leave()
+
+
+class WorkerExtension:
+    """Methods of every worker."""
+
+    weight_transfer_engine: Any
+
+    def received_weights(self) -> Received:
+        """What has come of the last version."""
+        return self.weight_transfer_engine.received
+
+
+def forget_expert_kernels(model: torch.nn.Module) -> None:
+    """Have vLLM set up its experts anew with the weights that come next.
+
+    vLLM 0.32 on CPU packs the weights of experts for its kernel only when it makes the kernel, so
+    that new ones would be read in the wrong order, without an error. To be removed when it packs
+    them at every load.
+    """
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+WeightTransferEngineFactory.register_engine("megatron_tis", StreamEngine)

@@ -1,0 +1,181 @@
+"""Weights over a process group into vLLM's workers, against weights from a directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from plugin.errors import EngineError, TransferError
+from plugin.rollout.engines.weight_stream import WeightGroup, WeightSender, call_off, open_store
+from tests.parallel.tiny_models import hf_model, hf_state_dict
+from tests.unit.rollout.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs
+from tests.vllm_rollouts.small_job import check_steps, train
+from tests.vllm_rollouts.small_model import vllm_config
+
+pytestmark = pytest.mark.timeout(1800)
+VERSIONS = 20
+
+
+def _in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
+    """What `work` returns in a process of its own, which vLLM's workers end with."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result(timeout=1500)
+
+
+class _Trainer:
+    """Sends state dicts to one engine from a thread, as a pipeline stage does."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._store = engine, open_store("127.0.0.1")
+        self._sender: WeightSender | None = None
+        self._groups = 0
+
+    def group(self, absent: int = 0) -> WeightGroup:
+        """A new group of the engine's workers and of some that never come."""
+        self._groups += 1
+        receivers = self._engine.weight_receivers() + absent
+        place = (self._store.host, self._store.port, f"group-{self._groups}")
+        return WeightGroup(*place, senders=1, receivers=receivers, timeout=60.0)
+
+    def send(self, group: WeightGroup, version: int, tensors: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(self._send, group, version, tensors)
+            try:
+                self._engine.receive_weights(version, group, 0)
+            finally:
+                sent.exception()
+
+    def _send(self, group: WeightGroup, version: int, tensors: Any) -> None:
+        if self._sender is None or self._sender.group != group:
+            self._sender = WeightSender(group, 0)
+        self._sender.send(version, tensors, bucket_bytes=1 << 16)
+
+    def cut_off(self, group: WeightGroup, state: dict[str, Any], after: int) -> Iterator[Any]:
+        """Some tensors, and then the end of the transfer in the middle of a layer."""
+        for number, pair in enumerate(state.items()):
+            if number == after:
+                call_off(self._store, group, "rank 1 died")
+                raise TransferError("rank 1 died")
+            yield pair
+
+
+def _log_probs(engine: Any) -> list[tuple[list[int], list[float]]]:
+    answers = engine.generate(REQUESTS, PARAMETERS)
+    return [(g.tokens.tolist(), g.log_probs.tolist()) for answer in answers for g in answer]
+
+
+def _versions_both_ways(directory: str, family: str, workers: int, versions: int) -> Any:
+    """Every version by broadcast and from a directory; then a transfer that is cut off, and a killed worker."""
+    from plugin.rollout.engines.vllm_engine import VllmEngine
+    from plugin.rollout.engines.weight_buckets import pack_buckets
+    from plugin.rollout.engines.weight_directory import WeightDirectory
+
+    config = vllm_config(family)
+    engine = VllmEngine(
+        config.to_dict(),
+        max_batch=16,
+        tensor_parallel_size=workers,
+        arguments={"block_size": 32},
+    )
+    trainer, found = _Trainer(engine), {"pairs": [], "reference": []}
+    group, files = trainer.group(), WeightDirectory(directory, config.to_dict())
+    for version in range(versions):
+        state = hf_state_dict(config, version)
+        trainer.send(group, 2 * version, state.items())
+        by_broadcast = _log_probs(engine)
+        files.begin()
+        for bucket in pack_buckets(state.items()):
+            files.add(bucket)
+        files.finish(f"v{version}")
+        _reload(engine, files.path_of(f"v{version}"))
+        found["pairs"].append((by_broadcast, _log_probs(engine)))
+    model = hf_model(config, versions - 1)
+    for request, answers in zip(REQUESTS, engine.generate(REQUESTS, PARAMETERS), strict=True):
+        for answer in answers:
+            expected = reference_log_probs(model, request, answer, PARAMETERS)
+            found["reference"].append((answer.log_probs.tolist(), expected.tolist()))
+    found |= _broken_transfers(engine, trainer, config, 2 * versions)
+    return found
+
+
+def _reload(engine: Any, directory: str) -> None:
+    """Load a directory into the workers, as a server does."""
+    engine._llm.llm_engine.collective_rpc(_reload_worker, args=(directory,))
+    assert engine._llm.reset_prefix_cache()
+
+
+def _reload_worker(worker: Any, directory: str) -> None:
+    from plugin.rollout.engines.vllm_weights import forget_expert_kernels
+
+    forget_expert_kernels(worker.model_runner.get_model())
+    files = sorted(Path(directory).glob("*.safetensors"))
+    worker.reload_weights(
+        weights_iterator=(pair for file in files for pair in load_file(file).items())
+    )
+
+
+def _broken_transfers(engine: Any, trainer: _Trainer, config: Any, version: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    state, group = hf_state_dict(config, 99), trainer.group()
+    try:
+        trainer.send(group, version, trainer.cut_off(group, state, after=5))
+    except TransferError as error:
+        found["cut off"] = str(error)
+    try:
+        engine.generate(REQUESTS, PARAMETERS)
+    except EngineError as error:
+        found["half"] = str(error)
+    trainer.send(trainer.group(), version, state.items())
+    again = _log_probs(engine)
+    trainer.send(trainer.group(), version + 1, state.items())
+    found["again"] = (again, _log_probs(engine))
+    workers = [p for p in psutil.Process().children(recursive=True) if "Worker" in p.name()]
+    if workers:
+        threading.Timer(1.0, os.kill, (workers[-1].pid, signal.SIGKILL)).start()
+        began = time.monotonic()
+        try:
+            engine.receive_weights(version + 2, trainer.group(absent=1), 0)
+        except Exception as error:
+            found["killed"] = (type(error).__name__, time.monotonic() - began)
+    return found
+
+
+@pytest.mark.parametrize(("family", "versions"), [("qwen3", VERSIONS), ("qwen3_moe", 3)])
+def test_log_probs_are_to_the_bit_those_of_weights_from_a_directory(
+    tmp_path: Path, family: str, versions: int
+) -> None:
+    found = _in_a_process(_versions_both_ways, str(tmp_path), family, 2, versions)
+    assert len(found["pairs"]) == versions
+    for by_broadcast, from_directory in found["pairs"]:
+        assert by_broadcast == from_directory
+    assert len({str(pair) for pair in found["pairs"]}) == versions
+    for reported, expected in found["reference"]:
+        assert reported == pytest.approx(expected, abs=2e-5)
+    assert "rank 1 died" in found["cut off"]
+    assert "half of a new version" in found["half"]
+    # After half a layer of weights the next version is whole, and the one after it the same.
+    assert found["again"][0] == found["again"][1]
+    assert "killed" in found and found["killed"][1] < 120
+
+
+def test_a_job_over_two_workers_gets_its_weights_by_broadcast(tmp_path: Path) -> None:
+    flags = ("--rollout-engine", "vllm", "--rollout-num-gpus-per-engine", "2")
+    flags += ("--pipeline-model-parallel-size", "2", "--vllm-args", "block_size=32")
+    lines = train(tmp_path / "run", *flags)
+    check_steps(lines)
+    assert {line["weight_sync"] for line in lines} == {"broadcast"}
+    assert all(line["mismatch_kl"] < 1e-6 for line in lines)
+    stored = train(tmp_path / "stored", *flags, "--weight-sync", "object-store")
+    for name in ("loss", "mismatch_kl", "reward"):
+        assert [line[name] for line in lines] == [line[name] for line in stored], name
