@@ -25,6 +25,7 @@ from benchmarks.logprob_bench import measure_cases, measure_growths, measure_tar
 from benchmarks.profile_bench import measure_profile
 from benchmarks.sampling_mask_bench import measure_sampling_mask
 from benchmarks.step_bench import measure_batch_statistics, measure_steps
+from benchmarks.weight_sync_bench import measure_weight_sync
 
 # name -> what it measures; each takes whether to use small shapes
 PARTS: dict[str, Callable[[bool], Any]] = {
@@ -37,6 +38,7 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "batch-statistics": measure_batch_statistics,
     "batching": measure_batching,
     "generation": measure_generation,
+    "weight-sync": measure_weight_sync,
     "jobs": measure_jobs,
     "job-growth": measure_job_growth,
     "grid": measure_cases,

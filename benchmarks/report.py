@@ -304,6 +304,27 @@ def _case_table(case: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _weight_sync_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "## Weight sync\n",
+        "One trainer rank and transformers engines on one machine, float32. *time*: in units of the object store's for the same model and "
+        "engines, and per MB in units of the first line; *rank*, *engine*: growth of private memory at its peak, in MB; *shared*: that of "
+        "/dev/shm, where the object store is. `directory`: of one server, written and read back.\n",
+        "| model, MB | engines | way | time | per MB | rank | engine | shared |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    first = rows[0]["seconds"] / rows[0]["mb"]
+    old = {(r["mb"], r["engines"]): r["seconds"] for r in rows if r["way"] == "object-store"}
+    for row in rows:
+        ratio = row["seconds"] / old[row["mb"], row["engines"]]
+        lines.append(
+            f"| {row['mb']:.0f} | {row['engines']} | {row['way']} | {ratio:.2f} "
+            f"| {row['seconds'] / row['mb'] / first:.2f} "
+            f"| {row['rank']:.0f} | {row['engine']:.0f} | {row['shared']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
 def _growth_table(growth: list[dict[str, Any]]) -> str:
     lines = [
         "## Growth with T, V and ranks\n",
@@ -353,6 +374,7 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "batching": _batching_section,
     "generation": _generation_section,
     "jobs": _jobs_section,
+    "weight-sync": lambda rows: [_weight_sync_table(rows)],
     "job-growth": _job_growth_section,
     "grid": lambda cases: [_case_table(case) for case in cases],
 }
