@@ -20,9 +20,9 @@ from plugin.launch.array_transport import rollouts_from_arrays
 from plugin.launch.console import Console
 from plugin.launch.directory_lock import OwnedDirectory
 from plugin.launch.engine_actor import ANSWERS, WEIGHTS, EngineActor
+from plugin.launch.groups_in_flight import Arrival
 from plugin.launch.placement import Reservation, ResourcePlan
 from plugin.launch.remote_calls import result_of, wait_for_all
-from plugin.launch.rollout_queue import Arrival
 from plugin.launch.trainer_actor import RankPlace
 from plugin.rollout.engines.choice import api_key
 from plugin.rollout.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters

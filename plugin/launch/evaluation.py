@@ -20,7 +20,8 @@ import numpy as np
 from plugin.config import JobConfig
 from plugin.errors import BatchError, EngineError
 from plugin.launch.groups import Group
-from plugin.launch.rollout_queue import Engines, QueueCounts, RolloutQueue
+from plugin.launch.groups_in_flight import Engines
+from plugin.launch.rollout_queue import QueueCounts, RolloutQueue
 from plugin.observe.evaluation_metrics import evaluation_metrics
 from plugin.rollout.engines.protocol import SamplingParameters
 from plugin.rollout.rewards.scorers import Scorer

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from plugin.errors import EngineError
-from plugin.launch.rollout_queue import Arrival
+from plugin.launch.groups_in_flight import Arrival
 from plugin.megatron_backend.model.weight_files import HfDirectory
 from plugin.rollout.conversation.group_loop import GroupLoop, Player
 from plugin.rollout.conversation.trajectory import Rollouts

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import math
 import random
-import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,10 +31,11 @@ from plugin.errors import BatchError, EngineError
 from plugin.launch.dynamic_sampling import DynamicSampling
 from plugin.launch.group_scoring import GroupScoring, Scored
 from plugin.launch.groups import Group, Try
+from plugin.launch.groups_in_flight import Engines, GroupsInFlight, SentGroup
 from plugin.rollout.conversation.trajectory import Rollouts
 from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.rollout.rewards.scorers import DriverScorer, Scorer
-from plugin.rollout.tasks.protocol import Prompt, Task, checked_prompt
+from plugin.rollout.tasks.protocol import Task, checked_prompt
 
 #: Responses that wait at an engine besides those that fit into its batch, in batches.
 _BATCHES_AHEAD = 1
@@ -46,38 +46,6 @@ _SHORT_POLL_SECONDS = 0.01
 _REWARD_ATTEMPTS = 3
 #: Of all that may be under way, so many times over may be too old before a batch is given up.
 _STALE_ROUNDS = 4
-
-
-class Arrival(NamedTuple):
-    """Groups that came back from an engine: prompt i of `rollouts` belongs to `tickets[i]`.
-
-    rollouts: None if the engine was lost with them and has been replaced
-    """
-
-    tickets: Sequence[int]
-    rollouts: Rollouts | None
-
-
-class Engines(Protocol):
-    """What the queue needs of the engines, wherever they run; see `EnginePool`, which has it."""
-
-    def __len__(self) -> int: ...
-    def available(self) -> list[int]: ...
-    def send(
-        self, engine: int, requests: list[GenerationRequest], parameters: SamplingParameters
-    ) -> list[int]: ...
-    def receive(self, *, wait_seconds: float) -> list[Arrival]: ...
-    def replace(self, engine: int, reason: str) -> None: ...
-
-
-class _Sent(NamedTuple):
-    """A group that an engine has; those of one `shipment` were sent together."""
-
-    engine: int
-    shipment: int
-    one_try: Try
-    prompt: Prompt
-    time: float
 
 
 @dataclass
@@ -120,10 +88,6 @@ class RolloutQueue:
     counts: QueueCounts = field(default_factory=QueueCounts)
     _waiting: deque[Try] = field(default_factory=deque)
     _ready: deque[Group] = field(default_factory=deque)
-    _in_flight: dict[int, _Sent] = field(default_factory=dict)
-    _shipments: dict[int, list[Try]] = field(default_factory=dict)  # those not answered in full
-    _shipment: int = 0
-    _last_answer: dict[int, float] = field(default_factory=dict)
     _dropped: dict[str, list[int]] = field(default_factory=dict)
     _batch_is_out: bool = False
     _reward_errors: list[str] = field(default_factory=list)
@@ -134,6 +98,7 @@ class RolloutQueue:
         self._sampling = DynamicSampling(self.config, lambda text: self.say(text))
         scorer = self.scorer or DriverScorer(self.task, self.config.reward_timeout)
         self._scoring = GroupScoring(scorer)
+        self._in_flight = GroupsInFlight(self.engines, self.config.engine_patience)
 
     def take(self, version: int) -> list[Group]:
         """The next batch of `rollout_batch_size` groups, oldest prompts first; waits for it.
@@ -219,7 +184,7 @@ class RolloutQueue:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the counts, and the prompts that were issued and not taken."""
         pending = [Try(group.index) for group in self._ready] + self._scoring.tries
-        pending += [sent.one_try for sent in self._in_flight.values()] + [*self._waiting]
+        pending += [*self._in_flight.tries, *self._waiting]
         return {
             "counts": asdict(self.counts),
             "pending": [[t.index, t.failures] for t in sorted(pending)],
@@ -231,7 +196,6 @@ class RolloutQueue:
         self._waiting = deque(Try(*pending) for pending in state["pending"])
         self._ready.clear()
         self._in_flight.clear()
-        self._shipments.clear()
         self._scoring.clear()
         self._dropped.clear()
         self._batch_is_out = False
@@ -268,7 +232,7 @@ class RolloutQueue:
         """Send what waits, then new prompts, as far as the limit and the engines allow."""
         share, most = self._shares()
         while self._waiting or self.under_way < self._limit():
-            load = Counter(sent.engine for sent in self._in_flight.values())
+            load = self._in_flight.loads()
             # A part of a round goes to an idle engine: what is generated together is then the same
             # however long the engines take.
             free = [
@@ -306,40 +270,26 @@ class RolloutQueue:
             draw = random.Random(f"{self.config.seed}/{one_try.index}{again}")
             seeds = [draw.getrandbits(62) for _ in range(self.config.n_samples_per_prompt)]
             requests.append(GenerationRequest(prompt.tokens, tuple(seeds), one_try.index))
-        self._shipment += 1
-        self._shipments[self._shipment] = []
-        now = time.monotonic()
-        tickets = self.engines.send(engine, requests, self.parameters)
-        for ticket, one_try, prompt in zip(tickets, tries, prompts, strict=True):
-            self._in_flight[ticket] = _Sent(engine, self._shipment, one_try, prompt, now)
+        groups = list(zip(tries, prompts, strict=True))
+        self._in_flight.send(engine, groups, requests, self.parameters)
 
     def _collect(self, *, wait: bool) -> None:
         if self._in_flight:
             long = 0.0 if not wait else _SHORT_POLL_SECONDS if self._scoring else _POLL_SECONDS
-            for arrival in self.engines.receive(wait_seconds=long):
-                self._arrived(arrival)
-            self._replace_hung_engines()
+            for groups, rollouts in self._in_flight.receive(wait_seconds=long):
+                if rollouts is None:
+                    self._send_again([group for group in groups if group is not None])
+                else:
+                    self._accept(groups, rollouts)
+            self._send_again(self._in_flight.replace_hung_engines())
         elif not self._scoring and wait:  # all engines are starting
             self.engines.receive(wait_seconds=_POLL_SECONDS)
         if self._scoring:
-            for scored in self._scoring.finished(
-                _POLL_SECONDS if wait and not self._in_flight else 0.0
-            ):
+            long = _POLL_SECONDS if wait and not self._in_flight else 0.0
+            for scored in self._scoring.finished(long):
                 self._scored(scored)
 
-    def _arrived(self, arrival: Arrival) -> None:
-        mine = [self._in_flight.pop(ticket, None) for ticket in arrival.tickets]
-        sent = [group for group in mine if group is not None]
-        for engine in {group.engine for group in sent}:
-            self._last_answer[engine] = time.monotonic()
-        if arrival.rollouts is None:
-            self._send_again(sent)
-        else:
-            self._accept(mine, arrival.rollouts)
-        out = {group.shipment for group in self._in_flight.values()}
-        self._shipments = {n: tries for n, tries in self._shipments.items() if n in out}
-
-    def _accept(self, sent: Sequence[_Sent | None], answer: Rollouts) -> None:
+    def _accept(self, sent: Sequence[SentGroup | None], answer: Rollouts) -> None:
         """Have the responses scored that carry no reward yet."""
         # Arrays of another process are read-only, and rewards are filled in here.
         answer = replace(answer, rewards=answer.rewards.copy())
@@ -352,7 +302,7 @@ class RolloutQueue:
             if errors:
                 self._resample_or_drop(group.one_try, errors)
                 continue
-            self._shipments[group.shipment].append(group.one_try)
+            self._in_flight.note_answer(group)
             ready = self._scoring.begin(group.one_try, group.prompt, answer, place)
             if ready is not None:
                 self._add_ready(ready)
@@ -395,9 +345,7 @@ class RolloutQueue:
     def _resample_or_drop(
         self, failed: Try, errors: list[str], default_limit: int | None = None
     ) -> None:
-        for answered in self._shipments.values():
-            if failed in answered:
-                answered.remove(failed)
+        self._in_flight.forget_answer(failed)
         failures, limit = failed.failures + 1, self.config.max_error_reschedule_attempts
         limit = default_limit if limit is None else limit
         cause = f"{len(errors)} of {self.config.n_samples_per_prompt} responses failed: {errors[0]}"
@@ -412,36 +360,23 @@ class RolloutQueue:
         self.counts.resampled += 1
         self._waiting.append(Try(failed.index, failures))
 
-    def _send_again(self, lost: Sequence[_Sent]) -> None:
+    def _send_again(self, lost: Sequence[SentGroup]) -> None:
         """Have what an engine lost generated once more, in order.
 
         In rounds also what it had answered of the same shipment: rounding depends on what is
         generated together.
         """
+        if not lost:
+            return
         again = {group.one_try.index: group.one_try for group in lost}
         if self._in_rounds:
-            answered = [t for n in {group.shipment for group in lost} for t in self._shipments[n]]
             held = {t.index for t in self._scoring.tries} | {g.index for g in self._ready}
+            answered = self._in_flight.answered_with(lost)
             again |= {t.index: t for t in answered if t.index in held}
             self._scoring.withdraw(again.keys())
             self._ready = deque(group for group in self._ready if group.index not in again)
         self.counts.resent += len(again)
         self._waiting = deque(sorted([*again.values(), *self._waiting]))
-
-    def _replace_hung_engines(self) -> None:
-        limit = self.config.engine_patience
-        now = time.monotonic()
-        for engine in {group.engine for group in self._in_flight.values()}:
-            mine = {t: group for t, group in self._in_flight.items() if group.engine == engine}
-            # One that answers is alive, however long a response takes.
-            began = max(
-                min(group.time for group in mine.values()), self._last_answer.get(engine, 0.0)
-            )
-            if now - began > limit:
-                for ticket in mine:
-                    del self._in_flight[ticket]
-                self._send_again(list(mine.values()))
-                self.engines.replace(engine, f"did not answer within {limit:g} s")
 
     def _require_progress(self, dropped: list[Group], version: int) -> None:
         """An `EngineError` if a batch waits for engines whose weights do not get newer.

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, TrainingError
-from plugin.launch.rollout_queue import Arrival, RolloutQueue
+from plugin.launch.groups_in_flight import Arrival
+from plugin.launch.rollout_queue import RolloutQueue
 from plugin.rollout.engines.protocol import (
     FinishReason,
     Generation,

@@ -16,7 +16,8 @@ from plugin.config import JobConfig
 from plugin.errors import ConfigError, EngineError
 from plugin.launch.batch_preparation import describe_batch, prepare_batch, without_old_tokens
 from plugin.launch.groups import Group, joined
-from plugin.launch.rollout_queue import Arrival, RolloutQueue
+from plugin.launch.groups_in_flight import Arrival
+from plugin.launch.rollout_queue import RolloutQueue
 from plugin.rollout.conversation.single_turn import run_single_turn
 from plugin.rollout.conversation.trajectory import Rollouts, Trajectory, failed
 from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
@@ -320,7 +321,7 @@ def test_an_engine_that_answers_is_not_taken_for_one_that_hangs() -> None:
     direct.answer(first)
     queue._collect(wait=False)
     time.sleep(0.2)
-    queue._replace_hung_engines()
+    queue._in_flight.replace_hung_engines()
     assert not direct.replaced and set(direct.tickets[second[0]]) <= set(queue._in_flight)
 
 
