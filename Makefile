@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: train-math evidence bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm soak
+.PHONY: train-math evidence bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -98,6 +98,17 @@ test-skyrl: .venv-mcore-latest/ready ## the adapter against SkyRL itself (Python
 
 test-vllm: .venv-vllm/ready ## rollouts from vLLM: in the job's process and from a server (a large download)
 	CUDA_VISIBLE_DEVICES= .venv-vllm/bin/python -m pytest tests/vllm_rollouts -rs
+
+# Triton alone, on top of .venv: the CPU build of torch comes without it.
+.venv-kernels/ready: requirements/kernels.txt .venv/ready
+	$(PYTHON) -m venv .venv-kernels
+	$(CURDIR)/$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+		> "$$(.venv-kernels/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	.venv-kernels/bin/python -m pip install --quiet --no-deps -r requirements/kernels.txt
+	@touch $@
+
+test-kernels: .venv-kernels/ready ## Triton kernels: binaries for sm_80, sm_90 and sm_100, results in the interpreter; no GPU needed
+	.venv-kernels/bin/python -m pytest tests/unit/logprobs/kernels -rs -m ""
 
 docs: venv ## the documentation site in site/; broken links are errors
 	$(BIN)/python -m docs.write_reference

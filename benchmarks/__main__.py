@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks import peer_environment, report
 from benchmarks.batching_bench import measure_batching
 from benchmarks.generation_bench import measure_generation
+from benchmarks.gpu_kernels import measure_gpu_kernels
 from benchmarks.job_bench import measure_job_growth, measure_jobs
 from benchmarks.lm_head_bench import measure_lm_head
 from benchmarks.logprob_bench import measure_cases, measure_growths, measure_targets
@@ -41,6 +42,7 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "weight-sync": measure_weight_sync,
     "jobs": measure_jobs,
     "job-growth": measure_job_growth,
+    "gpu-kernels": measure_gpu_kernels,
     "grid": measure_cases,
 }
 

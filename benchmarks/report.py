@@ -363,6 +363,30 @@ def _head_table(heads: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _gpu_kernels_section(data: dict[str, Any]) -> list[str]:
+    if not data["rows"]:
+        return ["## Triton kernels, compiled ahead of time\n\nNo environment here has Triton."]
+    groups: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+    for row in data["rows"]:
+        key = row["kernel"], row["variant"], row["dtype"]
+        groups.setdefault(key, {})[row["capability"]] = row
+    gpus = sorted({row["capability"] for row in data["rows"]})
+    lines = [
+        f"| kernel | variant | logits | {' | '.join(f'sm_{gpu}' for gpu in gpus)} |",
+        f"|---|---|---|{'---|' * len(gpus)}",
+    ]
+    for (kernel, variant, dtype), found in groups.items():
+        cells = (
+            f"{r['registers']} / {r['spilled']} / {r['shared']}" for r in map(found.get, gpus) if r
+        )
+        lines.append(f"| {kernel} | {variant} | {dtype} | {' | '.join(cells)} |")
+    return [
+        "## Triton kernels, compiled ahead of time\n\n"
+        f"Registers per thread / bytes spilled / bytes of shared memory, by Triton {data['triton']}'s compiler for GPUs that "
+        "were not there; nothing was run. 256 threads per row.\n\n" + "\n".join(lines)
+    ]
+
+
 SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "targets": _targets_section,
     "profile": _profile_section,
@@ -376,6 +400,7 @@ SECTIONS: dict[str, Callable[[Any], list[str]]] = {
     "jobs": _jobs_section,
     "weight-sync": lambda rows: [_weight_sync_table(rows)],
     "job-growth": _job_growth_section,
+    "gpu-kernels": _gpu_kernels_section,
     "grid": lambda cases: [_case_table(case) for case in cases],
 }
 

@@ -34,6 +34,7 @@ CPU_SUITES = (
     Suite("hostile", ".venv/bin/python -m pytest tests/hostile", 30),
     Suite("slow", "make test-slow", 60),
     Suite("adapters", "make test-adapters", 30),
+    Suite("kernels", "make test-kernels", 20),
     Suite("docs", "make docs", 15),
 )
 

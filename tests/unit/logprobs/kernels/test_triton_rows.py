@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from benchmarks import gpu_kernels
 from plugin.logprobs.kernels import blocked_torch
 from plugin.logprobs.kernels.row_statistics import RowNormalizer
 
@@ -39,31 +40,23 @@ def test_the_other_tests_of_this_file_pass_in_the_interpreter() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_kernels_compile_for_a_gpu_that_is_not_here(dtype: str, masked: bool) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+@pytest.mark.parametrize("capability", gpu_kernels.ARCHITECTURES)
+def test_every_kernel_compiles_for_a_gpu_that_is_not_here_and_spills_nothing(
+    capability: int,
+) -> None:
+    names = set()
+    for kernel, dtype, constants in gpu_kernels.variants():
+        binary = gpu_kernels.compiled(kernel, dtype, constants, capability)
+        needed = gpu_kernels.resources(binary)
+        # 256 threads of 128 registers or fewer: two or more rows at a time on a multiprocessor of 65,536.
+        assert needed["spilled"] == 0 and needed["registers"] <= 128, (kernel, dtype, needed)
+        assert f".target sm_{capability}" in binary.asm["ptx"]
+        names.add(kernel.fn.__name__)
+    # A kernel that nobody compiles here would be noticed on the first GPU.
     from plugin.logprobs.kernels import triton_rows
 
-    types = {"logits": f"*{dtype}", "out": f"*{dtype}", "keep": "*u8", "targets": "*i64"}
-    types |= {"values": f"*{dtype}", "tolerance": "fp32"}
-    types |= dict.fromkeys(["rows", "columns"], "i32")
-    types |= dict.fromkeys(["row_stride", "keep_stride", "out_stride"], "i64")
-    constants = {"ENTROPY": True, "MASKED": masked, "BLOCK": 4096}
-    kernels = (triton_rows._forward_kernel, triton_rows._backward_kernel, triton_rows._scale_kernel)
-    for kernel in kernels:
-        own = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
-        if "scale" in signature:
-            signature["scale"] = "fp32"
-        signature |= dict.fromkeys(own, "constexpr")
-        compiled = triton.compile(
-            ASTSource(kernel, signature, constexprs=own), target=GPUTarget("cuda", 90, 32)
-        )
-        assert compiled.asm["cubin"]
+    launched = {name for name in vars(triton_rows) if name.endswith("_kernel")}
+    assert names == launched
 
 
 @pytest.fixture
@@ -171,7 +164,7 @@ def test_a_gradient_is_scaled_by_what_the_device_holds_and_left_alone_by_one(
 def test_the_separable_head_on_these_kernels_gives_what_it_gives_on_torch_operations(
     triton_rows: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from plugin.logprobs import separable_lm_head
+    from plugin.logprobs import separable_lm_head, vocab_parallel
 
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
@@ -182,9 +175,7 @@ def test_the_separable_head_on_these_kernels_gives_what_it_gives_on_torch_operat
     scale = torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0])
     results = []
     for kernels in (blocked_torch, triton_rows):
-        monkeypatch.setattr(
-            separable_lm_head, "row_kernels_for", lambda _, kernels=kernels: kernels
-        )
+        monkeypatch.setattr(vocab_parallel, "row_kernels_for", lambda _, kernels=kernels: kernels)
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         *values, anchor = separable_lm_head.separable_lm_head(
             *leaves,
@@ -193,3 +184,64 @@ def test_the_separable_head_on_these_kernels_gives_what_it_gives_on_torch_operat
         )
         results.append([*values, *torch.autograd.grad(anchor, leaves)])
     torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=1e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("columns", [1, 63, 64, 65, 200])
+def test_rows_of_a_wider_buffer_are_read_and_written_in_place(
+    triton_rows: ModuleType, rows: int, columns: int
+) -> None:
+    # Tiles and vocabulary shards are parts of larger buffers: what lies beside a row must stay as it is.
+    buffer = torch.full((rows, columns + 9), 5.0)
+    logits = buffer[:, 4 : columns + 4]
+    logits.copy_(torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns)))
+    targets = torch.arange(rows) % columns
+    plain = blocked_torch.forward_blocks(logits.clone(), targets, scale=0.7, with_entropy=True)
+    found = triton_rows.forward_blocks(logits, targets, scale=0.7, with_entropy=True)
+    torch.testing.assert_close(tuple(found), tuple(plain), rtol=2e-6, atol=2e-6)
+    normalizer = RowNormalizer(plain.maximum, plain.sum_exp, None)
+    gradient, expected = torch.linspace(-1, 1, rows), torch.empty(rows, columns)
+    arguments = targets, normalizer, gradient, None
+    blocked_torch.backward_blocks(logits.clone(), *arguments, scale=0.7, out=expected)
+    triton_rows.backward_blocks(logits, *arguments, scale=0.7, out=logits)
+    torch.testing.assert_close(logits, expected, rtol=2e-5, atol=1e-6)
+    assert (buffer[:, :4] == 5.0).all() and (buffer[:, columns + 4 :] == 5.0).all()
+
+
+@interpreted
+def test_a_target_of_another_rank_adds_nothing_and_gets_no_gradient_of_its_own(
+    triton_rows: ModuleType,
+) -> None:
+    logits, targets = torch.randn(2, 90), torch.tensor([-1, 3])
+    found = triton_rows.forward_blocks(logits, targets, scale=1.0, with_entropy=False)
+    assert found.target_logit.tolist() == [0.0, float(logits[1, 3])]
+    out = torch.empty_like(logits)
+    rows = RowNormalizer(found.maximum, found.sum_exp, None)
+    triton_rows.backward_blocks(logits, targets, rows, torch.ones(2), None, scale=1.0, out=out)
+    # Row 0 is -softmax everywhere; row 1 is 1 - softmax at its target.
+    expected = -logits.softmax(-1)
+    expected[1, 3] += 1.0
+    torch.testing.assert_close(out, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_rows_of_minus_infinity_and_nan_are_those_of_plain_torch(
+    triton_rows: ModuleType, with_mask: bool
+) -> None:
+    logits = torch.randn(4, 130)
+    logits[0], logits[1, 100], logits[2, :64] = -torch.inf, torch.nan, -torch.inf
+    keep = torch.ones(4, 130, dtype=torch.bool) if with_mask else None
+    if keep is not None:
+        keep[3, :] = False  # a rank that holds none of the kept ids
+    targets = torch.tensor([5, 6, 70, -1])
+    slow, fast = (
+        module.forward_blocks(logits, targets, scale=1.1, with_entropy=True, keep_mask=keep)
+        for module in (blocked_torch, triton_rows)
+    )
+    torch.testing.assert_close(
+        tuple(fast)[1:], tuple(slow)[1:], rtol=2e-6, atol=2e-6, equal_nan=True
+    )
+    sound = torch.tensor([True, False, True, True])  # the maximum of a row with NaN is undefined
+    torch.testing.assert_close(fast.maximum[sound], slow.maximum[sound])
