@@ -11,13 +11,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "plugin"
+KERNELS = "logprobs/kernels/triton_rows.py"
 
 
 @dataclass(frozen=True)
 class GpuOnly:
     """Lines that only run on CUDA.
 
-    names: functions of the file, all of it if empty; a function counts whole, also where only a branch of it needs CUDA
+    names: functions besides those that ask for CUDA; a function counts whole, also where only a branch of it needs CUDA
     """
 
     file: str
@@ -35,25 +36,25 @@ GPU_ONLY = (
     ),
     GpuOnly(
         "logprobs/kernels/__init__.py",
-        ("row_kernels_for", "_triton_rows"),
+        ("_triton_rows",),
         "the choice of other devices on the pretend device; the import in `make test-kernels`",
         "nothing else",
     ),
     GpuOnly(
         "logprobs/separable_lm_head.py",
-        ("_rescale",),
+        (),
         "the branch of other devices on the pretend device, the kernel in the interpreter",
         "the branch itself",
     ),
     GpuOnly(
         "logprobs/fused_lm_head.py",
-        ("budget_bytes",),
+        (),
         "the pretend device takes CUDA's budget",
         "the best size",
     ),
     GpuOnly(
         "logprobs/lm_head_tiles.py",
-        ("__init__",),
+        (),
         "the pretend device takes CUDA's tiles",
         "the best size",
     ),
@@ -65,7 +66,7 @@ GPU_ONLY = (
     ),
     GpuOnly(
         "megatron_backend/model/device_settings.py",
-        ("capabilities", "transformer_settings", "set_cuda_environment", "warn_of_local_layers"),
+        ("transformer_settings", "set_cuda_environment", "warn_of_local_layers"),
         "as functions of configuration and capabilities; fused gradients and overlap on gloo ranks",
         "that the fused kernels accept every model family",
     ),
@@ -77,84 +78,90 @@ GPU_ONLY = (
     ),
     GpuOnly(
         "megatron_backend/model/builder.py",
-        ("build_model", "_build_chunk", "_check_router_fusion"),
+        (),
         "everything but the move to the device, on gloo ranks",
         "Transformer Engine's layers, the fused router",
     ),
     GpuOnly(
         "megatron_backend/model/hf_weights.py",
-        ("_whole",),
+        (),
         "gathered over gloo",
         "over NCCL",
     ),
     GpuOnly(
         "megatron_backend/parallel_groups.py",
-        ("init_parallel",),
+        (),
         "on gloo ranks",
         "the device of a rank, NCCL",
     ),
     GpuOnly(
         "megatron_backend/trainer.py",
-        ("__init__",),
+        (),
         "both passes of a real model on the pretend device",
         "the optimizer on CUDA",
     ),
     GpuOnly(
         "megatron_backend/checkpoint/rng_state.py",
-        ("rng_state", "set_rng_state"),
+        (),
         "the generators of the CPU",
         "that of CUDA",
     ),
     GpuOnly(
         "host_storage.py",
-        ("_storages", "_copy", "park"),
+        (),
         "with tensors of the CPU",
         "pinned memory, what the device gets back",
     ),
     GpuOnly(
         "launch/preflight.py",
-        ("check_job",),
+        (),
         "with numbers of GPUs given",
         "nothing else",
     ),
-    GpuOnly("launch/remote_calls.py", ("use_threads",), "on CPU", "nothing else"),
+    GpuOnly("launch/remote_calls.py", (), "on CPU", "nothing else"),
     GpuOnly(
         "plan/counted_group.py",
-        ("fake_world",),
+        (),
         "on the meta device; it runs without GPUs by design",
         "nothing else",
     ),
     GpuOnly(
         "rollout/engines/vllm_engine.py",
-        ("_build", "parallel_options", "__init__", "_replace_weights"),
+        (),
         "vLLM on CPU (`make test-vllm`)",
         "vLLM on CUDA: memory, sleep, NCCL",
     ),
     GpuOnly(
+        "rollout/engines/vllm_weights.py",
+        (),
+        "vLLM on CPU (`make test-vllm`)",
+        "NCCL, CUDA memory",
+    ),
+    GpuOnly(
         "rollout/engines/weight_stream.py",
-        ("_connect", "close", "_room_for"),
+        (),
         "over gloo",
         "over NCCL",
     ),
     GpuOnly(
         "rollout/engines/served_engine.py",
-        ("__init__",),
+        (),
         "with a server on CPU",
         "its devices",
     ),
     GpuOnly(
         "rollout/engines/transformers_engine.py",
-        ("__init__",),
+        (),
         "on CPU",
         "on CUDA",
     ),
     GpuOnly(
         "doctor/environment_checks.py",
-        ("_devices", "_transformer_engine", "_process_groups"),
+        (),
         "the answers without GPUs",
         "those with",
     ),
-    GpuOnly("doctor/layout_agreement.py", ("default_layouts",), "without GPUs", "with"),
+    GpuOnly("doctor/layout_agreement.py", (), "without GPUs", "with"),
 )
 
 
@@ -164,19 +171,17 @@ def all_lines() -> int:
 
 
 def lines_of(part: GpuOnly) -> list[tuple[int, int]]:
-    """First and last line of every function of a part, or of the file."""
+    """First and last line of every function of a part; of a kernel file, all of it."""
     text = (PLUGIN / part.file).read_text()
-    if not part.names:
+    if part.file == KERNELS:
         return [(1, len(text.splitlines()))]
     found = {
-        node.name: (
-            min([node.lineno, *(d.lineno for d in node.decorator_list)]),
-            node.end_lineno or 0,
-        )
+        (node.lineno, node.end_lineno or 0)
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef)
+        if isinstance(node, ast.FunctionDef) and (node.name in part.names or mentions_cuda(node))
     }
-    return [found[name] for name in part.names]
+    outer = {(f, t) for f, t in found if any(a < f and t <= b for a, b in found)}
+    return sorted(found - outer)
 
 
 def mentions_cuda(node: ast.AST) -> bool:
@@ -190,16 +195,16 @@ def mentions_cuda(node: ast.AST) -> bool:
     return False
 
 
-def asking_for_cuda() -> list[tuple[str, str]]:
-    """(file, function) of every function that asks for CUDA; the CPU runtime, which takes its place, aside."""
+def files_asking_for_cuda() -> list[str]:
+    """Files with a function that asks for CUDA; the CPU runtime, which takes its place, aside."""
     found = []
     for file in sorted(PLUGIN.rglob("*.py")):
         name = str(file.relative_to(PLUGIN))
-        if name in ("megatron_backend/cpu_runtime.py", "logprobs/kernels/triton_rows.py"):
-            continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.FunctionDef) and mentions_cuda(node):
-                found.append((name, node.name))
+        functions = (
+            n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)
+        )
+        if name != "megatron_backend/cpu_runtime.py" and any(map(mentions_cuda, functions)):
+            found.append(name)
     return found
 
 
@@ -212,8 +217,7 @@ def table() -> str:
     """The table of docs/testing.md."""
     rows = ["| GPU-only | what checks it here | what remains unproven |", "|---|---|---|"]
     for part in GPU_ONLY:
-        names = ", ".join(f"`{name}`" for name in part.names) or "all of it"
-        rows.append(f"| `{part.file}`: {names} | {part.checked_by} | {part.unproven} |")
+        rows.append(f"| `{part.file}` | {part.checked_by} | {part.unproven} |")
     return "\n".join(rows)
 
 
