@@ -2,7 +2,7 @@
 
 The task is the addition of two 8-digit numbers, digit by digit from the right; the reward of a response is its share
 of right digits. The policy, a small network over the digits around a position and the digit it has just written, is
-first trained by examples to get about a third of the digits right, so that what follows are the small steps of
+first trained by examples to get about three quarters of the digits right, so that what follows are the small steps of
 fine-tuning. Losses, corrections, advantages and log-ratios are the package's own (`plugin.loss.compute_loss`); what is
 simulated is the engine: weights that are `staleness` updates old, held in float32, bfloat16 or int8.
 """
