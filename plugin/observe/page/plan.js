@@ -65,7 +65,7 @@ for (const advice of data.advice)
 if (data.timeline) {
   element("h2", {}, main, "Timeline of a step (estimate)");
   const box = element("div", { class: "card" }, main);
-  element("div", { class: "soft" }, box, "Forward passes light, backward passes dark, by microbatch; the first ones of the step. Gaps are the pipeline bubble.");
+  element("div", { class: "soft" }, box, "Forward passes blue, backward passes purple, one after the other by microbatch; the first ones of the step. Gaps are the pipeline bubble.");
   const height = 30, end = Math.max(...data.timeline.map((row) => row.length ? row[row.length - 1].start + row[row.length - 1].length : 0));
   const svg = element("svg", { viewBox: `0 0 ${WIDTH} ${height * data.timeline.length + 22}`, style: "height:auto", role: "img", "data-plot": "timeline", "aria-label": "timeline by pipeline stage" }, box);
   const T = (seconds) => 70 + (seconds / end) * (WIDTH - 80);
