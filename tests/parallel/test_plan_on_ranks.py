@@ -23,11 +23,11 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 MOE = "qwen3_moe"
 CASES = {
-    "one process": PlanCase(1),
     "TP2 PP2 SP EP2 MoE, recompute": PlanCase(4, MOE, TP2 | PP2 | SP | EP2 | REPLAY | RECOMPUTE),
-    "DP2 sharded, bfloat16": PlanCase(2, settings=SHARDED | BF16),
 }
 FURTHER = {
+    "one process": PlanCase(1),
+    "DP2 sharded, bfloat16": PlanCase(2, settings=SHARDED | BF16),
     "one process, MoE": PlanCase(1, MOE, REPLAY),
     "one process, MoE, recompute": PlanCase(1, MOE, REPLAY | RECOMPUTE),
     "TP2": PlanCase(2, settings=TP2),
