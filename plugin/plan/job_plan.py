@@ -284,9 +284,11 @@ def _kind(
     numbers = [
         layer.layer_number for chunk in trainer.chunks for layer in chunk.module.decoder.layers
     ]
-    copies = sum(
-        run.planned.copy_bytes(run.config, hf_config) for hf_config in run.models.copies.values()
-    )
+    # Reference and teacher wait in host memory where they are offloaded.
+    on_device = {} if run.config.reference_offload else run.models.copies
+    copies = sum(run.planned.copy_bytes(run.config, other) for other in on_device.values())
+    if run.config.trains_critic:
+        copies += sum(measured.resident.values())  # a model of the policy's size, trained like it
     stages = run.config.pipeline_model_parallel_size
     parts = ["embedding"] if stage == 0 else []
     first, last = (min(numbers), max(numbers)) if numbers else (0, 0)

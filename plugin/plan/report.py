@@ -29,6 +29,8 @@ FORMULAS = (
     "ring of keys and values",
     f"{RESERVED_BYTES >> 30} GiB of every GPU for the driver, CUDA and NCCL",
     "experts get equal numbers of tokens",
+    "a critic (--advantage-estimator gae) holds what the policy holds; its messages and time are "
+    "not counted",
     "KV cache: vLLM's 90 % of the memory, weights in the engine's dtype",
 )
 

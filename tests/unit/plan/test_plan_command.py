@@ -84,6 +84,14 @@ def test_recompute_a_smaller_budget_and_shards_lower_the_parts_they_should(
     assert 3 * base["optimizer"] < whole["optimizer"] < 9 * base["optimizer"]
 
 
+def test_a_reference_counts_unless_it_is_offloaded(capsys: Any, model: str) -> None:
+    words = ("--hf-config", model, "--use-kl-loss", "--kl-loss-coef", "0.1", "--gpu", "none")
+    held = planned(capsys, *words)["ranks"][0]
+    assert held["bytes"]["other"] == 4 * held["parameters"]  # float32
+    offloaded = planned(capsys, *words, "--reference-offload")["ranks"][0]
+    assert offloaded["bytes"]["other"] == 0
+
+
 def test_what_does_not_fit_names_three_flags_that_help(capsys: Any, tmp_path: Path) -> None:
     # 2.2 B parameters of 16 bytes each, and the logits of 1,024 tokens
     file = tmp_path / "config.json"
