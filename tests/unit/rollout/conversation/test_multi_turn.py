@@ -248,3 +248,31 @@ def test_log_probs_of_a_conversation_are_those_of_one_pass_over_the_whole_sample
         assert not log_probs[mask == 0].any()
         if sample.routed_experts is not None:
             assert len(sample.routed_experts) == len(tokens)
+
+
+def test_an_environment_that_takes_its_time_holds_up_its_own_conversation_only() -> None:
+    other_is_done = threading.Event()
+
+    class Slow(ScriptedEnvironment):
+        def step(self, reply: Any, history: Any) -> Step:
+            assert other_is_done.wait(20), "the other conversation waits for this one"
+            return super().step(reply, history)
+
+    class Fast(ScriptedEnvironment):
+        def reward(self, ending: Any) -> float:
+            other_is_done.set()
+            return super().reward(ending)
+
+    slow, fast = Slow([tool("1")]), Fast([tool("2"), user("3")])
+    # Nearly every token ends a reply, so that none is cut before its environment hears it.
+    stops = tuple(i for i in range(VOCAB_SIZE) if i % 8)
+    [group] = run_multi_turn(
+        loaded_engine(),
+        [GenerationRequest((), (0, 1))],
+        SamplingParameters(max_response_length=24, stop_token_ids=stops),
+        task=Talk(lambda _, seed: (slow, fast)[seed], stop_token_ids=stops),
+        tokenizer=CHARACTERS,
+        config=JobConfig(preserve_all_thinking=True),
+    )
+    assert [t.error for t in group] == [None, None]
+    assert len(slow.heard) == 2 and len(fast.heard) == 3
