@@ -78,10 +78,10 @@ def measure_weight_sync(quick: bool) -> list[dict[str, Any]]:
     if not quick:
         shapes = [
             Model(hidden=512, layers=6, heads=8, vocabulary=16_384),
+            Model(hidden=768, layers=8, heads=12, vocabulary=24_576),
             Model(hidden=1024, layers=8, heads=8, vocabulary=32_768),
-            Model(hidden=1536, layers=12, heads=12, vocabulary=65_536),
         ]
-        counts = [(0, 1), (1, 1), (2, 1), (0, 2), (0, 4)]
+        counts = [(0, 1), (1, 1), (2, 1), (0, 2)]
     rows = []
     for shape, engines in counts:
         with tempfile.TemporaryDirectory() as directory:
@@ -102,7 +102,9 @@ def _measure(model: str, engines: int, rounds: int) -> list[dict[str, Any]]:
     config = JobConfig(
         hf_checkpoint=model, num_rollout_engines=engines, task_path="benchmarks.job_task:make_task"
     )
-    parts: Any = SimpleNamespace(policy=policy_source(config), reference=None, teacher=None)
+    parts: Any = SimpleNamespace(
+        policy=policy_source(config), reference=None, teacher=None, critic=None
+    )
     console = Console()
     with (
         cluster(config) as connected,
