@@ -17,6 +17,8 @@ def on_local_layers(fn: Callable[..., Any], groups: ParallelGroups, *args: Any) 
     from plugin.megatron_backend.model import builder, device_settings
 
     assert torch.cuda.is_available(), "a rank of a GPU suite sees no GPU"
+    # TF32 rounds factors to 11 bits, which five digits do not survive.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     exact = {"on_device": as_on_cpu}
     with mock.patch.multiple(builder, **exact), mock.patch.multiple(device_settings, **exact):
         return fn(groups, *args)

@@ -70,8 +70,9 @@ class RouterSpy:
         def count(router: TopKRouter, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
             session = router.router_replay.session
             if session.active is not None:
-                real = session.real[session.active]
-                self.counts[index] += output[1][real].sum(0).float()
+                chosen = output[1]
+                real = session.real[session.active].to(chosen.device)
+                self.counts[index] += chosen[real].sum(0).float().cpu()
 
         return count
 
