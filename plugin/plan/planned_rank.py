@@ -120,6 +120,8 @@ class RankWithoutNumbers:
         trainer, memory = self.trainer, self.memory
         share = share_of(trainer)
         self._expect_messages(share)
+        if trainer.config.use_routing_replay:
+            trainer.compute_log_probs(share)  # whose routes the step repeats
         config = trainer.hf_config
         memory.logits_width = -(-config.vocab_size // trainer.groups.tp_size)
         self.traffic.restart()

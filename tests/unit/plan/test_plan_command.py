@@ -84,6 +84,11 @@ def test_recompute_a_smaller_budget_and_shards_lower_the_parts_they_should(
     assert 3 * base["optimizer"] < whole["optimizer"] < 9 * base["optimizer"]
 
 
+@pytest.mark.parametrize("flag", ["--use-routing-replay", "--use-rollout-routing-replay"])
+def test_replayed_routes_are_planned(capsys: Any, model: str, flag: str) -> None:
+    assert planned(capsys, "--hf-config", model, *LAYOUT, flag)["fits"]
+
+
 def test_a_reference_counts_unless_it_is_offloaded(capsys: Any, model: str) -> None:
     words = ("--hf-config", model, "--use-kl-loss", "--kl-loss-coef", "0.1", "--gpu", "none")
     held = planned(capsys, *words)["ranks"][0]
