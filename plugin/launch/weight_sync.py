@@ -115,7 +115,8 @@ class WeightSync:
     def _broadcast(self) -> None:
         """Send the newest version to the engines that have started and do not have it."""
         for _ in range(1 + self._config.max_restarts):
-            if self._transfer(self._members()):
+            members = self._members()
+            if not members or self._transfer(members):
                 return
         raise EngineError(
             f"weights of version {self.version} could not be sent to engines "
@@ -152,8 +153,6 @@ class WeightSync:
 
     def _transfer(self, members: list[_Member]) -> bool:
         """Send the newest version to `members`; whether all of them have it."""
-        if not members:
-            return True
         group = self._group_of(members)
         calls: dict[Any, _Member | str] = {
             self._engines.receive_weights(member.engine, member.actor, group, member.first): member
