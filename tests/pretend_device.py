@@ -118,6 +118,10 @@ def _register() -> None:
     global _registered
     if not _registered:
         _setup_privateuseone_for_python_backend("pretend")
+        # What other tests of this process ask every registered device for.
+        torch.pretend.get_rng_state = lambda *_: torch.get_rng_state()
+        torch.pretend.set_rng_state = lambda *_: None
+        torch.pretend.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
         _registered = True
 
 
