@@ -16,8 +16,8 @@ class LaunchFlags(FlagGroup):
     num_nodes: int = flag(1, "nodes that hold trainer ranks", at_least=1)
     num_gpus_per_node: int | None = flag(
         None,
-        "GPUs per node that hold a trainer rank (without GPUs: CPU slots); engines have others, "
-        "or with --colocate the same; none = as few as fit the layout",
+        "GPUs per node with a trainer rank (or CPU slots); engines have others, or with --colocate "
+        "the same; none = as few as fit the layout",
         at_least=1,
     )
     address: str | None = flag(

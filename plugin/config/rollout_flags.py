@@ -21,8 +21,7 @@ class RolloutFlags(FlagGroup):
 
     rollout_engine: str = flag(
         "transformers",
-        "what generates the tokens; sglang, vllm_server = servers that the job starts; http = "
-        "those at --rollout-url",
+        "what generates; sglang, vllm_server: servers of the job; http: --rollout-url",
         names=ENGINES,
     )
     num_rollout_engines: int = flag(1, "engine actors; prompts are shared out", at_least=1)

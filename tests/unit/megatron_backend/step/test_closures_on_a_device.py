@@ -18,6 +18,8 @@ from plugin import ppo_utils
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS
+from plugin.loss.hook_chain import batch_declarations, statistics_of
+from plugin.loss.inputs import KnownTokens
 from plugin.megatron_backend.step import microbatch_loss
 from plugin.megatron_backend.step.forward_step import log_prob_forward_step, training_forward_step
 from plugin.megatron_backend.step.loss_scaling import LossScale, weigh_samples
@@ -83,6 +85,11 @@ def training_pass(
     """Loss, gradient, log-probs and metrics of one microbatch through the training closure."""
     prepared, logits, weight = laid_out(config, device, **options)
     errors, table = ErrorCollector(device), StatisticsTable(device)
+    if batch_declarations(config):
+        # As in the trainer, before the schedule runs: thresholds over the batch are read back once.
+        known = KnownTokens.of(config, prepared.columns, prepared.inputs.shards)
+        inputs = known.at_policy(config, known.fields["rollout_log_probs"], None)
+        prepared.columns["batch_statistics"] = statistics_of(config, inputs)
     scale = LossScale(config.per_token, weight, num_microbatches=3, dp_cp_size=2)
     model = IdentityHead(logits.to(device).requires_grad_())
     model.output_layer.weight = torch.nn.Parameter(torch.eye(VOCABULARY).to(device))
