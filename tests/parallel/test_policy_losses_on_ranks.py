@@ -56,8 +56,10 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dppo_kl": {"dppo_kl_threshold": 1e-4, "dppo_ratio_cap": 1.5, "teacher_tau": 0.1},
     # Its exponent is lambda times the ratio of a whole sequence: what log-probs round to grows with it.
     "vespo": {
-        "vespo_lambda_pos": 1.0,
+        "vespo_k_pos": 1.0,
+        "vespo_lambda_pos": 0.5,
         "vespo_k_neg": 1.0,
+        "vespo_lambda_neg": 0.5,
         "entropy_coef": 0.02,
         "use_rollout_kl_loss": True,
         "rollout_kl_loss_coef": 0.1,
