@@ -41,7 +41,7 @@ test-slow: venv ## whole jobs and a wheel in a clean environment: minutes
 	$(BIN)/python -m pytest -m slow
 
 test-families: venv ## every model family on every layout against transformers; writes the table in the docs
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/parallel/test_families.py -m "slow or not slow"
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/parallel/test_families_on_ranks.py -m "slow or not slow"
 
 # Transformer Engine and flash-attn are compiled against the torch that is installed: hence no build isolation, and a CUDA
 # toolkit (nvcc) is needed. torch has to be a CUDA build: choose pip's index (PIP_INDEX_URL) where the default has none.
