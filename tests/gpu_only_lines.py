@@ -79,7 +79,7 @@ GPU_ONLY = (
     GpuOnly(
         "megatron_backend/model/builder.py",
         (),
-        "everything but the move to the device, on gloo ranks",
+        "everything but the move to the device, on gloo ranks; weights, checkpoints and replay over modules with Transformer Engine's names",
         "Transformer Engine's layers, the fused router",
     ),
     GpuOnly(

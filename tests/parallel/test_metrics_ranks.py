@@ -18,11 +18,20 @@ from tests.unit.ppo_utils.test_mismatch_metrics import tokens
 SHARES = ((0, 57), (57, 300), (300, 300), (300, 400))
 
 
+def rank_device() -> torch.device:
+    """This rank's GPU, if it has one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def share_of(groups: ParallelGroups) -> dict[str, torch.Tensor]:
+    start, end = SHARES[groups.dp_rank]
+    return {name: value[start:end].to(rank_device()) for name, value in tokens().items()}
+
+
 def share_metrics(groups: ParallelGroups, gather_limit: int) -> dict[str, float]:
     sufficient_statistics.GATHER_LIMIT = gather_limit
-    start, end = SHARES[groups.dp_rank]
-    table = StatisticsTable()
-    record_mismatch(table, **{name: value[start:end] for name, value in tokens().items()})
+    table = StatisticsTable(rank_device())
+    record_mismatch(table, **share_of(groups))
     try:
         return summarize(table.reduced(groups.dp_group))
     finally:
@@ -30,9 +39,8 @@ def share_metrics(groups: ParallelGroups, gather_limit: int) -> dict[str, float]
 
 
 def digests(groups: ParallelGroups) -> int:
-    start, end = SHARES[groups.dp_rank]
-    table = StatisticsTable()
-    values = {name: value[start:end] for name, value in tokens().items()}
+    table = StatisticsTable(rank_device())
+    values = share_of(groups)
     values["mask"] = values["mask"] & (groups.dp_rank != 1)
     record_mismatch(table, **values)
     return table.digest()

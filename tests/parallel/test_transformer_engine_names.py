@@ -11,10 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
 from plugin.config import TrainerConfig
-from plugin.megatron_backend.checkpoint.sharded_state import load_sharded_state
+from plugin.megatron_backend.checkpoint.sharded_state import load_sharded_state, sharded_state
 from plugin.megatron_backend.model.builder import build_model
 from plugin.megatron_backend.model.hf_weights import export_hf_weights, load_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
@@ -63,6 +67,56 @@ def facts(is_moe: list[bool]) -> dict[str, tuple[int, ...]]:
     return WHOLE | layers
 
 
+class GroupedLinear(nn.Module):
+    """A grouped layer, described for a checkpoint as Megatron-Core's `TEGroupedLinear` describes it on one rank."""
+
+    def __init__(self, weights: list[nn.Parameter], tp_group: Any) -> None:
+        super().__init__()
+        self.tp_group = tp_group
+        for number, weight in enumerate(weights):
+            self.register_parameter(f"weight{number}", weight)
+
+    def sharded_state_dict(
+        self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]
+    ) -> dict[str, Any]:
+        weights = self.state_dict(keep_vars=True)
+        described = {}
+        for number, weight in enumerate(weights.values()):
+            # The experts of a layer are slices of one tensor, along an axis of their own.
+            place = (*sharded_offsets, (len(sharded_offsets), number, len(weights)))
+            part = make_sharded_tensors_for_checkpoint(
+                {"weight": weight},
+                prefix,
+                {"weight": 0},
+                place,
+                tp_group=self.tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            described[f"{prefix}weight{number}"] = part[f"{prefix}weight"]
+        return described
+
+
+class GroupedExperts(nn.Module):
+    """Experts whose checkpoint is described by Megatron-Core's own `TEGroupedMLP`."""
+
+    sharded_state_dict = TEGroupedMLP.sharded_state_dict
+
+    def __init__(self, local: Any) -> None:
+        super().__init__()
+        self.config, self.num_local_experts = local.config, local.num_local_experts
+        self.ep_group, self.tp_group = local.ep_group, local.tp_group
+
+
+def stored(model: Any, groups: ParallelGroups) -> set[tuple[Any, ...]]:
+    """What a checkpoint holds: names, and where in the tensor of that name each part is."""
+    state = sharded_state([model], None, groups)
+    apply_factories(state)
+    return {
+        (part.key, part.global_shape, part.global_offset, part.local_shape)
+        for part in nested_values(state)
+    }
+
+
 def rename_like_transformer_engine(model: Any) -> None:
     """Move the parameters of a local model to where Transformer Engine's modules have them."""
     for layer in model.decoder.layers:
@@ -73,12 +127,10 @@ def rename_like_transformer_engine(model: Any) -> None:
             mlp.linear_fc1.layer_norm_weight = layer.pre_mlp_layernorm.weight
             layer.pre_mlp_layernorm = nn.Identity()
             continue
-        grouped = nn.Module()
+        grouped = GroupedExperts(mlp.experts)
         for name in ("linear_fc1", "linear_fc2"):
-            linear = nn.Module()
-            for number, expert in enumerate(mlp.experts.local_experts):
-                setattr(linear, f"weight{number}", getattr(expert, name).weight)
-            setattr(grouped, name, linear)
+            weights = [getattr(expert, name).weight for expert in mlp.experts.local_experts]
+            setattr(grouped, name, GroupedLinear(weights, mlp.experts.tp_group))
         mlp.experts = grouped
 
 
@@ -90,6 +142,7 @@ def _no_state(_: Any) -> torch.Tensor:
 def walk(groups: ParallelGroups, hf_config: Any, weights: dict[str, Any]) -> dict[str, Any]:
     """Shapes by name, the weights that came back, the layers that routes bind to, and what loading says of extra states."""
     (model,) = build_model(hf_config, TrainerConfig(transformer_impl="local"), groups)
+    of_local_layers = stored(model, groups)
     rename_like_transformer_engine(model)
     load_hf_weights([model], weights, groups)
     exported = {name: value.clone() for name, value in export_hf_weights([model], groups)}
@@ -99,6 +152,7 @@ def walk(groups: ParallelGroups, hf_config: Any, weights: dict[str, Any]) -> dic
         part.__class__ = type("WithExtraState", (type(part),), methods)
     named = {f"decoder.layers.0.{place}._extra_state" for place in EXTRA_STATES}
     assert named <= model.state_dict().keys()
+    of_these_names = stored(model, groups)
     # A checkpoint holds no extra state: empty without delayed FP8 scaling.
     state = {n: v for n, v in model.state_dict().items() if not n.endswith("_extra_state")}
     load_sharded_state({"model0": state}, [model], None)
@@ -106,6 +160,7 @@ def walk(groups: ParallelGroups, hf_config: Any, weights: dict[str, Any]) -> dic
     return {
         "shapes": {name: tuple(value.shape) for name, value in model.named_parameters()},
         "exported": exported,
+        "stored": (of_these_names, of_local_layers),
         "routed": sorted(RoutedModel.of([model]).routers) if moe else [],
     }
 
@@ -127,3 +182,5 @@ def test_import_export_checkpoint_and_replay_take_transformer_engines_names(
     assert found["exported"].keys() == weights.keys()
     assert all(torch.equal(found["exported"][name], weights[name]) for name in weights)
     assert found["routed"] == routed
+    # The same names and places: a checkpoint moves between Transformer Engine's layers and local ones.
+    assert found["stored"][0] == found["stored"][1] and len(found["stored"][0]) > len(WHOLE)

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel log-probs on real gloo ranks equal those of one process."""
+"""Vocabulary-parallel log-probs on real ranks equal those of one process. Tensors are on the rank's own device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ ROWS, COLUMNS = 13, 64
 SEQUENCE_PARALLEL = {"sequence_parallel": True}
 
 
+def seeded(seed: int) -> torch.Generator:
+    """A generator on the default device, which `all_claims` sets."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def whole_problem(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     logits = (torch.randn(ROWS, COLUMNS, generator=generator) * 4).to(dtype)
     tokens = torch.randint(COLUMNS, (ROWS,), generator=generator)
     keep = torch.rand(ROWS, COLUMNS, generator=generator) < 0.4
@@ -105,7 +110,7 @@ def kept_ids_equal_one_process_in_two_collectives(rank: int, size: int) -> None:
 
 
 def products_of_kept_ids_equal_one_process(rank: int, size: int) -> None:
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     hidden = torch.randn(8, 5, generator=generator)
     weight = torch.randn(COLUMNS, 5, generator=generator)
     tokens = torch.arange(8) * 7
@@ -162,7 +167,7 @@ def no_rows_run_without_a_collective_that_hangs(rank: int, size: int) -> None:
 
 
 def fused_head_equals_one_process(rank: int, size: int) -> None:
-    generator = torch.Generator().manual_seed(9)
+    generator = seeded(9)
     rows, columns, width = 16, COLUMNS * 3, 5
     hidden = torch.randn(rows, width, generator=generator)
     weight = torch.randn(columns, width, generator=generator)
@@ -199,14 +204,16 @@ def fused_head_equals_one_process(rank: int, size: int) -> None:
 
 
 def all_claims(groups: ParallelGroups) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rank, size = groups.rank, groups.world_size
-    equal_to_one_process(rank, size)
-    kept_ids_equal_one_process_in_two_collectives(rank, size)
-    products_of_kept_ids_equal_one_process(rank, size)
-    two_collectives_forward_none_backward(rank, size)
-    a_nan_row_is_nan_on_every_rank_and_poisons_no_gradient(rank, size)
-    no_rows_run_without_a_collective_that_hangs(rank, size)
-    fused_head_equals_one_process(rank, size)
+    with device:
+        equal_to_one_process(rank, size)
+        kept_ids_equal_one_process_in_two_collectives(rank, size)
+        products_of_kept_ids_equal_one_process(rank, size)
+        two_collectives_forward_none_backward(rank, size)
+        a_nan_row_is_nan_on_every_rank_and_poisons_no_gradient(rank, size)
+        no_rows_run_without_a_collective_that_hangs(rank, size)
+        fused_head_equals_one_process(rank, size)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -28,8 +28,8 @@ def save_prompts(model: Path, directory: Path) -> list[str]:
     ]
 
 
-def train(run_dir: Path, *flags: str) -> list[dict[str, Any]]:
-    """The metrics of each step."""
+def train(run_dir: Path, *flags: str, on_gpus: bool = False) -> list[dict[str, Any]]:
+    """The metrics of each step; without `on_gpus` the job sees no GPU."""
     sizes = {
         "num-rollouts": STEPS,
         "rollout-batch-size": 4,
@@ -46,16 +46,16 @@ def train(run_dir: Path, *flags: str) -> list[dict[str, Any]]:
         capture_output=True,
         text=True,
         timeout=1200,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | ({} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}),
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
 
 
-def check_steps(lines: list[dict[str, Any]]) -> None:
+def check_steps(lines: list[dict[str, Any]], largest_mismatch: float = 1e-3) -> None:
     """Every step trained, on fresh weights, with the small mismatch of two real implementations."""
     assert len(lines) == STEPS
     for line in lines:
         assert line["staleness"] == 0
         assert line["grad_norm"] > 0
-        assert 0 < line["mismatch_kl"] < 1e-3
+        assert 0 < line["mismatch_kl"] < largest_mismatch
