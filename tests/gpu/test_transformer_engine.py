@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from tests.parallel.training_jobs import Start, new_trainer, uneven_batch
+from tests.parallel.training_jobs import Start, new_trainer
 
 NUM_GPUS = 2
 
@@ -41,17 +41,6 @@ def steps_on_rank(
     """Metrics of two updates on the same batch."""
     trainer = new_trainer(groups, start, settings)
     return [trainer.train_step(start.batch).metrics for _ in range(2)]
-
-
-def fp8_log_probs_on_rank(groups: ParallelGroups, start: Start) -> tuple[list[Tensor], ...]:
-    """Log-probs without and with FP8 linear layers."""
-    import transformer_engine.pytorch as te
-
-    trainer = new_trainer(groups, start, {**BF16, "micro_batch_size": 1})
-    plain = trainer.compute_log_probs(start.batch)
-    with te.fp8_autocast(enabled=True):
-        quantized = trainer.compute_log_probs(start.batch)
-    return plain, quantized
 
 
 def largest_difference(first: list[Tensor], second: list[Tensor]) -> float:
@@ -94,20 +83,16 @@ def test_context_parallelism_of_transformer_engine_gives_the_step_of_one_rank(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
     reason="FP8 needs compute capability 8.9",
 )
-def test_fp8_layers_give_finite_log_probs_near_those_of_bfloat16(run_real_ranks: RunRanks) -> None:
+def test_fp8_layers_give_finite_steps_and_log_probs_near_those_of_bfloat16(
+    run_real_ranks: RunRanks,
+) -> None:
+    # FP8 products need 16 | tokens: `--fp8` pads the packed rows of these uneven samples.
     start = Start.of("qwen3")
-    batch = uneven_batch()
-    # FP8 matrix products need 16 | tokens: samples of 16 tokens, one per microbatch
-    responses = [16 - (total - response) for total, response in zip(
-        batch.columns["total_lengths"], batch.columns["response_lengths"], strict=True
-    )]  # fmt: skip
-    columns = {
-        "unconcat_tokens": [torch.arange(16) % 96 for _ in responses],
-        "total_lengths": [16] * len(responses),
-        "response_lengths": responses,
-        "loss_masks": [torch.ones(n, dtype=torch.int64) for n in responses],
-    }
-    start = Start(start.family, start.weights, type(batch)(columns))
-    ((plain, quantized),) = run_real_ranks(fp8_log_probs_on_rank, 1, start)
-    assert all(bool(values.isfinite().all()) for values in quantized)
-    assert 0 < largest_difference(plain, quantized) < 1.0
+    settings = {**BF16, "max_tokens_per_gpu": 64}
+    quantized = {**settings, "fp8": "hybrid"}
+    (plain,) = run_real_ranks(log_probs_on_rank, 1, start, settings, "packed")
+    (rounded,) = run_real_ranks(log_probs_on_rank, 1, start, quantized, "packed")
+    assert all(bool(values.isfinite().all()) for values in rounded)
+    assert 0 < largest_difference(plain, rounded) < 1.0
+    (steps,) = run_real_ranks(steps_on_rank, 1, start, quantized)
+    assert all(0 < step["grad_norm"] < float("inf") for step in steps)
