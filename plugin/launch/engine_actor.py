@@ -63,6 +63,9 @@ class EngineActor(ReportingActor):
         self.health = self._engine.health
         self.submit, self.cancel = self._server.submit, self._server.cancel
 
+    def ping(self) -> None:
+        """Answer: the process is alive."""
+
     def collect(self, era: int) -> tuple[list[int], Arrays]:
         """Wait for groups: their tickets, and one trajectory per seed of each."""
         done = self._server.collect(era)

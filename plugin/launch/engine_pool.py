@@ -275,6 +275,10 @@ class EnginePool:
             for number, engine in started
         ]
 
+    def ping(self, actor: Any) -> Any:
+        """A call that an engine answers at once, whatever its other threads do."""
+        return actor.call.remote("ping")
+
     def receive_weights(self, engine: int, actor: Any, group: WeightGroup, first: int) -> Any:
         """The call by which an engine receives the newest weights; until then it has none."""
         self._engines[engine].version = NO_WEIGHTS

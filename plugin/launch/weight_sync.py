@@ -26,6 +26,7 @@ from plugin.errors import (
 )
 from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
+from plugin.launch.pulse import SILENCE_SECONDS, Pulse
 from plugin.launch.remote_calls import result_of
 from plugin.launch.trainer_actor import SentPart
 from plugin.launch.trainer_group import TrainerGroup
@@ -139,8 +140,11 @@ class WeightSync:
 
     def _finished(self, transfer: _Transfer, group: WeightGroup | None = None) -> _Transfer:
         """Wait for all calls, and call off the transfer in `group` when one fails."""
+        pulse = Pulse[_Member](lambda member: self._engines.ping(member.actor))
         while transfer.calls:
             transfer.wait(_POLL_SECONDS)
+            for member in pulse.silent(transfer.awaited):
+                transfer.give_up(member)
             if group is not None and transfer.trouble is not None and not transfer.is_called_off:
                 call_off(self._store, group, transfer.trouble)
                 transfer.is_called_off = True
@@ -227,6 +231,17 @@ class _Transfer:
                 self._fail(who, name, error)
         if self.calls and time.monotonic() > self._deadline:
             self._run_out_of_time()
+
+    @property
+    def awaited(self) -> list[_Member]:
+        """The engines that have not answered yet."""
+        return [who for who in self.calls.values() if isinstance(who, _Member)]
+
+    def give_up(self, member: _Member) -> None:
+        """Count an engine that does not react as lost."""
+        self.lost[member] = f"did not react for {SILENCE_SECONDS:g} s"
+        self._call_off(f"engine {member.engine} {self.lost[member]}")
+        self.calls = {call: who for call, who in self.calls.items() if who != member}
 
     def _take(self, who: _Member | str, result: Any) -> None:
         if isinstance(who, _Member):

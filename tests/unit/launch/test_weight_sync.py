@@ -11,7 +11,7 @@ import pytest
 
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, EngineError, ParallelError, TransferError, WeightError
-from plugin.launch import weight_sync
+from plugin.launch import pulse, weight_sync
 from plugin.launch.trainer_actor import SentPart
 from plugin.launch.weight_sync import WeightSync
 from plugin.rollout.engines.weight_stream import MeetingPoint, WeightGroup
@@ -34,6 +34,7 @@ class Engines:
         self.actors = {0: "actor 0", 1: "actor 1"}
         self.newest = -1
         self.catch_up = None
+        self.frozen: set[str] = set()
 
     def begin_version(self, version: int) -> None:
         self.newest = version
@@ -50,6 +51,9 @@ class Engines:
             self.groups.append(group)
         self.places = [*getattr(self, "places", []), (self.transfers, engine, first)]
         return Call(self.script.get((self.transfers, engine), lambda: None))
+
+    def ping(self, actor: str) -> Call:
+        return Call(None if actor in self.frozen else lambda: None)
 
     def has_received(self, engine: int, actor: Any) -> None:
         if self.actors[engine] == actor:
@@ -148,6 +152,29 @@ def test_an_engine_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
     engines = Engines({(1, 1): None})
     sync_of(engines, Trainer(), step_timeout=0.05).send(0, wait=True)
     assert engines.replaced == [1] and engines.versions == {0: 0, 1: 0}
+
+
+def test_a_frozen_engine_is_replaced_long_before_a_transfer_has_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pulse, "SILENCE_SECONDS", 0.05)
+    engines = Engines({(1, 1): None})
+    engines.frozen = {"actor 1"}
+    sync = sync_of(engines, Trainer(), step_timeout=1e5)
+    sync.send(0, wait=True)
+    assert engines.replaced == [1] and engines.versions == {0: 0, 1: 0}
+    with pytest.raises(TransferError, match="called off: engine 1 did not react"):
+        MeetingPoint(engines.groups[0]).meet("joined")
+
+
+def test_a_slow_engine_that_reacts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "SILENCE_SECONDS", 0.02)
+    monkeypatch.setattr(weight_sync, "_GRACE_SECONDS", 0.05)
+    engines = Engines({(1, 1): None})
+    sync = sync_of(engines, Trainer(), step_timeout=0.3)
+    sync.send(0, wait=True)
+    with pytest.raises(TransferError, match="called off: it took longer"):
+        MeetingPoint(engines.groups[0]).meet("joined")
 
 
 def test_transfers_that_always_break_end_the_job() -> None:
