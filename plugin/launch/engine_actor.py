@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError
@@ -184,6 +185,9 @@ class GroupServer:
         return not (self._stepping or self._inbox) and self._loop.is_idle
 
     def _play(self) -> None:
+        # OpenMP counts threads for each of ours; torch sets the number only at its first operation
+        # here, and vLLM plans its attention before that.
+        torch.set_num_threads(torch.get_num_threads())
         try:
             while True:
                 with self._turn:
