@@ -9,9 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
@@ -20,6 +18,7 @@ from plugin.errors import BatchError
 from plugin.loss.normalization import token_weights
 from plugin.loss.value_loss import clipped_value_loss
 from plugin.megatron_backend.model.builder import build_optimizer, wrap_with_ddp
+from plugin.megatron_backend.model.whole_weight import WholeWeight
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.megatron_backend.step.forward_step import ForwardStep, LossClosure, run_model
@@ -38,18 +37,15 @@ from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from plugin.ragged import Ragged
 
 
-class ValueHead(MegatronModule):
+class ValueHead(WholeWeight):
     """In place of the LM head: one number per token, the same on all tensor parallel ranks.
 
     The weight begins with 0: before its first update a critic says nothing.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
-        super().__init__(config=config)
-        self.tp_group = tp_group
-        self.weight = torch.nn.Parameter(
-            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
-        )
+        zeros = torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        super().__init__(config, zeros, tp_group)
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Hidden states [S, B, H] (this rank's slice of S under SP) -> values [S, B, 1]."""
@@ -59,19 +55,6 @@ class ValueHead(MegatronModule):
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )
         return F.linear(hidden, self.weight), None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """The weight, whole on every tensor parallel rank."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
 
 
 class CriticTrainer(MegatronTrainer):

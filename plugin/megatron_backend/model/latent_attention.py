@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+from plugin.megatron_backend.model.whole_weight import WholeWeight
 
 # Megatron-Core 0.16 takes Transformer Engine to be there because its own wrapper can be imported,
 # and then calls `isinstance` with a mock. Not needed once it looks at the class.
@@ -25,7 +25,7 @@ if not isinstance(multi_latent_attention.TELinear, type):
     multi_latent_attention.HAVE_TE = False
 
 
-class WholeLinear(MegatronModule):
+class WholeLinear(WholeWeight):
     """A linear layer without bias that every tensor parallel rank holds whole.
 
     Under sequence parallelism each rank sees its slice of the sequence; the mark on the weight
@@ -33,28 +33,14 @@ class WholeLinear(MegatronModule):
     """
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int, tp_group: Any) -> None:
-        super().__init__(config=config)
-        self.tp_group = tp_group
-        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        empty = torch.empty(outputs, inputs, dtype=config.params_dtype)
+        super().__init__(config, empty, tp_group)
         config.init_method(self.weight)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """[S, B, inputs] -> [S, B, outputs], and no bias."""
         return F.linear(x, self.weight), None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """The weight, the same on all tensor parallel ranks."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
 
 
 class LocalLatentAttention(MLASelfAttention):
