@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: train-math evidence bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels soak
+.PHONY: train-math evidence precision bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -136,8 +136,11 @@ bench: venv ## kernels, losses, training steps and whole jobs against peers and 
 	$(BIN)/python -m benchmarks --with-peers
 	$(BIN)/python -m benchmarks.job_figure
 
-evidence: venv ## every loss and correction by staleness, precision and updates, hours, can be ended and goes on: docs/which_correction.md
+evidence: venv ## every loss and correction by staleness, precision, updates, sampling and routes; about an hour of one core, can be ended and goes on: docs/evidence.md
 	$(BIN)/python -m benchmarks.evidence
+
+precision: venv ## mismatch by the dtypes of trainer and engine, some minutes: docs/precision.md
+	$(BIN)/python -m benchmarks.precision
 
 bench-jobs: venv ## of these, whole jobs alone: about 10 minutes
 	$(BIN)/python -m benchmarks --with-peers --only jobs job-growth

@@ -54,8 +54,8 @@ def all_sizes(quick: bool) -> list[Size]:
     large = Model(hidden=512, layers=8, heads=8, vocabulary=32_768)
     return [
         Size("quick start", _QUICK_START, 64, 8, 256, 3e-3, 3, 6),
-        Size("hidden 256, 4 layers", middle, 64, 64, 64, 1e-3, 1, 3),
-        Size("hidden 512, 8 layers, vocabulary 32,768", large, 2, 128, 8, 1e-4, 1, 3),
+        Size("hidden 256, 4 layers", middle, 64, 64, 64, 1e-3, 2, 3),
+        Size("hidden 512, 8 layers, vocabulary 32,768", large, 2, 128, 8, 1e-4, 2, 3),
     ]
 
 

@@ -113,7 +113,7 @@ def describe(jobs: dict[str, Any], growth: dict[str, Any], made: str) -> str:
     over = [row for row in growth["driver"] if row["axis"] == "ranks"]
     lines.append(
         f"\nPreparing a batch takes {few['preparing'] / few['samples'] * 1e6:.0f} microseconds per sample at {few['samples']:,} samples and "
-        f"{many['preparing'] / many['samples'] * 1e6:.0f} at {many['samples']:,}. Of {over[0]['samples']:,} samples one of {over[-1]['ranks']} "
+        f"{many['preparing'] / many['samples'] * 1e6:.1f} at {many['samples']:,}. Of {over[0]['samples']:,} samples one of {over[-1]['ranks']} "
         f"ranks gets {over[-1]['rank_bytes'] / over[0]['rank_bytes']:.1%} of the bytes that a single rank gets."
     )
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Seconds and peak memory of a weight sync, by every way, against model size and number of engines.
 
 One trainer rank and transformers engines on one machine. The ways take turns with the same actors; the fastest of
-some syncs counts. `directory` is what happens besides the trainer when one server gets its weights that way: the buckets
+some syncs counts. `ipc` is the way of engines that share the trainer's devices, here over memory of the host. `directory` is what happens besides the trainer when one server gets its weights that way: the buckets
 are read from the object store, written to files, and read back into a model's memory.
 """
 
@@ -73,20 +73,20 @@ def _workers(name: str) -> list[psutil.Process]:
 
 def measure_weight_sync(quick: bool) -> list[dict[str, Any]]:
     """One row per model, number of engines and way."""
-    shapes = [Model(hidden=256, layers=4, heads=4, vocabulary=4096)]
+    shapes = [
+        Model(hidden=256, layers=4, heads=4, vocabulary=4096),
+        Model(hidden=512, layers=6, heads=8, vocabulary=16_384),
+        Model(hidden=768, layers=8, heads=12, vocabulary=24_576),
+        Model(hidden=1024, layers=8, heads=8, vocabulary=32_768),
+    ]
     counts = [(0, 1)]
     if not quick:
-        shapes = [
-            Model(hidden=512, layers=6, heads=8, vocabulary=16_384),
-            Model(hidden=768, layers=8, heads=12, vocabulary=24_576),
-            Model(hidden=1024, layers=8, heads=8, vocabulary=32_768),
-        ]
-        counts = [(0, 1), (1, 1), (2, 1), (0, 2)]
+        counts = [(0, 1), (1, 1), (2, 1), (3, 1), (0, 2), (1, 2), (0, 4), (1, 4)]
     rows = []
     for shape, engines in counts:
         with tempfile.TemporaryDirectory() as directory:
             write_model(shapes[shape], 64, Path(directory))
-            rows += _measure(directory, engines, 2 if quick else 3)
+            rows += _measure(directory, engines, 2 if quick else 5)
     return rows
 
 
@@ -103,7 +103,7 @@ def _measure(model: str, engines: int, rounds: int) -> list[dict[str, Any]]:
         hf_checkpoint=model, num_rollout_engines=engines, task_path="benchmarks.job_task:make_task"
     )
     parts: Any = SimpleNamespace(
-        policy=policy_source(config), reference=None, teacher=None, critic=None
+        policy=policy_source(config), reference=None, teachers={}, critic=None
     )
     console = Console()
     with (
@@ -115,21 +115,24 @@ def _measure(model: str, engines: int, rounds: int) -> list[dict[str, Any]]:
         trainer, pool, _ = running
         syncs = {
             way: WeightSync(config.unchecked_copy(weight_sync=way), trainer, pool, console)
-            for way in ("broadcast", "object-store")
+            for way in ("broadcast", "ipc", "object-store")
         }
         processes = {"rank": _workers("TrainerRank"), "engine": _workers("EngineActor")}
         peaks = {way: Peak(processes) for way in (*syncs, "directory")}
         seconds: dict[str, list[float]] = {way: [] for way in peaks}
         version = 0
+        # Members leave the groups of one way for those of the other, so these do not alternate.
+        for way in ("broadcast", "ipc"):
+            for _ in range(rounds):
+                for one in (way, "object-store"):
+                    pool._from_ranks = one != "object-store"
+
+                    def send(sync: WeightSync = syncs[one], version: int = version) -> None:
+                        sync.send(version, wait=True)
+
+                    seconds[one].append(_timed(peaks[one], send))
+                    version += 1
         for _ in range(rounds):
-            for way, sync in syncs.items():
-                pool._broadcasts = way == "broadcast"
-
-                def send(sync: WeightSync = sync, version: int = version) -> None:
-                    sync.send(version, wait=True)
-
-                seconds[way].append(_timed(peaks[way], send))
-                version += 1
             if engines == 1:
                 seconds["directory"].append(
                     _timed(peaks["directory"], lambda: _through_files(trainer))

@@ -19,8 +19,11 @@ from torch import Tensor
 from plugin.errors import BatchError
 from plugin.ragged import Integers, Ragged, as_integers, ragged_range
 from plugin.sampling_mask import KEPT_COUNTS, KEPT_IDS, check_columns
+from plugin.teacher_topk import TOPK_IDS, TOPK_LOG_PROBS, check_topk
 
-Shape = Literal["tokens", "response", "routes", "kept", "scalar"]
+Shape = Literal["tokens", "response", "topk", "routes", "kept", "scalar"]
+#: Those with one entry per response token.
+PER_RESPONSE_TOKEN: tuple[Shape, ...] = ("response", "topk")
 #: One entry per sample.
 Column = Sequence[Any] | Tensor | NDArray[Any]
 
@@ -32,8 +35,9 @@ MAX_LOG_PROB = 0.1
 class Field:
     """One column of a batch.
 
-    shape: tokens [prompt + response], response [response], routes [prompt + response, moe_layers,
-        topk], kept [kept ids of all response tokens], or scalar (one number per sample)
+    shape: tokens [prompt + response], response [response], topk [response, k], routes [prompt +
+        response, moe_layers, topk], kept [kept ids of all response tokens], or scalar (one number
+        per sample)
     dtype: of the tensors; None = kept as it comes (routes: `route_dtype` of the model)
     padding: the value in a padding microbatch
     log_prob: whether the values are log-probabilities
@@ -64,6 +68,9 @@ FIELDS: dict[str, Field] = {
         Field("log_probs", "response", torch.float32, optional=True, log_prob=True),
         Field("ref_log_probs", "response", torch.float32, optional=True, log_prob=True),
         Field("teacher_log_probs", "response", torch.float32, optional=True, log_prob=True),
+        # What the teacher finds likeliest in the place of each token.
+        Field(TOPK_IDS, "topk", torch.int32, optional=True),
+        Field(TOPK_LOG_PROBS, "topk", torch.float32, optional=True, log_prob=True),
         Field("rollout_mask_sums", "scalar", torch.float32, optional=True, padding=1),
         Field("rollout_routed_experts", "routes", None, optional=True),
         Field(KEPT_COUNTS, "response", torch.int32, optional=True),
@@ -237,6 +244,7 @@ class RolloutBatch:
             self._check_tokens(numbers)
             self._check_numbers(numbers)
             check_columns(self.columns, self._response_tokens(), numbers, vocabulary)
+            check_topk(self.columns, numbers, vocabulary)
 
     def _check_lengths(self, numbers: Integers) -> None:
         totals, responses = (
@@ -251,7 +259,7 @@ class RolloutBatch:
             shape = FIELDS[name].shape
             if shape in ("scalar", "kept"):
                 continue
-            expected = responses if shape == "response" else totals
+            expected = responses if shape in PER_RESPONSE_TOKEN else totals
             for i in np.flatnonzero(values.lengths != expected)[:1]:
                 raise BatchError(
                     f"{name} of sample {numbers[i]} has length {values.lengths[i]}, expected "
@@ -297,10 +305,11 @@ class RolloutBatch:
                     )
                 continue
             values = column.values
-            bad = mask & ~(values.abs() <= 1e4)
+            counts = mask[:, None] if field.shape == "topk" else mask
+            bad = counts & ~(values.abs() <= 1e4)
             bound = "finite"
             if field.log_prob:
-                bad |= mask & ~(values <= MAX_LOG_PROB)
+                bad |= counts & ~(values <= MAX_LOG_PROB)
                 bound = f"a log-probability (finite, at most {MAX_LOG_PROB})"
             if bool(bad.any()):
                 sample, position, value = _first(bad, column)
@@ -393,8 +402,8 @@ def spread(values: Column, lengths: Column) -> Column:
 
 def _first(wrong: Tensor, column: Ragged) -> tuple[int, int, float]:
     """Sample, position in it and value of the first place of `column` where `wrong` is True."""
-    place = int(wrong.nonzero()[0])
-    return *column.place_of(place), column.values[place].item()
+    place = tuple(wrong.nonzero()[0].tolist())
+    return *column.place_of(place[0]), column.values[place].item()
 
 
 def no_route(routes: Tensor) -> Tensor:
@@ -474,4 +483,6 @@ def _padding(field: Field, like: Any) -> Any:
         return torch.arange(topk).expand(2, layers, topk).contiguous().to(like.values.dtype)
     if field.shape == "kept":
         return torch.zeros(0, dtype=field.dtype)  # the whole vocabulary
+    if field.shape == "topk":
+        return torch.full((1, *like.values.shape[1:]), field.padding, dtype=field.dtype)
     return torch.full((2 if field.shape == "tokens" else 1,), field.padding, dtype=field.dtype)

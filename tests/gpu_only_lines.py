@@ -129,7 +129,13 @@ GPU_ONLY = (
         "rollout/engines/vllm_engine.py",
         (),
         "vLLM on CPU (`make test-vllm`)",
-        "vLLM on CUDA: memory, sleep, NCCL",
+        "vLLM on CUDA: memory, sleep",
+    ),
+    GpuOnly(
+        "rollout/engines/vllm_startup.py",
+        (),
+        "vLLM on CPU (`make test-vllm`)",
+        "what vLLM is started with on CUDA",
     ),
     GpuOnly(
         "rollout/engines/vllm_weights.py",
@@ -142,6 +148,18 @@ GPU_ONLY = (
         (),
         "over gloo",
         "over NCCL",
+    ),
+    GpuOnly(
+        "rollout/engines/lent_memory.py",
+        (),
+        "with memory of the host: order, deaths, nothing left behind",
+        "CUDA IPC",
+    ),
+    GpuOnly(
+        "rollout/engines/weight_handover.py",
+        (),
+        "with memory of the host",
+        "that copies on the GPU are waited for",
     ),
     GpuOnly(
         "rollout/engines/served_engine.py",

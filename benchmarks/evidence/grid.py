@@ -1,52 +1,83 @@
-"""Which runs the suite consists of, in the order in which they are made, and the file that holds what is done."""
+"""Which runs the suite consists of, in the order in which they are made, and the file that holds what is done.
+
+Not every combination of the axes is a cell. The main grid is staleness, with a float32 engine and one update per
+rollout; every other axis departs from it at the values of staleness listed here, first with one arm or more of every
+kind, then with all. Which runs are made was decided before they were; none is left out by its result.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence.simulation import Cell
-from plugin.compare.replay import method_pairs
+from benchmarks.evidence.arms import CORE, Arm, arms, equals_ppo
+from benchmarks.evidence.engine import Setting
 
 DATA = Path(__file__).with_name("data.jsonl")
-SEEDS = 5
-STALENESS = (0, 16, 64, 4, 1)
-#: (engine, updates per rollout, staleness) besides float32 and one update.
-FURTHER = [
-    *(("bfloat16", 1, staleness) for staleness in (0, 4)),
-    *(("int8", 1, staleness) for staleness in (0, 4, 16)),
-    *(("float32", 4, staleness) for staleness in (0, 4, 16)),
-]
+STALENESS = (0, 1, 4, 16, 64)
+_REPLAY = (False, True)
+#: In the order in which they are run; the first ones with all arms at once.
+FIRST = (Setting(16), Setting(64), Setting(4), Setting(0))
+NEXT = (
+    Setting(4, updates=4),
+    Setting(1),
+    Setting(0, "int8"),
+    *(Setting(4, top_p=0.9, mask_replay=replay) for replay in _REPLAY),
+    *(Setting(4, "int8", mixture=True, route_replay=replay) for replay in _REPLAY),
+    Setting(16, "int8"),
+    Setting(16, updates=4),
+    *(Setting(0, top_p=0.9, mask_replay=replay) for replay in _REPLAY),
+    Setting(0, "bfloat16"),
+    *(Setting(0, "int8", mixture=True, route_replay=replay) for replay in _REPLAY),
+    Setting(4, "int8"),
+    Setting(0, updates=4),
+    Setting(4, "bfloat16"),
+)
+SETTINGS = (*FIRST, *NEXT)
+Row = dict[str, Any]
 
 
-def cells() -> Iterator[Cell]:
-    """Seed by seed, so that an interrupted suite has all methods equally often; no method is left out."""
-    for seed in range(SEEDS):
-        for staleness in STALENESS:
-            for loss, hook in method_pairs():
-                yield Cell(loss, hook, staleness, "float32", 1, seed)
-    for seed in range(SEEDS):
-        for engine, updates, staleness in FURTHER:
-            for loss, hook in method_pairs():
-                yield Cell(loss, hook, staleness, engine, updates, seed)
+def runs() -> Iterator[tuple[Arm, Setting]]:
+    """All arms of the first settings, the core of the next ones, then the other arms of these."""
+    others = [arm for arm in arms() if arm not in CORE]
+    for settings, chosen in ((FIRST, arms()), (NEXT, CORE), (NEXT, others)):
+        for setting in settings:
+            yield from ((arm, setting) for arm in chosen if not equals_ppo(arm, setting))
 
 
-def results(path: Path = DATA) -> list[dict[str, Any]]:
-    """What has been measured so far."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def setting_of(row: Row) -> Setting:
+    return Setting(**{field.name: row[field.name] for field in fields(Setting)})
 
 
-def open_cells(path: Path = DATA) -> list[Cell]:
+def results(path: Path = DATA) -> list[Row]:
+    """What has been measured so far, with a row of its own for every arm whose run is that of `ppo`."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    twins = [
+        {**row, "arm": arm.name}
+        for row in rows
+        if row["arm"] == "ppo"
+        for arm in arms()
+        if equals_ppo(arm, setting_of(row))
+    ]
+    return rows + twins
+
+
+def open_runs(path: Path = DATA) -> list[tuple[Arm, Setting]]:
     """The runs that are still to be made, in order."""
-    names = Cell.__dataclass_fields__
-    done = {Cell(**{name: row[name] for name in names}) for row in results(path)}
-    return [cell for cell in cells() if cell not in done]
+    done = {(row["arm"], setting_of(row)) for row in results(path)}
+    return [(arm, setting) for arm, setting in runs() if (arm.name, setting) not in done]
 
 
-def record(row: dict[str, Any], path: Path = DATA) -> None:
+def shown_settings(rows: list[Row]) -> list[Setting]:
+    """The settings, in order, in which every arm of the core has been measured: only these are shown."""
+    done = {(row["arm"], setting_of(row)) for row in rows}
+    return [s for s in SETTINGS if all((arm.name, s) in done for arm in CORE)]
+
+
+def record(row: Row, path: Path = DATA) -> None:
     """Append a finished run."""
-    rounded = {k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}
     with path.open("a") as file:
-        file.write(json.dumps(rounded) + "\n")
+        file.write(json.dumps(row) + "\n")

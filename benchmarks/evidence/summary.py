@@ -1,172 +1,178 @@
-"""From the data to a table in the docs and two figures; nothing here is written by hand."""
+"""From the data to the tables in the docs; nothing between the marks of the page is written by hand."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
-from benchmarks.evidence.grid import SEEDS, results
+from benchmarks.evidence.arms import CORE, EQUAL_TO_PPO, arms
+from benchmarks.evidence.engine import SEEDS, Setting
+from benchmarks.evidence.grid import (
+    SETTINGS,
+    STALENESS,
+    Row,
+    results,
+    setting_of,
+    shown_settings,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, BEGIN, END = (
-    DOCS / "which_correction.md",
-    "<!-- evidence: begin -->",
-    "<!-- evidence: end -->",
-)
-FIGURE, HEAT_MAP = DOCS / "images/evidence_staleness.svg", DOCS / "images/evidence_collapse.svg"
+PAGE = DOCS / "evidence.md"
+BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
 #: 97.5 % points of Student's t by the number of seeds.
 _T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
-Rows = Sequence[dict[str, Any]]
+Results = dict[tuple[str, Setting], Row]
+_EXPLAINED = (
+    f"Final reward (share of right digits), mean of {SEEDS} seeds ± half of the 95 % interval of the difference from the "
+    "mean of all arms on the same seed (seeds start from different models), sorted by the mean over "
+    "the columns that all arms have. *area*: mean reward over the run. *collapsed*: share of runs that have lost more than half of what they "
+    "had gained at their best, and at least 0.05. *norm*: largest gradient norm before clipping. These three are over the arm's columns; *ESS* (of "
+    "exp(cur - rollout), as a share of the tokens) and *kept* (share of the tokens) are means over the runs at the "
+    "largest staleness."
+)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and half of its 95 % interval; None with fewer than two seeds."""
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half of its 95 % interval; infinite with fewer than two seeds."""
     if len(values) < 2:
-        return mean(values), None
-    factor = _T.get(len(values), 1.96)
-    return mean(values), factor * stdev(values) / math.sqrt(len(values))
+        return mean(values), math.inf
+    return mean(values), _T.get(len(values), 1.96) * stdev(values) / math.sqrt(len(values))
 
 
-def method_name(row: dict[str, Any]) -> str:
-    return row["loss"] if row["hook"] is None else f"{row['loss']} + {row['hook']}"
+def paired_interval(found: Results, name: str, setting: Setting) -> tuple[float, float]:
+    """Mean final reward, and half of the 95 % interval of the difference from the mean of all arms, seed by seed.
+
+    Seeds start from different models, which moves all arms together; the difference is what a choice changes.
+    """
+    others = [row["final"] for (_, at), row in found.items() if at == setting]
+    usual = [mean(values) for values in zip(*others, strict=True)]
+    own = found[name, setting]["final"]
+    _, half = interval([a - b for a, b in zip(own, usual, strict=True)])
+    return mean(own), half
 
 
-def by_method(rows: Rows, chosen: Callable[[dict[str, Any]], bool]) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
-    """Method -> its runs among the chosen ones, in the order of the catalog."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        if chosen(row):
-            found.setdefault(method_name(row), []).append(row)
-    return found
-
-
-def table(rows: Rows) -> str:
-    """Final reward by staleness, one line per method, the best first; then the other settings."""
-    main = [row for row in rows if _is_main(row)]
-    if not main:
-        return "No run has been made yet: `make evidence`."
-    columns = sorted({row["staleness"] for row in main})
-    seeds = _seeds(main)
-    lines = [
-        f"Final reward (share of right digits) by staleness, {seeds} of {SEEDS} seeds; mean ± half of the 95 % interval; all methods at "
-        "their defaults, sorted by the mean over all columns. *collapsed*: share of runs that end 0.05 below their start or "
-        "0.2 below their best. *norm*: largest gradient norm. *ESS*, *kept*: of exp(cur - rollout) and of tokens, at the "
-        "largest staleness.\n",
-        f"| method | {' | '.join(map(str, columns))} | collapsed | norm | ESS | kept |",
-        "|---" * (len(columns) + 5) + "|",
+def collapsed(row: Row) -> list[bool]:
+    """By seed: more than half of the best gain is lost, and at least 0.05 (evaluations scatter by 0.01)."""
+    return [
+        values[-1] < (values[0] + max(values)) / 2 and values[-1] <= max(values) - 0.05
+        for values in row["rewards"]
     ]
-    methods = by_method(main, lambda row: True)
-    ranked = sorted(methods.items(), key=lambda item: -mean(r["final"] for r in item[1]))
-    for name, runs in ranked:
-        cells = [_cell([r["final"] for r in runs if r["staleness"] == s]) for s in columns]
-        stalest = [r for r in runs if r["staleness"] == columns[-1]] or runs
+
+
+def by_cell(rows: Iterable[Row]) -> Results:
+    """(arm, setting) -> its row, of the settings that are shown."""
+    rows = list(rows)
+    whole = set(shown_settings(rows))
+    return {(row["arm"], setting_of(row)): row for row in rows if setting_of(row) in whole}
+
+
+def setting_name(setting: Setting) -> str:
+    """What departs from a float32 engine of the same weights."""
+    parts = [f"staleness {setting.staleness}"]
+    parts += [setting.engine] if setting.engine != "float32" else []
+    parts += [f"{setting.updates} updates"] if setting.updates > 1 else []
+    if setting.top_p < 1:
+        parts.append(f"top-p {setting.top_p:g}{', replayed' if setting.mask_replay else ''}")
+    if setting.mixture:
+        parts.append("MoE, replayed" if setting.route_replay else "MoE")
+    return ", ".join(parts)
+
+
+def ranked_arms(found: Results, settings: Sequence[Setting]) -> list[str]:
+    """Arms measured in any of the settings, best mean of final rewards first, over those that have them all."""
+    names = [arm.name for arm in arms() if any((arm.name, s) in found for s in settings)]
+    common = [s for s in settings if all((name, s) in found for name in names)]
+    if not common:
+        common, names = list(settings), [arm.name for arm in CORE]
+    return sorted(names, key=lambda name: -mean(mean(found[name, s]["final"]) for s in common))
+
+
+def tables(rows: Iterable[Row]) -> str:
+    """Everything between the marks of the page."""
+    found = by_cell(rows)
+    settings = {setting for _, setting in found}
+    main = [Setting(s) for s in STALENESS if Setting(s) in settings]
+    if not main:
+        return "Not measured yet: `make evidence`."
+    parts = [_EXPLAINED, _main_table(found, main)]
+    groups = {
+        "A coarser engine": lambda s: s.engine != "float32" and not s.mixture,
+        "Four updates per rollout, a quarter of its groups each": lambda s: s.updates > 1,
+        "Truncated sampling, without and with the engine's kept ids replayed": lambda s: (
+            s.top_p < 1
+        ),
+        "A MoE model on an int8 engine, without and with the engine's routes replayed": lambda s: (
+            s.mixture
+        ),
+    }
+    for title, belongs in groups.items():
+        columns = sorted((s for s in SETTINGS if belongs(s) and s in settings), key=_column_order)
+        if columns:
+            parts += [f"**{title}.** Final reward.", _plain_table(found, columns)]
+    open_settings = [s for s in SETTINGS if s not in settings]
+    if open_settings:
+        parts.append("Not measured yet: " + "; ".join(map(setting_name, open_settings)) + ".")
+    equal = ", ".join(f"`{name}`" for name in EQUAL_TO_PPO)
+    parts.append(
+        f"With one update per rollout {equal} have the gradient of `ppo`, and its numbers; on the engine's own policy "
+        "(staleness 0, float32, one update) all arms have. Empty: this arm was not run there."
+    )
+    return "\n\n".join(parts)
+
+
+def _column_order(setting: Setting) -> tuple[object, ...]:
+    return setting.engine, setting.staleness, setting.mask_replay, setting.route_replay
+
+
+def _main_table(found: Results, columns: Sequence[Setting]) -> str:
+    heads = [f"{s.staleness}" for s in columns]
+    lines = [
+        f"| arm, by staleness | {' | '.join(heads)} | area | collapsed | norm | ESS | kept |",
+        "|---" * (len(columns) + 6) + "|",
+    ]
+    for name in ranked_arms(found, columns):
+        runs = [found[name, s] for s in columns if (name, s) in found]
         numbers = (
-            f"{mean(r['collapsed'] for r in runs):.0%}",
-            f"{max(r['largest_gradient_norm'] for r in runs):.2g}",
-            f"{mean(r['ess_share'] for r in stalest):.2f}",
-            f"{mean(r['kept_share'] for r in stalest):.2f}",
+            f"{mean(v for r in runs for v in r['area']):.3f}",
+            f"{mean(v for r in runs for v in collapsed(r)):.0%}",
+            f"{max(v for r in runs for v in r['largest_gradient_norm']):.2g}",
+            f"{mean(runs[-1]['ess_share']):.2f}",
+            f"{mean(runs[-1]['kept_share']):.2f}",
         )
+        cells = [_cell(found, name, s) for s in columns]
         lines.append(f"| `{name}` | {' | '.join((*cells, *numbers))} |")
-    return "\n".join([*lines, *_further(rows)])
+    return "\n".join(lines)
 
 
-def _further(rows: Rows) -> list[str]:
-    settings = sorted({_setting(row) for row in rows if not _is_main(row)})
-    if not settings:
-        return ["", "Not measured yet: bfloat16 and int8 engines, four updates per rollout."]
-    heads = [f"{engine}, {updates} updates, {stale}" for engine, updates, stale in settings]
-    lines = ["", "Final reward in other settings (engine, updates per rollout, staleness).\n"]
-    lines += [f"| method | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for name, runs in by_method(rows, lambda row: not _is_main(row)).items():
-        cells = [
-            _cell([r["final"] for r in runs if _setting(r) == setting]) for setting in settings
-        ]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return lines
+def _plain_table(found: Results, columns: Sequence[Setting]) -> str:
+    lines = [
+        f"| arm | {' | '.join(map(setting_name, columns))} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    for name in ranked_arms(found, columns):
+        lines.append(f"| `{name}` | {' | '.join(_cell(found, name, s) for s in columns)} |")
+    return "\n".join(lines)
 
 
-def _is_main(row: dict[str, Any]) -> bool:
-    """Whether only the staleness varies: a float32 engine, one update per rollout."""
-    return row["engine"] == "float32" and row["updates"] == 1
-
-
-def _setting(row: dict[str, Any]) -> tuple[str, int, int]:
-    return row["engine"], row["updates"], row["staleness"]
-
-
-def _seeds(rows: Rows) -> str:
-    counts = {len(runs) for runs in _cells(rows).values()}
-    return str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
-
-
-def _cells(rows: Rows) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault((method_name(row), row["staleness"]), []).append(row)
-    return found
-
-
-def _cell(values: Sequence[float]) -> str:
-    if not values:
+def _cell(found: Results, name: str, setting: Setting) -> str:
+    if (name, setting) not in found:
         return ""
-    middle, half = interval(values)
-    return f"{middle:.2f}" if half is None else f"{middle:.2f} ± {half:.2f}"
+    middle, half = paired_interval(found, name, setting)
+    return f"{middle:.3f} ± {half:.3f}"
+
+
+def shown() -> str:
+    """What the page says now."""
+    return PAGE.read_text().split(BEGIN)[1].split(END)[0].strip()
 
 
 def write_summary() -> None:
-    """Write the table into the page, and the figures beside it."""
+    """Write the tables into the page, and the figures beside it."""
+    from benchmarks.evidence.figures import draw
+
     rows, text = results(), PAGE.read_text()
     before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{rest.split(END)[1]}")
-    if rows:
-        draw(rows)
-
-
-def draw(rows: Rows) -> None:
-    """Reward against staleness per method, with bands; and where runs collapse."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "evidence"
-    from matplotlib import pyplot
-
-    main = [row for row in rows if _is_main(row)]
-    methods, columns = by_method(main, lambda row: True), sorted({r["staleness"] for r in main})
-    places, width = list(range(len(columns))), 6
-    height = math.ceil(len(methods) / width)
-    figure, grid = pyplot.subplots(height, width, figsize=(2.2 * width, 1.9 * height), sharex=True, sharey=True)  # fmt: skip
-    plain = [interval([r["final"] for r in methods["ppo"] if r["staleness"] == s])[0] for s in columns]  # fmt: skip
-    for axes, (name, runs) in zip(grid.flat, methods.items(), strict=False):
-        found = [interval([r["final"] for r in runs if r["staleness"] == s] or [math.nan]) for s in columns]  # fmt: skip
-        middle, half = [f[0] for f in found], [f[1] or 0.0 for f in found]
-        axes.plot(places, plain, color="#c9ced3", linestyle="dashed", linewidth=1.2)
-        low, high = ([m + sign * h for m, h in zip(middle, half, strict=True)] for sign in (-1, 1))
-        axes.fill_between(places, low, high, color="#1f6fb4", alpha=0.2, linewidth=0)
-        axes.plot(places, middle, color="#1f6fb4", linewidth=1.8)
-        axes.set_title(name, fontsize=7.5, loc="left")
-        axes.set_xticks(places, [str(s) for s in columns])
-        axes.set_ylim(0, 1)
-        axes.tick_params(labelsize=7)
-    for axes in grid.flat[len(methods) :]:
-        axes.set_visible(False)
-    figure.supxlabel("weight versions behind", fontsize=9)
-    figure.supylabel("final reward (dashed: ppo without a correction)", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(FIGURE, metadata={"Date": None})
-    pyplot.close(figure)
-    shares = [
-        [mean([r["collapsed"] for r in runs if r["staleness"] == s] or [0]) for s in columns]
-        for runs in methods.values()
-    ]
-    figure, axes = pyplot.subplots(figsize=(4.6, 0.24 * len(methods) + 1.2))
-    image = axes.imshow(shares, cmap="OrRd", vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(places, [str(s) for s in columns], fontsize=8)
-    axes.set_yticks(range(len(methods)), list(methods), fontsize=7)
-    axes.set_xlabel("weight versions behind", fontsize=8)
-    figure.colorbar(image, label="share of runs that collapsed")
-    figure.tight_layout()
-    figure.savefig(HEAT_MAP, metadata={"Date": None})
-    pyplot.close(figure)
+    PAGE.write_text(f"{before}{BEGIN}\n{tables(rows)}\n{END}{rest.split(END)[1]}")
+    draw(by_cell(rows))

@@ -12,9 +12,10 @@ import sys
 import warnings
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from plugin.config import LossConfig
+from plugin.config.trainer_flags import DtypeName
 from plugin.errors import BatchError, ConfigError
 from plugin.observe.html_page import refuse_overwriting, write_page
 
@@ -50,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.9,
         metavar="X",
-        help="ESS/N a recommended threshold must reach (default: 0.9)",
+        help="ESS/N a recommended threshold must reach; with --advise, what comes first among the "
+        "alternatives (default: 0.9)",
     )
     parser.add_argument(
         "--all-pairs", action="store_true", help="every correction on every loss that takes it"
@@ -77,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--train-dtype",
-        choices=("float32", "bfloat16"),
+        choices=get_args(DtypeName),
         default="float32",
         help="--routing: the trainer's (default: float32)",
     )

@@ -45,6 +45,7 @@ NEUTRAL = {
     "kl_tau": 0.0,
     "adv_tau": 1.0,
     "teacher_tau": 0.0,
+    "distill_topk": None,
     "validate_batch": "never",
     "use_kl_loss": False,
     "kl_loss_coef": 0.0,

@@ -5,6 +5,7 @@ from plugin.config.eval_flags import EvalFlags
 from plugin.config.flags import FlagGroup, flag
 from plugin.config.job_flags import EMBEDDED_DEFAULTS, JobConfig
 from plugin.config.launch_flags import LaunchFlags, OutputFlags
+from plugin.config.lora_flags import LoraFlags
 from plugin.config.loss_flags import (
     AdvantageFlags,
     CorrectionFlags,
@@ -38,6 +39,7 @@ __all__ = [
     "FlagGroup",
     "JobConfig",
     "LaunchFlags",
+    "LoraFlags",
     "LossConfig",
     "ModelFlags",
     "NormalizationFlags",

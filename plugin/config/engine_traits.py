@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: How weights get from the trainer to the engines.
-WeightWay = Literal["broadcast", "directory", "object-store"]
+WeightWay = Literal["broadcast", "ipc", "directory", "object-store"]
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ ENGINES: dict[str, EngineTraits] = {
         reads_views=True,
         reports_kept_ids=True,
         partial_rollout_modes=("recompute", "continue"),
-        weight_ways=("broadcast", "object-store"),
+        weight_ways=("broadcast", "ipc", "object-store"),
         sleeps=True,
     ),
     "vllm": EngineTraits(
         "plugin.rollout.engines.vllm_engine:make_engine",
         package=_VLLM,
-        weight_ways=("broadcast", "object-store"),
+        weight_ways=("broadcast", "ipc", "object-store"),
         reports_kept_ids=True,
         lowest_temperature=0.01,
         smallest_head_dim=32,

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EstimatorTraits:
-    """What an estimator needs besides rewards.
+    """What an estimator needs.
 
     group: several responses per prompt, because its baseline is the group's
     values: the predictions of a value model
+    rewards: whether it looks at them at all
     """
 
     group: bool = False
     values: bool = False
+    rewards: bool = True
 
 
 #: The built-in estimators; their functions are in `plugin.ppo_utils.advantages`.
@@ -26,6 +28,7 @@ ESTIMATOR_TRAITS: dict[str, EstimatorTraits] = {
     "reinforce_plus_plus": EstimatorTraits(),
     "reinforce_plus_plus_baseline": EstimatorTraits(group=True),
     "gae": EstimatorTraits(values=True),
+    "none": EstimatorTraits(rewards=False),
 }
 
 

@@ -19,6 +19,7 @@ from plugin.config.launch_flags import LaunchFlags, OutputFlags
 from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS, RATIO_LOSSES, ROLLOUT_LOSSES
 from plugin.config.rollout_flags import ConversationFlags, RolloutFlags, ServerFlags
 from plugin.config.sampling_flags import SamplingFlags
+from plugin.config.teacher_flags import TeacherFlags
 from plugin.config.trainer_flags import TrainerConfig
 from plugin.errors import ConfigError
 
@@ -45,6 +46,7 @@ _ONE_DEVICE = {
 class JobConfig(
     TrainerConfig,
     CriticFlags,
+    TeacherFlags,
     DataFlags,
     RewardFlags,
     RolloutFlags,
@@ -92,15 +94,23 @@ class JobConfig(
         self.check_evaluation(self)
         self._check_other_policies()
         self._check_estimator()
+        self._check_lora()
 
     @property
     def rounds_rollout_weights(self) -> str | None:
         """The flag that gives the engine coarser weights than the trainer's, if any."""
         if self.rollout_quantization != "none":
             return f"--rollout-quantization {self.rollout_quantization}"
-        coarser = self.rollout_dtype == "bfloat16" and self.train_dtype != "bfloat16"
-        known = "" if self.train_dtype == "float32" else ", with a trainer in float32,"
-        return f"--rollout-dtype {self.rollout_dtype}{known}" if coarser else None
+        if self.rollout_dtype in ("float32", self.train_dtype):
+            return None
+        trainer = "float32" if self.train_dtype == "auto" else self.train_dtype
+        known = "" if self.train_dtype == "float32" else f", with a trainer in {trainer},"
+        return f"--rollout-dtype {self.rollout_dtype}{known}"
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference is the policy without its adapters, and no model of its own."""
+        return self.lora_rank > 0 and self.use_kl_loss and self.ref_hf_checkpoint is None
 
     @property
     def saves_at_end(self) -> bool:
@@ -148,10 +158,29 @@ class JobConfig(
             f"--n-samples-per-prompt is 1 with --advantage-estimator {name}: a group of one has no "
             "baseline and every advantage is 0; sample at least 2, or use reinforce_plus_plus",
         )
+        if not estimator_traits(name).rewards:
+            self._check_without_rewards()
         expect(
             self.lambd == 1 or name not in ESTIMATOR_TRAITS or estimator_traits(name).values,
             f"--lambd is {self.lambd}: only GAE has a lambda, so --advantage-estimator {name} "
             "would ignore it; drop it, or use --advantage-estimator gae",
+        )
+
+    def _check_without_rewards(self) -> None:
+        expect(
+            self.distills,
+            f"--advantage-estimator {self.advantage_estimator} without a teacher: nothing would be "
+            "learned; add --teacher-tau or --distill-topk, or choose an estimator of rewards",
+        )
+        expect(
+            not self.dynamic_sampling,
+            f"--dynamic-sampling with --advantage-estimator {self.advantage_estimator}: groups "
+            "would be dropped by rewards that are not trained on; drop one of the two",
+        )
+        expect(
+            not self.eval_data or bool(self.reward or self.reward_function_path),
+            f"--eval-data with --advantage-estimator {self.advantage_estimator} and no --reward: "
+            "nothing would score the evaluation; name a reward",
         )
 
     def _check_rollouts(self) -> None:
@@ -288,7 +317,8 @@ class JobConfig(
         if self.rollout_weights_dir is not None and "directory" in self._weight_ways:
             return "directory"
         # Two processes on one GPU cannot be members of one NCCL group.
-        fitting = [way for way in self._weight_ways if way != "broadcast" or not self.colocate]
+        other = "broadcast" if self.colocate else "ipc"
+        fitting = [way for way in self._weight_ways if way != other]
         return (*fitting, *self._weight_ways)[0]
 
     @property
@@ -315,6 +345,11 @@ class JobConfig(
             "--weight-sync broadcast with --colocate: NCCL cannot join two processes that share a "
             "device, and the trainer's weights are not there while engines generate; use auto",
         )
+        expect(
+            self.weight_way != "ipc" or self.colocate,
+            "--weight-sync ipc: a trainer's rank lends memory to an engine on its own device, and "
+            "they have devices of their own; add --colocate, or use auto",
+        )
         if engine not in ENGINES:
             return  # the user's own gets the whole configuration and may read any flag
         starts = traits.starts_servers is not None
@@ -335,7 +370,10 @@ class JobConfig(
                 f"--rollout-engine {engine} needs {name}; add it",
             )
         expect(
-            http or starts or self.max_answer_bytes == ServerFlags.max_answer_bytes,
+            http
+            or starts
+            or self.asks_teacher_servers
+            or self.max_answer_bytes == ServerFlags.max_answer_bytes,
             f"--max-answer-bytes is {self.max_answer_bytes} but --rollout-engine is {engine}, "
             "which asks no server; drop it",
         )
@@ -423,17 +461,61 @@ class JobConfig(
             "client serves every URL; drop it",
         )
 
+    def _check_lora(self) -> None:
+        if self.syncs_adapters:
+            expect(
+                self.rollout_engine == "transformers" and self.weight_way == "broadcast",
+                f"--lora-sync adapter with --rollout-engine {self.rollout_engine} and "
+                f"--weight-sync {self.weight_way}: adapters are sent to the transformers engine "
+                "by broadcast only; use --lora-sync merged",
+            )
+            expect(
+                not self.colocate,
+                "--lora-sync adapter with --colocate: an engine that sleeps loses the base, which "
+                "would have to be sent again with every version; use --lora-sync merged",
+            )
+        expect(
+            not (self.reference_offload and self.reference_is_base)
+            or self.teacher_hf_checkpoint is not None,
+            "--reference-offload with --lora-rank: the reference is the policy without its "
+            "adapters and has no weights of its own; drop it, or give --ref-hf-checkpoint",
+        )
+
     def _check_other_policies(self) -> None:
         expect(
             self.ref_hf_checkpoint is None or self.use_kl_loss,
             f"--ref-hf-checkpoint {self.ref_hf_checkpoint} would never be read; add --use-kl-loss",
         )
+        asking = [f"--teacher-tau is {self.teacher_tau}"] if self.teacher_tau else []
+        asking += [f"--distill-topk is {self.distill_topk}"] if self.distill_topk else []
         expect(
-            self.teacher_tau == 0 or self.teacher_hf_checkpoint is not None,
-            f"--teacher-tau is {self.teacher_tau} without a teacher; add --teacher-hf-checkpoint",
+            not asking or bool(self.teacher_specs),
+            f"{', '.join(asking)} without a teacher; add --teacher-hf-checkpoint, --teacher-url or "
+            "--teachers",
+        )
+        for spec in self.teacher_specs[:1]:
+            expect(
+                bool(asking), f"{spec.option} would do nothing; set --teacher-tau or --distill-topk"
+            )
+        expect(
+            self.teacher_key is None or self.prompt_data is not None,
+            f"--teacher-key {self.teacher_key} is a column of --prompt-data, which is not given; "
+            "add it, or use one teacher",
+        )
+        if self.asks_teacher_servers:
+            self._check_teacher_servers()
+
+    def _check_teacher_servers(self) -> None:
+        """Servers report log-probs of the whole distribution at temperature 1 and no other."""
+        expect(
+            self.rollout_temperature == 1,
+            f"--rollout-temperature is {self.rollout_temperature} with a teacher behind HTTP: "
+            "servers report prompt log-probs at temperature 1, and those of the policy are at the "
+            "rollouts' temperature; use 1, or a teacher in the job (--teacher-hf-checkpoint)",
         )
         expect(
-            self.teacher_hf_checkpoint is None or self.teacher_tau > 0,
-            f"--teacher-hf-checkpoint {self.teacher_hf_checkpoint} would do nothing; set "
-            "--teacher-tau",
+            not self.replays_sampling_mask,
+            "--rollout-top-p or --rollout-top-k with a teacher behind HTTP: servers report prompt "
+            "log-probs of the whole vocabulary, and those of the policy are over the kept ids; "
+            "sample with 1 and none, or use a teacher in the job (--teacher-hf-checkpoint)",
         )

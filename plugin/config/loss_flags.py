@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +12,6 @@ from plugin.config.estimator_traits import ESTIMATOR_TRAITS
 from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
 from plugin.config.policy_loss_traits import (
     POLICY_LOSS_TRAITS,
-    ROLLOUT_LOSSES,
     PolicyLossTraits,
     traits_of,
 )
@@ -137,11 +137,15 @@ class PolicyLossFlags(FlagGroup):
     )
     adv_tau: float = flag(
         1.0,
-        "scale of the advantage (losses that compare with the rollout policy)",
+        "scale of the advantage that the rewards give; 0 = they do not matter",
         at_least=0,
-        needs=_losses(*ROLLOUT_LOSSES),
     )
-    teacher_tau: float = flag(0.0, "scale of the teacher term (same losses)", at_least=0)
+    teacher_tau: float = flag(
+        0.0,
+        "on-policy distillation: add this times the teacher's log-prob less the policy's to the "
+        "advantage of every token, whichever the policy loss",
+        at_least=0,
+    )
     sapo_tau_pos: float = flag(
         1.0, "sapo gate temperature where A > 0", above=0, needs=_losses("sapo")
     )
@@ -172,12 +176,6 @@ class PolicyLossFlags(FlagGroup):
                 f"{option}-low is {low} and {option}-high is {high}; both bound a difference of "
                 "probabilities and must lie in (0, 1]; the default is 0.2",
             )
-        expect(
-            self.teacher_tau == 0 or self.loss_traits.compares_with == "rollout",
-            f"--teacher-tau is {self.teacher_tau} with --policy-loss {self.policy_loss}; the "
-            f"teacher term exists for {', '.join(ROLLOUT_LOSSES)}; choose one of them or set it to "
-            "0",
-        )
 
     @property
     def loss_traits(self) -> PolicyLossTraits:
@@ -378,6 +376,15 @@ class RegularizerFlags(FlagGroup):
     use_unbiased_kl: bool = flag(
         False, "weight the reference KL by exp(cur - train)", needs=needs_flag("use_kl_loss")
     )
+    distill_topk: int | None = flag(
+        None,
+        "on-policy distillation: add the reverse KL from the teacher over this many of its "
+        "likeliest ids and one bucket for the rest",
+        at_least=1,
+    )
+    distill_coef: float = flag(
+        1.0, "its coefficient; 0 = metric only", at_least=0, needs=needs_flag("distill_topk")
+    )
     entropy_coef: float = flag(0.0, "entropy bonus", at_least=0)
     entropy_of: Literal["full", "kept"] = flag(
         "full",
@@ -403,7 +410,11 @@ class RegularizerFlags(FlagGroup):
 class AdvantageFlags(FlagGroup):
     title: ClassVar[str] = "advantages"
 
-    advantage_estimator: str = flag("grpo", "how rewards become advantages", names=ESTIMATOR_TRAITS)
+    advantage_estimator: str = flag(
+        "grpo",
+        "how rewards become advantages; none = they do not, a teacher alone says what is learned",
+        names=ESTIMATOR_TRAITS,
+    )
     grpo_std_normalization: bool = flag(
         True, "grpo: divide by the group's standard deviation", needs=_estimators("grpo")
     )
@@ -496,6 +507,11 @@ class LossConfig(
         return self.loss_fixed_length or getattr(self, "max_response_length", None)
 
     @property
+    def distills(self) -> bool:
+        """Whether a teacher says, alone or with the rewards, what is learned."""
+        return self.teacher_tau > 0 or (self.distill_topk is not None and self.distill_coef > 0)
+
+    @property
     def corrects_mismatch(self) -> bool:
         """Whether the loss accounts for tokens that another policy sampled.
 
@@ -530,6 +546,20 @@ class LossConfig(
                 f"{', '.join(needing)} needs rollout_log_probs and the batch has none; make the "
                 "engine return the log-prob of every sampled token, or turn the feature off"
             )
+
+    def require_teacher(self, columns: Container[str]) -> None:
+        """Fail at once where a batch lacks what distillation needs of the teacher."""
+        expect(
+            not self.teacher_tau or "teacher_log_probs" in columns,
+            f"--teacher-tau is {self.teacher_tau} but the batch has no teacher_log_probs; give a "
+            "teacher",
+        )
+        names = ("teacher_topk_ids", "teacher_topk_log_probs")
+        expect(
+            not self.distill_topk or all(name in columns for name in names),
+            f"--distill-topk is {self.distill_topk} but the batch lacks {' or '.join(names)}; give "
+            "a teacher",
+        )
 
     def _check_correction_fits_loss(self) -> None:
         if not self.use_tis:
@@ -583,6 +613,7 @@ class LossConfig(
             "--kl-loss-coef": self.kl_loss_coef,
             "--rollout-kl-loss-coef": self.rollout_kl_loss_coef,
             "--entropy-coef": self.entropy_coef,
+            "--distill-coef": self.distill_coef if self.distill_topk else 0,
         }
         active = [name for name, value in regularized.items() if value]
         expect(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-import warnings
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 from plugin.config.engine_traits import ENGINES
 from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
+from plugin.config.server_urls import check_key_variable, check_urls, parse_urls
 from plugin.config.trainer_flags import DtypeName
 
 
@@ -78,11 +75,12 @@ class RolloutFlags(FlagGroup):
         needs=needs_flag("partial_rollouts"),
     )
 
-    weight_sync: Literal["auto", "broadcast", "directory", "object-store"] = flag(
+    weight_sync: Literal["auto", "broadcast", "ipc", "directory", "object-store"] = flag(
         "auto",
-        "how engines get new weights: over a process group with the trainer's ranks, from files in "
-        "--rollout-weights-dir, or through Ray's object store; auto = broadcast where the engine "
-        "can, and does not share the trainer's devices",
+        "how engines get new weights: over a process group with the trainer's ranks, as memory "
+        "that a rank on the same device lends them, from files in --rollout-weights-dir, or "
+        "through Ray's object store; auto = broadcast, ipc with --colocate, or the next of these "
+        "that the engine can",
     )
 
     max_error_reschedule_attempts: int | None = flag(
@@ -243,44 +241,15 @@ class ServerFlags(FlagGroup):
     )
 
     def check(self) -> None:
-        expect(
-            self.rollout_api_key_env is None
-            or re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", self.rollout_api_key_env) is not None,
-            "--rollout-api-key-env must be the name of an environment variable that holds the key, "
-            "not the key; export it and give its name",
+        check_key_variable("--rollout-api-key-env", self.rollout_api_key_env)
+        check_urls(
+            "--rollout-url",
+            self.rollout_urls,
+            key_option="--rollout-api-key-env",
+            travels="prompts, responses, control of the weights",
         )
-        # The value is not shown: it would carry the secret into the logs.
-        expect(
-            not {"@", "?"} & set(self.rollout_url or ""),
-            "--rollout-url holds a password or key (user:password@ or ?key=...), which run files "
-            "and the process list would show; put the servers' API key into an environment "
-            "variable and give its name with --rollout-api-key-env",
-        )
-        for url in self.rollout_urls:
-            parts = urlsplit(url)
-            expect(
-                parts.scheme in ("http", "https") and bool(parts.hostname),
-                f"--rollout-url holds {url!r}; expected http://host:port",
-            )
-            if parts.scheme == "http" and not _is_loopback(str(parts.hostname)):
-                warnings.warn(
-                    f"--rollout-url {url}: prompts, responses, control of the weights and the API "
-                    "key, if there is one, travel unencrypted; keep the servers on a private "
-                    "network, or use https",
-                    stacklevel=2,
-                )
-        doubled = [url for url in self.rollout_urls if self.rollout_urls.count(url) > 1]
-        expect(not doubled, f"--rollout-url names {doubled[:1]} twice; name every server once")
 
     @property
     def rollout_urls(self) -> tuple[str, ...]:
         """The servers' addresses, without a slash at the end."""
-        given = (self.rollout_url or "").split(",")
-        return tuple(url.strip().rstrip("/") for url in given if url.strip())
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return parse_urls(self.rollout_url)

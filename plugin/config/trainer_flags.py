@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
+from plugin.config.lora_flags import LoraFlags
 from plugin.config.loss_flags import LossConfig
 
-DtypeName = Literal["float32", "bfloat16"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -26,25 +27,29 @@ class ModelFlags(FlagGroup):
         "qwen3", "family of the tiny model that is built without --hf-checkpoint"
     )
     ref_hf_checkpoint: str | None = flag(
-        None, "reference policy of --use-kl-loss; none = the weights the run starts from"
+        None,
+        "reference policy of --use-kl-loss; none = the weights the run starts from (with "
+        "--lora-rank the model without adapters)",
     )
-    teacher_hf_checkpoint: str | None = flag(None, "teacher policy of --teacher-tau")
+    teacher_hf_checkpoint: str | None = flag(
+        None, "teacher of --teacher-tau and --distill-topk, loaded by the job"
+    )
     reference_offload: bool = flag(
         False,
         "keep the weights of reference and teacher in host memory between their passes",
         needs=Needs(
-            "--use-kl-loss or --teacher-hf-checkpoint",
-            lambda config: config.use_kl_loss or config.teacher_hf_checkpoint is not None,
+            "--use-kl-loss or a teacher that the job loads",
+            lambda config: config.use_kl_loss or getattr(config, "loads_teachers", False),
         ),
     )
     transformer_impl: Literal["auto", "transformer_engine", "local"] = flag(
         "auto",
         "Megatron's layers; auto = Transformer Engine where it can run (CUDA, not in float32)",
     )
-    train_dtype: Literal["auto", "float32", "bfloat16"] = flag(
+    train_dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto",
-        "dtype of the trainer's weights and activations; auto = bfloat16 with float32 main weights "
-        "on CUDA, float32 elsewhere",
+        "dtype of the trainer's weights and activations; the optimizer's main weights are float32; "
+        "auto = bfloat16 on CUDA, float32 elsewhere; float16 scales the loss",
     )
     fp8: Literal["e4m3", "hybrid"] | None = flag(
         None,
@@ -143,6 +148,13 @@ class ModelFlags(FlagGroup):
         )
 
 
+_FLOAT16 = Needs("--train-dtype float16", lambda config: config.train_dtype == "float16")
+_DYNAMIC = Needs(
+    "--train-dtype float16 without --loss-scale",
+    lambda config: config.train_dtype == "float16" and config.loss_scale is None,
+)
+
+
 @dataclass(frozen=True)
 class OptimizerFlags(FlagGroup):
     title: ClassVar[str] = "optimizer"
@@ -182,11 +194,44 @@ class OptimizerFlags(FlagGroup):
     max_skipped_steps: int = flag(
         20,
         "skipped steps in a row (gradient not finite, or above --skip-on-grad-norm) that end the "
-        "job",
+        "job; those by which a dynamic loss scale finds its place do not count",
         at_least=1,
+    )
+    loss_scale: float | None = flag(
+        None,
+        "float16: constant factor of the loss in the backward pass; none = a dynamic one",
+        above=0,
+        needs=_FLOAT16,
+    )
+    initial_loss_scale: float = flag(
+        2.0**16,
+        "dynamic loss scale of the first step; every halving costs a step, so this is lower than "
+        "Megatron's 2^32",
+        above=0,
+        needs=_DYNAMIC,
+    )
+    min_loss_scale: float = flag(
+        1.0, "a dynamic loss scale does not fall below this", above=0, needs=_DYNAMIC
+    )
+    loss_scale_window: int = flag(
+        1000,
+        "steps in a row without overflow after which a dynamic loss scale doubles",
+        at_least=1,
+        needs=_DYNAMIC,
+    )
+    hysteresis: int = flag(
+        2,
+        "overflows since the last doubling from which on each halves a dynamic loss scale",
+        at_least=1,
+        needs=_DYNAMIC,
     )
 
     def check(self) -> None:
+        expect(
+            self.min_loss_scale <= self.initial_loss_scale,
+            f"--min-loss-scale is {self.min_loss_scale}, above --initial-loss-scale "
+            f"{self.initial_loss_scale}; lower it",
+        )
         without = False in (self.use_distributed_optimizer, self.overlap_grad_reduce)
         expect(
             not (self.overlap_param_gather and without),
@@ -321,5 +366,7 @@ class BatchingFlags(FlagGroup):
 
 
 @dataclass(frozen=True)
-class TrainerConfig(LossConfig, ModelFlags, OptimizerFlags, ParallelFlags, BatchingFlags):
+class TrainerConfig(
+    LossConfig, ModelFlags, LoraFlags, OptimizerFlags, ParallelFlags, BatchingFlags
+):
     """Everything a trainer reads."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugin.batch_types import FIELDS, RolloutBatch
+from plugin.batch_types import FIELDS, PER_RESPONSE_TOKEN, RolloutBatch
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.ragged import Ragged
 from plugin.rollout.conversation.trajectory import Rollouts
@@ -53,7 +53,7 @@ def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> RolloutBatch:
             counts = Ragged(tensor_view(arrays[KEPT_COUNTS]), arrays["response_lengths"])
             columns[name] = Ragged(values, counts.sums())
         else:
-            lengths = arrays["response_lengths" if shape == "response" else "total_lengths"]
+            lengths = arrays["response_lengths" if shape in PER_RESPONSE_TOKEN else "total_lengths"]
             columns[name] = Ragged(values, lengths)
     return RolloutBatch(columns)
 

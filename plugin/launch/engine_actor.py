@@ -26,7 +26,7 @@ from plugin.rollout.engines.protocol import (
 )
 from plugin.rollout.engines.response_stream import ResponseStream
 from plugin.rollout.engines.sleep import EnginePart, SleepingEngine
-from plugin.rollout.engines.weight_stream import WeightGroup
+from plugin.rollout.engines.weight_meeting import WeightGroup
 
 #: Ray's concurrency groups: a thread each for loading weights and for waiting for groups.
 WEIGHTS, ANSWERS = "weights", "answers"
@@ -82,6 +82,10 @@ class EngineActor(ReportingActor):
     def weight_receivers(self) -> int:
         """How many of the engine's workers receive weights."""
         return cast(BroadcastEngine, self._engine).weight_receivers()
+
+    def weight_devices(self) -> list[str]:
+        """The devices of those workers."""
+        return cast(BroadcastEngine, self._engine).weight_devices()
 
     def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
         """As `BroadcastEngine.receive_weights`; after an error no group begins until it has one."""

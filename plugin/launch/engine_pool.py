@@ -28,7 +28,7 @@ from plugin.rollout.engines.choice import api_key
 from plugin.rollout.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters
 from plugin.rollout.engines.sleep import EnginePart
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS
-from plugin.rollout.engines.weight_stream import WeightGroup
+from plugin.rollout.engines.weight_meeting import WeightGroup
 
 _IDLE_SECONDS = 0.2
 _LOAD_POLL_SECONDS = 0.005
@@ -41,7 +41,7 @@ class _Running:
     birth: the call that answers when it has started; None once it has
     failures_in_a_row: restarts in a row without an answer in between
     weights: its own directory below --rollout-weights-dir
-    version: broadcast: of the weights that it has; NO_WEIGHTS = none, or half of a version
+    version: of the weights that it got from the ranks; NO_WEIGHTS = none, or half of a version
     """
 
     actor: Any
@@ -87,7 +87,8 @@ class EnginePool:
         self._plan, self._reservation = plan, reservation
         key = api_key(config)
         self._secrets = {str(config.rollout_api_key_env): key} if key else {}
-        self._broadcasts = config.weight_way == "broadcast"
+        # Whether engines get their weights from the ranks themselves, and not through the store.
+        self._from_ranks = config.weight_way in ("broadcast", "ipc")
         self._newest: int | None = None
         self._buckets: list[Any] = []
         #: Gives engines without the newest weights these; None while the trainer cannot.
@@ -157,7 +158,7 @@ class EnginePool:
         return [
             number
             for number, engine in enumerate(self._engines)
-            if engine.birth is None and (not self._broadcasts or engine.version != NO_WEIGHTS)
+            if engine.birth is None and (not self._from_ranks or engine.version != NO_WEIGHTS)
         ]
 
     def send(
@@ -262,18 +263,19 @@ class EnginePool:
         return actor.call.options(concurrency_group=WEIGHTS).remote(method, *arguments)
 
     def lagging(self) -> list[int]:
-        """Numbers of the engines that lack the newest weights; by broadcast they get them."""
-        if self._newest is None or not self._broadcasts:
+        """Numbers of the engines that lack the newest weights, where they get them from ranks."""
+        if self._newest is None or not self._from_ranks:
             return []
         return [n for n, engine in enumerate(self._engines) if engine.version != self._newest]
 
-    def count_receivers(self) -> list[tuple[int, Any, Any]]:
-        """Number, actor and call for the receiving workers of lagging engines that have started."""
-        started = [(n, self._engines[n]) for n in self.lagging() if self._engines[n].birth is None]
-        return [
-            (number, engine.actor, self._call_for_weights(engine.actor, "weight_receivers"))
-            for number, engine in started
-        ]
+    def lagging_and_started(self) -> list[int]:
+        """Those of them that can get them."""
+        return [number for number in self.lagging() if self._engines[number].birth is None]
+
+    def ask_lagging(self, method: str) -> list[tuple[int, Any, Any]]:
+        """Number, actor and call of a method of the engines that can get the newest weights."""
+        asked = [(number, self._engines[number].actor) for number in self.lagging_and_started()]
+        return [(n, actor, self._call_for_weights(actor, method)) for n, actor in asked]
 
     def ping(self, actor: Any) -> Any:
         """A call that an engine answers at once, whatever its other threads do."""
@@ -345,8 +347,10 @@ class EnginePool:
             time.sleep(_LOAD_POLL_SECONDS)
 
     def sleep(self, level: int) -> None:
-        """Have every engine give up its device's memory."""
+        """Have every engine give up its device's memory, and with it its weights."""
         self._tell_all("sleep", level)
+        for engine in self._engines:
+            engine.version = NO_WEIGHTS
 
     def wake(self, part: EnginePart) -> None:
         """Have every engine take memory for `part` again."""

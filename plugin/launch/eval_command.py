@@ -89,7 +89,8 @@ def evaluate(
             chosen, config, weights = None, _config_of_model(source, flags), source
         else:
             run_dir, chosen = find_source(source, checkpoint)
-            config = JobConfig.from_sources(flags, run_dir / "config.yaml")
+            # Where the adapters of a LoRA run began no longer matters.
+            config = JobConfig.from_sources({"lora_path": None, **flags}, run_dir / "config.yaml")
         config = with_absolute_paths(config)
         if not config.eval_data:
             raise ConfigError(
@@ -102,7 +103,9 @@ def evaluate(
         if chosen is not None:
             with console.phase(f"reading {chosen.name}"):
                 scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="megatron_tis_"))
-                weights = _exported(chosen, Path(scratch))
+                weights = _exported(chosen, Path(scratch), merge=config.lora_rank > 0)
+        # The exported weights have the adapters in them.
+        config = config.unchecked_copy(lora_rank=0)
         with console.phase("loading the model"):
             engine = make_engine(config, policy.hf_config, "engine")
             load_directory(engine, weights)
@@ -132,10 +135,11 @@ def _config_of_model(directory: Path, flags: Mapping[str, Any]) -> JobConfig:
     return JobConfig.from_sources(given)
 
 
-def _exported(checkpoint: Path, scratch: Path) -> Path:
+def _exported(checkpoint: Path, scratch: Path, *, merge: bool) -> Path:
     """The checkpoint as a Hugging Face model, written by a process that then frees its memory."""
     target = scratch / "model"
     command = [sys.executable, "-m", "plugin", "export", str(checkpoint), str(target)]
+    command += ["--merge"] if merge else []
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise CheckpointError(f"{checkpoint} cannot be evaluated: {done.stderr.strip()}")

@@ -20,7 +20,7 @@ _FILES = (
         "critic_hf_checkpoint",
         "prompt_data",
     ),
-    *("rollout_weights_dir", "dump_log_probs"),
+    *("rollout_weights_dir", "dump_log_probs", "lora_path"),
 )
 
 
@@ -39,6 +39,12 @@ def with_absolute_paths(config: JobConfig) -> JobConfig:
         value = getattr(config, name)
         if value is not None:
             changes[name] = os.path.abspath(value)
+    changes["teachers"] = tuple(
+        f"{spec.name}={os.path.abspath(os.path.expanduser(spec.directory))}"
+        if spec.directory
+        else given
+        for given, spec in zip(config.teachers, config.teacher_specs, strict=False)
+    )
     if config.eval_data:
         named = [
             (name, rows if isinstance(rows, int) else os.path.abspath(rows))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
 from plugin.launch.mini_batches import MiniBatch
 from plugin.launch.preflight import JobParts
+from plugin.launch.teachers import Teachers
 from plugin.launch.trainer_group import TrainerGroup
 from plugin.loss.hook_chain import batch_declarations
 from plugin.ragged import Ragged
@@ -25,16 +27,26 @@ class LogProbPasses:
     to know them of the whole batch first. Otherwise, on an only update, they are the update's own.
     """
 
-    def __init__(self, config: JobConfig, parts: JobParts, trainer: TrainerGroup) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        parts: JobParts,
+        trainer: TrainerGroup,
+        teachers: Teachers | None = None,
+    ) -> None:
         self._config, self._parts, self._trainer = config, parts, trainer
+        self._teachers = teachers
         self._whole_batch_first = bool(batch_declarations(config))
         self._approximated = 0
         self._seconds_per_token: float | None = None
 
     def added_to(
-        self, batch: RolloutBatch, updates: list[MiniBatch]
+        self, batch: RolloutBatch, updates: list[MiniBatch], prompts: Sequence[int] = ()
     ) -> tuple[RolloutBatch, dict[str, float]]:
-        """The batch with log-probs of the policies that were asked, and seconds as metrics."""
+        """The batch with log-probs of the policies that were asked, and seconds as metrics.
+
+        prompts: the numbers of the groups' prompts
+        """
         began = time.monotonic()
         saved: dict[str, float] = {}
         if self._config.old_log_probs == "approximate" and len(updates) > 1:
@@ -43,9 +55,8 @@ class LogProbPasses:
             batch = batch.with_column("log_probs", self._old_log_probs(batch, updates))
         if self._parts.reference is not None:
             batch = batch.with_column("ref_log_probs", self._trainer.log_probs("reference", batch))
-        if self._parts.teacher is not None:
-            teacher = self._trainer.log_probs("teacher", batch)
-            batch = batch.with_column("teacher_log_probs", teacher)
+        if self._teachers is not None:
+            batch = self._teachers.added_to(batch, updates, prompts)
         return batch, {"seconds_log_probs": time.monotonic() - began, **saved}
 
     def _old_log_probs(self, batch: RolloutBatch, updates: list[MiniBatch]) -> Ragged:

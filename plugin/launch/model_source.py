@@ -11,6 +11,7 @@ from plugin.config import JobConfig
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.layout_rules import check_model
+from plugin.megatron_backend.model.lora_targets import check_adapter_directory, check_lora
 from plugin.megatron_backend.model.weight_files import HfDirectory
 from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
 from plugin.rollout.tasks.copy_digits import ALPHABET
@@ -58,9 +59,15 @@ def policy_source(config: JobConfig) -> ModelSource:
     if config.hf_checkpoint is None:
         tiny = _tiny_config(config)
         # Not through transformers, whose import the driver would wait for.
-        check_model(SimpleNamespace(**tiny), config)
-        return ModelSource(tiny, seed=config.seed)
-    return directory_source(config.hf_checkpoint, "--hf-checkpoint", config)
+        described = SimpleNamespace(**tiny)
+        check_model(described, config)
+        source = ModelSource(tiny, seed=config.seed)
+    else:
+        source = directory_source(config.hf_checkpoint, "--hf-checkpoint", config)
+        described = source.as_config()
+    check_lora(described, config)
+    check_adapter_directory(described, config)
+    return source
 
 
 def directory_source(directory: str, option: str, config: JobConfig) -> ModelSource:
@@ -110,16 +117,19 @@ def load_tokenizer(config: JobConfig) -> Any:
     """The tokenizer of the policy."""
     if config.hf_checkpoint is None:
         return CharacterTokenizer(ALPHABET)
+    return tokenizer_in(config.hf_checkpoint, f"--hf-checkpoint {config.hf_checkpoint}")
+
+
+def tokenizer_in(directory: str, option: str) -> Any:
+    """The tokenizer in a Hugging Face directory, which `option` names."""
     import transformers
 
     try:
         return transformers.AutoTokenizer.from_pretrained(
-            config.hf_checkpoint, local_files_only=True, trust_remote_code=False
+            directory, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--hf-checkpoint {config.hf_checkpoint} has no usable tokenizer: {error}"
-        ) from error
+        raise ConfigError(f"{option} has no usable tokenizer: {error}") from error
 
 
 def _tiny_config(config: JobConfig) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from plugin.launch.train_command import COMMON_FLAGS
 
 if TYPE_CHECKING:
     from plugin.plan.job_plan import JobPlan, Models
+    from plugin.plan.progress import Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=24,
-        help="layouts that --search plans, the plainest first (default: 24)",
+        help="layouts that --search plans, the fastest by formula first (default: 24)",
     )
     JobConfig.add_arguments(parser, in_short_help=COMMON_FLAGS)
 
@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     ranks = _ranks(args.ranks)
     if args.search and gpu is None:
         raise ConfigError("--search compares times on a GPU; give --gpu NAME")
+    if args.search_limit < 1:
+        raise ConfigError(f"--search-limit is {args.search_limit}; it must be at least 1")
     page = None if args.html is None else Path(args.html).expanduser()
     if page is not None:
         refuse_overwriting(page, args.force)
@@ -92,10 +94,11 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         raise _with_layouts(error, args) from error
     models, index = load_models(config, args)
+    from plugin.plan.progress import Progress
     from plugin.plan.report import as_json, as_text
     from plugin.plan.weight_coverage import require_coverage
 
-    begin = _Progress(quiet=args.json)
+    begin = Progress()
     if args.search:
         return _search(config, models, gpu, args, begin)
     plan = checked_plan(config, models, args.lengths, gpu, ranks, begin)
@@ -117,15 +120,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _search(
-    config: JobConfig, models: Models, gpu: Any, args: argparse.Namespace, begin: _Progress
+    config: JobConfig, models: Models, gpu: Any, args: argparse.Namespace, progress: Progress
 ) -> int:
-    from dataclasses import asdict
-
     from plugin.megatron_backend.cpu_runtime import import_megatron
 
     import_megatron()
     from plugin.plan.sample_lengths import sample_lengths
-    from plugin.plan.search import as_table, cache_directory, search_layouts
+    from plugin.plan.search import cache_directory, search_layouts
+    from plugin.plan.search_report import search_json, search_text
 
     lengths = sample_lengths(config, args.lengths, models.policy.max_position_embeddings)
     found = search_layouts(
@@ -135,14 +137,14 @@ def _search(
         gpu,
         most=args.search_limit,
         cache=cache_directory(),
-        begin=begin,
+        begin=progress.layout,
     )
-    begin.end()
+    progress.end()
     if args.json:
-        print(json.dumps([asdict(candidate) for candidate in found], indent=2))
+        print(json.dumps(search_json(found), indent=2))
     else:
-        print("\n".join(as_table(found)))
-    return 0 if any(candidate.fits for candidate in found) else 1
+        print("\n".join(search_text(found, args.search_limit)))
+    return 0 if any(candidate.fits for candidate in found.planned) else 1
 
 
 def job_config(args: argparse.Namespace) -> JobConfig:
@@ -190,13 +192,12 @@ def load_models(config: JobConfig, args: argparse.Namespace) -> tuple[Models, se
         beside = file.parent / "model.safetensors.index.json"
         index = beside if beside.is_file() else None
     copies = {}
-    for name, wanted, directory in (
-        ("reference", config.use_kl_loss, config.ref_hf_checkpoint),
-        ("teacher", config.teacher_tau > 0, config.teacher_hf_checkpoint),
-    ):
-        if wanted:
-            own = directory and Path(directory).expanduser() / "config.json"
-            copies[name] = read_hf_config(own) if own else policy
+    has_reference = config.use_kl_loss and not config.reference_is_base
+    directories = {"reference": config.ref_hf_checkpoint} if has_reference else {}
+    directories |= {s.name: s.directory for s in config.teacher_specs if s.directory}
+    for name, directory in directories.items():
+        own = directory and Path(directory).expanduser() / "config.json"
+        copies[name] = read_hf_config(own) if own else policy
     return Models(policy, copies), None if index is None else index_names(index)
 
 
@@ -221,10 +222,7 @@ def checked_plan(
         check_model(models.policy, config)
     except ConfigError as error:
         near = nearest_layouts(layout_settings(config), config, models.policy)
-        hint = (
-            f"; layouts that work on {config.world_size} ranks: {'; '.join(near)}" if near else ""
-        )
-        raise ConfigError(f"{error}{hint}") from error
+        raise ConfigError(f"{error}{_hint(config, near)}") from error
     longest = models.policy.max_position_embeddings
     samples = sample_lengths(config, lengths, longest)
     return plan_job(config, models, samples, gpu, ranks=ranks, begin=begin)
@@ -239,18 +237,3 @@ def _ranks(words: str) -> list[int] | None:
         raise ConfigError(
             f"--ranks is {words}; give all-distinct, or numbers such as 0,512"
         ) from None
-
-
-class _Progress:
-    """One line on a terminal that says what is planned."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._shows = not quiet and sys.stderr.isatty()
-
-    def __call__(self, what: str) -> None:
-        if self._shows:
-            print(f"\rplanning {what} ...\x1b[K", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._shows:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

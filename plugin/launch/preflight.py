@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from plugin.launch.model_source import (
 )
 from plugin.launch.placement import check_machine
 from plugin.launch.ray_cluster import check_address
+from plugin.launch.teacher_checks import checked_teachers, teacher_problem
 from plugin.loss.objective import check_loss
 from plugin.loss.separable_loss import takes_separable_head
 from plugin.megatron_backend.model.weight_files import HfDirectory
 from plugin.observe.detectors import load_detectors
-from plugin.plan.quick_check import least_bytes, refuse_what_cannot_fit
+from plugin.plan.quick_check import count_weights, least_bytes, refuse_what_cannot_fit
 from plugin.ppo_utils.advantages import ESTIMATORS
 from plugin.rollout.conversation.environment_protocol import MultiTurnTask
 from plugin.rollout.conversation.group_loop import Player
@@ -53,6 +54,7 @@ class JobParts:
     """What the driver holds once everything has been checked.
 
     tokenizer: of the policy
+    teachers: those that the ranks build, by name
     data: the rows of --prompt-data, where the task has them
     """
 
@@ -60,7 +62,7 @@ class JobParts:
     tokenizer: Any
     policy: ModelSource
     reference: ModelSource | None
-    teacher: ModelSource | None
+    teachers: dict[str, ModelSource]
     critic: ModelSource | None
     sampling: SamplingParameters
     route_shape: tuple[int, int, int] | None
@@ -101,7 +103,6 @@ def check_job(
     check_memory(config, policy)
     _check_answer_size(config, policy)
     reference = _other_policy(config, "--ref-hf-checkpoint", policy)
-    teacher = _other_policy(config, "--teacher-hf-checkpoint", policy)
     critic = _other_policy(config, "--critic-hf-checkpoint", policy) or policy
     route_shape = _route_shape(config, policy)
     if config.replays_route_weights and config.router_gradient == "stop":
@@ -109,9 +110,12 @@ def check_job(
             "--use-rollout-routing-replay ids+weights: the routers get no gradient and stay as "
             "they are; --router-gradient keep trains them"
         )
-    begin("task and reward")
     vocabulary = policy.hf_config["vocab_size"]
     tokenizer = load_tokenizer(config)
+    if config.teacher_specs:
+        begin("teachers")
+    teachers = checked_teachers(config, policy, tokenizer, say)
+    begin("task and reward")
     task = _tried_task(config, tokenizer, say, vocabulary)
     begin("evaluation data")
     eval_sets = _eval_sets(config, tokenizer, task, say, vocabulary)
@@ -120,7 +124,7 @@ def check_job(
         tokenizer=tokenizer,
         policy=policy,
         reference=(reference or policy) if config.use_kl_loss else None,
-        teacher=teacher,
+        teachers=teachers,
         critic=critic if config.trains_critic else None,
         sampling=sampling_parameters(config, task),
         route_shape=route_shape,
@@ -271,7 +275,7 @@ def _dataset_task(
         config.prompt_data,
         tokenizer,
         PromptFormat.of(config),
-        row_problem=rewards.load().label_problem,
+        row_problem=_row_problem(config, rewards, option),
         max_prompt_length=config.max_prompt_length,
         bad_rows=config.bad_rows,
         shuffle=config.shuffle_data,
@@ -283,6 +287,16 @@ def _dataset_task(
     if limits is not None:
         say(limits)
     return DatasetTask(data, tokenizer, rewards)
+
+
+def _row_problem(
+    config: JobConfig, rewards: RewardSet, option: str
+) -> Callable[[Mapping[str, Any]], str | None]:
+    """What is wrong with a row's label or teacher; evaluation asks no teacher."""
+    label_problem = rewards.load().label_problem
+    if option != "--prompt-data" or config.teacher_key is None:
+        return label_problem
+    return lambda row: label_problem(row) or teacher_problem(config, row)
 
 
 def choose_player(config: JobConfig) -> Callable[[ResponseStream], Player]:
@@ -366,7 +380,7 @@ def check_memory(config: JobConfig, policy: ModelSource) -> None:
         return
     on_cuda = torch.cuda.is_available()
     shapes = HfDirectory(Path(policy.directory)).shapes()
-    least = least_bytes(shapes, config, on_cuda=on_cuda)
+    least = least_bytes(count_weights(shapes), config, on_cuda=on_cuda)
     if on_cuda:
         memory = torch.cuda.get_device_properties(0).total_memory
         refuse_what_cannot_fit(least, memory, "on its GPU")

@@ -73,7 +73,7 @@ class StepRecords:
 
         def write() -> None:
             self._write_step(line, batch, trained, of_rollout_weights=of_rollout_weights)
-            self._note_skipped(line["step"], trained.skipped)
+            self._note_skipped(line["step"], trained.skipped, searching=trained.overflow)
 
         self._waiting.append(write)
 
@@ -133,13 +133,18 @@ class StepRecords:
             current = {} if trained.log_probs is None else {"cur_log_probs": trained.log_probs}
             self._dump.write(step, {**columns, **current}, trainer_version=version)
 
-    def _note_skipped(self, step: int, cause: str | None) -> None:
-        """Report a step that changed nothing; a `TrainingError` after too many in a row."""
+    def _note_skipped(self, step: int, cause: str | None, *, searching: bool = False) -> None:
+        """Report a step that changed nothing; a `TrainingError` after too many in a row.
+
+        searching: a dynamic loss scale is on its way down, which ends by itself
+        """
         if cause is None:
             self._skipped_in_a_row = 0
             return
-        self._skipped_in_a_row += 1
         self._console.say(f"step {step} was skipped: {cause}")
+        if searching:
+            return
+        self._skipped_in_a_row += 1
         found = Finding(
             "steps were skipped",
             "error",

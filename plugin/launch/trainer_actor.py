@@ -12,10 +12,10 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -29,7 +29,9 @@ from plugin.launch.remote_calls import ReportingActor
 from plugin.megatron_backend.checkpoint.directory import resolve
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
-from plugin.rollout.engines.weight_stream import Membership, WeightGroup, WeightSender
+from plugin.rollout.engines.lent_memory import device_id
+from plugin.rollout.engines.weight_handover import sender_of
+from plugin.rollout.engines.weight_meeting import BUCKET_BYTES, Membership, WeightGroup
 
 if TYPE_CHECKING:
     from plugin.megatron_backend.offloading import TrainerPart
@@ -38,7 +40,14 @@ if TYPE_CHECKING:
 #: Where a checkpoint keeps the critic, and where that waits until the checkpoint is complete.
 _CRITIC, _CRITIC_WAITS = "critic", ".critic"
 
-PolicyName = Literal["policy", "reference", "teacher", "critic"]
+#: policy, reference, critic, or what `teacher_policy` makes of a teacher's name.
+PolicyName = str
+_TEACHER = "teacher/"
+
+
+def teacher_policy(name: str) -> PolicyName:
+    """What the ranks call a teacher."""
+    return f"{_TEACHER}{name}"
 
 
 @dataclass(frozen=True)
@@ -71,25 +80,27 @@ class TrainedStep:
     log_probs: the step's own, where watched: a share's end to end from the actor, [response] per
         sample on the driver
     live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose
+    overflow: skipped for a float16 loss scale that is still being lowered
     """
 
     metrics: dict[str, float]
     skipped: str | None
     log_probs: Any
     live_routes: list[Tensor] | None
+    overflow: bool = False
 
 
 @dataclass(frozen=True)
 class SentPart:
-    """What a pipeline stage has sent of a version."""
+    """What a rank has sent of a version, and in how many messages."""
 
-    stage: int
+    sender: int
     nbytes: int
-    buckets: int
+    messages: int
 
 
 class TrainerRank(ReportingActor):
-    """Holds the policy and, where they are needed, the reference, the teacher and the critic."""
+    """Holds the policy and, where they are needed, the reference, teachers and the critic."""
 
     def __init__(self, config: JobConfig) -> None:
         super().__init__()
@@ -98,6 +109,9 @@ class TrainerRank(ReportingActor):
         self._memory: dict[PolicyName, Any] = {}
         self._rank = -1
         self._store: Any = None
+        if config.weight_way == "ipc":
+            # Memory in expandable segments is lent through calls that containers often forbid.
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
         set_cuda_environment(config)
         self._membership = Membership()
         import_megatron()
@@ -204,12 +218,20 @@ class TrainerRank(ReportingActor):
                 layout=layout,
                 seed=config.seed,
             )
+        elif name.startswith(_TEACHER):
+            from plugin.megatron_backend.teacher import TeacherTrainer
+
+            trainer = TeacherTrainer(
+                *(config, hf_config, groups, weights), layout=layout, seed=config.seed
+            )
         else:
             trainable = name == "policy"
             trainer = MegatronTrainer(
                 config, hf_config, groups, layout=layout, trainable=trainable, seed=config.seed
             )
             trainer.load_hf_weights(weights)
+            if trainable and config.lora_path is not None:
+                trainer.load_adapters(config.lora_path)
         self._trainers[name] = trainer
         optimizer = None if trainer.optimizer is None else trainer.optimizer.optimizer
         self._memory[name] = TrainerMemory(trainer.chunks, optimizer)
@@ -219,11 +241,23 @@ class TrainerRank(ReportingActor):
 
     def log_probs(self, share: Arrays, name: PolicyName, keep_routes: bool) -> Any:
         """Log-probs of the share's responses, end to end; None where another rank reports them."""
-        with self._memory[name].used("weights") if self._rests(name) else nullcontext():
+        if name == "reference" and self._config.reference_is_base:
+            policy = self._trainers["policy"]
+            results = policy.compute_base_log_probs(share_from_arrays(share))
+            return results.values.numpy() if self._reports else None
+        with self._in_memory(name):
             results = self._trainers[name].compute_log_probs(
                 share_from_arrays(share), keep_routes=keep_routes
             )
         return results.values.numpy() if self._reports else None
+
+    def scores(self, share: Arrays, name: PolicyName) -> dict[str, np.ndarray] | None:
+        """What a teacher says of the share's responses, end to end; None where another reports."""
+        with self._in_memory(name):
+            found = self._trainers[name].compute_scores(share_from_arrays(share))
+        if not self._reports:
+            return None
+        return {column: values.values.numpy() for column, values in found.items()}
 
     def train(
         self, share: Arrays, version: int, progress: float, learning_rate: float
@@ -249,7 +283,7 @@ class TrainerRank(ReportingActor):
         if result.log_probs is not None and self._reports:
             log_probs = result.log_probs.values.numpy()
         live_routes = result.live_routes if self._rank == 0 else None
-        return TrainedStep(result.metrics, skipped, log_probs, live_routes)
+        return TrainedStep(result.metrics, skipped, log_probs, live_routes, result.overflow)
 
     def values(self, share: Arrays) -> Any:
         """The critic's values of the share's responses, end to end; None where another reports."""
@@ -264,18 +298,39 @@ class TrainerRank(ReportingActor):
         skipped = None
         if not result.updated:
             skipped = f"the gradient norm of the critic is {result.grad_norm:.4g}"
-        return TrainedStep(result.metrics, skipped, None, None)
+        return TrainedStep(result.metrics, skipped, None, None, result.overflow)
 
-    def send_weights(self, version: int, group: WeightGroup) -> SentPart | None:
-        """Send this stage's part of the policy; None on ranks that only help to gather it."""
-        exported = self._trainers["policy"].export_hf_weights(own_stage=True)
-        groups = self._groups
-        stage, helps = groups.pp_rank, bool(groups.tp_rank or groups.cp_rank or groups.dp_rank)
+    def device(self) -> str:
+        """The device of this rank; see `lent_memory.device_id`."""
+        return device_id()
+
+    def send_weights(
+        self, version: int, group: WeightGroup, with_base: bool = True
+    ) -> SentPart | None:
+        """Send this rank's part of the policy; None on ranks that only help to gather it.
+
+        Where weights are handed over within devices, a rank sends all of them.
+
+        with_base: where adapters are sent, also the weights that they belong to
+        """
+        from plugin.megatron_backend.model.hf_weights import sends_own_part
+
+        trainer, groups = self._trainers["policy"], self._groups
+        if group.lenders:
+            exported = trainer.export_hf_weights()
+            number, sends = self._rank, self._rank in group.lenders
+        else:
+            if self._config.syncs_adapters:
+                exported = trainer.export_adapters(with_base=with_base, round_bytes=BUCKET_BYTES)
+            else:
+                exported = trainer.export_own_part(round_bytes=BUCKET_BYTES)
+            number = groups.pp_rank * groups.ep_size + groups.ep_rank
+            sends = sends_own_part(groups)
         try:
-            if helps:
+            if not sends:
                 return None
-            with self._membership.of(group, lambda: WeightSender(group, stage)) as sender:
-                return SentPart(stage, *sender.send(version, exported))
+            with self._membership.of(group, lambda: sender_of(group, number)) as sender:
+                return SentPart(number, *sender.send(version, exported))
         finally:
             # Also after an error: the others of the stage would wait in the next gather.
             for _ in exported:
@@ -314,7 +369,12 @@ class TrainerRank(ReportingActor):
 
     def _rests(self, name: PolicyName) -> bool:
         """Whether a model has device memory only while it is asked."""
-        return self._config.reference_offload and name in ("reference", "teacher")
+        rests = name == "reference" or name.startswith(_TEACHER)
+        return self._config.reference_offload and rests
+
+    def _in_memory(self, name: PolicyName) -> AbstractContextManager[None]:
+        """Have a model's weights on the device while it is asked."""
+        return self._memory[name].used("weights") if self._rests(name) else nullcontext()
 
     def save_hf(self, directory: str, tokenizer_from: str | None, replace: bool) -> None:
         """Write the policy as a Hugging Face directory, from rank 0."""
@@ -367,6 +427,11 @@ def _why_skipped(result: Any, largest: float | None) -> str:
         return f"the gradient norm is {result.grad_norm:.4g}, above --skip-on-grad-norm {largest}"
     if result.cause is not None:
         return f"{result.cause}; the gradient norm is {result.grad_norm}"
+    if result.overflow:
+        return (
+            f"gradients overflow float16 at a loss scale of {result.metrics['loss_scale']:g}, "
+            f"which is being lowered; the first is that of {result.bad_parameter}"
+        )
     return (
         f"the gradient norm is {result.grad_norm} although the loss and its inputs are finite; the "
         f"first such gradient is that of {result.bad_parameter}"

@@ -25,7 +25,7 @@ from plugin.megatron_backend.step.batch_share import cut_share, plan_batch, with
 from plugin.megatron_backend.step.loss_scaling import weigh_samples
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.ragged import Ragged, as_integers, ragged_range
-from plugin.rollout.engines.weight_stream import WeightGroup
+from plugin.rollout.engines.weight_meeting import WeightGroup
 
 #: How long Ray may take to notice that a process is gone.
 _DEATH_SECONDS = 5.0
@@ -128,6 +128,16 @@ class TrainerGroup:
         results = self._call("log_probs", name, keep_routes, shares=shares)
         return self._merged(results, plan, batch)
 
+    def scores(self, name: PolicyName, batch: RolloutBatch) -> dict[str, Ragged]:
+        """The columns that the teacher `name` fills in."""
+        plan, shares = self._delivered(batch)
+        results = self._call("scores", name, shares=shares)
+        columns = next(found for found in results if found is not None)
+        return {
+            column: self._merged([found and found[column] for found in results], plan, batch)
+            for column in columns
+        }
+
     def train(
         self, batch: RolloutBatch, version: int, progress: float, learning_rate: float
     ) -> TrainedStep:
@@ -184,9 +194,11 @@ class TrainerGroup:
         return plan, references
 
     def _merged(self, results: list[Any], plan: MicrobatchPlan, batch: RolloutBatch) -> Ragged:
-        """Put the responses [R] of every share where they belong in the batch."""
+        """Put the responses [R, ...] of every share where they belong in the batch."""
         lengths = as_integers(batch.columns["response_lengths"])
-        starts, flat = np.cumsum(lengths) - lengths, np.zeros(lengths.sum(), np.float32)
+        like = next(values for values in results if values is not None)
+        flat = np.zeros((lengths.sum(), *like.shape[1:]), like.dtype)
+        starts = np.cumsum(lengths) - lengths
         for part, values in zip(self._parts, results, strict=True):
             if part.reports:
                 rank = plan.ranks[part.dp_rank]
@@ -198,12 +210,21 @@ class TrainerGroup:
         """References to the policy's weight buckets in the object store, and their size."""
         return self._call("export_weights")[0]
 
-    def send_weights(self, version: int, group: WeightGroup) -> dict[Any, str]:
-        """The calls by which every rank sends its part of the weights, with the ranks' names."""
+    def send_weights(
+        self, version: int, group: WeightGroup, *, with_base: bool = True
+    ) -> dict[Any, str]:
+        """The calls by which every rank sends its part of the weights, with the ranks' names.
+
+        with_base: see `TrainerRank.send_weights`
+        """
         return {
-            rank.call.remote("send_weights", version, group): name
+            rank.call.remote("send_weights", version, group, with_base): name
             for rank, name in zip(self._ranks, self._names(), strict=True)
         }
+
+    def devices(self) -> list[str]:
+        """The device of every rank, by which those of engines are found that share it."""
+        return self._call("device")
 
     def rank_ids(self) -> list[Any]:
         """What tells the present ranks from those of an earlier start."""

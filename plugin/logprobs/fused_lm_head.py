@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from plugin.errors import BatchError, ConfigError
+from plugin.logprobs.given_ids import GivenIds
 from plugin.logprobs.kept_ids import EntropyOf, join_shards, locate_kept
 from plugin.logprobs.lm_head_tiles import HeadSettings, Tiles
-from plugin.logprobs.vocab_parallel import FLOAT_DTYPES, RowState, check_settings
+from plugin.logprobs.row_gradients import RowState
+from plugin.logprobs.vocab_parallel import FLOAT_DTYPES, check_settings
 from plugin.logprobs.vocab_shards import group_size, locate_targets
 from plugin.ragged import Ragged, as_integers
 
@@ -76,6 +78,56 @@ def fused_log_probs_and_entropy(
     Returns:
         `log_probs` `[T]` float32 and `entropy` `[T]` float32, or None without `with_entropy`.
     """
+    log_probs, entropy, _ = _fused(
+        *(hidden, weight, tokens, None, row_mask, kept),
+        group=group,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        entropy_grad=entropy_grad,
+        memory_budget_bytes=memory_budget_bytes,
+        sequence_parallel=sequence_parallel,
+        reduce_hidden_grad=reduce_hidden_grad,
+        entropy_of=entropy_of,
+        vocab_rows=vocab_rows,
+    )
+    return log_probs, entropy
+
+
+def fused_log_probs_of_ids(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    tokens: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    row_mask: torch.Tensor | None = None,
+    kept: Ragged | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """`log_probs_of_ids(hidden @ weight.T, tokens, ids)` in bounded memory.
+
+    ids: `[T, k]`; the options are those of `fused_log_probs_and_entropy`.
+    """
+    return _fused(hidden, weight, tokens, ids, row_mask, kept, **options)
+
+
+def _fused(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    tokens: torch.Tensor,
+    ids: torch.Tensor | None,
+    row_mask: torch.Tensor | None,
+    kept: Ragged | None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+    entropy_grad: bool = False,
+    memory_budget_bytes: int | None = None,
+    sequence_parallel: bool = False,
+    reduce_hidden_grad: bool = True,
+    entropy_of: EntropyOf = "full",
+    vocab_rows: int | None = None,
+) -> Any:
     size = group_size(group)
     sequence_parallel = sequence_parallel and size > 1
     check_arguments(
@@ -107,7 +159,7 @@ def fused_log_probs_and_entropy(
         chosen = row_mask.nonzero()[:, 0]
         rows = chosen.to(hidden.device, non_blocking=True)
         kept = None if kept is None else kept.select(as_integers(chosen))
-    return _FusedLmHead.apply(hidden, weight, tokens, rows, kept, settings)
+    return _FusedLmHead.apply(hidden, weight, tokens, ids, rows, kept, settings)
 
 
 def budget_bytes(given: int | None, device: torch.device) -> int:
@@ -145,10 +197,11 @@ class _FusedLmHead(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         tokens: torch.Tensor,
+        ids: torch.Tensor | None,
         rows: torch.Tensor | None,
         kept: Ragged | None,
         settings: HeadSettings,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         if settings.sequence_parallel:
             mine = hidden.contiguous()
             hidden = mine.new_empty((mine.shape[0] * group_size(settings.group), mine.shape[1]))
@@ -159,8 +212,12 @@ class _FusedLmHead(torch.autograd.Function):
             used_tokens, columns, group=group, tokens_held=settings.vocab_rows
         )
         at = None if kept is None else locate_kept(kept, used_tokens, columns, group=group)
+        given = None
+        if ids is not None:
+            used_ids = ids if rows is None else ids[rows]
+            given = GivenIds.located(used_ids, used_tokens, columns, group=group)
         tiles = Tiles(used, weight, settings)
-        dense, few = tiles.statistics(targets, at, settings)
+        dense, few, id_logits = tiles.statistics(targets, at, settings, given)
         joined = join_shards(
             dense,
             few,
@@ -174,7 +231,7 @@ class _FusedLmHead(torch.autograd.Function):
         )
         ctx.settings, ctx.kept_tiles, ctx.total_rows = settings, tiles.kept, hidden.shape[0]
         ctx.set_materialize_grads(False)
-        ctx.state = RowState(targets, joined.dense, few, joined.kept).for_backward(
+        ctx.state = RowState(targets, joined.dense, few, joined.kept, given).for_backward(
             settings.entropy_grad
         )
         ctx.save_for_backward(used, weight, rows)
@@ -184,18 +241,26 @@ class _FusedLmHead(torch.autograd.Function):
             entropy = spread_rows(entropy, rows, ctx.total_rows)
             if not settings.entropy_grad:
                 ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        id_log_probs = None
+        if given is not None and id_logits is not None:
+            assert joined.dense is not None
+            id_log_probs = given.log_probs(id_logits, joined.dense, settings.scale, group)
+            id_log_probs = spread_rows(id_log_probs, rows, ctx.total_rows)
+        return log_probs, entropy, id_log_probs
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None]:
+        ctx: Any,
+        grad_log_probs: torch.Tensor | None,
+        grad_entropy: torch.Tensor | None,
+        grad_ids: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None, None]:
         settings: HeadSettings = ctx.settings
         used, weight, rows = ctx.saved_tensors
         grads = [
             grad if grad is None or rows is None else grad[rows]
-            for grad in (grad_log_probs, grad_entropy)
+            for grad in (grad_log_probs, grad_entropy, grad_ids)
         ]
         tiles = Tiles(used, weight, settings, ctx.kept_tiles)
         ctx.kept_tiles = {}  # turned into gradients below; a second backward pass computes them
@@ -203,6 +268,7 @@ class _FusedLmHead(torch.autograd.Function):
             ctx.state,
             grads[0],
             grads[1],
+            grads[2],
             settings,
             ctx.needs_input_grad[0],
             ctx.needs_input_grad[1],
@@ -210,7 +276,7 @@ class _FusedLmHead(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = spread_rows(grad_hidden, rows, ctx.total_rows)
             grad_hidden = _sum_over_shards(grad_hidden, settings)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def spread_rows(values: torch.Tensor, rows: torch.Tensor | None, total: int) -> torch.Tensor:

@@ -14,15 +14,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from plugin.logprobs.given_ids import GivenIds
 from plugin.logprobs.kept_ids import (
     EntropyOf,
     KeptColumns,
     KeptLogits,
-    dense_gradients,
     needs_dense,
 )
 from plugin.logprobs.kernels import RowNormalizer, ShardStatistics, row_kernels_for
-from plugin.logprobs.vocab_parallel import RowState
+from plugin.logprobs.row_gradients import DenseGradients, RowState
 from plugin.logprobs.vocab_shards import merge_column_ranges
 
 # One tile: on the CPU it should stay in the last-level cache between the product and the pass over
@@ -114,21 +114,30 @@ class Tiles:
             yield tile, torch.mm(self.hidden[tile.row : tile.row_end], weight.t(), out=out)
 
     def statistics(
-        self, targets: torch.Tensor, at: KeptColumns | None, settings: HeadSettings
-    ) -> tuple[ShardStatistics | None, KeptLogits | None]:
-        """Row statistics over all columns of this rank, and the logits of the kept ids.
+        self,
+        targets: torch.Tensor,
+        at: KeptColumns | None,
+        settings: HeadSettings,
+        ids: GivenIds | None = None,
+    ) -> tuple[ShardStatistics | None, KeptLogits | None, torch.Tensor | None]:
+        """Row statistics over all columns of this rank, logits of kept ids and of further ones.
 
         From one tile after the other; what no row needs is None.
         """
-        wide = needs_dense(at, settings.with_entropy, settings.entropy_of)
+        wide = ids is not None or needs_dense(at, settings.with_entropy, settings.entropy_of)
         if at is not None and not wide and not settings.keep_tiles:
-            return None, KeptLogits.of_products(self.hidden, self.weight, at)
+            return None, KeptLogits.of_products(self.hidden, self.weight, at), None
         kernels = row_kernels_for(self.buffer)
         ranges: dict[int, ShardStatistics] = {}
         few = None
         if at is not None:
             few = self.hidden.new_full((at.rows.numel(),), -torch.inf, dtype=torch.float32)
+        given = None if ids is None else torch.zeros_like(ids.columns, dtype=torch.float32)
         for tile, logits in self.logits(settings.keep_tiles):
+            if ids is not None and given is not None:
+                span = slice(tile.row, tile.row_end)
+                held, columns = ids.inside(span, tile.column, tile.column_end)
+                given[span] = torch.where(held, logits.gather(1, columns).float(), given[span])
             if at is not None and few is not None:
                 inside, places = _kept_of(tile, at)
                 few = torch.where(inside, logits[places].float(), few)
@@ -145,7 +154,7 @@ class Tiles:
                 part if earlier is None else merge_column_ranges(earlier, part, settings.scale)
             )
         kept = None if at is None or few is None else KeptLogits(few, at)
-        return self._joined(ranges, settings) if wide else None, kept
+        return self._joined(ranges, settings) if wide else None, kept, given
 
     def _joined(
         self, ranges: dict[int, ShardStatistics], settings: HeadSettings
@@ -166,19 +175,21 @@ class Tiles:
         state: RowState,
         grad_log_probs: torch.Tensor | None,
         grad_entropy: torch.Tensor | None,
+        grad_ids: torch.Tensor | None,
         settings: HeadSettings,
         want_hidden: bool,
         want_weight: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Gradients of hidden states `[n, H]`, over this rank's columns only, and weight."""
-        hidden = _without_idle_rows(self.hidden, grad_log_probs, grad_entropy)
+        of_ids = None if grad_ids is None else (grad_ids != 0).any(1)
+        hidden = _without_idle_rows(self.hidden, grad_log_probs, grad_entropy, of_ids)
         # Many tiles add to the same rows, so those sums are float32 whatever the dtype of the
         # model.
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if want_hidden else None
         grad_weight = torch.empty_like(self.weight) if want_weight else None
         if grad_weight is not None:
             grad_weight[self.columns if self.plan else 0 :].zero_()
-        to_gradient = _TileGradient.of(state, grad_log_probs, grad_entropy, settings)
+        to_gradient = _TileGradient.of(state, grad_log_probs, grad_entropy, grad_ids, settings)
         for tile, logits in self.logits(keep=False):
             span, columns = slice(tile.row, tile.row_end), slice(tile.column, tile.column_end)
             to_gradient.write(tile, logits)
@@ -199,7 +210,7 @@ class _TileGradient(NamedTuple):
     """
 
     state: RowState
-    dense: tuple[torch.Tensor | None, torch.Tensor | None]
+    dense: DenseGradients
     few: torch.Tensor | None
     scale: float
 
@@ -209,13 +220,18 @@ class _TileGradient(NamedTuple):
         state: RowState,
         grad_log_probs: torch.Tensor | None,
         grad_entropy: torch.Tensor | None,
+        grad_ids: torch.Tensor | None,
         settings: HeadSettings,
     ) -> _TileGradient:
         few, entropy_of = None, settings.entropy_of
         if state.kept is not None and state.kept_rows is not None:
             on_kept = grad_entropy if entropy_of == "kept" else None
             few = state.kept.gradient(state.kept_rows, grad_log_probs, on_kept, settings.scale)
-        dense = dense_gradients(state.kept_columns, grad_log_probs, grad_entropy, entropy_of)
+        dense = DenseGradients.of(
+            *(state, grad_log_probs, grad_entropy, grad_ids),
+            entropy_of=entropy_of,
+            scale=settings.scale,
+        )
         return cls(state, dense, few, settings.scale)
 
     def write(self, tile: Tile, logits: torch.Tensor) -> None:
@@ -223,14 +239,20 @@ class _TileGradient(NamedTuple):
         if rows is None:
             logits.zero_()
         else:
+            own = RowNormalizer(*(None if v is None else v[span] for v in rows))  # type: ignore[arg-type]
+            given = self.dense.read_ids(logits, span, tile.column)
             row_kernels_for(logits).backward_blocks(
                 logits,
-                _targets_of(tile, self.state.targets),
-                RowNormalizer(*(None if v is None else v[span] for v in rows)),  # type: ignore[arg-type]
-                *(None if grad is None else grad[span] for grad in self.dense),
+                _targets_of(tile, self.dense.targets),
+                own,
+                *(
+                    None if grad is None else grad[span]
+                    for grad in (self.dense.log_probs, self.dense.entropy)
+                ),
                 scale=self.scale,
                 out=logits,
             )
+            self.dense.write_ids(logits, given, span, own)
         if self.few is not None and self.state.kept is not None:
             inside, places = _kept_of(tile, self.state.kept.at)
             gradient = torch.where(inside, self.few, 0.0).to(logits.dtype)

@@ -8,7 +8,7 @@ a row only after the loss of all rows, and computes most logits a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from plugin.errors import BatchError, ConfigError
 from plugin.logprobs.fused_lm_head import budget_bytes, check_arguments, spread_rows
 from plugin.logprobs.kept_ids import EntropyOf
 from plugin.logprobs.lm_head_tiles import add_product
-from plugin.logprobs.vocab_parallel import RowSettings, summarize_rows, write_gradient
+from plugin.logprobs.row_gradients import RowSettings, summarize_rows, write_gradient
 from plugin.ragged import Ragged
 
 #: (block of rows, their log-probs [n], their entropies [n]) -> their losses, to be summed;
@@ -77,6 +77,41 @@ def separable_lm_head(
     return _SeparableLmHead.apply(hidden, weight, tokens, rows, settings)
 
 
+def separable_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    tokens: torch.Tensor,
+    *,
+    rows: torch.Tensor,
+    temperature: float = 1.0,
+    memory_budget_bytes: int | None = None,
+    kept: Ragged | None = None,
+    entropy_of: EntropyOf = "full",
+) -> torch.Tensor:
+    """Return the log-probs `[n]` of `separable_lm_head` to the bit, without loss or gradient."""
+    check_arguments(hidden, weight, tokens, None, rows.numel())
+    settings = RowSettings(None, 1.0 / temperature, True, True, entropy_of)
+    log_probs = torch.zeros_like(tokens, dtype=torch.float32)
+    used, budget = hidden[rows], budget_bytes(memory_budget_bytes, hidden.device)
+    for block, logits in _blocks(used, weight, budget):
+        few = None if kept is None else kept[block]
+        log_probs[block], _, _ = summarize_rows(logits, tokens[block], few, settings)
+    return log_probs
+
+
+def _blocks(
+    hidden: torch.Tensor, weight: torch.Tensor, budget: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Blocks of rows and their logits, each of which overwrites those before it."""
+    count, columns = hidden.shape[0], weight.shape[0]
+    most = max(1, budget // (columns * hidden.element_size()))
+    height = -(-count // max(1, -(-count // most)))  # blocks of one height, give or take a row
+    buffer = hidden.new_empty(height, columns)
+    for start in range(0, count, max(1, height)):
+        block = slice(start, min(start + height, count))
+        yield block, torch.mm(hidden[block], weight.t(), out=buffer[: block.stop - start])
+
+
 class _Settings(NamedTuple):
     row_losses: RowLosses
     rows: RowSettings
@@ -97,17 +132,12 @@ class _SeparableLmHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         total = hidden.shape[0]
         hidden = hidden if rows is None else hidden[rows]
-        count, columns = hidden.shape[0], weight.shape[0]
+        count = hidden.shape[0]
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
         grad_weight: torch.Tensor | None = None
         log_probs, entropies = (torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2))
-        most = max(1, settings.budget // (columns * hidden.element_size()))
-        height = -(-count // max(1, -(-count // most)))  # blocks of one height, give or take a row
-        buffer = hidden.new_empty(height, columns)
-        for start in range(0, count, max(1, height)):
-            block = slice(start, min(start + height, count))
-            logits = torch.mm(hidden[block], weight.t(), out=buffer[: block.stop - start])
+        for block, logits in _blocks(hidden, weight, settings.budget):
             log_probs[block], entropies[block] = _to_gradient(
                 logits, tokens[block], block, settings
             )
@@ -119,7 +149,7 @@ class _SeparableLmHead(torch.autograd.Function):
                 grad_weight = torch.mm(logits.t(), hidden[block])
                 # Many blocks add to the same weight, so those sums are float32 whatever the model's
                 # dtype.
-                grad_weight = grad_weight if height >= count else grad_weight.float()
+                grad_weight = grad_weight if block.stop >= count else grad_weight.float()
         if want_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         ctx.gradients = [

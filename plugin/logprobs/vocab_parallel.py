@@ -8,24 +8,17 @@ collectives of `[T]` and `[2 or 3, T]` numbers forward, and none backward.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from plugin.errors import BatchError, ConfigError
-from plugin.logprobs.kept_ids import (
-    EntropyOf,
-    KeptColumns,
-    KeptLogits,
-    dense_gradients,
-    join_shards,
-    locate_kept,
-    needs_dense,
-)
-from plugin.logprobs.kernels import RowNormalizer, row_kernels_for
-from plugin.logprobs.vocab_shards import group_size, locate_targets
+from plugin.logprobs.given_ids import GivenIds
+from plugin.logprobs.kept_ids import EntropyOf
+from plugin.logprobs.row_gradients import RowSettings, summarize_rows, write_gradient
+from plugin.logprobs.vocab_shards import group_size
 from plugin.ragged import Ragged
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -84,109 +77,45 @@ def log_probs_and_entropy(
     settings = RowSettings(
         group, 1.0 / temperature, with_entropy, entropy_grad, entropy_of, inplace_grad
     )
-    return _LogProbsAndEntropy.apply(logits, tokens, keep_mask, kept, settings)
+    log_probs, entropy, _ = _LogProbsAndEntropy.apply(
+        logits, tokens, keep_mask, kept, None, settings
+    )
+    return log_probs, entropy
 
 
-class RowSettings(NamedTuple):
-    group: dist.ProcessGroup | None
-    scale: float
-    with_entropy: bool
-    entropy_grad: bool
-    entropy_of: EntropyOf
-    inplace_grad: bool = False
-
-
-class RowState(NamedTuple):
-    """What the gradient of a block of logits `[T, V/tp]` needs besides the logits themselves.
-
-    targets: [T] int64, the token's column or -1; dense, kept_rows: normalizers over all columns and
-        over the kept ids; None where not needed
-    """
-
-    targets: torch.Tensor
-    dense: RowNormalizer | None
-    kept: KeptLogits | None
-    kept_rows: RowNormalizer | None
-
-    @property
-    def kept_columns(self) -> KeptColumns | None:
-        return None if self.kept is None else self.kept.at
-
-    def for_backward(self, entropy_grad: bool) -> RowState:
-        """The state that a graph may hold: a node that held its own output would never die."""
-
-        def without_outputs(rows: RowNormalizer | None) -> RowNormalizer | None:
-            if rows is None or rows.entropy is None:
-                return rows
-            return rows._replace(entropy=rows.entropy.detach() if entropy_grad else None)
-
-        dense, kept_rows = without_outputs(self.dense), without_outputs(self.kept_rows)
-        return self._replace(dense=dense, kept_rows=kept_rows)
-
-
-def summarize_rows(
+def log_probs_of_ids(
     logits: torch.Tensor,
     tokens: torch.Tensor,
-    kept: Ragged | None,
-    settings: RowSettings,
-    keep_mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, RowState]:
-    """Log-probs `[T]`, entropy `[T]` or None, and what `write_gradient` needs."""
-    columns, group = logits.shape[1], settings.group
-    targets, absent = locate_targets(tokens, columns, group=group, keep_mask=keep_mask)
-    at = None if kept is None else locate_kept(kept, tokens, columns, group=group)
-    dense = None
-    if needs_dense(at, settings.with_entropy, settings.entropy_of):
-        dense = row_kernels_for(logits).forward_blocks(
-            logits,
-            targets,
-            scale=settings.scale,
-            with_entropy=settings.with_entropy,
-            keep_mask=keep_mask,
-        )
-    few = None if at is None else KeptLogits.of(logits, at)
-    joined = join_shards(
-        dense,
-        few,
-        targets,
-        absent,
-        columns=columns,
-        scale=settings.scale,
-        with_entropy=settings.with_entropy,
-        entropy_of=settings.entropy_of,
-        group=group,
-    )
-    return joined.log_probs, joined.entropy, RowState(targets, joined.dense, few, joined.kept)
-
-
-def write_gradient(
-    logits: torch.Tensor,
-    state: RowState,
-    grad_log_probs: torch.Tensor | None,
-    grad_entropy: torch.Tensor | None,
-    settings: RowSettings,
+    ids: torch.Tensor,
     *,
-    keep_mask: torch.Tensor | None = None,
-    out: torch.Tensor,
-) -> None:
-    """Write the gradient of the logits `[T, V/tp]` into `out`, which may be the logits."""
-    if state.dense is None:
-        out.zero_()
-    else:
-        row_kernels_for(logits).backward_blocks(
-            logits,
-            state.targets,
-            state.dense,
-            *dense_gradients(state.kept_columns, grad_log_probs, grad_entropy, settings.entropy_of),
-            scale=settings.scale,
-            keep_mask=keep_mask,
-            out=out,
-        )
-    if state.kept is not None and state.kept_rows is not None:
-        on_kept = grad_entropy if settings.entropy_of == "kept" else None
-        gradient = state.kept.gradient(state.kept_rows, grad_log_probs, on_kept, settings.scale)
-        places = (state.kept.at.rows, state.kept.at.columns)
-        out.index_put_(places, gradient.to(out.dtype), accumulate=True)
+    group: dist.ProcessGroup | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = True,
+    entropy_grad: bool = False,
+    inplace_grad: bool = False,
+    kept: Ragged | None = None,
+    entropy_of: EntropyOf = "full",
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """`log_probs_and_entropy`, and the log-probs `[T, k]` of further ids of every row.
+
+    ids: `[T, k]` in the whole vocabulary, different ones in a row; the token may be among them.
+        Their log-probs are of the whole distribution, also where `kept` truncates the token's.
+    The rest is as there; one more collective of `[T, k]` numbers where the vocabulary is sharded.
+    """
+    _check_tensors(logits, tokens, None)
+    check_settings(temperature, with_entropy, entropy_grad)
+    settings = RowSettings(
+        *(group, 1.0 / temperature, with_entropy, entropy_grad, entropy_of, inplace_grad),
+        with_ids=True,
+    )
+    return _LogProbsAndEntropy.apply(
+        logits.contiguous(), tokens, None, kept, ids.to(tokens.device), settings
+    )
+
+
+def at_rows(ids: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`[count, k]`: the ids `[n, k]` of the rows at `rows`; others, which nobody asks, have 0."""
+    return ids.new_zeros(count, ids.shape[1]).index_copy_(0, rows, ids)
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
@@ -197,9 +126,18 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         tokens: torch.Tensor,
         keep_mask: torch.Tensor | None,
         kept: Ragged | None,
+        ids: torch.Tensor | None,
         settings: RowSettings,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         log_probs, entropy, state = summarize_rows(logits, tokens, kept, settings, keep_mask)
+        id_log_probs = None
+        if ids is not None:
+            assert state.dense is not None
+            at = GivenIds.located(ids, tokens, logits.shape[1], group=settings.group)
+            _, columns = at.inside(slice(None), 0, logits.shape[1])
+            few = logits.gather(1, columns)
+            id_log_probs = at.log_probs(few, state.dense, settings.scale, settings.group)
+            state = state._replace(ids=at)
         if keep_mask is not None:
             _require_kept(log_probs, tokens, logits.shape[1] * group_size(settings.group))
         ctx.settings, ctx.consumed = settings, False
@@ -208,13 +146,16 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, keep_mask)
         if entropy is not None and not settings.entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        return log_probs, entropy, id_log_probs
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, None, None, None, None]:
+        ctx: Any,
+        grad_log_probs: torch.Tensor | None,
+        grad_entropy: torch.Tensor | None,
+        grad_ids: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, None, None, None, None, None]:
         if ctx.consumed:
             raise ConfigError(
                 "second backward pass through log_probs_and_entropy(inplace_grad=True): the first "
@@ -225,7 +166,10 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         settings: RowSettings = ctx.settings
         out = logits.detach() if settings.inplace_grad else torch.empty_like(logits)
         write_gradient(
-            logits, ctx.state, grad_log_probs, grad_entropy, settings, keep_mask=keep_mask, out=out
+            *(logits, ctx.state, grad_log_probs, grad_entropy, settings),
+            grad_ids=grad_ids,
+            keep_mask=keep_mask,
+            out=out,
         )
         if settings.inplace_grad:
             ctx.consumed = True
@@ -233,7 +177,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             # operation that saved these logits must fail its version check rather than read a
             # gradient.
             torch.autograd.graph.increment_version(logits)
-        return out, None, None, None, None
+        return out, None, None, None, None, None
 
 
 def _check_tensors(

@@ -30,13 +30,16 @@ def loss_inputs(
     entropy: Tensor | None = None,
     *,
     shards: SequenceShards | None = None,
+    distill_kl: Tensor | None = None,
 ) -> LossInputs:
     """Flatten, check and mask the per-token fields of a batch around `cur_log_probs` [T].
 
     shards: those of the batch, where the caller has them already
+    distill_kl: [T], see `LossInputs`
     """
     shards = shards or batch_shards(batch, cur_log_probs.device)
-    return KnownTokens.of(config, batch, shards).at_policy(config, cur_log_probs, entropy)
+    known = KnownTokens.of(config, batch, shards)
+    return known.at_policy(config, cur_log_probs, entropy, distill_kl=distill_kl)
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,7 @@ class KnownTokens:
         """Flatten the columns of a batch; lengths that do not fit each other are a `BatchError`."""
         require_columns(batch, "loss_masks", "advantages")
         config.require_rollout_log_probs(batch.get("rollout_log_probs") is not None)
-        if config.teacher_tau and batch.get("teacher_log_probs") is None:
-            raise ConfigError(
-                f"--teacher-tau is {config.teacher_tau} but the batch has no teacher_log_probs; "
-                "give a teacher"
-            )
+        config.require_teacher({name for name, values in batch.items() if values is not None})
         fields = {
             name: shards.flat(name, batch.get(name))
             for name in ("advantages", *_OPTIONAL_LOG_PROBS)
@@ -95,9 +94,15 @@ class KnownTokens:
         return cls(mask, shards, loss_masks, fields, numbers, share, statistics)
 
     def at_policy(
-        self, config: LossConfig, cur: Tensor, entropy: Tensor | None, *, check: bool = True
+        self,
+        config: LossConfig,
+        cur: Tensor,
+        entropy: Tensor | None,
+        *,
+        distill_kl: Tensor | None = None,
+        check: bool = True,
     ) -> LossInputs:
-        """Join log-prob and entropy [T] of the current policy; check what tokens may carry."""
+        """Join log-prob, entropy and KL [T] of the current policy; check what tokens may carry."""
         mask = self.mask
         if mask.numel() != cur.numel():
             raise BatchError(
@@ -119,11 +124,13 @@ class KnownTokens:
         clean = {
             name: None if value is None else zero_masked(value, mask) for name, value in raw.items()
         }
+        clean["advantages"] = guided_advantages(config, clean)
         return LossInputs(
             mask=mask,
             shards=self.shards,
             loss_masks=self.loss_masks,
             entropy=entropy,
+            distill_kl=distill_kl,
             statistics=self.statistics,
             **clean,  # type: ignore[arg-type]
         )
@@ -145,6 +152,20 @@ class KnownTokens:
             if self.share_of_current is None
             else self.share_of_current[index],
         )
+
+
+def guided_advantages(config: LossConfig, fields: Mapping[str, Tensor | None]) -> Tensor:
+    """Return adv_tau A + teacher_tau sg(teacher - cur) [T]: the A of every loss and correction.
+
+    fields: masked columns by the names of `LossInputs`
+    """
+    advantages, teacher = fields["advantages"], fields.get("teacher_log_probs")
+    cur = fields["cur_log_probs"]
+    assert advantages is not None and cur is not None
+    advantages = config.adv_tau * advantages
+    if config.teacher_tau and teacher is not None:
+        advantages = advantages + config.teacher_tau * (teacher - cur.detach())
+    return advantages
 
 
 def share_of_current(batch: Mapping[str, Any], shards: SequenceShards) -> Tensor:

@@ -25,11 +25,13 @@ class LossInputs:
     """All per-token inputs of a loss, float32, 0 where masked.
 
     mask: [T] bool, the original loss mask
-    cur_log_probs: [T] with gradient; train_log_probs, advantages: [T] without
+    cur_log_probs: [T] with gradient; train_log_probs, advantages: [T] without; the advantages are
+        scaled by --adv-tau and joined by the teacher (see `inputs.guided_advantages`)
     rollout_log_probs, ref_log_probs, teacher_log_probs: [T] without gradient, or None
     recomputed_log_probs: [T] the trainer's own where `train_log_probs` are the engine's or
         approximated, else None
     entropy: [T] or None; carries a gradient only if its coefficient is not 0
+    distill_kl: [T] reverse KL from the teacher over its likeliest ids, with gradient, or None
     loss_masks: the full-response masks, one per sample, as hooks receive them
     statistics: by the path of a hook, what it declared of the whole batch; None where only this
         microbatch is known
@@ -45,6 +47,7 @@ class LossInputs:
     ref_log_probs: Tensor | None = None
     teacher_log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    distill_kl: Tensor | None = None
     recomputed_log_probs: Tensor | None = None
     statistics: Mapping[str, Statistics] | None = None
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from plugin.config import LossConfig
 from plugin.config.foreign_namespace import loss_config_of
 from plugin.errors import BatchError, ConfigError
-from plugin.logprobs.vocab_parallel import log_probs_and_entropy
+from plugin.logprobs.vocab_parallel import at_rows, log_probs_and_entropy, log_probs_of_ids
+from plugin.loss.distillation import TeacherSupport, topk_reverse_kl
 from plugin.loss.inputs import batch_shards, loss_inputs, require_columns
 from plugin.loss.interfaces import LossOutputs
 from plugin.loss.kept_tokens import local_kept_rows
@@ -29,6 +30,7 @@ def policy_loss_function(
     args: any namespace with our flag names; missing flags take their defaults
     batch: unconcat_tokens, total_lengths, response_lengths, loss_masks, advantages, and as needed
         rollout_log_probs, log_probs (the trainer's), ref_log_probs, teacher_log_probs,
+        teacher_topk_ids and teacher_topk_log_probs (local [response, k] per sample),
         rollout_kept_ids and rollout_kept_counts, or slime's rollout_top_p_token_ids and
         rollout_top_p_token_offsets where rollout_top_p is below 1: log-probs are then of the kept
         ids
@@ -42,8 +44,19 @@ def policy_loss_function(
         batch = {**batch, "log_probs": None}
     shards = batch_shards(batch, logits.device)
     kept = local_kept_rows(config, args, batch, logits, shards)
-    cur, entropy = _response_log_probs(config, batch, logits, shards, kept)
-    inputs = loss_inputs(config, batch, cur, entropy, shards=shards)
+    support = None
+    if config.distill_topk is not None:
+        config.require_teacher({name for name, values in batch.items() if values is not None})
+        support = TeacherSupport.of(batch, shards)
+    cur, entropy, of_ids = _response_log_probs(config, batch, logits, shards, kept, support)
+    distill_kl = None
+    if support is not None and of_ids is not None:
+        require_columns(batch, "loss_masks")
+        mask = shards.local_mask(batch["loss_masks"])
+        if config.validates_on(logits.device):
+            support.check(mask, shards)
+        distill_kl = topk_reverse_kl(of_ids, support.log_probs, mask)
+    inputs = loss_inputs(config, batch, cur, entropy, shards=shards, distill_kl=distill_kl)
     outputs = compute_loss(config, inputs, args=args)
     loss, metrics = reduce_loss(config, outputs, sum_of_sample_mean)
     if not (isinstance(loss, Tensor) and loss.requires_grad):
@@ -60,8 +73,12 @@ def _response_log_probs(
     logits: Tensor,
     shards: SequenceShards,
     kept: Ragged | None,
-) -> tuple[Tensor, Tensor]:
-    """Return log-prob and entropy [R] of the local response tokens at the rollout temperature."""
+    support: TeacherSupport | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return log-prob and entropy [R] of the local response tokens at the rollout temperature.
+
+    And the log-probs [R, k] of the ids of `support`, where there is one.
+    """
     rows_logits = logits.squeeze(0) if logits.dim() == 3 else logits
     if rows_logits.dim() != 2:
         raise BatchError(f"logits have shape {tuple(logits.shape)}; expected [1, T, V] or [T, V]")
@@ -85,17 +102,22 @@ def _response_log_probs(
     rows = rows.to(logits.device)
     targets = torch.zeros(rows_logits.shape[0], dtype=torch.int64, device=logits.device)
     targets[rows] = shards.response_tokens(batch["unconcat_tokens"])
-    log_probs, entropy = log_probs_and_entropy(
-        rows_logits,
-        targets,
-        group=shards.context.tp_group,
-        temperature=config.rollout_temperature,
-        entropy_grad=config.entropy_coef != 0,
-        kept=kept,
-        entropy_of=config.entropy_of,
-    )
+    options: dict[str, Any] = {
+        "group": shards.context.tp_group,
+        "temperature": config.rollout_temperature,
+        "entropy_grad": config.entropy_coef != 0,
+        "kept": kept,
+        "entropy_of": config.entropy_of,
+    }
+    of_ids = None
+    if support is None:
+        log_probs, entropy = log_probs_and_entropy(rows_logits, targets, **options)
+    else:
+        ids = at_rows(support.ids, rows, rows_logits.shape[0])
+        log_probs, entropy, of_ids = log_probs_of_ids(rows_logits, targets, ids, **options)
+        of_ids = of_ids[rows]
     assert entropy is not None
-    return log_probs[rows], entropy[rows]
+    return log_probs[rows], entropy[rows], of_ids
 
 
 def reduce_loss(

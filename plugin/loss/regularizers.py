@@ -1,4 +1,4 @@
-"""Reference KL, rollout KL and entropy. A correction's mask does not thin them."""
+"""Reference KL, rollout KL, distillation and entropy. A correction's mask does not thin them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ def regularizer_terms(
     if config.use_rollout_kl_loss:
         values = rollout_kl(inputs, config, kept)
         terms.append(RegularizerTerm("rollout_kl", config.rollout_kl_loss_coef, values))
+    if inputs.distill_kl is not None:
+        values = _with_gradient_if(config.distill_coef, inputs.distill_kl)
+        terms.append(RegularizerTerm("distill_kl", config.distill_coef, values))
     return tuple(terms)
 
 

@@ -36,12 +36,12 @@ def icepop(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Importance ratio against the rollout policy inside a band; outside, drop the token.
 
     loss = -keep A r, r = exp(cur - rollout), keep = icepop_ratio_low <= r <= icepop_ratio_high
-    Flags: --icepop-ratio-low 0.2, --icepop-ratio-high 5.0, --adv-tau 1.0, --teacher-tau 0.0.
+    Flags: --icepop-ratio-low 0.2, --icepop-ratio-high 5.0.
     Reference: Ling team 2025, "Every step evolves" (IcePop).
     """
     log_r = _cur_over_rollout(inputs)
     low, high = config.icepop_ratio_low, config.icepop_ratio_high
-    return _masked_surrogate(inputs, config, log_r, *_outside_ratio_band(log_r, low, high))
+    return _masked_surrogate(inputs, log_r, *_outside_ratio_band(log_r, low, high))
 
 
 @token_separable
@@ -50,15 +50,14 @@ def dppo_tv(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
     loss = -keep A r, r = exp(cur - rollout), keep = -dppo_diff_low <= pi_cur - pi_rollout <=
     dppo_diff_high
-    Flags: --dppo-diff-low 0.2, --dppo-diff-high 0.2, --dppo-ratio-cap (none), --adv-tau 1.0,
-        --teacher-tau 0.0.
+    Flags: --dppo-diff-low 0.2, --dppo-diff-high 0.2, --dppo-ratio-cap (none).
     Reference: Qi et al. 2026 (DPPO, total variation), in the symmetric form of prime-rl.
     """
     log_r = _cur_over_rollout(inputs)
     difference = _probability_shift(inputs)
     too_low = difference < -config.dppo_diff_low - EDGE_TOLERANCE
     too_high = difference > config.dppo_diff_high + EDGE_TOLERANCE
-    return _masked_surrogate(inputs, config, log_r, too_low, too_high, cap=config.dppo_ratio_cap)
+    return _masked_surrogate(inputs, log_r, too_low, too_high, cap=config.dppo_ratio_cap)
 
 
 @token_separable
@@ -67,8 +66,7 @@ def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
     loss = -keep A r + kl_tau log(r)^2, r = exp(cur - rollout), keep = pi_cur - pi_rollout <=
     dppo_mask_high for A > 0, >= -dppo_mask_low else
-    Flags: --dppo-mask-low 0.2, --dppo-mask-high 0.2, --kl-tau 0.001, --adv-tau 1.0, --teacher-tau
-        0.0.
+    Flags: --dppo-mask-low 0.2, --dppo-mask-high 0.2, --kl-tau 0.001.
     Reference: Qi et al. 2026 (DPPO); squared log-ratio penalty as in prime-rl.
     """
     log_r = _cur_over_rollout(inputs)
@@ -76,7 +74,7 @@ def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     positive = inputs.advantages > 0
     too_high = positive & (difference > config.dppo_mask_high + EDGE_TOLERANCE)
     too_low = ~positive & (difference < -config.dppo_mask_low - EDGE_TOLERANCE)
-    term = _masked_surrogate(inputs, config, log_r, too_low, too_high)
+    term = _masked_surrogate(inputs, log_r, too_low, too_high)
     return replace(term, loss=term.loss + config.kl_tau * log_r.square())
 
 
@@ -86,13 +84,12 @@ def ipo_kl(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
     loss = keep (-A r + kl_tau log(r)^2), r = exp(cur - rollout), keep = ipo_ratio_low <= r <=
     ipo_ratio_high
-    Flags: --ipo-ratio-low 0.2, --ipo-ratio-high 5.0, --kl-tau 0.001, --adv-tau 1.0, --teacher-tau
-        0.0.
+    Flags: --ipo-ratio-low 0.2, --ipo-ratio-high 5.0, --kl-tau 0.001.
     Reference: Prime Intellect 2025, prime-rl (masked ratio with a squared log-ratio penalty).
     """
     log_r = _cur_over_rollout(inputs)
     outside = _outside_ratio_band(log_r, config.ipo_ratio_low, config.ipo_ratio_high)
-    term = _masked_surrogate(inputs, config, log_r, *outside)
+    term = _masked_surrogate(inputs, log_r, *outside)
     penalty = torch.where(term.kept, config.kl_tau * log_r.square(), 0.0)
     return replace(term, loss=term.loss + penalty)
 
@@ -103,7 +100,7 @@ def dppo_kl(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
     loss = -keep A r, r = exp(cur - rollout); dropped if D > dppo_kl_threshold and pi_cur >
     pi_rollout for A > 0, pi_cur < pi_rollout else; D = KL of (pi, 1 - pi), rollout from cur
-    Flags: --dppo-kl-threshold 0.05, --dppo-ratio-cap (none), --adv-tau 1.0, --teacher-tau 0.0.
+    Flags: --dppo-kl-threshold 0.05, --dppo-ratio-cap (none).
     Reference: Qi et al. 2026 (DPPO, binary KL), arXiv 2602.04879; the direction as in the authors'
         code, probabilities within 1e-6 of 0 and 1.
     """
@@ -113,7 +110,7 @@ def dppo_kl(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     rose, positive = log_r.detach() > 0, inputs.advantages > 0
     fell = log_r.detach() < 0
     too_low, too_high = ~positive & fell & too_far, positive & rose & too_far
-    return _masked_surrogate(inputs, config, log_r, too_low, too_high, cap=config.dppo_ratio_cap)
+    return _masked_surrogate(inputs, log_r, too_low, too_high, cap=config.dppo_ratio_cap)
 
 
 def vespo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
@@ -121,8 +118,7 @@ def vespo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
     loss = -sg(phi(w)) A cur, w = exp(sum(cur - rollout)), phi(w) = exp(lambda) w^k exp(-lambda w);
     k and lambda by the sign of A (0 counts as positive); log w within [log 1e-8, 20]
-    Flags: --vespo-k-pos 2.0, --vespo-lambda-pos 3.0, --vespo-k-neg 3.0, --vespo-lambda-neg 2.0,
-        --adv-tau 1.0, --teacher-tau 0.0.
+    Flags: --vespo-k-pos 2.0, --vespo-lambda-pos 3.0, --vespo-k-neg 3.0, --vespo-lambda-neg 2.0.
     Reference: VESPO 2026, arXiv 2602.10693 (abstract and the authors' and TRL's descriptions).
     """
     log_w = _sequence_over_rollout(inputs).clamp(math.log(_SMALLEST_SEQUENCE_RATIO), MAX_LOG_RATIO)
@@ -130,21 +126,21 @@ def vespo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     k = torch.where(positive, config.vespo_k_pos, config.vespo_k_neg)
     rate = torch.where(positive, config.vespo_lambda_pos, config.vespo_lambda_neg)
     phi = safe_exp(rate + k * log_w - rate * log_w.exp())
-    return _weighted(inputs, config, log_w, phi, {"vespo/phi": phi})
+    return _weighted(inputs, log_w, phi, {"vespo/phi": phi})
 
 
 def topr(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Pulls up what was good at full weight; pushes down what was bad only as far as it is likely.
 
     loss = -sg(w) A cur, w = 1 for A >= 0, else min(1, exp(sum(cur - rollout)))
-    Flags: --adv-tau 1.0, --teacher-tau 0.0.
+    Flags: none.
     Reference: Le Roux et al. 2025 (TOPR), arXiv 2503.14286.
     """
     log_w = _sequence_over_rollout(inputs)
     tapered = inputs.advantages < 0
     weight = torch.where(tapered, safe_exp(log_w.clamp(max=0.0)), 1.0)
     clipped = (tapered & (log_w > 0)).float()
-    return _weighted(inputs, config, log_w, weight, {"pg_clipfrac": clipped})
+    return _weighted(inputs, log_w, weight, {"pg_clipfrac": clipped})
 
 
 @token_separable
@@ -152,13 +148,13 @@ def dro(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Policy gradient with a quadratic pull back to the policy that sampled; no ratio at all.
 
     loss = -(A cur - dro_beta / 2 (cur - rollout)^2)
-    Flags: --dro-beta 1.0, --adv-tau 1.0, --teacher-tau 0.0.
+    Flags: --dro-beta 1.0.
     Reference: Richemond et al. 2024 (DRO), arXiv 2405.19107, with the advantage in place of reward
         less value; the per-token form of Tinker (a secondary source).
     """
     log_r = _cur_over_rollout(inputs)
     pull = config.dro_beta / 2 * log_r.square()
-    loss = -_guided_advantages(inputs, config) * inputs.cur_log_probs + pull
+    loss = -inputs.advantages * inputs.cur_log_probs + pull
     return PolicyTerm(loss, inputs.mask, {"dro/pull": pull}, ratio=safe_exp(log_r.detach()))
 
 
@@ -167,7 +163,7 @@ def minpro(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
     loss = -sg(min(w, 1 + eps_clip_high)) A cur, w_t = r_t min over i < t of r_i, r = exp(cur -
     rollout); w = r at the first token
-    Flags: --eps-clip-high (= eps-clip, 0.2), --adv-tau 1.0, --teacher-tau 0.0.
+    Flags: --eps-clip-high (= eps-clip, 0.2).
     Reference: Lei et al. 2026 (MinPRO), arXiv 2601.22718; the abstract and a secondary summary: the
         upper bound is CISPO's, not the paper's.
     """
@@ -177,7 +173,7 @@ def minpro(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     high = 1.0 + config.clip_high
     weight = safe_exp(log_w).clamp(max=high)
     clipped = (~inside_band(log_w, 0.0, high)).float()
-    return _weighted(inputs, config, log_w, weight, {"pg_clipfrac": clipped})
+    return _weighted(inputs, log_w, weight, {"pg_clipfrac": clipped})
 
 
 def _cur_over_rollout(inputs: LossInputs) -> Tensor:
@@ -196,24 +192,14 @@ def _sequence_over_rollout(inputs: LossInputs) -> Tensor:
 
 def _weighted(
     inputs: LossInputs,
-    config: LossConfig,
     log_w: Tensor,
     weight: Tensor,
     metrics: dict[str, Tensor],
 ) -> PolicyTerm:
     """-weight A cur; `weight` carries no gradient, `log_w` is what it was made of."""
-    loss = -weight * _guided_advantages(inputs, config) * inputs.cur_log_probs
+    loss = -weight * inputs.advantages * inputs.cur_log_probs
     weight = torch.where(inputs.mask, weight, 0.0)
     return PolicyTerm(loss, inputs.mask, metrics, ratio=safe_exp(log_w), weight=weight)
-
-
-def _guided_advantages(inputs: LossInputs, config: LossConfig) -> Tensor:
-    """adv_tau A + teacher_tau sg(teacher - cur) [T]."""
-    advantages = config.adv_tau * inputs.advantages
-    if config.teacher_tau and inputs.teacher_log_probs is not None:
-        gap = inputs.teacher_log_probs - inputs.cur_log_probs.detach()
-        advantages = advantages + config.teacher_tau * gap
-    return advantages
 
 
 def _outside_ratio_band(log_r: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -224,20 +210,19 @@ def _outside_ratio_band(log_r: Tensor, low: float, high: float) -> tuple[Tensor,
 
 def _masked_surrogate(
     inputs: LossInputs,
-    config: LossConfig,
     log_r: Tensor,
     too_low: Tensor,
     too_high: Tensor,
     cap: float | None = None,
 ) -> PolicyTerm:
-    """-A r on the tokens inside the band; A is scaled and joined by the teacher."""
+    """-A r on the tokens inside the band."""
     kept = inputs.mask & ~(too_low | too_high)
     # Selecting the log-ratio before exp keeps a dropped token's huge ratio out of value and
     # gradient.
     ratio = safe_exp(torch.where(kept, log_r, 0.0))
     if cap is not None:
         ratio = ratio.clamp(max=cap)
-    loss = torch.where(kept, -_guided_advantages(inputs, config) * ratio, 0.0)
+    loss = torch.where(kept, -inputs.advantages * ratio, 0.0)
     metrics = {
         "is_masked": (inputs.mask & ~kept).float(),
         "is_masked_low": (inputs.mask & too_low).float(),

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _stand_in = _CPU
@@ -104,6 +105,9 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _redirect_factories() -> None:
+    # `with torch.device(...)` knows the factories by identity and remembers them when first asked:
+    # asked later, it would know ours and ignore torch's own, which ours call.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -122,6 +122,7 @@ class CriticTrainer(MegatronTrainer):
             total_weight=step.share.total_weight,
             num_microbatches=len(step.share.counts),
             dp_cp_size=self.groups.dp_cp_size,
+            loss_scale=self.optimizer.loss_scale,
         )
         for chunk in self.chunks:
             chunk.train()
@@ -133,9 +134,12 @@ class CriticTrainer(MegatronTrainer):
         errors.agree("the step of the critic", table.digest() if last else None)
         metrics = table.reduced(self.groups.dp_cp_group).means() if last else None
         metrics = spread_from_last_stage(metrics, self.groups)
+        if self.optimizer.scaler is not None:
+            metrics["critic/loss_scale"] = self.optimizer.loss_scale
         updated, grad_norm = self.optimizer.step()
         metrics["critic/grad_norm"] = grad_norm
-        return StepResult(metrics, updated, grad_norm)
+        metrics["critic/skipped_steps"] = float(self.optimizer.skipped_steps)
+        return StepResult(metrics, updated, grad_norm, overflow=self.optimizer.overflowed)
 
     def _value_step(self) -> ForwardStep:
         def forward_step(

@@ -30,7 +30,14 @@ from plugin.megatron_backend.model.builder import (
     wrap_with_ddp,
 )
 from plugin.megatron_backend.model.device_settings import on_this_device
-from plugin.megatron_backend.model.hf_weights import export_hf_weights, load_hf_weights, unwrap
+from plugin.megatron_backend.model.hf_weights import (
+    export_hf_weights,
+    export_own_part,
+    load_hf_weights,
+    unwrap,
+)
+from plugin.megatron_backend.model.lora import adapters_off, attach_adapters
+from plugin.megatron_backend.model.peft_adapters import export_own_adapters, load_adapters
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.live_routes import LiveRoutes
 from plugin.megatron_backend.routing.microbatch_routes import (
@@ -83,6 +90,8 @@ class StepResult:
     updated: False if the step was skipped because the gradient was not finite or too large
     bad_parameter: the first parameter with a non-finite gradient, if any
     cause: the field, loss or hook that was not finite first, if the step was skipped for one
+    overflow: the step was skipped because gradients do not fit into float16 times the loss scale,
+        which is still being lowered
     log_probs: [response] per sample of the global batch, of the weights the step started from, if
         asked for; undefined where the loss mask is 0
     live_routes: [tokens, moe_layers, topk] of the first samples, chosen by the routers themselves,
@@ -94,6 +103,7 @@ class StepResult:
     grad_norm: float
     bad_parameter: str | None = None
     cause: str | None = None
+    overflow: bool = False
     log_probs: Ragged | None = None
     live_routes: list[Tensor] | None = None
 
@@ -141,6 +151,8 @@ class MegatronTrainer:
         self.chunks: list[Any] = list(build_model(hf_config, config, groups, seed=seed))
         self.optimizer: GuardedOptimizer | None = None
         if trainable:
+            if config.lora_rank:
+                attach_adapters(self.chunks, config, groups, seed)
             self.chunks = list(wrap_with_ddp(self.chunks, config, groups))
             optimizer = build_optimizer(self.chunks, config)
             connect(self.chunks, optimizer)
@@ -152,15 +164,39 @@ class MegatronTrainer:
         self.recorded_routes: dict[bytes | None, RecordedRoutes] = {}  # by share
 
     def load_hf_weights(self, source: str | Path | Mapping[str, Tensor]) -> None:
-        """Take the weights of a Hugging Face directory or state dict."""
+        """Take the weights of a Hugging Face directory or state dict; adapters stay as they are."""
         load_hf_weights([unwrap(chunk) for chunk in self.chunks], source, self.groups)
+        self._tell_optimizer()
+
+    def load_adapters(self, directory: str | Path) -> None:
+        """Take the adapters of a PEFT directory."""
+        load_adapters(self.chunks, Path(directory))
+        self._tell_optimizer()
+
+    def _tell_optimizer(self) -> None:
         if self.optimizer is not None:
             # The optimizer keeps float32 copies of half-precision weights.
             self.optimizer.optimizer.reload_model_params()
 
-    def export_hf_weights(self, *, own_stage: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Every weight (of this pipeline stage) by its Hugging Face name, whole; a collective."""
-        return export_hf_weights(self.chunks, self.groups, own_stage=own_stage)
+    def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight by its Hugging Face name, whole, adapters added to it; a collective."""
+        return export_hf_weights(self.chunks, self.groups)
+
+    def export_own_part(self, *, round_bytes: int) -> Iterator[tuple[str, Tensor] | None]:
+        """The weights that this rank sends to engines, a round at a time; a collective."""
+        return export_own_part(self.chunks, self.groups, round_bytes=round_bytes)
+
+    def export_adapters(
+        self, *, with_base: bool, round_bytes: int
+    ) -> Iterator[tuple[str, Tensor] | None]:
+        """As `export_own_part`, adapters by their PEFT names.
+
+        with_base: the weights that they belong to come first
+        """
+        if with_base:
+            with adapters_off(self.chunks):
+                yield from self.export_own_part(round_bytes=round_bytes)
+        yield from export_own_adapters(self.chunks, self.groups)
 
     def set_learning_rate(self, value: float) -> None:
         """Use `value` from the next step on."""
@@ -177,6 +213,7 @@ class MegatronTrainer:
         keep_last: int | None = None,
     ) -> Path:
         """Write `<directory>/step_<step>` with a JSON-able `user_state`; a collective."""
+        scaler = None if self.optimizer is None else self.optimizer.scaler
         return save_checkpoint(
             directory,
             self._parts(),
@@ -184,6 +221,7 @@ class MegatronTrainer:
             step=step,
             trainer_version=self.version,
             skipped_steps=0 if self.optimizer is None else self.optimizer.skipped_steps,
+            loss_scale=None if scaler is None else scaler.numbers(),
             keep_last=keep_last,
         )
 
@@ -193,6 +231,8 @@ class MegatronTrainer:
         self.version = metadata.trainer_version
         if self.optimizer is not None:
             self.optimizer.skipped_steps = metadata.skipped_steps
+            if self.optimizer.scaler is not None and metadata.loss_scale is not None:
+                self.optimizer.scaler.restore(metadata.loss_scale)
         return metadata.step, user_state
 
     def _parts(self) -> TrainerParts:
@@ -228,7 +268,22 @@ class MegatronTrainer:
         errors.agree("the log-prob pass")
         return self._gathered(results, step)
 
-    def _gathered(self, results: list[Tensor | None], step: _Step) -> Ragged:
+    def compute_base_log_probs(self, batch: RolloutBatch | BatchShare) -> Ragged:
+        """`compute_log_probs` of the model without its adapters."""
+        recorded, self.recorded_routes = self.recorded_routes, {}
+        try:
+            with adapters_off(self.chunks):
+                return self.compute_log_probs(batch)
+        finally:
+            self.recorded_routes = recorded
+
+    def _gathered(
+        self,
+        results: list[Tensor | None],
+        step: _Step,
+        trailing: tuple[int, ...] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> Ragged:
         numbers, groups = step.share.numbers(), self.groups
         lengths, group = step.all_lengths, groups.dp_cp_group
         if lengths is None:
@@ -244,6 +299,8 @@ class MegatronTrainer:
             group,
             groups,
             self.device,
+            trailing,
+            dtype,
         )
         if step.all_lengths is not None:
             flat = broadcast_from_last_stage(flat, groups)
@@ -269,6 +326,7 @@ class MegatronTrainer:
             if "advantages" not in columns:
                 raise BatchError("the batch has no advantages; compute them from the rewards first")
             self.config.require_rollout_log_probs("rollout_log_probs" in columns)
+            self.config.require_teacher(columns.columns)
             if self.config.use_routing_replay and not self.recorded_routes:
                 raise ReplayError(
                     "--use-routing-replay replays the routes of the log-prob pass and none has "
@@ -282,6 +340,7 @@ class MegatronTrainer:
             total_weight=step.share.total_weight,
             num_microbatches=len(step.share.counts),
             dp_cp_size=self.groups.dp_cp_size,
+            loss_scale=self.optimizer.loss_scale,
         )
         for chunk in self.chunks:
             chunk.train()
@@ -315,6 +374,8 @@ class MegatronTrainer:
         self, metrics: dict[str, float], step: _Step, log_probs: list[Tensor | None]
     ) -> StepResult:
         assert self.optimizer is not None
+        if self.optimizer.scaler is not None:
+            metrics |= {"loss_scale": self.optimizer.loss_scale}
         updated, grad_norm = self.optimizer.step()
         bad, cause = None, None
         if not updated and not math.isfinite(grad_norm):
@@ -330,7 +391,8 @@ class MegatronTrainer:
             "num_microbatches": float(len(step.share.counts)),
             "padding_microbatch_share": step.share.padding_share,
         }
-        return StepResult(metrics, updated, grad_norm, bad, cause)
+        overflow = self.optimizer.overflowed and cause is None
+        return StepResult(metrics, updated, grad_norm, bad, cause, overflow)
 
     def _check_batch(self, batch: RolloutBatch, numbers: Integers | None = None) -> None:
         """Find on every rank what would end only some of them inside the model.

@@ -63,6 +63,13 @@ PANELS: tuple[Panel, ...] = (
         missing=_NEEDS_ROLLOUT,
     ),
     Panel(
+        "teacher_kl",
+        "Distance from the teacher",
+        "Reverse KL per token: its estimate by the sampled tokens, and over the likeliest ids.",
+        {"sampled tokens": ("teacher_kl",), "likeliest ids": ("distill_kl",)},
+        optional=True,
+    ),
+    Panel(
         "ratio_percentiles",
         "Ratio percentiles",
         "π_train / π_rollout before any correction: median, 25–75 %, 5–95 % and 1–99 %.",

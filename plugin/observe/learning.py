@@ -94,7 +94,9 @@ def _reason(step: Mapping[str, Any], config: JobConfig | None) -> Reason | None:
     if _number(step, "mismatch/kept_share") == 0 or _number(step, "is_masked") == 1:
         return "rejected"
     by_group = config is None or estimator_traits(config.advantage_estimator).group
-    if _number(step, "reward_std") == 0 or (by_group and _number(step, "uniform_group_share") == 1):
+    equal = _number(step, "reward_std") == 0
+    equal |= by_group and _number(step, "uniform_group_share") == 1
+    if equal and not (config is not None and config.distills):
         return "equal rewards"
     return "no gradient" if _without_gradient(step) else None
 

@@ -18,6 +18,8 @@ ASSUMED_UTILIZATION = 0.4
 #: Share of an engine's GPU memory that weights and KV cache may take: vLLM's default.
 ENGINE_MEMORY_SHARE = 0.9
 
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 #: Megatron's names of groups -> ours
 GROUP_NAMES = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
@@ -36,7 +38,7 @@ GROUP_NAMES = {
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step; per kind of rank, in the order of the plan.
+    """Seconds of one optimizer step; per planned stage.
 
     bubble: share of the step that a stage waits for others
     """
@@ -70,12 +72,13 @@ def group_span(config: JobConfig, name: str, world_size: int) -> tuple[int, int]
     return spans.get(name, (world_size, 1))
 
 
-def message_seconds(plan: JobPlan, kind: RankKind, gpu: Gpu) -> float:
+def message_seconds(plan: JobPlan, kind: RankKind, gpu: Gpu) -> dict[str, float]:
     """Seconds that one rank's messages of a step take on their links, one after the other.
 
-    Without those between data parallel ranks where they are overlapped with computation.
+    By what they are, such as `expert all_to_all over the network`. Without those between data
+    parallel ranks where they are overlapped with computation.
     """
-    total = 0.0
+    found: dict[str, float] = {}
     for (group, operation), (_, size) in kind.collectives.items():
         name = GROUP_NAMES.get(group, "world")
         if "data" in name and plan.config.overlap_grad_reduce:
@@ -93,8 +96,10 @@ def message_seconds(plan: JobPlan, kind: RankKind, gpu: Gpu) -> float:
             "all_to_all": share,
             "receive": 0.0,  # the same message as the neighbor's send
         }.get(operation, 1.0)
-        total += size * factor / (gpu.link if near else gpu.network)
-    return total
+        what = f"{name} {operation} {'within nodes' if near else 'over the network'}"
+        seconds = size * factor / (gpu.link if near else gpu.network)
+        found[what] = found.get(what, 0.0) + seconds
+    return found
 
 
 def step_time(plan: JobPlan, gpu: Gpu) -> StepTime:
@@ -102,8 +107,8 @@ def step_time(plan: JobPlan, gpu: Gpu) -> StepTime:
     rate = gpu.tflops * 1e12 * ASSUMED_UTILIZATION
     # The largest microbatch was planned; the mean one is as full as the samples make it.
     fill = _mean_fill(plan)
-    compute = [kind.flops * fill / rate for kind in plan.kinds]
-    messages = [message_seconds(plan, kind, gpu) for kind in plan.kinds]
+    compute = [kind.flops * fill / rate for kind in plan.stages]
+    messages = [sum(message_seconds(plan, kind, gpu).values()) for kind in plan.stages]
     busy = [c + m for c, m in zip(compute, messages, strict=True)]
     stages = plan.config.pipeline_model_parallel_size
     chunks = plan.config.virtual_pipeline_model_parallel_size or 1
@@ -122,10 +127,11 @@ def _mean_fill(plan: JobPlan) -> float:
 def weight_sync(plan: JobPlan) -> dict[str, Any]:
     """Bytes of new weights for the engines, and the way they take."""
     config = plan.config
-    size = {"float32": 4, "bfloat16": 2}[config.train_dtype]
+    size = _BYTES[config.train_dtype]
     way = config.weight_way
     links = {
         "broadcast": "NVLink or network, from trainer ranks straight to engine ranks",
+        "ipc": "memory of the device that a trainer rank and an engine rank share",
         "directory": "the file system of trainers and servers",
         "object-store": "shared memory of a node; the network to engines of other nodes",
     }[way]
@@ -141,7 +147,7 @@ def weight_sync(plan: JobPlan) -> dict[str, Any]:
 def rollout_memory(plan: JobPlan) -> dict[str, Any]:
     """The KV cache of an engine and how many sequences it holds (formulas)."""
     config, model, gpu = plan.config, plan.model, plan.gpu
-    width = {"float32": 4, "bfloat16": 2}[config.rollout_dtype]
+    width = _BYTES[config.rollout_dtype]
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads, numbers = model.num_key_value_heads, 2 * model.num_key_value_heads * head_dim
     if getattr(model, "kv_lora_rank", None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,12 @@ def full_share(
     names += ["teacher_log_probs"] if config.teacher_tau else []
     for name in names:
         columns[name] = Ragged(torch.full((answers,), -1.0), responses)
+    if k := config.distill_topk:
+        ids = torch.arange(answers * k, dtype=torch.int32).view(answers, k) % hf_config.vocab_size
+        columns["teacher_topk_ids"] = Ragged(ids, responses)
+        columns["teacher_topk_log_probs"] = Ragged(
+            torch.full((answers, k), -math.log(2 * k)), responses
+        )
     if route_layers is not None and config.use_rollout_routing_replay:
         model = family_of(hf_config).transformer_arguments(hf_config)
         experts, topk = model["num_moe_experts"], model["moe_router_topk"]
@@ -79,7 +86,7 @@ def full_share(
         counts,
         np.arange(len(totals)),
         totals[:1],
-        float(answers),
+        float(max(1, answers)),  # of all ranks: also one that has only padding divides by it
         padding / microbatches,
         0,
     )

@@ -29,7 +29,15 @@ def _gpu(name: str, gib: float, tflops: float, link: float, network: float = 50)
     return Gpu(name, int(gib * _GIB), tflops, link * 1e9, network * 1e9)
 
 
-#: Memory as the driver reports it, a little below the data sheet's. NVLink at one direction.
+#: Memory: what torch can allocate from, as its out-of-memory errors state it ("has a total capacity
+#: of ..."): H100 79.11 GiB (vllm-project/vllm issue 27508), H20 95.00 (modelscope/DiffSynth-Studio
+#: issue 1238), RTX 4090 23.64 (ali-vilab/VGen issue 104), B200 178.35 (pytorch/ao pull request
+#: 4002); others a little below nvidia-smi's total (A100 81,920 and 40,960 MiB, L40S 46,068 MiB in
+#: modal-labs/modal-client pull request 2797).
+#: FLOPs and links: data sheets of NVIDIA and AMD, dense (half of what is stated with sparsity) and
+#: one direction of NVLink (A100 600, H100, H200 and H20 900, B200 1,800 GB/s in both), of MI300X's
+#: Infinity Fabric (896 GB/s in both) or of PCIe 4.0 x16.
+#: Network: assumed, one port of 400 Gb/s per GPU, 200 or 100 with older and smaller ones.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (

@@ -11,6 +11,7 @@ from typing import Any
 from plugin.config import JobConfig
 from plugin.errors import ConfigError
 
+_STAGES = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _SIZES = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -21,12 +22,14 @@ _SIZES = {
 
 
 def describe(config: JobConfig) -> str:
-    """A layout in the usual short form: TP8 PP4 EP8 SP."""
-    sizes = [
-        f"{short}{getattr(config, name)}"
-        for name, short in _SIZES.items()
-        if getattr(config, name) > 1
-    ]
+    """A layout in the usual short form: TP8 PP4 EP8 SP; uneven stages as PP4[23..23]."""
+    sizes = []
+    for name, short in _SIZES.items():
+        if getattr(config, name) > 1:
+            sizes.append(f"{short}{getattr(config, name)}")
+            first, last = (getattr(config, end) for end in _STAGES)
+            if short == "PP" and (first or last):
+                sizes[-1] += f"[{first or ''}..{last or ''}]"
     if config.virtual_pipeline_model_parallel_size:
         sizes.append(f"VPP{config.virtual_pipeline_model_parallel_size}")
     if config.sequence_parallel:
@@ -36,13 +39,22 @@ def describe(config: JobConfig) -> str:
 
 def layout_settings(config: JobConfig) -> dict[str, Any]:
     """The parallel sizes by their flags' names."""
-    names = (*_SIZES, "virtual_pipeline_model_parallel_size", "sequence_parallel")
+    names = (*_SIZES, *_STAGES, "virtual_pipeline_model_parallel_size", "sequence_parallel")
     return {name: getattr(config, name) for name in names}
+
+
+def layout_flags(settings: dict[str, Any]) -> str:
+    """What `layout_settings` gives, as words of a command line; defaults are left out."""
+    words = []
+    for name, value in settings.items():
+        if value not in (None, False, 1):
+            words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+    return " ".join(words)
 
 
 def without_layout(args: argparse.Namespace) -> tuple[dict[str, int], argparse.Namespace]:
     """The parallel sizes among the arguments of a command, and the arguments without them."""
-    names = (*_SIZES, "virtual_pipeline_model_parallel_size", "sequence_parallel")
+    names = (*_SIZES, *_STAGES, "virtual_pipeline_model_parallel_size", "sequence_parallel")
     given = {name: value for name, value in vars(args).items() if name in _SIZES}
     rest = {name: value for name, value in vars(args).items() if name not in names}
     sizes = {name: int(value) for name, value in given.items() if str(value).isdigit()}
@@ -50,21 +62,27 @@ def without_layout(args: argparse.Namespace) -> tuple[dict[str, int], argparse.N
 
 
 def possible_layouts(config: JobConfig, hf_config: Any) -> Iterator[JobConfig]:
-    """Every layout of the job's GPUs that the model can be cut into, without virtual pipelining."""
+    """Every layout of the job's GPUs that the model can be cut into, without virtual pipelining.
+
+    Tensor parallel ranks stay on one node, context parallel ones are at most twice the job's.
+    """
     from plugin.megatron_backend.model.families import family_of
     from plugin.megatron_backend.model.layout_rules import check_model
 
-    world = config.world_size
+    world, layers = config.world_size, hf_config.num_hidden_layers
     experts = family_of(hf_config).transformer_arguments(hf_config).get("num_moe_experts", 0)
     per_node = config.ranks_per_node
     for tp in _divisors(hf_config.num_key_value_heads, per_node):
-        for pp in _divisors(hf_config.num_hidden_layers, world // tp):
+        for pp in _divisors(world // tp, layers):
             for cp in _divisors(world // (tp * pp), config.context_parallel_size * 2):
                 for ep in _divisors(experts, world // pp) if experts else (1,):
+                    first, last = stage_ends(layers, pp)
                     sizes: dict[str, Any] = {
                         "tensor_model_parallel_size": tp,
                         "pipeline_model_parallel_size": pp,
                         "virtual_pipeline_model_parallel_size": None,
+                        "decoder_first_pipeline_num_layers": first,
+                        "decoder_last_pipeline_num_layers": last,
                         "context_parallel_size": cp,
                         "expert_model_parallel_size": ep,
                         "expert_tensor_parallel_size": 1,
@@ -77,6 +95,23 @@ def possible_layouts(config: JobConfig, hf_config: Any) -> Iterator[JobConfig]:
                     except ConfigError:
                         continue
                     yield layout
+
+
+def stage_ends(layers: int, stages: int) -> tuple[int | None, int | None]:
+    """Layers of the first and the last stage where they do not divide evenly, else None.
+
+    The ends hold embedding and LM head, so they get the smaller share: 94 layers over 4 stages are
+    23, 24, 24, 23; 61 are 15, 16, 16, 14.
+    """
+    if layers % stages == 0:
+        return None, None
+    if stages == 2:
+        return layers - layers // 2, None  # of two, one decides the other
+    middle = -(-layers // stages)
+    ends = layers - middle * (stages - 2)
+    if ends < 2:
+        middle, ends = middle - 1, layers - (middle - 1) * (stages - 2)
+    return ends - ends // 2, ends // 2
 
 
 def nearest_layouts(sizes: dict[str, int], world: JobConfig, hf_config: Any) -> list[str]:

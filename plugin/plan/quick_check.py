@@ -28,24 +28,40 @@ class LeastBytes:
         return self.parameters + self.gradients + self.optimizer
 
 
-def least_bytes(
-    shapes: Mapping[str, Sequence[int]], config: JobConfig, *, on_cuda: bool
-) -> LeastBytes:
-    """The least that a rank of the job holds of a model with these tensors."""
+@dataclass(frozen=True)
+class WeightCounts:
+    """Numbers of a whole model: in experts, which are cut by expert ranks, and elsewhere."""
+
+    dense: int
+    experts: int
+
+
+def count_weights(shapes: Mapping[str, Sequence[int]]) -> WeightCounts:
+    """Numbers of the tensors with these names and shapes."""
+    dense = experts = 0
+    for name, shape in shapes.items():
+        if ".experts." in name:
+            experts += math.prod(shape)
+        else:
+            dense += math.prod(shape)
+    return WeightCounts(dense, experts)
+
+
+def least_bytes(counts: WeightCounts, config: JobConfig, *, on_cuda: bool) -> LeastBytes:
+    """The least that a rank of the job holds of a model with these weights."""
     config = on_device(config, Capabilities(cuda=on_cuda, transformer_engine=on_cuda))
     stage = config.world_size // config.pipeline_model_parallel_size
     parameters = gradients = optimizer = 0.0
-    for is_expert, cut in (
-        (False, config.tensor_model_parallel_size),
-        (True, config.expert_model_parallel_size * config.expert_tensor_parallel_size),
+    for numbers, cut in (
+        (counts.dense, config.tensor_model_parallel_size),
+        (counts.experts, config.expert_model_parallel_size * config.expert_tensor_parallel_size),
     ):
-        numbers = sum(
-            math.prod(shape) for name, shape in shapes.items() if (".experts." in name) is is_expert
-        )
         held = numbers / (cut * config.pipeline_model_parallel_size)
         copies = stage / cut if config.use_distributed_optimizer else 1
-        half = config.train_dtype == "bfloat16"
+        half = config.train_dtype != "float32"
         parameters += held * (2 if half else 4)
+        if config.lora_rank:
+            continue  # adapters are small beside the model, which has neither of these
         gradients += held * 4
         # two moments, and the main weights of half-precision ones
         optimizer += held * (12 if half else 8) / copies

@@ -51,6 +51,7 @@ def as_json(plan: JobPlan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
                 "count": kind.count,
                 "example_rank": kind.example_rank,
                 "parameters": kind.parameters,
+                "trained_parameters": kind.trained,
                 "bytes": {part: kind.bytes[part] for part in _PARTS},
                 "peak_bytes": kind.peak_bytes,
                 "flops": kind.flops,
@@ -66,13 +67,14 @@ def as_json(plan: JobPlan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
                 "count": count,
                 "bytes": size,
             }
-            for kind in plan.kinds
+            for kind in plan.stages
             for (group, operation), (count, size) in sorted(kind.collectives.items())
         ],
         "weight_sync": weight_sync(plan),
         "batch": {
             "samples": batching.samples,
             "microbatches": batching.microbatches,
+            "padding_microbatches": batching.padding,
             "padding_microbatch_share": batching.padding_share,
             "samples_beyond_the_budget": batching.oversize,
             "tokens_of_the_fullest_rank": max(batching.tokens),
@@ -144,12 +146,22 @@ def _verdict(report: dict[str, Any], gpu: dict[str, Any] | None) -> str:
 
 
 def _memory_table(report: dict[str, Any]) -> list[str]:
-    head = ["kind of rank", "ranks", "numbers", *(p.replace("_", " ") for p in _PARTS), "peak"]
+    # Where all numbers are trained, the column would say nothing.
+    freezes = any(rank["trained_parameters"] < rank["parameters"] for rank in report["ranks"])
+    head = [
+        "kind of rank",
+        "ranks",
+        "numbers",
+        *(["trained"] if freezes else []),
+        *(p.replace("_", " ") for p in _PARTS),
+        "peak",
+    ]
     rows = [
         [
             rank["kind"],
             str(rank["count"]),
             _count(rank["parameters"]),
+            *([_count(rank["trained_parameters"])] if freezes else []),
             *(_gib(rank["bytes"][part]) for part in _PARTS),
             _gib(rank["peak_bytes"]),
         ]

@@ -1,7 +1,8 @@
 """Tries the layouts of a number of GPUs and ranks them by the estimated time of a step.
 
-A layout is planned by its fullest ranks, the first and the last stage. What was planned before is
-read from a cache: the key is everything that the plan depends on.
+Formulas leave out what cannot fit or is far from the fastest. The others are planned by their
+first, second and last stage, in which the fullest and the slowest ranks are. What was planned
+before is read from a cache: the key is everything that the plan depends on.
 """
 
 from __future__ import annotations
@@ -11,25 +12,28 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import plugin
 from plugin.config import JobConfig
 from plugin.errors import MegatronTisError
-from plugin.observe.text_table import aligned
-from plugin.plan.estimates import step_time
+from plugin.plan.estimates import message_seconds, step_time
 from plugin.plan.gpus import Gpu
-from plugin.plan.job_plan import Models, plan_job
-from plugin.plan.layouts import describe, possible_layouts
+from plugin.plan.job_plan import Models, decided
+from plugin.plan.layouts import describe, layout_settings, possible_layouts
+from plugin.plan.rough_costs import RoughModel, rough_bytes, rough_seconds
 from plugin.plan.sample_lengths import SampleLengths
+from plugin.plan.short_stages import plan_by_layers
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One layout, planned.
 
-    messages, compute: seconds of the slower of the two stages; problem: why it cannot be planned
+    messages, compute: seconds of the slowest stage; most_messages: which of them take longest
+    problem: why it cannot be planned
     """
 
     layout: str
@@ -39,6 +43,7 @@ class Candidate:
     step_seconds: float = 0.0
     compute: float = 0.0
     messages: float = 0.0
+    most_messages: str = ""
     bubble: float = 0.0
     microbatches: int = 0
     problem: str | None = None
@@ -46,14 +51,36 @@ class Candidate:
     @property
     def why(self) -> str:
         """What its time and memory come from, in words."""
+        if self.problem is not None:
+            return self.problem
         parts = {
             "compute": self.compute,
             "messages": self.messages,
             "bubble": self.step_seconds * self.bubble,
         }
         total = sum(parts.values()) or 1.0
-        shares = ", ".join(f"{name} {value / total:.0%}" for name, value in parts.items())
-        return self.problem or (shares if self.fits else f"too large; {shares}")
+        shares = [f"{name} {value / total:.0%}" for name, value in parts.items()]
+        if self.most_messages:
+            shares[1] += f" (most: {self.most_messages})"
+        return "; ".join([*([] if self.fits else ["too large"]), ", ".join(shares)])
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A layout that was not planned, and why: by formula it is too large or too slow."""
+
+    layout: str
+    settings: dict[str, Any]
+    cause: Literal["memory", "time"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """planned: those that fit first, the fastest of them first; then the others, smallest first."""
+
+    planned: list[Candidate]
+    left_out: list[LeftOut]
 
 
 def search_layouts(
@@ -64,46 +91,55 @@ def search_layouts(
     *,
     most: int = 24,
     cache: Path | None = None,
-    begin: Callable[[str], None] = lambda _: None,
-) -> list[Candidate]:
-    """Layouts that fit first, the fastest of them first; then those that do not, smallest first.
+    begin: Callable[[int, int, str], None] = lambda *_: None,
+) -> SearchResult:
+    """Plan the `most` layouts that are fastest by formula among those that may fit.
 
-    most: layouts to plan; the plainest are taken
+    begin: told the number of the layout that is planned next, how many there are, and its name
     """
-    layouts = sorted(possible_layouts(config, models.policy), key=_cuts)[:most]
+    rough = RoughModel.of(models.policy, int(lengths.totals.sum()), len(models.copies))
+    hopeful, left_out = _hopeful(config, models, rough, gpu)
+    hopeful.sort(key=lambda layout: rough_seconds(rough, decided(layout, gpu), gpu))
+    for layout in hopeful[most:]:
+        seconds = rough_seconds(rough, decided(layout, gpu), gpu)
+        reason = f"about {seconds:.1f} s by formula, slower than the {most} that are planned"
+        left_out.append(LeftOut(describe(layout), layout_settings(layout), "time", reason))
     found = []
-    for number, layout in enumerate(layouts, 1):
-        begin(f"{number}/{len(layouts)}: {describe(layout)}")
+    for number, layout in enumerate(hopeful[:most], 1):
+        begin(number, len(hopeful[:most]), describe(layout))
         found.append(_cached(layout, models, lengths, gpu, cache))
-    return sorted(
-        found,
-        key=lambda c: (
-            not c.fits,
-            c.problem is not None,
-            c.step_seconds if c.fits else c.peak_bytes,
-        ),
-    )
+    return SearchResult(sorted(found, key=_order), left_out)
 
 
-def _cuts(layout: JobConfig) -> tuple[int, int]:
-    """How far a layout cuts the model: few cuts first, balanced between the ways of cutting."""
-    sizes = (
-        layout.tensor_model_parallel_size,
-        layout.pipeline_model_parallel_size,
-        layout.context_parallel_size,
-        max(1, layout.expert_model_parallel_size // 8),
-    )
-    product = 1
-    for size in sizes:
-        product *= size
-    return product, max(sizes)
+def _order(candidate: Candidate) -> tuple[bool, bool, float]:
+    fits = candidate.fits
+    size = candidate.step_seconds if fits else candidate.peak_bytes
+    return not fits, candidate.problem is not None, size
+
+
+def _hopeful(
+    config: JobConfig, models: Models, rough: RoughModel, gpu: Gpu
+) -> tuple[list[JobConfig], list[LeftOut]]:
+    """The layouts whose least fits into the GPU, and the others."""
+    hopeful, left_out = [], []
+    for layout in possible_layouts(config, models.policy):
+        least = rough_bytes(rough, layout)
+        if least <= gpu.memory:
+            hopeful.append(layout)
+            continue
+        reason = (
+            f"holds at least {least / 2**30:.1f} GiB before any activation, a {gpu.name} has "
+            f"{gpu.memory / 2**30:.1f} GiB"
+        )
+        left_out.append(LeftOut(describe(layout), layout_settings(layout), "memory", reason))
+    return hopeful, left_out
 
 
 def _cached(
     layout: JobConfig, models: Models, lengths: SampleLengths, gpu: Gpu, cache: Path | None
 ) -> Candidate:
     what = [
-        plugin.__version__,
+        _code_digest(),
         {name: str(value) for name, value in sorted(vars(layout).items())},
         models.policy.to_json_string(),
         sorted((name, copy.to_json_string()) for name, copy in models.copies.items()),
@@ -114,7 +150,14 @@ def _cached(
     file = None if cache is None else cache / f"{key}.json"
     if file is not None and file.is_file():
         return Candidate(**json.loads(file.read_text(encoding="utf-8")))
-    candidate = _planned(layout, models, lengths, gpu)
+    candidate = Candidate(describe(layout), layout_settings(layout))
+    try:
+        candidate = _planned(candidate, layout, models, lengths, gpu)
+    except MegatronTisError as error:
+        candidate = replace(candidate, problem=str(error))
+    except Exception as error:  # one layout that fails must not end the search
+        lines = str(error).strip().splitlines() or ["no message"]
+        return replace(candidate, problem=f"does not build: {type(error).__name__}: {lines[0]}")
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
@@ -123,48 +166,34 @@ def _cached(
     return candidate
 
 
-def _planned(layout: JobConfig, models: Models, lengths: SampleLengths, gpu: Gpu) -> Candidate:
-    sizes = {
-        name: getattr(layout, name)
-        for name in vars(layout)
-        if name.endswith("_parallel_size") or name == "sequence_parallel"
-    }
-    base = Candidate(describe(layout), sizes)
-    stages = layout.pipeline_model_parallel_size
-    ranks = sorted({0, (stages - 1) * layout.world_size // stages})
-    try:
-        plan = plan_job(layout, models, lengths, gpu, ranks=ranks)
-    except MegatronTisError as error:
-        return replace(base, problem=str(error))
+@cache
+def _code_digest() -> str:
+    """Of this version and of the planner's own code: a changed planner plans again."""
+    digest = hashlib.sha256(plugin.__version__.encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _planned(
+    candidate: Candidate, layout: JobConfig, models: Models, lengths: SampleLengths, gpu: Gpu
+) -> Candidate:
+    plan = plan_by_layers(layout, models, lengths, gpu)
     time = step_time(plan, gpu)
+    busy = [c + m for c, m in zip(time.compute, time.messages, strict=True)]
+    slowest = busy.index(max(busy))
+    messages = message_seconds(plan, plan.stages[slowest], gpu)
     return replace(
-        base,
+        candidate,
         fits=bool(plan.fits),
         peak_bytes=plan.fullest.peak_bytes,
         step_seconds=time.step,
-        compute=max(time.compute),
-        messages=max(time.messages),
+        compute=time.compute[slowest],
+        messages=time.messages[slowest],
+        most_messages=max(messages, key=messages.__getitem__) if any(messages.values()) else "",
         bubble=time.bubble,
         microbatches=plan.batching.microbatches,
     )
-
-
-def as_table(found: list[Candidate]) -> list[str]:
-    """Lines for a terminal."""
-    rows = [["layout", "fits", "peak", "step", "bubble", "microbatches", "why"]]
-    for candidate in found:
-        rows.append(
-            [
-                candidate.layout,
-                "yes" if candidate.fits else "no",
-                f"{candidate.peak_bytes / 2**30:.1f} GiB",
-                f"{candidate.step_seconds:.2f} s",
-                f"{candidate.bubble:.1%}",
-                str(candidate.microbatches),
-                candidate.why,
-            ]
-        )
-    return aligned(rows)
 
 
 def cache_directory() -> Path:

@@ -117,7 +117,7 @@ class ShapesOnly(TorchDispatchMode):
             result = self._without_data(func, args, kwargs, tensors)
         else:
             if func in _FACTORIES:
-                whole = _is_whole_number(kwargs.get("dtype"))
+                whole = _makes_whole_numbers(func, args, kwargs)
                 if whole or self.building or kwargs.get("device") == _META:
                     kwargs = {**kwargs, "device": _CPU if whole else _META}
             result = func(*args, **kwargs)
@@ -209,10 +209,11 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 _RESHAPING = {_aten.resize_.default, _aten.set_.source_Tensor, _aten.as_strided_.default}
 _PRODUCTS = {_aten.mm.default, _aten.mm.out, _aten.addmm.default, _aten.bmm.default}
 _INDEXING = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default}
+_ARANGES = {_aten.arange.default, _aten.arange.start, _aten.arange.start_step}
 _FACTORIES = {
     *(_aten.empty.memory_format, _aten.empty_strided.default, _aten.zeros.default),
-    *(_aten.ones.default, _aten.full.default, _aten.arange.default, _aten.arange.start),
-    *(_aten.arange.start_step, _aten.rand.default, _aten.randn.default, _aten.eye.default),
+    *(_aten.ones.default, _aten.full.default, _aten.rand.default, _aten.randn.default),
+    *(_aten.eye.default, *_ARANGES),
 }
 _NEW = {
     _aten.new_empty.default,
@@ -230,6 +231,15 @@ _FACTORIES_LIKE: dict[Any, Any] = {
     _aten.ones_like.default: torch.ones,
     _aten.full_like.default: torch.full,
 }
+
+
+def _makes_whole_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a factory gives integers or a mask; `arange` and `full` go by their numbers."""
+    dtype = kwargs.get("dtype")
+    if dtype is None and (func in _ARANGES or func is _aten.full.default):
+        numbers = args if func in _ARANGES else args[1:2]
+        return all(isinstance(number, int) for number in numbers)
+    return _is_whole_number(dtype)
 
 
 def _is_whole_number(dtype: torch.dtype | None) -> bool:

@@ -83,6 +83,7 @@ def _even_map(tokens: int, experts: int, topk: int) -> Tensor:
 @contextmanager
 def numbers_left_out(traffic: Traffic, memory: LiveMemory) -> Iterator[None]:
     """Within it, a trainer's step runs without numbers."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
     from megatron.core.transformer.moe.router import TopKRouter
 
     from plugin.megatron_backend import trainer
@@ -102,6 +103,12 @@ def numbers_left_out(traffic: Traffic, memory: LiveMemory) -> Iterator[None]:
     def flash(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
         return _FlashAttention.apply(query, key, value)
 
+    def all_finite(self: Any) -> bool:
+        # As in Megatron: ranks agree on one number.
+        group = self.get_grad_stats_parallel_group()
+        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)
+        return False
+
     spread = trainer.spread_from_last_stage
 
     def spread_nothing(value: Any, groups: Any) -> Any:
@@ -118,6 +125,7 @@ def numbers_left_out(traffic: Traffic, memory: LiveMemory) -> Iterator[None]:
         for target, name, replacement in (
             (TopKRouter, "routing", evenly),
             (torch, "tensor", tensor_of),
+            (MixedPrecisionOptimizer, "_unscale_main_grads_and_check_for_nan", all_finite),
             (torch.nn.functional, "scaled_dot_product_attention", flash),
             (trainer, "spread_from_last_stage", spread_nothing),
             (Tiles, "statistics", _as_logits(Tiles.statistics, memory)),

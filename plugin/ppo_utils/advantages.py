@@ -176,6 +176,10 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus_baseline": lambda rewards, groups, masks, config: (
         reinforce_plus_plus_baseline_advantages(rewards, groups, masks)
     ),
+    # A teacher, not rewards, says what is learned.
+    "none": lambda rewards, groups, masks, config: spread_over_tokens(
+        torch.zeros_like(rewards), masks
+    ),
 }
 
 

@@ -112,7 +112,8 @@ def off_policy_is_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     Flags: --eps-clip 0.2 (1.0 removes the lower bound), --eps-clip-high (= eps-clip).
     Unbiased up to the clip on `--policy-loss reinforce`, where it is the CISPO surrogate. On a base
     that already carries pi_theta / pi_old it counts that ratio twice and needs
-    --allow-biased-correction.
+    --allow-biased-correction. Stale samples need a wide clip, such as --eps-clip 1 --eps-clip-high
+    4: with the default the weight of a token that the policy has left never falls below 0.8.
     Reference: Degris et al. 2012, off-policy actor-critic; MiniMax 2025 (CISPO).
     """
     log_r = tokens.log_ratio("cur", "rollout")

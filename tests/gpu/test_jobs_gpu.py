@@ -31,9 +31,14 @@ def test_two_tensor_parallel_ranks_train_on_the_responses_of_two_engines(
     assert {line["weight_sync"] for line in lines} == {way}
 
 
-def test_engines_that_share_the_gpus_of_the_ranks_take_turns_with_them(tmp_path: Path) -> None:
-    lines = train(tmp_path / "run", *BF16, *TWO_RANKS_TWO_ENGINES, "--colocate", on_gpus=True)
+@pytest.mark.parametrize("way", ["ipc", "object-store"])
+def test_engines_that_share_the_gpus_of_the_ranks_take_turns_with_them(
+    tmp_path: Path, way: str
+) -> None:
+    flags = (*BF16, *TWO_RANKS_TWO_ENGINES, "--colocate", "--weight-sync", way)
+    lines = train(tmp_path / "run", *flags, on_gpus=True)
     check_steps(lines, BF16_MISMATCH)
+    assert {line["weight_sync"] for line in lines} == {way}
 
 
 def test_a_mixture_of_experts_trains_on_the_routes_of_its_engine(tmp_path: Path) -> None:

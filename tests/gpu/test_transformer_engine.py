@@ -79,6 +79,19 @@ def test_context_parallelism_of_transformer_engine_gives_the_step_of_one_rank(
             assert split[name] == pytest.approx(alone[name], rel=CLOSE), name
 
 
+def test_a_float16_step_with_a_loss_scale_is_near_that_of_bfloat16(
+    run_real_ranks: RunRanks,
+) -> None:
+    start = Start.of("qwen3")
+    half = {**BF16, "train_dtype": "float16", "initial_loss_scale": 1024.0, "loss_scale_window": 1}
+    (scaled,) = run_real_ranks(steps_on_rank, 1, start, half)
+    (plain,) = run_real_ranks(steps_on_rank, 1, start, BF16)
+    assert [step["loss_scale"] for step in scaled] == [1024.0, 2048.0]
+    for one, other in zip(scaled, plain, strict=True):
+        for name in ("loss", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=CLOSE), name
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
     reason="FP8 needs compute capability 8.9",

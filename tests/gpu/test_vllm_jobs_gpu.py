@@ -1,4 +1,4 @@
-"""Jobs with vLLM on GPUs: weights reach its workers by broadcast over NCCL, through the object store, and after sleep.
+"""Jobs with vLLM on GPUs: weights reach its workers by broadcast over NCCL, through the object store, and by CUDA IPC after sleep.
 
 vLLM pins a torch of its own and is not part of `make venv-gpu`: without it these are skipped.
 """
@@ -39,4 +39,6 @@ def test_an_engine_that_sleeps_while_the_trainer_trains_wakes_with_the_new_weigh
     tmp_path: Path, level: str
 ) -> None:
     flags = (*VLLM, "--colocate", "--colocate-sleep-level", level)
-    check_steps(train(tmp_path / "run", *flags, on_gpus=True), BF16_MISMATCH)
+    lines = train(tmp_path / "run", *flags, on_gpus=True)
+    check_steps(lines, BF16_MISMATCH)
+    assert {line["weight_sync"] for line in lines} == {"ipc"}

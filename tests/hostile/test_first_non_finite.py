@@ -94,6 +94,8 @@ def test_skipped_steps_do_not_go_on_for_ever() -> None:
     records._checkpoints = SimpleNamespace(newest=lambda: None)
     for cause in ("a", "b", None, "c", "d"):
         records._note_skipped(7, cause)
+    for _ in range(9):
+        records._note_skipped(7, "float16 overflows", searching=True)  # ends by itself
     with pytest.raises(TrainingError, match=r"last 3 steps were skipped.*the last one: hook e\. "):
         records._note_skipped(7, "hook e")
     assert JobConfig().max_skipped_steps == 20

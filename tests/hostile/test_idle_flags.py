@@ -42,6 +42,11 @@ ICEPOP = "plugin.ppo_utils.icepop_function"
         ({"max_turns": 3}, "needs --task-path with a multi-turn task"),
         ({"rollout_request_retries": 1}, "needs --rollout-engine http"),
         ({"wandb_project": "mine"}, "needs --use-wandb"),
+        ({"loss_scale": 1024.0}, "needs --train-dtype float16"),
+        (
+            {"train_dtype": "float16", "loss_scale": 1024.0, "hysteresis": 1},
+            "--hysteresis 1 would do nothing: it needs --train-dtype float16 without --loss-scale",
+        ),
     ],
 )
 def test_no_flag_is_silently_without_effect(

@@ -98,7 +98,7 @@ def test_the_end_of_the_actors_does_not_cost_the_report_of_an_interrupted_job(
         jobs, "check_job", lambda config, say: SimpleNamespace(data=None, task=None)
     )
     monkeypatch.setattr(jobs, "_running", lambda *_: Actors())
-    monkeypatch.setattr(jobs, "_Job", lambda *_: SimpleNamespace(run=interrupted))
+    monkeypatch.setattr(jobs, "TrainingLoop", lambda *_: SimpleNamespace(run=interrupted))
     config = JobConfig.from_sources({"run_dir": str(tmp_path)})
     with pytest.raises(ClusterError, match="Ray is gone"):
         jobs.run_job(config, Console(), lambda: None, told.append)

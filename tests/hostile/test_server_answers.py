@@ -26,7 +26,7 @@ from plugin.rollout.engines.protocol import Generation, GenerationRequest, Sampl
 from plugin.rollout.engines.server_answers import MalformedAnswer
 from plugin.rollout.engines.server_calls import ServerSession, parse_json
 from plugin.rollout.engines.server_dialects import ServerCall, SglangDialect, VllmDialect
-from plugin.rollout.engines.vllm_engine import mask_rows
+from plugin.rollout.engines.vllm_answers import mask_rows
 from tests.hostile.good_answers import (
     ASK,
     EXPERTS,

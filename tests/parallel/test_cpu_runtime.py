@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -262,6 +264,19 @@ def activate_with_cuda_on_rank(groups: ParallelGroups) -> list[tuple[bool, list[
                 moe_utils.te_general_gemm = gemm
             answers.append((cpu_runtime.activate(), installed))
     return answers
+
+
+def test_a_device_context_entered_after_the_shims_still_decides_where_tensors_are_made() -> None:
+    # In a process of its own: the first use of a device context is what counts.
+    code = """
+import torch
+from plugin.megatron_backend import cpu_runtime
+cpu_runtime.activate()
+with torch.device("meta"):
+    made = [torch.empty(2), torch.ones(2), torch.nn.Linear(2, 2).weight]
+assert {tensor.device.type for tensor in made} == {"meta"}, made
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_where_cuda_is_available_only_a_missing_name_of_transformer_engine_is_put_in_place(

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +14,18 @@ import torch
 from torch import Tensor
 
 from plugin.config import TrainerConfig
+from plugin.errors import ConfigError
 from plugin.megatron_backend.model.families import FAMILIES
+from plugin.megatron_backend.model.family_layers import layer_spec
 from plugin.megatron_backend.model.hf_weights import export_hf_weights
+from plugin.megatron_backend.model.layout_rules import check_model
+from plugin.megatron_backend.model.lora_targets import check_lora
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.microbatch_routes import MicrobatchRoutes
 from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.routing.router_replay import RouterReplaySession
+from plugin.megatron_backend.trainer import MegatronTrainer
+from plugin.rollout.engines.transformers_engine import TransformersEngine
 from tests.parallel import family_table
 from tests.parallel.schedule_runs import forward_log_probs, loaded_model, train_one_step
 from tests.parallel.tiny_models import (
@@ -31,6 +39,7 @@ from tests.parallel.tiny_models import (
     tiny_glm4_moe,
     tiny_moonlight,
     tiny_qwen2,
+    tiny_qwen3_next,
 )
 
 TP, PP, EP = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
@@ -73,6 +82,8 @@ DEFAULT_CASES = {
     ("gemma3_text", "PP2"),
     # latent attention, sigmoid scores with a bias, groups of experts, shared experts
     ("deepseek_v3", "EP2"),
+    # gated delta rule and gated attention, a gated shared expert
+    ("qwen3_next", "TP2+SP"),
     # sinks, biases of experts and routers, experts cut otherwise than attention
     ("gpt_oss", "TP2+SP ETP1"),
 }
@@ -249,6 +260,49 @@ def test_other_settings_of_a_family_match_transformers_too(run_ranks: Any, confi
         model = hf_model(config)
         for got, rows in zip(result["before"] or (), tokens, strict=False):
             torch.testing.assert_close(got, hf_log_probs(model, rows), rtol=0, atol=1e-4)
+
+
+def saved_on_rank(
+    groups: ParallelGroups,
+    config: Any,
+    state: dict[str, Tensor],
+    settings: TrainerConfig,
+    root: str,
+) -> None:
+    trainer = MegatronTrainer(settings, config, groups)
+    trainer.load_hf_weights(state)
+    trainer.save_checkpoint(root, 1, {})
+
+
+def loaded_on_rank(groups: ParallelGroups, config: Any, root: str) -> dict[str, Tensor]:
+    trainer = MegatronTrainer(TrainerConfig(), config, groups, seed=99)
+    trainer.load_checkpoint(root)
+    return {name: tensor.clone() for name, tensor in trainer.export_hf_weights()}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_gated_delta_nets_moves_to_another_layout(
+    run_ranks: Any, tmp_path: Path
+) -> None:
+    """Heads of each of their parts are cut over tensor parallel ranks."""
+    config = tiny_qwen3_next()
+    state, root = hf_state_dict(config), str(tmp_path / "checkpoints")
+    run_ranks(saved_on_rank, 2, config, state, SP, root, **{TP: 2})
+    for found in run_ranks(loaded_on_rank, 2, config, root, **{PP: 2}):
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def test_what_the_gated_delta_rule_cannot_do_is_refused() -> None:
+    config = tiny_qwen3_next()
+    with pytest.raises(ConfigError, match="--context-parallel-size 2: the gated delta rule"):
+        check_model(config, TrainerConfig(context_parallel_size=2))
+    with pytest.raises(ConfigError, match="--lora-rank 4 with qwen3_next"):
+        check_lora(config, TrainerConfig(lora_rank=4))
+    with pytest.raises(ConfigError, match="use --transformer-impl local"):
+        layer_spec(config, SimpleNamespace(linear_attention_freq=[1]), None, None, True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="use vllm, vllm_server, sglang or http"):
+        TransformersEngine(config.to_dict())
 
 
 def test_every_family_of_the_table_has_a_tiny_model() -> None:

@@ -46,6 +46,9 @@ FURTHER = {
     "DP2 sharded": PlanCase(2, settings=SHARDED),
     "DP2 sharded, overlapped": PlanCase(2, settings=SHARDED | BF16 | OVERLAP),
     "DP2 sharded, MoE": PlanCase(2, MOE, SHARDED | REPLAY),
+    "DP2 sharded, float16": PlanCase(
+        2, settings=SHARDED | {"train_dtype": "float16", "initial_loss_scale": 16.0}
+    ),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plugin.batch_types import RolloutBatch
-from plugin.logprobs import vocab_parallel
+from plugin.logprobs import row_gradients
 from plugin.megatron_backend.model.hf_weights import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.trainer import MegatronTrainer
@@ -338,7 +338,7 @@ def out_of_memory(groups: ParallelGroups, start: Start, where: str) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     module, name, call = {
-        "log-probs": (vocab_parallel, "row_kernels_for", trainer.compute_log_probs),
+        "log-probs": (row_gradients, "row_kernels_for", trainer.compute_log_probs),
         "loss": (SequenceShards, "sequence_sums", trainer.train_step),
     }[where]
     with pytest.MonkeyPatch.context() as patch:

@@ -57,6 +57,30 @@ def tiny_qwen3_moe(**overrides: Any) -> Any:
     return Qwen3MoeConfig(**_common(**(settings | overrides)))
 
 
+def tiny_qwen3_next(**overrides: Any) -> Any:
+    """Qwen3-Next: three layers with the gated delta rule, one with gated attention, a shared expert."""
+    from transformers import Qwen3NextConfig
+
+    settings = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
+        "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.5,
+        },
+    }
+    return Qwen3NextConfig(**_common(**(settings | overrides)))
+
+
 def tiny_qwen2(**overrides: Any) -> Any:
     """Qwen2.5: biases on queries, keys and values; a window on the last two layers."""
     from transformers import Qwen2Config
@@ -187,6 +211,7 @@ FAMILIES = {"qwen3": tiny_qwen3, "qwen3_moe": tiny_qwen3_moe, "llama": tiny_llam
 ALL_FAMILIES = FAMILIES | {
     "qwen2": tiny_qwen2,
     "mistral": tiny_mistral,
+    "qwen3_next": tiny_qwen3_next,
     "glm4": tiny_glm4,
     "glm4_moe": tiny_glm4_moe,
     "deepseek_v3": tiny_deepseek_v3,
@@ -203,7 +228,7 @@ def hf_model(config: Any, seed: int = 0) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    middle = 0.0 if "gemma" in config.model_type else 1.0
+    middle = 0.0 if config.model_type in ("gemma3_text", "qwen3_next") else 1.0
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
@@ -211,7 +236,8 @@ def hf_model(config: Any, seed: int = 0) -> Any:
         )
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if "norm" in name:
-                torch.nn.init.normal_(tensor, mean=middle, std=0.2)
+                plain = "linear_attn" in name  # the one norm of Qwen3-Next that is not around 0
+                torch.nn.init.normal_(tensor, mean=1.0 if plain else middle, std=0.2)
             elif "bias" in name or "sinks" in name:
                 torch.nn.init.normal_(tensor, std=0.2)
     return model.eval()

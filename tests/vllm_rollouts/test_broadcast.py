@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,7 +18,8 @@ import pytest
 from safetensors.torch import load_file
 
 from plugin.errors import EngineError, TransferError
-from plugin.rollout.engines.weight_stream import WeightGroup, WeightSender, call_off, open_store
+from plugin.rollout.engines.weight_meeting import Membership, WeightGroup, call_off, open_store
+from plugin.rollout.engines.weight_stream import WeightSender
 from tests.parallel.tiny_models import hf_model, hf_state_dict
 from tests.unit.rollout.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs
 from tests.vllm_rollouts.small_job import check_steps, train
@@ -34,40 +36,60 @@ def _in_a_process(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _Trainer:
-    """Sends state dicts to one engine from a thread, as a pipeline stage does."""
+    """Sends state dicts to one engine, from a thread per expert parallel rank of a pipeline stage."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, ranks: int) -> None:
         self._engine, self._store = engine, open_store("127.0.0.1")
-        self._sender: WeightSender | None = None
+        self._members = [Membership() for _ in range(ranks)]
         self._groups = 0
 
     def group(self, absent: int = 0) -> WeightGroup:
         """A new group of the engine's workers and of some that never come."""
         self._groups += 1
-        receivers = self._engine.weight_receivers() + absent
+        receivers, ranks = self._engine.weight_receivers() + absent, len(self._members)
         place = (self._store.host, self._store.port, f"group-{self._groups}")
-        return WeightGroup(*place, senders=1, receivers=receivers, timeout=60.0)
+        return WeightGroup(
+            *place, senders=ranks, receivers=receivers, timeout=60.0, per_stage=ranks
+        )
 
-    def send(self, group: WeightGroup, version: int, tensors: Any) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            sent = pool.submit(self._send, group, version, tensors)
+    def send(
+        self, group: WeightGroup, version: int, state: dict[str, Any], *, after: int | None = None
+    ) -> None:
+        """Send a state dict, or so many tensors of it: then the transfer is cut off."""
+        ranks = range(len(self._members))
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            parts = [_part(self._cut_off(group, state, after), rank, len(ranks)) for rank in ranks]
+            sent = [
+                pool.submit(self._send, n, group, version, part) for n, part in enumerate(parts)
+            ]
             try:
                 self._engine.receive_weights(version, group, 0)
             finally:
-                sent.exception()
+                for call in sent:
+                    call.exception()
 
-    def _send(self, group: WeightGroup, version: int, tensors: Any) -> None:
-        if self._sender is None or self._sender.group != group:
-            self._sender = WeightSender(group, 0)
-        self._sender.send(version, tensors, bucket_bytes=1 << 16)
+    def _send(self, number: int, group: WeightGroup, version: int, part: Any) -> None:
+        with self._members[number].of(group, lambda: WeightSender(group, number)) as sender:
+            sender.send(version, part, bucket_bytes=1 << 16)
 
-    def cut_off(self, group: WeightGroup, state: dict[str, Any], after: int) -> Iterator[Any]:
-        """Some tensors, and then the end of the transfer in the middle of a layer."""
+    def _cut_off(self, group: WeightGroup, state: dict[str, Any], after: int | None) -> Any:
         for number, pair in enumerate(state.items()):
             if number == after:
                 call_off(self._store, group, "rank 1 died")
                 raise TransferError("rank 1 died")
             yield pair
+
+
+def _part(tensors: Iterable[tuple[str, Any]], rank: int, ranks: int) -> Iterator[Any]:
+    """What an expert parallel rank sends: its own experts, and rank 0 all else; a layer a round."""
+    layer = None
+    for name, tensor in tensors:
+        if (found := re.search(r"layers\.(\d+)\.", name)) and found.group(1) != layer:
+            yield None
+            layer = found.group(1)
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if (int(expert.group(1)) % ranks if expert else 0) == rank:
+            yield name, tensor
 
 
 def _log_probs(engine: Any) -> list[tuple[list[int], list[float]]]:
@@ -88,11 +110,12 @@ def _versions_both_ways(directory: str, family: str, workers: int, versions: int
         tensor_parallel_size=workers,
         arguments={"block_size": 32},
     )
-    trainer, found = _Trainer(engine), {"pairs": [], "reference": []}
+    trainer = _Trainer(engine, ranks=2 if family == "qwen3_moe" else 1)
+    found: dict[str, Any] = {"pairs": [], "reference": []}
     group, files = trainer.group(), WeightDirectory(directory, config.to_dict())
     for version in range(versions):
         state = hf_state_dict(config, version)
-        trainer.send(group, 2 * version, state.items())
+        trainer.send(group, 2 * version, state)
         by_broadcast = _log_probs(engine)
         files.begin()
         for bucket in pack_buckets(state.items()):
@@ -129,16 +152,16 @@ def _broken_transfers(engine: Any, trainer: _Trainer, config: Any, version: int)
     found: dict[str, Any] = {}
     state, group = hf_state_dict(config, 99), trainer.group()
     try:
-        trainer.send(group, version, trainer.cut_off(group, state, after=5))
+        trainer.send(group, version, state, after=5)
     except TransferError as error:
         found["cut off"] = str(error)
     try:
         engine.generate(REQUESTS, PARAMETERS)
     except EngineError as error:
         found["half"] = str(error)
-    trainer.send(trainer.group(), version, state.items())
+    trainer.send(trainer.group(), version, state)
     again = _log_probs(engine)
-    trainer.send(trainer.group(), version + 1, state.items())
+    trainer.send(trainer.group(), version + 1, state)
     found["again"] = (again, _log_probs(engine))
     workers = [p for p in psutil.Process().children(recursive=True) if "Worker" in p.name()]
     if workers:
@@ -169,13 +192,20 @@ def test_log_probs_are_to_the_bit_those_of_weights_from_a_directory(
     assert "killed" in found and found["killed"][1] < 120
 
 
-def test_a_job_over_two_workers_gets_its_weights_by_broadcast(tmp_path: Path) -> None:
+def test_a_job_over_two_workers_is_the_same_whichever_way_its_weights_take(tmp_path: Path) -> None:
     flags = ("--rollout-engine", "vllm", "--rollout-num-gpus-per-engine", "2")
     flags += ("--pipeline-model-parallel-size", "2", "--vllm-args", "block_size=32")
-    lines = train(tmp_path / "run", *flags)
-    check_steps(lines)
-    assert {line["weight_sync"] for line in lines} == {"broadcast"}
-    assert all(line["mismatch_kl"] < 1e-6 for line in lines)
-    stored = train(tmp_path / "stored", *flags, "--weight-sync", "object-store")
+    ways = {
+        "broadcast": (),
+        "object-store": ("--weight-sync", "object-store"),
+        "ipc": ("--colocate",),
+    }
+    found = {}
+    for way, further in ways.items():
+        found[way] = lines = train(tmp_path / way, *flags, *further)
+        check_steps(lines)
+        assert {line["weight_sync"] for line in lines} == {way}
+        assert all(line["mismatch_kl"] < 1e-6 for line in lines)
     for name in ("loss", "mismatch_kl", "reward"):
-        assert [line[name] for line in lines] == [line[name] for line in stored], name
+        values = [[line[name] for line in lines] for lines in found.values()]
+        assert values[0] == values[1] == values[2], name

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from plugin.batch_types import RolloutBatch
+from plugin.config.teacher_flags import TeacherSpec
 from plugin.rollout.engines.http_engine import HttpEngine
 from plugin.rollout.engines.protocol import (
     Generation,
@@ -17,6 +19,7 @@ from plugin.rollout.engines.protocol import (
     SamplingParameters,
     check_generations,
 )
+from plugin.rollout.teachers.http_teacher import HttpTeacher
 from tests.parallel.tiny_models import hf_model, hf_state_dict
 from tests.unit.rollout.engines.tiny_engines import load, reference_log_probs
 from tests.vllm_rollouts.server_process import vllm_server
@@ -84,6 +87,34 @@ def test_weights_reach_the_server_and_log_probs_are_of_the_sampled_distribution(
             assert generation.weight_version == version
             expected = reference_log_probs(model, REQUEST, generation, parameters)
             assert torch.allclose(generation.log_probs, expected, atol=1e-4)
+
+
+def test_a_served_teacher_scores_tokens_as_transformers_does(engine: HttpEngine, url: str) -> None:
+    load(engine, hf_state_dict(vllm_config(), 0))
+    vocabulary, topk = vllm_config().vocab_size, 6
+    tokens = [torch.tensor(REQUEST.prompt[:length]) for length in (40, 300)]
+    responses = [30, 17]
+    batch = RolloutBatch(
+        {
+            "unconcat_tokens": tokens,
+            "total_lengths": [len(ids) for ids in tokens],
+            "response_lengths": responses,
+            "loss_masks": [torch.ones(n, dtype=torch.int64) for n in responses],
+        }
+    )
+    spec = TeacherSpec("teacher", "--teacher-url", urls=(url,))
+    found = HttpTeacher(spec, vocab_size=vocabulary, topk=topk).score(batch)
+    model = hf_model(vllm_config(), 0)
+    for i, (ids, response) in enumerate(zip(tokens, responses, strict=True)):
+        with torch.no_grad():
+            rows = torch.log_softmax(model(ids[None]).logits[0, -response - 1 : -1], -1)
+        own = rows.gather(1, ids[-response:, None])[:, 0]
+        torch.testing.assert_close(found["teacher_log_probs"][i], own, rtol=0, atol=1e-4)
+        best = rows.topk(topk, dim=1)
+        assert torch.equal(found["teacher_topk_ids"][i].long(), best.indices)
+        torch.testing.assert_close(
+            found["teacher_topk_log_probs"][i], best.values, rtol=0, atol=1e-4
+        )
 
 
 def test_the_same_seed_gives_the_same_response(engine: HttpEngine) -> None:

@@ -6,7 +6,9 @@ import argparse
 import json
 import warnings
 from pathlib import Path
+from typing import get_args
 
+from plugin.config.trainer_flags import DtypeName
 from plugin.errors import ConfigError
 from plugin.observe.html_page import refuse_overwriting, write_page
 
@@ -43,13 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--train-dtype",
-        choices=("float32", "bfloat16"),
+        choices=get_args(DtypeName),
         default="float32",
         help="the trainer's, besides float32 (default: float32)",
     )
     group.add_argument(
         "--rollout-dtype",
-        choices=("float32", "bfloat16"),
+        choices=get_args(DtypeName),
         default="bfloat16",
         help="the engine's, besides float32 (default: bfloat16)",
     )

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import reprlib
@@ -55,6 +56,9 @@ class CheckpointMetadata:
     layout: parallel sizes at the time of the save, for instance {"tp": 2, "pp": 1, ...}
     optimizer_step: updates that Adam has counted; None for a checkpoint without an optimizer
     files: [size in bytes, CRC-32] by path relative to the directory, of every file but this one
+    loss_scale: state of the dynamic loss scale of float16 training; None without one
+    lora: rank, alpha and targets of the adapters that it holds instead of a whole model, and the
+        fingerprint of the base that they belong to; empty of a whole model
     """
 
     step: int
@@ -66,6 +70,8 @@ class CheckpointMetadata:
     layout: dict[str, int]
     software: dict[str, str] = field(default_factory=dict)
     files: dict[str, list[int]] = field(default_factory=dict)
+    loss_scale: dict[str, float] | None = None
+    lora: dict[str, Any] = field(default_factory=dict)
 
 
 def begin(root: Path, step: int, keep_last: int | None = None) -> Path:
@@ -301,6 +307,8 @@ def read_metadata(directory: Path) -> CheckpointMetadata:
             f"{FORMAT_VERSION}; use the release that wrote it "
             f"({reprlib.repr(content.get('software'))})"
         )
+    content.setdefault("loss_scale", None)  # added after the first checkpoints of this version
+    content.setdefault("lora", {})  # written before there were adapters
     expected = {entry.name for entry in fields(CheckpointMetadata)}
     if set(content) != expected:
         differing = reprlib.repr(sorted(set(content) ^ expected))
@@ -331,11 +339,20 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def _is_loss_scale(value: Any) -> bool:
+    numbers = {"scale", "growth_tracker", "hysteresis_tracker"}
+    if not isinstance(value, dict) or set(value) != numbers:
+        return False
+    plain = all(type(number) in (int, float) and math.isfinite(number) for number in value.values())
+    return plain and value["scale"] > 0
+
+
 #: By the type of a field of `CheckpointMetadata`.
 _VALID: dict[str, Callable[[Any], bool]] = {
     "int": _is_count,
     "int | None": lambda value: value is None or _is_count(value),
     "str": lambda value: isinstance(value, str),
+    "dict[str, float] | None": lambda value: value is None or _is_loss_scale(value),
     "dict[str, Any]": lambda value: isinstance(value, dict),
     "dict[str, int]": lambda value: isinstance(value, dict) and all(map(_is_count, value.values())),
     "dict[str, str]": lambda value: (

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from plugin.errors import CheckpointError
 from plugin.megatron_backend.checkpoint import directory as directories
+from plugin.megatron_backend.checkpoint.adapter_state import adapter_record
 from plugin.megatron_backend.checkpoint.directory import CheckpointMetadata
 from plugin.megatron_backend.checkpoint.rng_state import reseed, rng_state, set_rng_state
 from plugin.megatron_backend.checkpoint.sharded_state import (
@@ -104,6 +105,7 @@ def save_checkpoint(
     step: int,
     trainer_version: int,
     skipped_steps: int,
+    loss_scale: dict[str, float] | None = None,
     keep_last: int | None = None,
 ) -> Path:
     """Write `<root>/step_<step>` and make it the latest; a collective of all ranks.
@@ -148,18 +150,21 @@ def save_checkpoint(
         mine = _written_by(groups.rank, directories.files_of(incomplete))
         files = directories.seal_files(incomplete, mine)
     errors.agree(doing)
+    lora = adapter_record(parts.chunks, groups)
     gathered: list[dict[str, list[int]]] = [{} for _ in range(groups.world_size)]
     dist.all_gather_object(gathered, files)
     metadata = CheckpointMetadata(
         step=step,
         trainer_version=trainer_version,
         skipped_steps=skipped_steps,
+        loss_scale=loss_scale,
         optimizer_step=None if parts.optimizer is None else optimizer_step(parts.optimizer),
         dtype=parts.dtype,
         model=model_shape(parts.hf_config),
         layout=parts.layout,
         software={name: version(name) for name in ("megatron-core", "torch")},
         files={name: record for part in gathered for name, record in sorted(part.items())},
+        lora=lora,
     )
     with errors.collecting():
         if groups.rank == 0:
@@ -263,9 +268,11 @@ def load_checkpoint(
         if groups.rank == 0:
             chosen = directories.resolve(Path(directory))
     chosen = errors.agree_on_first_rank(f"looking for a checkpoint in {directory}", chosen)
+    lora = adapter_record(parts.chunks, groups)
     with errors.collecting():
         metadata = directories.read_metadata(chosen)
         _check_fits(chosen, metadata, parts)
+        _check_adapters_fit(chosen, metadata.lora, lora)
         names = sorted(metadata.files)
         directories.check_files(chosen, metadata.files, names[groups.rank :: groups.world_size])
         check_index(chosen / _TENSORS)
@@ -307,6 +314,29 @@ def _check_fits(directory: Path, metadata: CheckpointMetadata, parts: TrainerPar
         raise CheckpointError(
             f"{directory} was saved without an optimizer, and this trainer has one; resume from "
             "another, --resume-from step_<number>"
+        )
+
+
+def _check_adapters_fit(directory: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    if bool(theirs) != bool(ours):
+        held, here = ("adapters", "trains all weights") if theirs else ("a whole model", "has LoRA")
+        fix = f"set --lora-rank {theirs.get('rank')}" if theirs else "drop --lora-rank"
+        raise CheckpointError(f"{directory} holds {held}, and this run {here}; {fix}")
+    for name, fix in (
+        ("rank", "--lora-rank"),
+        ("alpha", "--lora-alpha"),
+        ("targets", "--lora-target"),
+    ):
+        if theirs.get(name) != ours.get(name):
+            raise CheckpointError(
+                f"{directory} holds adapters of {name} {theirs.get(name)}, here {ours.get(name)}; "
+                f"set {fix} as it was"
+            )
+    if theirs.get("base") != ours.get("base"):
+        raise CheckpointError(
+            f"{directory} holds adapters of a base with fingerprint {theirs.get('base')}, here it "
+            f"is {ours.get('base')}; load them with the weights that they were trained on "
+            "(--hf-checkpoint, or --seed of the built-in model)"
         )
 
 

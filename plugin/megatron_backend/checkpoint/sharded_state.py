@@ -23,7 +23,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from plugin.errors import CheckpointError
+from plugin.megatron_backend.checkpoint.adapter_state import load_adapter_tensors, sharded_adapters
 from plugin.megatron_backend.model.hf_weights import gather_updated_weights, unwrap
+from plugin.megatron_backend.model.lora import lora_settings
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 _MAIN_WEIGHTS = "optimizer.state.fp32_param."
@@ -37,7 +39,10 @@ def sharded_state(
     *,
     loading: bool = False,
 ) -> dict[str, Any]:
-    """The state dict to save; with `loading`, the description of what to load."""
+    """The state dict to save; with `loading`, the description of what to load.
+
+    Of a model with adapters these alone: the rest of it is not trained.
+    """
     if not loading:
         gather_updated_weights(chunks)
     content = {
@@ -46,14 +51,16 @@ def sharded_state(
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": groups.dp_cp_group,
     }
+    if lora_settings(chunks) is None:
+        models = [unwrap(chunk).sharded_state_dict(metadata=content) for chunk in chunks]
+    else:
+        models = sharded_adapters(chunks)
     state: dict[str, Any] = {
         # Without Transformer Engine's `_extra_state`: empty unless FP8 is used, and pickled.
         f"model{number}": {
-            name: value
-            for name, value in unwrap(chunk).sharded_state_dict(metadata=content).items()
-            if not isinstance(value, ShardedObject)
+            name: value for name, value in model.items() if not isinstance(value, ShardedObject)
         }
-        for number, chunk in enumerate(chunks)
+        for number, model in enumerate(models)
     }
     if optimizer is not None:
         parts = _parts(optimizer)
@@ -63,9 +70,9 @@ def sharded_state(
             if _counts_per_parameter(part.optimizer):
                 for moments in part.optimizer.state.values():
                     moments.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
-        models = dict(state)
+        of_models = dict(state)
         state["optimizer"] = {
-            number: _optimizer_part(part, models, content, loading)
+            number: _optimizer_part(part, of_models, content, loading)
             for number, part in enumerate(parts)
         }
     return state
@@ -75,7 +82,11 @@ def load_sharded_state(
     state: dict[str, Any], chunks: Sequence[Any], optimizer: MegatronOptimizer | None
 ) -> None:
     """Put tensors that `dist_checkpointing.load` returned into model and optimizer."""
+    has_adapters = lora_settings(chunks) is not None
     for number, chunk in enumerate(chunks):
+        if has_adapters:
+            load_adapter_tensors(chunk, state[f"model{number}"])
+            continue
         missing, unexpected = unwrap(chunk).load_state_dict(state[f"model{number}"], strict=False)
         lost = [name for name in missing if not name.endswith("_extra_state")]
         if lost or unexpected:

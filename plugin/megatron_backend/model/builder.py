@@ -36,7 +36,7 @@ from plugin.megatron_backend.model.pipeline_split import split_arguments
 from plugin.megatron_backend.model.rope import rope_factor
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _PADDING_LOGIT = -1e30
 """Logit of vocabulary padding. Finite, and still finite after division by a small temperature, so
@@ -104,6 +104,7 @@ def transformer_arguments(
         "params_dtype": _DTYPES[config.train_dtype],
         "pipeline_dtype": _DTYPES[config.train_dtype],
         "bf16": config.train_dtype == "bfloat16",
+        "fp16": config.train_dtype == "float16",
         "attention_softmax_in_fp32": True,
         # The interleaved schedule gets rows of one length (`forward_step.prepare`).
         "variable_seq_lengths": groups.vpp_size is None,
@@ -240,6 +241,12 @@ def build_optimizer(
         use_distributed_optimizer=bool(on_this_device(config).use_distributed_optimizer),
         overlap_param_gather=bool(on_this_device(config).overlap_param_gather),
         bf16=params_dtype is torch.bfloat16,
+        fp16=params_dtype is torch.float16,
+        loss_scale=config.loss_scale,
+        initial_loss_scale=config.initial_loss_scale,
+        min_loss_scale=config.min_loss_scale,
+        loss_scale_window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
         params_dtype=params_dtype,
     )
     return get_megatron_optimizer(optimizer_config, list(chunks))

@@ -17,6 +17,7 @@ _EDGES = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 #: 1: in layers with experts, 0: in dense layers; the first part that a pattern holds decides.
 _OF_MLP = {
     **dict.fromkeys(("mlp.gate.", "mlp.experts.", "mlp.shared_experts.", "mlp.router."), 1),
+    **dict.fromkeys(("mlp.shared_expert.", "mlp.shared_expert_gate."), 1),
     "mlp.": 0,
 }
 
@@ -64,6 +65,27 @@ def qwen3_tensors(hf_config: Any) -> tuple[str, ...]:
 def qwen3_moe_tensors(hf_config: Any) -> tuple[str, ...]:
     """With experts."""
     return _DENSE + _QK_NORMS + _EXPERTS
+
+
+def qwen3_next_tensors(hf_config: Any) -> tuple[str, ...]:
+    """Two kinds of layers, and a shared expert with a gate."""
+    linear = ("in_proj_qkvz.weight", "in_proj_ba.weight", "conv1d.weight", "dt_bias", "A_log")
+    by_kind = {
+        "full_attention": _PROJECTIONS + _QK_NORMS,
+        "linear_attention": tuple(
+            f"{_LAYER}linear_attn.{part}" for part in (*linear, "norm.weight", "out_proj.weight")
+        ),
+    }
+    return (
+        *(*_EDGES, *_norms("input", "post_attention"), *_EXPERTS),
+        *(f"{_MLP}{place}{part}" for place in ("", "shared_expert.") for part in _GATED),
+        f"{_MLP}shared_expert_gate.weight",
+        *(
+            pattern.replace("#", str(layer))
+            for layer, kind in enumerate(hf_config.layer_types)
+            for pattern in by_kind[kind]
+        ),
+    )
 
 
 def glm4_tensors(hf_config: Any) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ _SHAPE_FIELDS = (
     *("num_experts", "moe_intermediate_size", "mlp_only_layers", "decoder_sparse_step"),
     *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "num_local_experts"),
     *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "shared_expert_intermediate_size"),
 )
 
 
@@ -97,6 +99,8 @@ class ModelFamily:
 
 def is_extra_layer(name: str, hf_config: Any) -> bool:
     """Whether a tensor belongs to a layer for multi-token prediction, which is not trained."""
+    if name.startswith("mtp."):
+        return True
     counts = (getattr(hf_config, f"num_{kind}_layers", 0) for kind in ("mtp", "nextn_predict"))
     extra = max(count or 0 for count in counts)
     match, layers = _LAYER.match(name), hf_config.num_hidden_layers
@@ -133,6 +137,13 @@ FAMILIES: dict[str, ModelFamily] = {
         names.qwen3_moe_tensors,
         refused=(*_BIASES, _WINDOW),
         note="Qwen3-MoE",
+    ),
+    "qwen3_next": ModelFamily(
+        "Qwen3NextForCausalLM",
+        f"{_OWN_TABLES}:Qwen3NextWeights",
+        arguments.qwen3_next_arguments,
+        names.qwen3_next_tensors,
+        note="Qwen3-Next",
     ),
     "glm4": ModelFamily(
         "Glm4ForCausalLM",

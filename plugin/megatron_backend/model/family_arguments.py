@@ -100,6 +100,27 @@ def qwen3_moe_arguments(hf_config: Any) -> dict[str, Any]:
     )
 
 
+def qwen3_next_arguments(hf_config: Any) -> dict[str, Any]:
+    """Gated delta rule in most layers, gated attention in the others, a gated shared expert."""
+    return qwen3_moe_arguments(hf_config) | {
+        "layernorm_zero_centered_gamma": True,
+        "attention_output_gate": True,
+        "moe_shared_expert_intermediate_size": hf_config.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+        # 1 where a layer has the rule, 0 where it has attention
+        "linear_attention_freq": [
+            int(kind == "linear_attention") for kind in hf_config.layer_types
+        ],
+        **{
+            name: getattr(hf_config, name)
+            for name in (
+                *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+                *("linear_num_key_heads", "linear_num_value_heads"),
+            )
+        },
+    }
+
+
 def sigmoid_router_arguments(hf_config: Any) -> dict[str, Any]:
     """Routers of DeepSeek-V3 and GLM-4-MoE.
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from plugin.errors import ConfigError
 from plugin.megatron_backend.model.families import family_of
+from plugin.megatron_backend.model.gated_delta_net import delta_net_spec
 from plugin.megatron_backend.model.latent_attention import LocalLatentAttention
 from plugin.megatron_backend.model.local_layers import use_local_layers
 from plugin.megatron_backend.model.post_norm import add_post_norms
@@ -38,6 +42,11 @@ def layer_spec(
     use_te: bool,
 ) -> TransformerBlockSubmodules:
     """The layers of one chunk: Megatron's spec, changed as the family needs it."""
+    if config.linear_attention_freq and use_te:
+        raise ConfigError(
+            f"{hf_config.model_type} with Transformer Engine: Megatron-Core's gated delta rule "
+            "takes no packed rows there; use --transformer-impl local"
+        )
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=use_te,
@@ -47,6 +56,8 @@ def layer_spec(
     )
     if not use_te:
         block = use_local_layers(block)
+    if config.linear_attention_freq:
+        _use_delta_nets(block, config, vp_stage, groups.pp_rank)
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention
         if config.multi_latent_attention and not use_te:
@@ -56,6 +67,19 @@ def layer_spec(
     if family_of(hf_config).post_norms:
         block = add_post_norms(block, block.layer_norm)
     return block
+
+
+def _use_delta_nets(
+    block: TransformerBlockSubmodules, config: Any, vp_stage: int | None, pp_rank: int
+) -> None:
+    """Put the gated delta rule into the layers of a local block that have it; changed in place."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    for number, layer in enumerate(block.layer_specs):
+        if config.linear_attention_freq[first + number]:
+            # A copy: layers of one kind share a spec.
+            rule = delta_net_spec(layer.submodules.self_attention)
+            parts = replace(layer.submodules, self_attention=rule)
+            block.layer_specs[number] = replace(layer, submodules=parts)
 
 
 def fit_to_family(model: GPTModel, hf_config: Any, groups: ParallelGroups, use_te: bool) -> None:

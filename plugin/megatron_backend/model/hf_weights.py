@@ -128,20 +128,35 @@ def load_hf_weights(
                         f"{where}: {hf_name} is {tensor.dtype}, which is not a plain number; "
                         "dequantize the weights before they are loaded"
                     )
+                if parameter.dtype is torch.float16:
+                    _check_range(tensor, f"{where}: {hf_name}")
             with torch.no_grad():
                 parameter.copy_(_local_shard(canonical, parameter, tensors, bridge, groups))
 
 
+def _check_range(tensor: Tensor, what: str) -> None:
+    """Refuse numbers that would become infinite in float16."""
+    limit = torch.finfo(torch.float16).max
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    if largest > limit:
+        raise WeightError(
+            f"{what} holds {largest:.4g}, and the largest number of float16 is {limit:g}; use "
+            "--train-dtype bfloat16 or float32"
+        )
+
+
 def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a chunk, and the biases of its routers, which are not trained."""
-    yield from model.named_parameters()
+    """Parameters of a chunk, adapters left out, and its routers' biases, which are not trained."""
+    for name, parameter in model.named_parameters():
+        if ".lora." not in name:
+            yield name, parameter
     for name, tensor in model.named_buffers():
         if name.endswith(".router.expert_bias"):
             yield name, tensor
 
 
 def export_hf_weights(
-    chunks: Sequence[torch.nn.Module], groups: ParallelGroups, *, own_stage: bool = False
+    chunks: Sequence[torch.nn.Module], groups: ParallelGroups
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of every Hugging Face parameter, complete on every rank.
 
@@ -149,20 +164,16 @@ def export_hf_weights(
     time; where a checkpoint holds all experts of a layer in one tensor, that one is kept until it
     is complete. A tensor may share memory with the model; copy it if it must outlive the next
     update.
-
-    own_stage: yield those of this rank's pipeline stage only, and exchange nothing with the others
     """
     gather_updated_weights(chunks)
     models = [unwrap(chunk) for chunk in chunks]
-    exported = _export(models, groups, own_stage)
+    exported = _export(models, groups)
     if FAMILIES[models[0].hf_config.model_type].fused_experts:
         exported = joined_experts(exported, models[0].config.num_moe_experts)
     yield from exported
 
 
-def _export(
-    models: Sequence[Any], groups: ParallelGroups, own_stage: bool
-) -> Iterator[tuple[str, Tensor]]:
+def _export(models: Sequence[Any], groups: ParallelGroups) -> Iterator[tuple[str, Tensor]]:
     bridge = _bridge(models[0], groups)
     local: dict[_Entry, Tensor] = {}
     for model in models:
@@ -171,7 +182,7 @@ def _export(
             if canonical != "output_layer.weight" or not model.hf_config.tie_word_embeddings:
                 local[_entry(canonical, parameter, groups)] = parameter
     stages: dict[int, Any] = {groups.pp_rank: list(local)}
-    if groups.pp_size > 1 and not own_stage:
+    if groups.pp_size > 1:
         gathered: list[Any] = [None] * groups.pp_size
         dist.all_gather_object(gathered, list(local), group=groups.pp_group)
         stages = dict(enumerate(gathered))
@@ -182,15 +193,111 @@ def _export(
             if len(stages) > 1:
                 whole = _on_all_stages(whole, stage, groups)
             parts = {entry.name: whole}
-            if match := _GROUPED_EXPERT.search(entry.name):
-                prefix, number = entry.name[: match.start(3)], int(match.group(3))
-                per_rank = _experts_per_rank(models[0], groups)
-                parts = {
-                    f"{prefix}{rank * per_rank + number}": expert
-                    for rank, expert in enumerate(whole)
-                }
+            if _GROUPED_EXPERT.search(entry.name):
+                parts = _by_expert(entry.name, whole, models[0], groups)
             for name, tensor in parts.items():
                 yield from zip(*bridge._weight_to_hf_format(name, tensor), strict=True)
+
+
+def sends_own_part(groups: ParallelGroups) -> bool:
+    """Whether this rank has a part of `export_own_part`: one of those with the same experts does.
+
+    The first rank of a pipeline stage is one of them; it also has what is not an expert.
+    """
+    return groups.etp_rank == 0 and groups.collection.expt_dp.rank() == 0
+
+
+def export_own_part(
+    chunks: Sequence[torch.nn.Module], groups: ParallelGroups, *, round_bytes: int
+) -> Iterator[tuple[str, Tensor] | None]:
+    """Yield (name, whole tensor) of what this rank sends of the model; None ends a round.
+
+    Collective: all ranks must iterate to the end. The first rank of a pipeline stage has what the
+    stage's ranks share, every expert parallel rank its own experts: nothing is gathered but the
+    tensor parallel shards of a tensor, by the ranks that have them. Where a checkpoint holds all
+    experts of a layer in one tensor, the stage's first rank has to gather that one.
+
+    round_bytes: with expert parallelism the layers of a stage come in rounds of about this size, so
+        that the experts of a layer can be taken from all their ranks before the next layers
+    """
+    gather_updated_weights(chunks)
+    models = [unwrap(chunk) for chunk in chunks]
+    bridge = _bridge(models[0], groups)
+    fuses = FAMILIES[models[0].hf_config.model_type].fused_experts
+    is_first = groups.dp_rank == 0 and groups.cp_rank == 0
+    has_experts = groups.collection.expt_dp.rank() == 0
+    for tensors in _rounds(models, groups, round_bytes):
+        if is_first:
+            for name, parameter in tensors:
+                if not _GROUPED_EXPERT.search(name):
+                    entry = _entry(name, parameter, groups)
+                    whole = _joined(entry, parameter, bridge, groups)
+                    if groups.tp_rank == 0:
+                        yield from zip(*bridge._weight_to_hf_format(name, whole), strict=True)
+        if has_experts:
+            experts = [entry for entry in tensors if _GROUPED_EXPERT.search(entry[0])]
+            gather = _fused_experts if fuses else _own_experts
+            yield from gather(experts, models[0], bridge, groups)
+        yield None
+
+
+def _rounds(
+    models: Sequence[Any], groups: ParallelGroups, round_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors of this rank by canonical name, whole layers at a time; alike within a stage."""
+    first_expert = groups.ep_rank * _experts_per_rank(models[0], groups)
+    held: list[tuple[str, Tensor]] = []
+    size, last = 0, None
+    for model in models:
+        for name, parameter in model_tensors(model):
+            canonical = canonical_name(name, model, first_expert)
+            if canonical == "output_layer.weight" and model.hf_config.tie_word_embeddings:
+                continue
+            match = _LAYER.match(canonical)
+            layer = match and match.group(1)
+            if held and layer != last and groups.ep_size > 1 and size >= round_bytes:
+                yield held
+                held, size = [], 0
+            held.append((canonical, parameter))
+            copies = groups.ep_size if _GROUPED_EXPERT.search(canonical) else groups.tp_size
+            size, last = size + parameter.nbytes * copies, layer
+    if held:
+        yield held
+
+
+def _own_experts(
+    experts: Sequence[tuple[str, Tensor]], model: Any, bridge: Any, groups: ParallelGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """The experts of this rank, on the first of the ranks that share them."""
+    for name, parameter in experts:
+        whole = _joined(_entry(name, parameter, groups), parameter, bridge, groups)
+        if groups.etp_rank == 0:
+            yield from zip(*bridge._weight_to_hf_format(name, whole), strict=True)
+
+
+def _fused_experts(
+    experts: Sequence[tuple[str, Tensor]], model: Any, bridge: Any, groups: ParallelGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """The experts of all ranks in one tensor per layer, on the stage's first rank."""
+
+    def numbered() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in experts:
+            whole = _whole(_entry(name, parameter, groups), parameter, bridge, groups)
+            for part, tensor in _by_expert(name, whole, model, groups).items():
+                yield from zip(*bridge._weight_to_hf_format(part, tensor), strict=True)
+
+    for name, tensor in joined_experts(numbered(), model.config.num_moe_experts):
+        if groups.etp_rank == 0 and groups.ep_rank == 0:
+            yield name, tensor
+
+
+def _by_expert(name: str, stacked: Tensor, model: Any, groups: ParallelGroups) -> dict[str, Tensor]:
+    """The experts of all expert ranks, stacked in front, by their canonical names."""
+    match = _GROUPED_EXPERT.search(name)
+    assert match is not None
+    per_rank = _experts_per_rank(model, groups)
+    prefix, number = name[: match.start(3)], int(match.group(3)) % per_rank
+    return {f"{prefix}{rank * per_rank + number}": own for rank, own in enumerate(stacked)}
 
 
 def save_hf_checkpoint(
@@ -352,16 +459,25 @@ def _whole(entry: _Entry, parameter: Tensor | None, bridge: Any, groups: Paralle
     """
     if parameter is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        whole = torch.empty(entry.whole_shape, dtype=entry.dtype, device=device)
-    else:
-        whole = parameter.detach()
+        return torch.empty(entry.whole_shape, dtype=entry.dtype, device=device)
+    whole = _joined(entry, parameter, bridge, groups)
+    if _GROUPED_EXPERT.search(entry.name):
+        whole = torch.stack(_all_gather(whole, groups.ep_group))
+    return whole
+
+
+def _joined(entry: _Entry, parameter: Tensor, bridge: Any, groups: ParallelGroups) -> Tensor:
+    """A parameter joined over the tensor parallel ranks that have a shard of it.
+
+    Adapters (`lora.py`) are added to it, unless they are switched off.
+    """
+    adapters = getattr(parameter, "lora", None)
+    whole = parameter.detach() if adapters is None else adapters.merged(parameter)
+    if entry.is_sharded:
         is_expert = _GROUPED_EXPERT.search(entry.name) is not None
-        if entry.is_sharded:
-            shards = _all_gather(whole, groups.etp_group if is_expert else groups.tp_group)
-            if len(shards) > 1:
-                whole = bridge._weight_merge_across_tp(entry.name, shards, parameter)
-        if is_expert:
-            whole = torch.stack(_all_gather(whole, groups.ep_group))
+        shards = _all_gather(whole, groups.etp_group if is_expert else groups.tp_group)
+        if len(shards) > 1:
+            whole = bridge._weight_merge_across_tp(entry.name, shards, parameter)
     return whole
 
 

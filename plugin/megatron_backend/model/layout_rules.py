@@ -15,7 +15,7 @@ from plugin.megatron_backend.model.pipeline_split import layers_per_stage, split
 from plugin.megatron_backend.model.rope import check_rope
 
 _SIZES = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("virtual_pipeline_model_parallel_size", "expert_model_parallel_size"),
     *("expert_tensor_parallel_size", "sequence_parallel"),
     *("moe_token_dispatcher_type", "moe_router_fusion"),
@@ -45,6 +45,7 @@ def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:
         ("num_key_value_heads", arguments["num_query_groups"], tp_size, tensor),
         ("num_attention_heads", arguments["num_attention_heads"], tp_size, tensor),
         ("intermediate_size", arguments["ffn_hidden_size"], tp_size, tensor),
+        ("linear_num_key_heads", arguments.get("linear_num_key_heads", 0), tp_size, tensor),
         ("num_experts", experts, ep_size, f"--expert-model-parallel-size {ep_size}"),
         (
             "moe_intermediate_size",
@@ -66,6 +67,12 @@ def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:
                 f"can by {', '.join(fitting)}"
             )
     layers_per_stage(arguments)
+    if arguments.get("linear_attention_freq") and arguments["context_parallel_size"] > 1:
+        raise ConfigError(
+            f"--context-parallel-size {arguments['context_parallel_size']}: the gated delta rule "
+            f"of {model_type} reads a sequence from its start, and Megatron-Core does not hand its "
+            "state from rank to rank; use --context-parallel-size 1"
+        )
     if experts and etp_size > 1 and arguments["add_bias_linear"]:
         raise ConfigError(
             f"--expert-tensor-parallel-size {etp_size}: experts of {model_type} have biases, which "

@@ -34,9 +34,13 @@ def _followed_by(linear: Any, norm: Any) -> Any:
             self.post_layernorm = norm(
                 config=config, hidden_size=outputs, eps=config.layernorm_epsilon
             )
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-            output, bias = super().forward(x)
-            return self.post_layernorm(output), bias
+            # In a hook: an adapter of the layer has its own before it.
+            self.register_forward_hook(_normalize)
 
     return NormedLinear
+
+
+def _normalize(
+    linear: Any, _inputs: Any, output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    return linear.post_layernorm(output[0]), output[1]

@@ -115,3 +115,90 @@ class GptOssWeights(LLMBridge):
             weight = torch.stack(weight.chunk(2), dim=1).flatten(0, 1)
         weight = weight.t() if match.group(3) == "weight" else weight
         return self._weight_name_mapping_mlp(name), [weight.contiguous()]
+
+
+class Qwen3NextWeights(Qwen3MoEWeights):
+    """Gated delta nets, gates beside queries, a gated shared expert; not in mbridge.
+
+    Hugging Face has the parts of a delta net's input in turns by key head, Megatron one after the
+    other; a tensor parallel rank has its share of each.
+    """
+
+    _ATTENTION_MAPPING = Qwen3MoEWeights._ATTENTION_MAPPING | {
+        "self_attention.in_proj.weight": [
+            f"{_LAYER}linear_attn.in_proj_qkvz.weight",
+            f"{_LAYER}linear_attn.in_proj_ba.weight",
+        ],
+        "self_attention.conv1d.weight": [f"{_LAYER}linear_attn.conv1d.weight"],
+        "self_attention.dt_bias": [f"{_LAYER}linear_attn.dt_bias"],
+        "self_attention.A_log": [f"{_LAYER}linear_attn.A_log"],
+        "self_attention.out_norm.weight": [f"{_LAYER}linear_attn.norm.weight"],
+        "self_attention.out_proj.weight": [f"{_LAYER}linear_attn.out_proj.weight"],
+    }
+
+    def _sections(self, name: str) -> list[int] | None:
+        """Rows of query, key, value and, of the input, gate, beta and alpha; None of others."""
+        config = self.hf_config
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        if "self_attention.conv1d." in name:
+            return [keys, keys, values]
+        if "self_attention.in_proj.weight" in name:
+            heads = config.linear_num_value_heads
+            return [keys, keys, values, values, heads, heads]
+        return None
+
+    def _weight_split_across_tp(
+        self, name: str, weight: Tensor, param: Tensor, tp_split_size: int
+    ) -> list[Tensor]:
+        sections = self._sections(name)
+        if sections is None or tp_split_size == 1:
+            return list(super()._weight_split_across_tp(name, weight, param, tp_split_size))
+        parts = [part.chunk(tp_split_size) for part in weight.split(sections)]
+        return [torch.cat(shares) for shares in zip(*parts, strict=True)]
+
+    def _weight_merge_across_tp(self, name: str, weights: list[Tensor], param: Tensor) -> Tensor:
+        sections = self._sections(name)
+        if sections is None:
+            return super()._weight_merge_across_tp(name, weights, param)
+        shares = [weight.split([size // len(weights) for size in sections]) for weight in weights]
+        return torch.cat([torch.cat(part) for part in zip(*shares, strict=True)])
+
+    def _weight_to_mcore_format(self, name: str, hf_weights: list[Tensor]) -> Tensor:
+        config = self.hf_config
+        if "self_attention.in_proj.weight" in name:
+            repeats = config.linear_num_value_heads // config.linear_num_key_heads
+            values = repeats * config.linear_value_head_dim
+            sizes = [config.linear_key_head_dim] * 2 + [values] * 2
+            heads = config.linear_num_key_heads
+            by_head = [weight.to(self.dtype).unflatten(0, (heads, -1)) for weight in hf_weights]
+            parts = (*by_head[0].split(sizes, dim=1), *by_head[1].split(repeats, dim=1))
+            return torch.cat([part.flatten(0, 1) for part in parts])
+        if "self_attention.linear_qkv.weight" in name:
+            query, key, value = (
+                w.to(self.dtype).unflatten(0, (config.num_key_value_heads, -1)) for w in hf_weights
+            )
+            # [groups, heads, query above gate, width, hidden]
+            pairs = query.unflatten(1, (-1, 2, config.head_dim))
+            parts = (pairs[:, :, 0].flatten(1, 2), pairs[:, :, 1].flatten(1, 2), key, value)
+            return torch.cat(parts, dim=1).flatten(0, 1)
+        return super()._weight_to_mcore_format(name, hf_weights)
+
+    def _weight_to_hf_format(self, name: str, weight: Tensor) -> tuple[list[str], list[Tensor]]:
+        """The inverse of `_weight_to_mcore_format`."""
+        config, names = self.hf_config, self._weight_name_mapping_mcore_to_hf(name)
+        if "self_attention.in_proj.weight" in name:
+            parts = [
+                part.unflatten(0, (config.linear_num_key_heads, -1))
+                for part in weight.split(self._sections(name))
+            ]
+            return names, [torch.cat(p, dim=1).flatten(0, 1) for p in (parts[:4], parts[4:])]
+        if "self_attention.linear_qkv.weight" in name:
+            width = config.head_dim
+            queries = config.num_attention_heads // config.num_key_value_heads * width
+            query, gate, key, value = weight.unflatten(0, (config.num_key_value_heads, -1)).split(
+                [queries, queries, width, width], dim=1
+            )
+            pairs = torch.stack([part.unflatten(1, (-1, width)) for part in (query, gate)], dim=2)
+            return names, [pairs.flatten(0, 3), key.flatten(0, 1), value.flatten(0, 1)]
+        return super()._weight_to_hf_format(name, weight)

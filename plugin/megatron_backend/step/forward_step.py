@@ -73,7 +73,7 @@ def log_prob_forward_step(
 
         def collect(output: Tensor, non_loss_data: bool = True) -> Tensor | None:
             with errors.collecting(peers=groups.tp_size), torch.no_grad():
-                log_probs, _ = response_log_probs(
+                log_probs, _, _ = response_log_probs(
                     config,
                     output,
                     head_weight,

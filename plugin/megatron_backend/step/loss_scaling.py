@@ -32,17 +32,20 @@ class LossScale:
     """The factors of one step.
 
     total_weight: what the sum of w_t l_t over the global batch is divided by
+    loss_scale: what the schedule multiplies the loss by in float16, and the optimizer divides by
     """
 
     per_token: bool
     total_weight: float
     num_microbatches: int
     dp_cp_size: int
+    loss_scale: float = 1.0
 
     @property
     def gradient_of_weighted_sum(self) -> float:
         """What Megatron's schedule sends back to the weighted sum that `for_megatron` was given."""
-        return 1.0 if self.per_token else self.dp_cp_size / max(self.total_weight, 1e-12)
+        mean = 1.0 if self.per_token else self.dp_cp_size / max(self.total_weight, 1e-12)
+        return self.loss_scale * mean
 
     def for_megatron(self, weighted_sum: Tensor, local_count: Tensor) -> tuple[Tensor, Tensor]:
         """(loss, num_tokens) as a loss closure returns them.

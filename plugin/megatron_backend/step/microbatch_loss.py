@@ -13,6 +13,7 @@ from torch import Tensor
 from plugin.config import TrainerConfig
 from plugin.errors import BatchError
 from plugin.logprobs.separable_lm_head import separable_lm_head
+from plugin.loss.distillation import TeacherSupport, topk_reverse_kl
 from plugin.loss.inputs import KnownTokens
 from plugin.loss.interfaces import LossInputs, LossOutputs
 from plugin.loss.normalization import token_weights
@@ -58,7 +59,11 @@ class TrainingLoss:
         output: logits [B, S_local, V/tp], or with `head_weight` [V/tp, H] hidden states [B,
             S_local, H]
         """
-        cur, entropy = response_log_probs(
+        support = None
+        if self.config.distill_topk is not None:
+            with self.errors.collecting():
+                support = TeacherSupport.of(microbatch.columns, microbatch.inputs.shards)
+        cur, entropy, of_ids = response_log_probs(
             self.config,
             output,
             head_weight,
@@ -66,11 +71,15 @@ class TrainingLoss:
             self.groups,
             microbatch.loss_rows,
             kept=microbatch.kept,
+            ids=None if support is None else support.ids,
         )
         failed = MicrobatchLoss(cur[:0].sum(), cur.detach())
         with self._collecting():
             known = KnownTokens.of(self.config, microbatch.columns, microbatch.inputs.shards)
-            inputs = known.at_policy(self.config, cur, entropy)
+            distill_kl = None
+            if support is not None and of_ids is not None:
+                distill_kl = topk_reverse_kl(of_ids, support.log_probs, known.mask)
+            inputs = known.at_policy(self.config, cur, entropy, distill_kl=distill_kl)
             outputs = compute_loss(self.config, inputs, with_weights=True)
             loss, tokens = self._reduce(
                 microbatch, inputs, outputs, self._weights(known, microbatch)

@@ -11,12 +11,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
-from plugin.logprobs.fused_lm_head import fused_lm_head_pays, fused_log_probs_and_entropy
-from plugin.logprobs.vocab_parallel import log_probs_and_entropy
+from plugin.logprobs.fused_lm_head import (
+    fused_lm_head_pays,
+    fused_log_probs_and_entropy,
+    fused_log_probs_of_ids,
+)
+from plugin.logprobs.top_ids import fused_top_ids, top_ids
+from plugin.logprobs.vocab_parallel import at_rows, log_probs_and_entropy, log_probs_of_ids
 from plugin.megatron_backend.model.hf_weights import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.step.sequence_packing import ModelInputs
@@ -92,12 +98,14 @@ def response_log_probs(
     *,
     with_entropy: bool = True,
     kept: Ragged | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return log-prob and entropy [R] of the local response tokens.
+    ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return log-prob and entropy [R] of the local response tokens, and log-probs [R, k] of `ids`.
 
     output: logits [B, S_local, V/tp], or with `head_weight` [V/tp, H] hidden states [B, S_local, H]
     row_mask: bool [B * S_local] on the CPU, the rows that matter; used by the fused head
     kept: [B * S_local] entries of ids that each row's distribution is renormalized over, or None
+    ids: [R, k] further ids of every token, or None
     """
     targets = torch.zeros(inputs.tokens.numel(), dtype=torch.int64, device=output.device)
     targets[inputs.rows] = inputs.targets
@@ -111,17 +119,49 @@ def response_log_probs(
         "entropy_of": config.entropy_of,
     }
     if head_weight is None:
-        log_probs, entropy = log_probs_and_entropy(
-            flat, targets, inplace_grad=config.inplace_logits_grad, **options
-        )
+        options["inplace_grad"] = config.inplace_logits_grad
     else:
-        log_probs, entropy = fused_log_probs_and_entropy(
-            flat,
-            head_weight,
-            targets,
-            row_mask=row_mask,
-            sequence_parallel=config.sequence_parallel,
-            vocab_rows=getattr(head_weight, "vocab_rows", None),
-            **options,
-        )
-    return log_probs[inputs.rows], None if entropy is None else entropy[inputs.rows]
+        options |= {
+            "row_mask": row_mask,
+            "sequence_parallel": config.sequence_parallel,
+            "vocab_rows": getattr(head_weight, "vocab_rows", None),
+        }
+    of_ids = None
+    if ids is not None:
+        given = at_rows(ids, inputs.rows, targets.numel())
+        if head_weight is None:
+            log_probs, entropy, of_ids = log_probs_of_ids(flat, targets, given, **options)
+        else:
+            log_probs, entropy, of_ids = fused_log_probs_of_ids(
+                flat, head_weight, targets, given, **options
+            )
+        of_ids = of_ids[inputs.rows]
+    elif head_weight is None:
+        log_probs, entropy = log_probs_and_entropy(flat, targets, **options)
+    else:
+        log_probs, entropy = fused_log_probs_and_entropy(flat, head_weight, targets, **options)
+    return log_probs[inputs.rows], None if entropy is None else entropy[inputs.rows], of_ids
+
+
+def response_top_ids(
+    config: TrainerConfig,
+    output: Tensor,
+    head_weight: Tensor | None,
+    inputs: ModelInputs,
+    groups: ParallelGroups,
+    k: int,
+) -> Tensor:
+    """Return the k likeliest ids [R, k] in the place of every local response token.
+
+    output, head_weight: as for `response_log_probs`
+    """
+    group = loss_context(groups).tp_group
+    flat = output.reshape(-1, output.shape[-1])
+    if head_weight is None:
+        return top_ids(flat[inputs.rows], k, group=group)
+    if config.sequence_parallel and groups.tp_size > 1:
+        whole = flat.new_empty(flat.shape[0] * groups.tp_size, flat.shape[1])
+        dist.all_gather_into_tensor(whole, flat.contiguous(), group=group)
+        flat = whole
+    held = getattr(head_weight, "vocab_rows", None)
+    return fused_top_ids(flat[inputs.rows], head_weight, k, group=group, tokens_held=held)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugin.batch_types import FIELDS, Microbatch
+from plugin.batch_types import FIELDS, PER_RESPONSE_TOKEN, Microbatch
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.sequence_packing import (
     ModelInputs,
@@ -122,7 +122,7 @@ def _local_columns(microbatch: Microbatch, inputs: ModelInputs) -> dict[str, Any
         if name == "loss_masks":
             # A copy: hooks may write into it, and the batch may lie in shared, read-only memory.
             columns[name] = values.like(values.values.to(shards.device, copy=True))
-        elif FIELDS[name].shape == "response":
+        elif FIELDS[name].shape in PER_RESPONSE_TOKEN:
             local = shards.local(values).to(shards.device, non_blocking=True)
             columns[name] = Ragged(local, shards.held)
     return columns

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.step.grad_scaler import SharedGradScaler
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch
 from plugin.ragged import Integers
 
@@ -59,24 +60,35 @@ class GuardedOptimizer:
     """A Megatron optimizer that skips a step whose gradient norm is not finite or too large.
 
     `optimizer.step()` stays Megatron's own; only its last act, applying the clipped gradients, asks
-    first. The norm is reduced over all ranks, so all of them decide alike.
+    first. The norm is reduced over all ranks, so all of them decide alike. In float16 Megatron
+    itself skips what overflows, before there is a norm; its parts share one scaler.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, max_norm: float | None = None) -> None:
         self.optimizer = optimizer
         self.skipped_steps = 0
+        self.scaler = SharedGradScaler.of(optimizer)
+        #: The last step was skipped because of a loss scale that is still being lowered.
+        self.overflowed = False
         self._max_norm = math.inf if max_norm is None else max_norm
         self._norm = 0.0
         self._measure, self._apply = optimizer.get_grad_norm, optimizer.step_with_ready_grads
         optimizer.get_grad_norm = self._measured
         optimizer.step_with_ready_grads = self._apply_if_sound
 
+    @property
+    def loss_scale(self) -> float:
+        """What the schedule multiplies losses by; reading it waits for the device in float16."""
+        return 1.0 if self.scaler is None else float(self.scaler.scale)
+
     def step(self) -> tuple[bool, float]:
-        """(whether the weights were updated, gradient norm before clipping)."""
+        """(whether the weights were updated, gradient norm before clipping, without loss scale)."""
         self._norm = math.nan
+        can_fall = self.scaler is not None and self.scaler.can_fall
         updated, _, _ = self.optimizer.step()
         if not updated:
             self.skipped_steps += 1
+        self.overflowed = can_fall and not updated and math.isnan(self._norm)
         return bool(updated), self._norm
 
     def _measured(self) -> Any:
@@ -123,14 +135,16 @@ def gather_responses(
     group: dist.ProcessGroup,
     groups: ParallelGroups,
     device: torch.device,
+    trailing: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Gather per-token results [size] of the ranks of `group`, on its ranks of the last stage.
+    """Gather per-token results [size, *trailing] of `group`, on its ranks of the last stage.
 
-    results: on the last stage [R] per microbatch, None where padding
+    results: on the last stage [R, *trailing] per microbatch, None where padding
     starts: per microbatch, where the response of each sample begins in the result
     Every position is written by exactly one rank, so a sum over ranks assembles them.
     """
-    flat = torch.zeros(size, dtype=torch.float32, device=device)
+    flat = torch.zeros((size, *trailing), dtype=dtype, device=device)
     if not groups.is_last_stage:
         return flat
     for result, microbatch, first in zip(results, microbatches, starts, strict=True):

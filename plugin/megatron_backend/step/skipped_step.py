@@ -18,7 +18,7 @@ from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.ragged import Integers
 from plugin.sharding.parallel_context import use_parallel_context
 
-_TERMS = ("pg_loss", "entropy_loss", "kl_loss", "rollout_kl", "loss")
+_TERMS = ("pg_loss", "entropy_loss", "kl_loss", "rollout_kl", "distill_kl", "loss")
 
 
 def cause_of_skip(

@@ -25,14 +25,17 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> R
 
 def api_key(config: JobConfig) -> str | None:
     """The servers' key in this process's environment; None where the job names no variable."""
-    name = config.rollout_api_key_env
+    return key_in_environment("--rollout-api-key-env", config.rollout_api_key_env)
+
+
+def key_in_environment(option: str, name: str | None) -> str | None:
+    """The key in the environment variable `name`, which `option` gives; None without a name."""
     if name is None:
         return None
     key = os.environ.get(name, "").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise ConfigError(
-            f"--rollout-api-key-env names {name}, which holds no key; export {name}=... before the "
-            "job starts"
+            f"{option} names {name}, which holds no key; export {name}=... before the job starts"
         )
     return key
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plugin.errors import EngineError
 from plugin.ragged import Ragged
-from plugin.rollout.engines.weight_stream import WeightGroup
+from plugin.rollout.engines.weight_meeting import WeightGroup
 
 #: abort: interrupted by new weights; the engine goes on with it before it answers.
 FinishReason = Literal["stop", "length", "abort"]
@@ -124,6 +124,10 @@ class BroadcastEngine(RolloutEngine, Protocol):
 
     def weight_receivers(self) -> int:
         """How many workers receive weights."""
+        ...
+
+    def weight_devices(self) -> list[str]:
+        """The device of each (`lent_memory.device_id`); asked with --weight-sync ipc only."""
         ...
 
     def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:

@@ -25,7 +25,7 @@ from plugin.rollout.engines.protocol import Finished
 from plugin.rollout.engines.server_commands import ServerCommand, sglang_command, vllm_command
 from plugin.rollout.engines.server_dialects import ServerCall
 from plugin.rollout.engines.server_process import ServerEnded, ServerProcess, free_port
-from plugin.rollout.engines.weight_stream import WeightGroup
+from plugin.rollout.engines.weight_meeting import WeightGroup
 
 
 def make_sglang_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> ServedEngine:

@@ -21,7 +21,8 @@ from plugin.rollout.engines.server_answers import (
     shown,
     token_ids,
 )
-from plugin.rollout.engines.weight_stream import TensorNote, WeightGroup, group_backend
+from plugin.rollout.engines.weight_meeting import TensorNote, WeightGroup
+from plugin.rollout.engines.weight_stream import group_backend
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ class BroadcastDialect(Dialect, Protocol):
         """How many workers of a server receive weights."""
         ...
 
-    def join_group(self, group: WeightGroup, stage: int, rank: int) -> ServerCall:
-        """The call that makes a server's workers ranks `rank` and up of a stage's group."""
+    def join_group(self, group: WeightGroup, sender: int, rank: int) -> ServerCall:
+        """The call that makes a server's workers ranks `rank` and up of a sender's group."""
         ...
 
     def receive(self, group_name: str, notes: Sequence[TensorNote], label: str) -> ServerCall:
@@ -258,13 +259,13 @@ class SglangDialect:
             raise MalformedAnswer(f"the server has tensor parallel size {shown(size)}")
         return size
 
-    def join_group(self, group: WeightGroup, stage: int, rank: int) -> ServerCall:
+    def join_group(self, group: WeightGroup, sender: int, rank: int) -> ServerCall:
         payload = {
             "master_address": group.host,
             "master_port": group.port,
             "rank_offset": rank,
             "world_size": 1 + group.receivers,
-            "group_name": group.stage_name(stage),
+            "group_name": group.sender_name(sender),
             "backend": group_backend(),
         }
         return ServerCall("/init_weights_update_group", payload, check=_update_succeeded)

@@ -13,6 +13,8 @@ from plugin.rollout.engines.prefix_router import PrefixRouter
 
 _LOG = logging.getLogger(__name__)
 
+#: How often those look that wait for a server whose weights change.
+UPDATE_POLL_SECONDS = 0.02
 _TROUBLES_UNTIL_OUT = 3
 _FIRST_PROBE_SECONDS, _LAST_PROBE_SECONDS = 1.0, 30.0
 
@@ -50,8 +52,8 @@ class Server:
 class ServerPool:
     """Servers in service and out of it; one that holds the prompt, or the least busy, is asked."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self.servers = [Server(url) for url in urls]
+    def __init__(self, urls: Sequence[str], what: str = "rollout server") -> None:
+        self.servers, self._what = [Server(url) for url in urls], what
         self.times_out = 0
         self._router = PrefixRouter()
 
@@ -92,8 +94,8 @@ class ServerPool:
         # The 1st, 2nd, 4th, 8th, ...: a broken server must not flood the log.
         if server.failed_calls & (server.failed_calls - 1) == 0:
             _LOG.warning(
-                "rollout server %s: failed call number %d: %s",
-                *(server.url, server.failed_calls, reason),
+                "%s %s: failed call number %d: %s",
+                *(self._what, server.url, server.failed_calls, reason),
             )
         if known_before == server.troubles:
             server.troubles += 1
@@ -106,7 +108,7 @@ class ServerPool:
             self.times_out += 1
             server.probe_delay = _FIRST_PROBE_SECONDS
             now = time.strftime("%X")
-            _LOG.warning("rollout server %s is out of service at %s: %s", server.url, now, reason)
+            _LOG.warning("%s %s is out of service at %s: %s", self._what, server.url, now, reason)
             self._router.forget(server.url)
         server.out_because = reason
         server.probe_at = time.monotonic() + server.probe_delay
@@ -117,7 +119,7 @@ class ServerPool:
         server.label = label
         if server.out_because is not None and server.probe_at:
             now = time.strftime("%X")
-            _LOG.warning("rollout server %s is back in service at %s", server.url, now)
+            _LOG.warning("%s %s is back in service at %s", self._what, server.url, now)
         server.out_because = None
         server.troubles = 0
         server.probe_delay = _FIRST_PROBE_SECONDS

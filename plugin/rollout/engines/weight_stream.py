@@ -1,24 +1,21 @@
-"""Weights over process groups: from the trainer's pipeline stages to the workers of all engines.
+"""Weights over process groups: from the trainer's ranks to the workers of all engines.
 
-Every stage has a group with one sender, rank 0, and every worker as a receiver: gloo on CPU, NCCL
-on CUDA. A stage sends its own tensors, bucket by bucket and one broadcast per tensor; the stages
-take turns. What the next bucket holds is said through a store that the driver keeps. The driver
-also notices who has died and writes that into the store, so that nobody waits for the dead: a
-transfer that was cut off ends in a `TransferError` on every member, and is repeated with new
-groups.
+Every sender has a group of its own, in which it is rank 0 and every worker is a receiver: gloo on
+CPU, NCCL on CUDA. It sends what it holds itself: the first rank of a pipeline stage what the
+stage's ranks share, every expert parallel rank its own experts. That happens bucket by bucket, with
+one broadcast per large tensor and one for the small ones, which would cost more by their number
+than by their size. Receivers take the senders of a stage in turns, some layers from each, so that
+no layer waits long for its last expert.
 
 Keys in the store are those of torch's own groups, so that SGLang's servers can join.
 """
 
 from __future__ import annotations
 
-import json
 import socket
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from itertools import compress
 from typing import Any
 
 import torch
@@ -26,168 +23,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugin.errors import TransferError
+from plugin.rollout.engines.weight_meeting import (
+    BUCKET_BYTES,
+    MeetingPoint,
+    NamedTensors,
+    TensorNote,
+    WeightGroup,
+    in_buckets,
+    padded_sizes,
+    tensors_in,
+)
 
-#: Of the tensors that are on their way at the same time, unless one alone is larger.
-BUCKET_BYTES = 256 << 20
-_CONNECT_SECONDS = 120.0
-_ABORT_POLL_SECONDS = 0.1
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3
-_ALIGNMENT = 64
-
-NamedTensors = Sequence[tuple[str, Tensor]]
+_JOINED_BELOW = 1 << 20
 
 #: gloo cannot end an operation that is under way, and its group cannot be freed before.
 _abandoned: list[Any] = []
 
 
-@dataclass(frozen=True)
-class WeightGroup:
-    """One set of senders and receivers, and where its members meet.
+class _SenderGroup:
+    """This process's place in the group of one sender."""
 
-    host, port: of the driver's store
-    name: of this set; after a loss the next one has another
-    senders: pipeline stages of the trainer
-    receivers: workers of all engines
-    timeout: seconds that one operation may take
-    """
-
-    host: str
-    port: int
-    name: str
-    senders: int
-    receivers: int
-    timeout: float
-
-    def stage_name(self, stage: int) -> str:
-        """The name of a stage's process group."""
-        return f"{self.name}-{stage}"
-
-
-@dataclass(frozen=True)
-class TensorNote:
-    """What a receiver must know of a tensor before it arrives."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-
-def open_store(address: str) -> dist.TCPStore:
-    """A store that listens on `address` only; torch's own would listen on every interface."""
-    listener = socket.socket()
-    listener.bind((address, 0))
-    listener.listen()
-    return dist.TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-class MeetingPoint:
-    """One member's view of the driver's store."""
-
-    def __init__(self, group: WeightGroup) -> None:
-        self.group = group
-        self._checked = 0.0
-        with _store_errors():
-            self.store = dist.TCPStore(
-                group.host,
-                group.port,
-                is_master=False,
-                timeout=timedelta(seconds=min(group.timeout, _CONNECT_SECONDS)),
-            )
-
-    def meet(self, what: str, members: int = 1) -> None:
-        """Wait until all members of the group have come; `members` of them are this caller's."""
-        key, everyone = f"{self.group.name}/{what}", self.group.senders + self.group.receivers
-        with _store_errors():
-            self.store.add(key, members)
-        self.wait_until(lambda: self.store.add(key, 0) >= everyone)
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for `condition`; a `TransferError` once the driver has called the transfer off."""
-        pause = _SHORTEST_PAUSE
-        with _store_errors():
-            while not condition():
-                self._check_aborted()
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _check_aborted(self) -> None:
-        now = time.monotonic()
-        if now - self._checked < _ABORT_POLL_SECONDS:
-            return
-        self._checked = now
-        key = _abort_key(self.group.name)
-        if self.store.check([key]):
-            raise TransferError(f"the transfer was called off: {self.store.get(key).decode()}")
-
-    def announce(self, version: int, stage: int, number: int, notes: list[TensorNote]) -> None:
-        """Say what bucket `number` of a stage holds; an empty one ends the stage."""
-        rows = [[note.name, str(note.dtype).split(".")[-1], note.shape] for note in notes]
-        with _store_errors():
-            self.store.set(self._key(version, stage, number), json.dumps(rows))
-
-    def announced(self, version: int, stage: int) -> Iterator[list[TensorNote]]:
-        """The buckets of a stage as they are announced."""
-        number = 0
-        while True:
-            key = self._key(version, stage, number)
-            self.wait_until(lambda key=key: self.store.check([key]))  # type: ignore[misc]
-            with _store_errors():
-                rows = json.loads(self.store.get(key))
-            if not rows:
-                return
-            yield [
-                TensorNote(name, getattr(torch, kind), tuple(shape)) for name, kind, shape in rows
-            ]
-            number += 1
-
-    def end_of(self, version: int, stage: int) -> str:
-        """The key that is there once a stage has sent everything."""
-        return f"{self.group.name}/{version}/{stage}/end"
-
-    def _key(self, version: int, stage: int, number: int) -> str:
-        return f"{self.group.name}/{version}/{stage}/{number}"
-
-
-def _abort_key(name: str) -> str:
-    return f"{name}/aborted"
-
-
-def call_off(store: dist.Store, group: WeightGroup, reason: str) -> None:
-    """End the transfers of a group on all its members; the driver's part."""
-    store.set(_abort_key(group.name), reason)
-
-
-def forget_version(
-    store: dist.Store, group: WeightGroup, version: int, buckets: Mapping[int, int]
-) -> None:
-    """Remove what a complete version left in the store; `buckets` says how many by stage."""
-    point = f"{group.name}/{version}"
-    for stage, count in buckets.items():
-        for number in range(count + 1):
-            store.delete_key(f"{point}/{stage}/{number}")
-        store.delete_key(f"{point}/{stage}/end")
-    store.delete_key(f"{group.name}/version {version}")
-
-
-class _StageGroup:
-    """This process's place in the group of one stage."""
-
-    def __init__(self, point: MeetingPoint, stage: int, rank: int) -> None:
+    def __init__(self, point: MeetingPoint, sender: int, rank: int) -> None:
         self._point = point
         group = point.group
         self._backend = _connect(
-            point.store, group.stage_name(stage), rank, group.receivers + 1, group
+            point.store, group.sender_name(sender), rank, group.receivers + 1, group
         )
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -244,12 +104,12 @@ def _own_address(host: str) -> str:
 
 
 class WeightSender:
-    """One pipeline stage's end of a group."""
+    """The end of a group at trainer rank number `number` of those that send."""
 
-    def __init__(self, group: WeightGroup, stage: int) -> None:
-        self._point, self._stage = MeetingPoint(group), stage
+    def __init__(self, group: WeightGroup, number: int) -> None:
+        self._point, self._number = MeetingPoint(group), number
         self._point.meet("joined")
-        self._channel = _StageGroup(self._point, stage, rank=0)
+        self._channel = _SenderGroup(self._point, number, rank=0)
 
     @property
     def group(self) -> WeightGroup:
@@ -259,46 +119,49 @@ class WeightSender:
     def send(
         self,
         version: int,
-        named_tensors: Iterable[tuple[str, Tensor]],
+        part: Iterable[tuple[str, Tensor] | None],
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> tuple[int, int]:
-        """Send all tensors of this stage as a part of `version`; how many bytes and buckets."""
+        """Send this rank's part of `version`; how many bytes and messages.
+
+        part: tensors by name; None ends a round of turns
+        """
         self._point.meet(f"version {version}")
-        if self._stage > 0:
-            before = self._point.end_of(version, self._stage - 1)
-            self._point.wait_until(lambda: self._point.store.check([before]))
-        total, buckets = 0, 0
-        for bucket in _buckets(named_tensors, bucket_bytes):
-            notes = [TensorNote(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
-            self._point.announce(version, self._stage, buckets, notes)
-            self._channel.broadcast([tensor for _, tensor in bucket])
+        total, messages = 0, 0
+        for bucket in in_buckets(part, bucket_bytes):
+            notes = TensorNote.of(bucket)
+            self._point.announce(version, self._number, messages, notes)
+            self._channel.broadcast(self._pieces(bucket, notes))
             total += sum(note.nbytes for note in notes)
-            buckets += 1
-        self._point.announce(version, self._stage, buckets, [])
-        with _store_errors():
-            self._point.store.set(self._point.end_of(version, self._stage), "")
-        return total, buckets
+            messages += 1
+        self._point.announce(version, self._number, messages, None)
+        return total, messages + 1
+
+    def _pieces(self, bucket: NamedTensors, notes: Sequence[TensorNote]) -> list[Tensor]:
+        """What is broadcast of a bucket: its large tensors, and the small ones in one piece."""
+        small = _small_ones(notes, self.group)
+        tensors = [tensor for _, tensor in bucket]
+        pieces = [tensor for tensor, is_small in zip(tensors, small, strict=True) if not is_small]
+        if any(small):
+            joined = list(compress(notes, small))
+            size = sum(padded_sizes(joined))
+            piece = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+            for place, tensor in zip(
+                tensors_in(piece, joined), compress(tensors, small), strict=True
+            ):
+                place.copy_(tensor)
+            pieces.append(piece)
+        return pieces
 
     def close(self, *, in_the_middle: bool = False) -> None:
         """Leave the group."""
         self._channel.close(in_the_middle=in_the_middle)
 
 
-def _buckets(
-    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in lists of at most `bucket_bytes`, or of one."""
-    held: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in named_tensors:
-        if held and size + tensor.nbytes > bucket_bytes:
-            yield held
-            held, size = [], 0
-        held.append((name, tensor.detach().contiguous()))
-        size += tensor.nbytes
-    if held:
-        yield held
+def _small_ones(notes: Sequence[TensorNote], group: WeightGroup) -> list[bool]:
+    """Which tensors of a bucket travel together."""
+    return [group.joins and note.nbytes < _JOINED_BELOW for note in notes]
 
 
 class WeightReceiver:
@@ -312,7 +175,7 @@ class WeightReceiver:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._point.meet("joined")
         self._channels = [
-            _StageGroup(self._point, stage, rank=1 + number) for stage in range(group.senders)
+            _SenderGroup(self._point, sender, rank=1 + number) for sender in range(group.senders)
         ]
 
     @property
@@ -326,68 +189,30 @@ class WeightReceiver:
 
     def receive(self, version: int, take: Callable[[NamedTensors], None]) -> None:
         """Hand every bucket of `version` to `take`, after `meet`."""
-        for stage, channel in enumerate(self._channels):
-            for notes in self._point.announced(version, stage):
-                tensors = self._room_for(notes)
-                channel.broadcast(tensors)
-                take([(note.name, tensor) for note, tensor in zip(notes, tensors, strict=True)])
+        for sender, notes in self._point.buckets(version):
+            tensors, pieces = self._room_for(notes)
+            self._channels[sender].broadcast(pieces)
+            take([(note.name, tensor) for note, tensor in zip(notes, tensors, strict=True)])
 
-    def _room_for(self, notes: Sequence[TensorNote]) -> list[Tensor]:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        if self._keeps:
-            return [torch.empty(note.shape, dtype=note.dtype, device=device) for note in notes]
-        sizes = [-(-note.nbytes // _ALIGNMENT) * _ALIGNMENT for note in notes]
-        if self._memory.numel() < sum(sizes):
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        parts = self._memory[: sum(sizes)].split(sizes)
-        return [
-            part[: note.nbytes].view(note.dtype).view(note.shape)
-            for note, part in zip(notes, parts, strict=True)
-        ]
+    def _room_for(self, notes: Sequence[TensorNote]) -> tuple[list[Tensor], list[Tensor]]:
+        """Memory for the tensors of a bucket, and the pieces of it that are broadcast."""
+        small = _small_ones(notes, self.group)
+        joined = list(compress(notes, small))
+        large = [note for note, is_small in zip(notes, small, strict=True) if not is_small]
+        size = sum(padded_sizes(joined))
+        memory = self._memory_of(size + sum(padded_sizes(large)))
+        pieces = tensors_in(memory[size:], large)
+        of_small, of_large = iter(tensors_in(memory[:size], joined)), iter(pieces)
+        tensors = [next(of_small if is_small else of_large) for is_small in small]
+        return tensors, [*pieces, memory[:size]] if joined else pieces
+
+    def _memory_of(self, size: int) -> Tensor:
+        if self._memory.numel() < size or self._keeps:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._memory
 
     def close(self, *, in_the_middle: bool = False) -> None:
         """Leave the group."""
         for channel in self._channels:
             channel.close(in_the_middle=in_the_middle)
-
-
-class Membership:
-    """The sender or receiver of a process: kept from version to version, made anew for a new group.
-
-    After an error it has left its group.
-    """
-
-    def __init__(self) -> None:
-        self._member: Any = None
-
-    @contextmanager
-    def of(self, group: WeightGroup, join: Callable[[], Any]) -> Iterator[Any]:
-        """The member of `group`, made by `join` if there is none yet."""
-        try:
-            if self._member is None or self._member.group != group:
-                self.leave()
-                self._member = join()
-            yield self._member
-        except BaseException:
-            self.leave(in_the_middle=True)
-            raise
-
-    def leave(self, *, in_the_middle: bool = False) -> None:
-        """Leave the group, if any."""
-        if self._member is not None:
-            self._member.close(in_the_middle=in_the_middle)
-            self._member = None
-
-
-@contextmanager
-def _store_errors() -> Iterator[None]:
-    """A store that cannot be reached ends the transfer."""
-    try:
-        yield
-    except (dist.DistError, RuntimeError) as error:
-        raise TransferError(f"the driver's store cannot be reached: {error}") from error
-
-
-def group_as_mapping(group: WeightGroup) -> Mapping[str, Any]:
-    """The group as plain values, for processes that are told of it in JSON."""
-    return dict(vars(group))

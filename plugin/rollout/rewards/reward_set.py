@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from plugin.config import JobConfig
+from plugin.config.estimator_traits import estimator_traits
 from plugin.config.import_paths import load_function
 from plugin.config.reward_specs import RewardSpec, parse_rewards
 from plugin.errors import BatchError, ConfigError, HookLoadError
@@ -75,7 +76,7 @@ class RewardSet:
 
     @classmethod
     def of(cls, config: JobConfig) -> RewardSet:
-        """What the flags name; exact match if they name nothing."""
+        """What the flags name; exact match if they name nothing and something looks at it."""
         texts = config.reward
         if config.reward_function_path is not None:
             texts = (*texts, config.reward_function_path)
@@ -84,7 +85,9 @@ class RewardSet:
             "timeout": config.reward_timeout,
             "url": config.reward_url,
         }
-        return cls(parse_rewards(texts or ("exact",)), config.label_key, constants)
+        if not texts and estimator_traits(config.advantage_estimator).rewards:
+            texts = ("exact",)
+        return cls(parse_rewards(texts), config.label_key, constants)
 
     def load(self) -> Rewards:
         """The functions; a `HookLoadError` or `ConfigError` if one cannot be used."""

@@ -89,6 +89,11 @@ class PromptDataset:
 
     def prompt(self, index: int) -> Prompt:
         """Row `index` modulo the dataset, in the order of its pass."""
+        row = self.row(index)
+        return Prompt(tuple(self._encode([self._format.text(row, self._tokenizer)])[0]), row)
+
+    def row(self, index: int) -> Row:
+        """The columns of prompt `index`."""
         epoch, position = divmod(index, len(self._used))
         if self._shuffle and self._order[0] != epoch:
             order = self._used[:]
@@ -96,7 +101,7 @@ class PromptDataset:
             self._order = (epoch, order)
         row = self._rows[self._order[1][position]]
         assert not isinstance(row, BadRow)
-        return Prompt(tuple(self._encode([self._format.text(row, self._tokenizer)])[0]), row)
+        return row
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts; a template brings its own special tokens."""

@@ -2,27 +2,86 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.evidence import grid, simulation, summary
-from benchmarks.evidence.simulation import Cell, run_cell
-
-
-def test_the_table_in_the_docs_is_that_of_the_data() -> None:
-    page = summary.PAGE.read_text()
-    shown = page.split(summary.BEGIN)[1].split(summary.END)[0].strip()
-    assert shown == summary.table(grid.results()), "python -m benchmarks.evidence --summary"
-    assert not grid.results() or (summary.FIGURE.exists() and summary.HEAT_MAP.exists())
+from benchmarks.evidence import adviser_check, figures, grid, simulation, summary
+from benchmarks.evidence.arms import CORE, EQUAL_TO_PPO, Arm, arms, equals_ppo
+from benchmarks.evidence.engine import SEEDS, Rollout, Setting, sample
+from benchmarks.evidence.policy import StackedAdder, engine_weights
+from benchmarks.evidence.simulation import run
 
 
-def test_no_method_of_a_measured_setting_is_left_out() -> None:
-    rows = grid.results()
-    whole = [cell for cell in grid.cells() if cell.seed == 0 and cell.updates == 1 and cell.engine == "float32"]  # fmt: skip
-    measured = {(r["loss"], r["hook"], r["staleness"]) for r in rows if r["seed"] == 0}
-    staleness = {r["staleness"] for r in rows}
-    assert {(c.loss, c.hook, c.staleness) for c in whole if c.staleness in staleness} <= measured
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs of two steps from models that were hardly trained."""
+    for name, value in {"STEPS": 2, "WARM_STEPS": 2, "EVALUATED": 4, "EVALUATE_EVERY": 1}.items():
+        monkeypatch.setattr(simulation, name, value)
+    simulation.warmed_weights.cache_clear()
+    yield
+    simulation.warmed_weights.cache_clear()
+
+
+def test_the_tables_in_the_docs_are_those_of_the_data() -> None:
+    assert summary.shown() == summary.tables(grid.results()), (
+        "python -m benchmarks.evidence --summary"
+    )
+    assert all(path.exists() for path in figures.FIGURES)
+
+
+def test_the_share_of_good_advice_in_the_docs_is_that_of_the_data() -> None:
+    found = summary.by_cell(grid.results())
+    assert adviser_check.shown() == adviser_check.report(found)
+    good = adviser_check.checked(Setting(4), "topr", found)
+    assert (good.rank, good.regret, good.good) == (1, 0, True)
+    bad = adviser_check.checked(Setting(16), "ppo", found)
+    assert 3 * bad.rank > bad.of and not bad.good and bad.regret > 0.2
+
+
+def test_advice_is_looked_up_by_the_configuration_that_its_flags_set() -> None:
+    advised = [
+        "--policy-loss",
+        "ppo",
+        "--use-tis",
+        "--use-rollout-kl-loss",
+        "--rollout-kl-loss-coef",
+        "0.1",
+    ]
+    arm = adviser_check.arm_of(advised)
+    assert arm is not None and arm.name.startswith("ppo + vanilla_tis, use-rollout-kl-loss")
+    plain = adviser_check.arm_of(["--policy-loss", "ppo", "--get-mismatch-metrics"])
+    assert plain == Arm("ppo")
+    assert adviser_check.arm_of(["--policy-loss", "ppo", "--use-tis", "--tis-clip", "7"]) is None
+
+
+def test_every_setting_that_is_shown_has_the_arms_it_should_and_all_seeds() -> None:
+    found = summary.by_cell(grid.results())
+    settings = {setting for _, setting in found}
+    assert {Setting(s) for s in grid.STALENESS} <= settings
+    for setting in settings:
+        wanted = arms() if setting in grid.FIRST else CORE
+        assert all((arm.name, setting) in found for arm in wanted), setting
+    assert all(len(row["final"]) == SEEDS for row in found.values())
+    assert all(map(math.isfinite, (v for row in found.values() for v in row["final"])))
+
+
+def test_intervals_are_of_differences_on_the_same_seed() -> None:
+    # Arm a is 0.1 above the mean of both on every seed but one (0.2): differences 0.1, 0.1, 0.2; mean 0.1333,
+    # deviation 0.0577; 4.30 * 0.0577 / sqrt(3) = 0.1433. The seeds themselves differ by far more.
+    a, b = [0.2, 0.5, 0.9], [0.0, 0.3, 0.5]
+    found = {("a", Setting()): {"final": a}, ("b", Setting()): {"final": b}}
+    middle, half = summary.paired_interval(found, "a", Setting())
+    assert (middle, half) == (pytest.approx(1.6 / 3), pytest.approx(0.1433, abs=1e-3))
+
+
+def test_a_run_that_lost_half_of_its_gain_has_collapsed() -> None:
+    # From 0.4 to 0.6 at best: below 0.5 at the end, and by 0.05 at least.
+    curves = [[0.4, 0.6, 0.49], [0.4, 0.6, 0.51], [0.4, 0.42, 0.4], [0.4, 0.4, 0.3]]
+    assert summary.collapsed({"rewards": curves}) == [True, False, False, True]
 
 
 def test_intervals_by_hand() -> None:
@@ -31,34 +90,137 @@ def test_intervals_by_hand() -> None:
         pytest.approx(0.4),
         pytest.approx(0.4965, abs=1e-4),
     )
-    assert summary.interval([0.5]) == (0.5, None)
+    assert summary.interval([0.5]) == (0.5, math.inf)
 
 
-def test_a_suite_that_was_ended_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(simulation, "STEPS", 2)
-    monkeypatch.setattr(simulation, "WARM_STEPS", 2)
+def test_a_suite_that_was_ended_goes_on_where_it_was(tmp_path: Path, short: None) -> None:
     file = tmp_path / "data.jsonl"
-    cells = grid.open_cells(file)
-    assert cells == list(grid.cells()) and len(cells) == len(set(cells))
-    for cell in cells[:2]:
-        grid.record(run_cell(cell), file)
-    assert grid.open_cells(file) == cells[2:]
+    missing = grid.open_runs(file)
+    assert missing == list(grid.runs()) and len(missing) == len(set(missing))
+    for arm, setting in missing[:2]:
+        grid.record(run(arm, setting), file)
+    assert grid.open_runs(file) == missing[2:]
 
 
-@pytest.mark.parametrize("engine", ["float32", "bfloat16", "int8"])
-def test_a_run_is_the_same_every_time_and_its_engine_differs_as_said(
-    monkeypatch: pytest.MonkeyPatch, engine: str
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(1, updates=4),
+        Setting(0, "bfloat16"),
+        Setting(0, "int8", mixture=True, route_replay=True),
+        Setting(0, top_p=0.9, mask_replay=True),
+    ],
+    ids=summary.setting_name,
+)
+def test_a_run_is_the_same_every_time(setting: Setting, short: None) -> None:
+    rows = [run(Arm("ppo", "m2po"), setting) for _ in range(2)]
+    for row in rows:
+        row.pop("processor_seconds")
+    assert rows[0] == rows[1] and len(rows[0]["final"]) == SEEDS
+
+
+def _trainer_against_engine(setting: Setting) -> float:
+    """Largest difference of log-probs, with the same weights."""
+    weights = simulation.warmed_weights(setting.mixture)
+    policy = StackedAdder(SEEDS, mixture=setting.mixture)
+    policy.load_state_dict(weights)
+    rollout = sample(weights, setting, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return float(
+            (simulation._log_probs(policy, rollout, setting) - rollout.log_probs).abs().max()
+        )
+
+
+def test_an_engine_differs_by_its_precision_routes_and_nucleus_and_by_nothing_else(
+    short: None,
 ) -> None:
-    monkeypatch.setattr(simulation, "STEPS", 3)
-    monkeypatch.setattr(simulation, "WARM_STEPS", 5)
-    cell = Cell("ppo", "vanilla_tis", 0, engine, 2, 0)
-    first, second = run_cell(cell), run_cell(cell)
-    first.pop("processor_seconds"), second.pop("processor_seconds")
-    assert first == second
-    stale = run_cell(Cell("ppo", "vanilla_tis", 2, engine, 1, 0))
-    fresh = run_cell(Cell("ppo", "vanilla_tis", 0, engine, 1, 0))
-    assert stale["ess_share"] < fresh["ess_share"]
-    exact = run_cell(Cell("ppo", "vanilla_tis", 0, "float32", 1, 0))
-    assert (fresh["ess_share"] == exact["ess_share"]) == (engine == "float32")
+    same, coarse, nucleus = 1e-5, 1e-3, 0.02
+    assert _trainer_against_engine(Setting()) < same
+    assert _trainer_against_engine(Setting(mixture=True)) < same
+    assert _trainer_against_engine(Setting(0, "bfloat16")) > coarse
+    int8 = Setting(0, "int8", mixture=True)
+    replayed = Setting(0, "int8", mixture=True, route_replay=True)
+    assert _trainer_against_engine(int8) > 2 * _trainer_against_engine(replayed) > coarse
+    assert _trainer_against_engine(Setting(top_p=0.9)) > nucleus
+    assert _trainer_against_engine(Setting(top_p=0.9, mask_replay=True)) < same
+
+
+def test_an_engine_is_as_many_rollouts_behind_as_said(short: None) -> None:
+    gaps = {s: run(Arm("ppo"), Setting(s), steps=3)["kl_curve"] for s in (0, 1, 2)}
+    assert max(gaps[0]) < 1e-9
+    # The first rollout is always fresh; then one update lies between, and at staleness 2 a second one.
+    assert gaps[1][0] < 1e-9 < 1e-6 < gaps[1][1] == gaps[2][1]
+    assert gaps[2][2] > 1.5 * gaps[1][2]
+
+
+def test_seeds_of_a_stack_do_not_touch_each_other() -> None:
+    torch.manual_seed(0)
+    policy = StackedAdder(3, mixture=True)
+    seen = torch.randint(10, (3, 4, simulation.LENGTH, 3))
+    policy(seen)[0][1].sum().backward()
+    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+    assert all(g[1].abs().sum() > 0 and g[0].abs().sum() + g[2].abs().sum() == 0 for g in gradients)
+    whole = policy(seen)[0]
+    one = StackedAdder(1, mixture=True)
+    one.load_state_dict({name: value[1:2] for name, value in policy.state_dict().items()})
+    torch.testing.assert_close(one(seen[1:2])[0], whole[1:2])
+
+
+@pytest.mark.parametrize("hook", ["m2po", "vanilla_tis"])
+def test_a_threshold_over_the_batch_is_that_of_one_seed(hook: str) -> None:
+    torch.manual_seed(0)
+    shape = (SEEDS, 4, simulation.LENGTH)
+    # One seed is far from its engine: with a common threshold it would decide about the others' tokens.
+    apart = torch.tensor([2.0, 0.01, 0.01, 0.01, 0.01])[:, None, None]
+    policy = -torch.rand(shape) - 1
+    rollout = Rollout(
+        seen=torch.zeros(*shape, 3),
+        written=torch.zeros(shape),
+        log_probs=policy + apart * torch.randn(shape),
+        kept=torch.zeros(*shape, 10),
+        routes=None,
+        rewards=torch.zeros(shape[:2]),
+        advantages=torch.randn(shape[:2]),
+    )
+    config = Arm("ppo", hook).config
+    losses, kept = simulation._losses(config, rollout, policy, None)
+    for seed in range(SEEDS):
+        columns = (policy, policy, rollout.log_probs, rollout.advantages[:, :, None].expand(shape))
+        alone = simulation._objective(config, *(c[seed : seed + 1] for c in columns))
+        assert float(losses[seed]) == pytest.approx(float(alone.total.mean()), abs=1e-6)
+        assert float(kept[seed]) == pytest.approx(float(alone.policy.kept.float().mean()))
+    assert (kept[0] < 0.5) == (hook == "m2po") and (kept[1:] == 1).all()
+
+
+def test_an_int8_engine_has_256_levels_per_row() -> None:
+    weights = StackedAdder(1, mixture=False).state_dict()
+    coarse = engine_weights(weights, "int8")
+    assert torch.equal(coarse["head"], weights["head"])
+    assert all(len(row.unique()) <= 256 for row in coarse["down"][0].t())
+    assert not torch.equal(coarse["down"], weights["down"])
+
+
+def test_arms_that_share_the_runs_of_ppo_have_its_gradient() -> None:
+    torch.manual_seed(0)
+    shape = (SEEDS, 4, simulation.LENGTH)
+    policy, engine, advantages = -torch.rand(shape), -torch.rand(shape), torch.randn(shape)
+
+    def gradient(arm: Arm, rollout: torch.Tensor) -> torch.Tensor:
+        cur = policy.clone().requires_grad_()
+        outputs = simulation._objective(arm.config, cur, cur.detach(), rollout, advantages)
+        return torch.autograd.grad(outputs.total.sum(), cur)[0]
+
+    for setting, rollout in ((Setting(4), engine), (Setting(), policy)):
+        expected = gradient(Arm("ppo"), rollout)
+        equal = [arm for arm in arms() if equals_ppo(arm, setting)]
+        assert len(equal) == (len(EQUAL_TO_PPO) if setting.staleness else len(arms()) - 1)
+        for arm in equal:
+            found = gradient(arm, rollout)
+            torch.testing.assert_close(found, expected, msg=f"{arm.name}: {found - expected}")
+    assert not torch.allclose(
+        gradient(Arm("ppo", "vanilla_tis"), engine), gradient(Arm("ppo"), engine)
+    )
+    clipped = Arm("ppo", None, (("use_rollout_logprobs", True),))
+    assert clipped in arms()
+    assert not torch.allclose(gradient(clipped, engine), gradient(Arm("ppo"), engine))
+    assert not equals_ppo(Arm("cispo"), Setting(updates=4))

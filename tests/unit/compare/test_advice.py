@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from plugin import cli
-from plugin.compare.advice import advise_dump, advise_run, candidates, situation_of
-from plugin.config import LossConfig
+from plugin.compare.advice import (
+    Advice,
+    _with_settings,
+    advise_dump,
+    advise_run,
+    candidates,
+    situation_of,
+)
+from plugin.config import JobConfig, LossConfig
 from plugin.errors import BatchError
 
 
@@ -42,19 +51,22 @@ def test_where_the_policies_agree_nothing_is_corrected(tmp_path: Path) -> None:
     assert "nothing to correct" in advice.reasons[0]
 
 
-def test_a_mismatch_gets_the_least_biased_correction_that_keeps_its_ess(tmp_path: Path) -> None:
+def test_a_mismatch_gets_what_learned_best_and_the_alternatives_by_bias(tmp_path: Path) -> None:
     dump = write_dump(tmp_path / "d.jsonl", mismatch=0.1, tail=0.02)
     advice = advise_dump([dump], target_ess=0.9)
+    assert "--use-tis --use-rollout-kl-loss --rollout-kl-loss-coef 0.1" in " ".join(advice.flags)
     assert advice.expected["ess_share"] >= 0.9 and advice.expected["bias_bound"] < 0.2
     assert "mostly mismatch" in advice.reasons[0]
-    # What came next, with enough ESS, is not less biased.
-    for row in advice.others:
-        enough = row["ess_share"] >= 0.9
-        assert not enough or row["bias_bound"] >= advice.expected["bias_bound"]
-    # The flags are those of a configuration that exists.
-    parser = __import__("argparse").ArgumentParser()
+    # The alternatives with enough ESS come first, the least biased of them before the others.
+    enough = [row["ess_share"] >= 0.9 for row in advice.others]
+    assert enough == sorted(enough, reverse=True) and enough[0]
+    biases = [row["bias_bound"] for row in advice.others if row["ess_share"] >= 0.9]
+    assert biases == sorted(biases)
+    # The flags are those of configurations that exist.
+    parser = argparse.ArgumentParser()
     LossConfig.add_arguments(parser)
-    LossConfig.from_sources(vars(parser.parse_args(advice.flags)))
+    for flags in (advice.flags, *(row["flags"] for row in advice.others)):
+        LossConfig.from_sources(vars(parser.parse_args(flags)))
 
 
 def test_drift_is_told_from_mismatch(tmp_path: Path) -> None:
@@ -86,9 +98,9 @@ def write_run(path: Path, steps: list[dict[str, float]]) -> Path:
     ("kl", "staleness", "expected"),
     [
         (1e-6, 0.0, "--get-mismatch-metrics"),
-        (1e-2, 0.0, "auto:ess=0.9"),
-        (1e-2, 2.0, "plugin.ppo_utils.off_policy_is_function"),
-        (1e-2, 20.0, "plugin.ppo_utils.m2po_function"),
+        (1e-2, 0.0, "--use-rollout-kl-loss"),
+        (1e-6, 2.0, "--use-rollout-kl-loss"),
+        (1e-2, 40.0, "--use-tis"),
     ],
 )
 def test_a_run_without_a_dump_is_advised_by_rule(
@@ -97,6 +109,8 @@ def test_a_run_without_a_dump_is_advised_by_rule(
     run = write_run(tmp_path / "run", [{"mismatch_kl": kl, "staleness": staleness}] * 3)
     advice = advise_run(run)
     assert expected in advice.flags and not advice.expected
+    # Tokens as old as that are weighted and not pulled at.
+    assert ("--use-rollout-kl-loss" in advice.flags) == (expected == "--use-rollout-kl-loss")
     assert "nothing can be predicted" in advice.reasons[-1]
 
 
@@ -116,3 +130,18 @@ def test_the_command_prints_flags_to_paste(
     found = json.loads(capsys.readouterr().out)
     assert found["command"].split() == found["flags"] and found["situation"]["tokens"] == 4000
     assert cli.main(["compare", "--advise", "--html", str(tmp_path / "x.html"), str(dump)]) == 2
+
+
+def test_what_settings_leave_uncorrected_is_added_as_flags_that_parse() -> None:
+    config = SimpleNamespace(
+        truncates_sampling=True,
+        replays_sampling_mask=False,
+        embedded_model="moe",
+        replays_routes=False,
+    )
+    advice = _with_settings(Advice(["--policy-loss", "ppo"], [], {}, [], {}), config)  # type: ignore[arg-type]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    JobConfig.add_arguments(parser)
+    found = parser.parse_args(advice.flags)
+    assert found.use_rollout_sampling_mask == "on" and found.use_rollout_routing_replay
+    assert len(advice.reasons) == 2

@@ -70,3 +70,26 @@ def test_a_loss_of_ones_own_is_told_how_to_say_that_it_compares() -> None:
 
 def own_loss(inputs: Any, config: Any) -> Any:
     raise NotImplementedError
+
+
+def test_a_dynamic_loss_scale_cannot_begin_below_its_minimum() -> None:
+    with pytest.raises(ConfigError, match=r"--min-loss-scale is 8.0, above --initial-loss-scale 4"):
+        JobConfig(train_dtype="float16", initial_loss_scale=4.0, min_loss_scale=8.0)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "rounds"),
+    [
+        ("float32", "float16", "--rollout-dtype float16"),
+        ("bfloat16", "float16", "--rollout-dtype float16, with a trainer in bfloat16,"),
+        ("float16", "bfloat16", "--rollout-dtype bfloat16, with a trainer in float16,"),
+        ("auto", "bfloat16", "--rollout-dtype bfloat16, with a trainer in float32,"),
+        ("float16", "float16", None),
+        ("bfloat16", "float32", None),
+    ],
+)
+def test_an_engine_in_another_half_precision_rounds_the_weights(
+    trainer: Any, engine: Any, rounds: str | None
+) -> None:
+    config = JobConfig(train_dtype=trainer, rollout_dtype=engine)
+    assert config.rounds_rollout_weights == rounds

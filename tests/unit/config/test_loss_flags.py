@@ -106,7 +106,6 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
     refused("--kl-loss-coef is 0.1 but --use-kl-loss is off", kl_loss_coef=0.1)
     refused("--rollout-kl-loss-coef is 0.1 but --use-rollout-kl-loss", rollout_kl_loss_coef=0.1)
     refused("would never run; add --use-tis", custom_tis_function_path="a.b.c")
-    refused("--teacher-tau is 0.5 with --policy-loss ppo", teacher_tau=0.5)
     refused("every weight is 1; drop one of the two", use_tis=True, use_rollout_logprobs=True)
 
 

@@ -40,6 +40,9 @@ def full_batch() -> RolloutBatch:
     for name, field in FIELDS.items():
         if name not in batch and field.shape == "response":
             batch = batch.with_column(name, [-torch.rand(3), -torch.rand(1)])
+    ids, log_probs = torch.tensor([[1, 2]] * 4, dtype=torch.int32), torch.full((4, 2), -1.0)
+    batch = batch.with_column("teacher_topk_ids", [ids[:3], ids[3:]])
+    batch = batch.with_column("teacher_topk_log_probs", [log_probs[:3], log_probs[3:]])
     return batch.with_column("rollout_mask_sums", [3.0, 1.0])
 
 

@@ -17,7 +17,7 @@ from plugin.launch.batch_preparation import (
     prepare_batch,
     with_checked_routes,
 )
-from plugin.launch.job import learning_rate
+from plugin.launch.training_loop import learning_rate
 from plugin.ragged import Ragged
 from plugin.rollout.conversation.trajectory import Rollouts, Trajectory
 

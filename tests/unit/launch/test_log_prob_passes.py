@@ -32,7 +32,7 @@ class CountingTrainer:
 
 
 def passes_of(**settings: Any) -> tuple[LogProbPasses, CountingTrainer]:
-    trainer, parts = CountingTrainer(), SimpleNamespace(reference=None, teacher=None)
+    trainer, parts = CountingTrainer(), SimpleNamespace(reference=None)
     config = JobConfig(rollout_batch_size=2, n_samples_per_prompt=2, **settings)
     return LogProbPasses(config, parts, trainer), trainer  # type: ignore[arg-type]
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from plugin.batch_types import RolloutBatch, RolloutSample
 from plugin.config import JobConfig
 from plugin.errors import ConfigError
-from plugin.launch.job import learning_rate
 from plugin.launch.mini_batches import mini_batches
+from plugin.launch.training_loop import learning_rate
 from plugin.rollout.conversation.trajectory import Rollouts
 
 

@@ -28,7 +28,7 @@ TASK = CopyDigitsTask(CharacterTokenizer(ALPHABET))
 def test_the_default_job_passes() -> None:
     parts = check_job(JobConfig.from_sources({}))
     assert parts.sampling.log_probs
-    assert parts.reference is None and parts.teacher is None
+    assert parts.reference is None and not parts.teachers
     assert parts.policy.directory is None
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from plugin.config import JobConfig
 from plugin.errors import ParallelError
-from plugin.launch.job import _Job, _Position
+from plugin.launch.shared_devices import OwnDevices
 from plugin.launch.step_records import StepRecords
+from plugin.launch.training_loop import Position, TrainingLoop
 from plugin.observe.run_files import RunFiles
 from plugin.observe.run_record import read_prompts, read_run, read_samples
 
@@ -26,7 +27,7 @@ def records_in(directory: Path) -> StepRecords:
 
 def test_nothing_is_written_before_it_is_asked_for_and_nothing_twice(tmp_path: Path) -> None:
     records = records_in(tmp_path / "run")
-    trained: Any = SimpleNamespace(log_probs=None, skipped=None)
+    trained: Any = SimpleNamespace(log_probs=None, skipped=None, overflow=False)
     batch: Any = SimpleNamespace(columns={})
     records.log_samples(1, lambda: [{"prompt": "1="}])
     records.add({"step": 1, "weight_version": 0}, batch, trained, of_rollout_weights=True)
@@ -39,18 +40,19 @@ def test_nothing_is_written_before_it_is_asked_for_and_nothing_twice(tmp_path: P
         assert [record["trained"] for record in read_prompts(tmp_path / "run")] == [[4, 5]]
 
 
-def job_that_tells(told: list[str], **settings: Any) -> _Job:
+def job_that_tells(told: list[str], **settings: Any) -> TrainingLoop:
     """A job of two rollouts before its first, whose parts only say what they are asked to do."""
 
     def say(word: str) -> Any:
         return lambda *_, **__: told.append(word)
 
-    job: Any = object.__new__(_Job)
+    job: Any = object.__new__(TrainingLoop)
     job._config = JobConfig(num_rollouts=2, **settings)
-    job._at = _Position()
+    job._at = Position()
     job._evaluations = SimpleNamespace(is_due=lambda _: True)
     job._queue = SimpleNamespace(take=lambda _: [], begin=say("prompts"))
     job._weights = SimpleNamespace(trainer_holds_still=contextlib.nullcontext)
+    job._devices = OwnDevices()
     job._records = SimpleNamespace(write=say("records"))
     job._save, job._send_weights = say("checkpoint"), say("weights")
 

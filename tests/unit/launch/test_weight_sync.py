@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,10 @@ import pytest
 
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, EngineError, ParallelError, TransferError, WeightError
-from plugin.launch import pulse, weight_sync
+from plugin.launch import pulse, weight_transfer
 from plugin.launch.trainer_actor import SentPart
 from plugin.launch.weight_sync import WeightSync
-from plugin.rollout.engines.weight_stream import MeetingPoint, WeightGroup
+from plugin.rollout.engines.weight_meeting import MeetingPoint, WeightGroup
 
 
 class Call:
@@ -35,6 +37,7 @@ class Engines:
         self.newest = -1
         self.catch_up = None
         self.frozen: set[str] = set()
+        self.devices = {0: ["GPU-a", "GPU-b"], 1: ["GPU-c"]}
 
     def begin_version(self, version: int) -> None:
         self.newest = version
@@ -42,8 +45,12 @@ class Engines:
     def lagging(self) -> list[int]:
         return [n for n, version in self.versions.items() if version != self.newest]
 
-    def count_receivers(self) -> list[tuple[int, Any, Any]]:
-        return [(n, self.actors[n], Call(lambda n=n: 1 + n)) for n in self.lagging()]
+    def lagging_and_started(self) -> list[int]:
+        return self.lagging()
+
+    def ask_lagging(self, method: str) -> list[tuple[int, Any, Any]]:
+        answers = {"weight_receivers": lambda n: 1 + n, "weight_devices": self.devices.get}
+        return [(n, self.actors[n], Call(partial(answers[method], n))) for n in self.lagging()]
 
     def receive_weights(self, engine: int, actor: Any, group: WeightGroup, first: int) -> Call:
         if not self.groups or group is not self.groups[-1]:
@@ -70,6 +77,7 @@ class Engines:
 class Trainer:
     def __init__(self, script: dict[int, Any] | None = None) -> None:
         self.script, self.sent = script or {}, 0
+        self.with_base: list[bool] = []
 
     def rank_ids(self) -> list[str]:
         return ["rank"]
@@ -77,8 +85,9 @@ class Trainer:
     def while_idle(self) -> None:
         pass
 
-    def send_weights(self, version: int, group: WeightGroup) -> dict[Call, str]:
+    def send_weights(self, version: int, group: WeightGroup, *, with_base: bool) -> dict[Call, str]:
         self.sent += 1
+        self.with_base.append(with_base)
         return {Call(self.script.get(self.sent, lambda: SentPart(0, 100, 2))): "rank 0"}
 
 
@@ -89,7 +98,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
     node = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=wait, util=node))
-    monkeypatch.setattr(weight_sync, "result_of", lambda call, name, console: call.answer())
+    monkeypatch.setattr(weight_transfer, "result_of", lambda call, name, console: call.answer())
 
 
 def raising(error: Exception) -> Callable[[], Any]:
@@ -100,7 +109,7 @@ def raising(error: Exception) -> Callable[[], Any]:
 
 
 def sync_of(engines: Engines, trainer: Trainer, **settings: Any) -> WeightSync:
-    config = JobConfig(weight_sync="broadcast", **settings)
+    config = JobConfig(**{"weight_sync": "broadcast"} | settings)
     return WeightSync(config, trainer, engines, SimpleNamespace())  # type: ignore[arg-type]
 
 
@@ -134,6 +143,19 @@ def test_an_engine_that_has_the_version_does_not_get_it_twice() -> None:
     assert engines.places == [(1, 0, 0), (1, 1, 1), (2, 0, 0)]
 
 
+def test_the_base_of_adapters_is_sent_once_and_again_to_an_engine_that_was_replaced() -> None:
+    # version 2 is the third transfer; engine 0 is lost in it, and its successor has nothing yet
+    engines, trainer = Engines({}), Trainer()
+    sync = sync_of(engines, trainer, lora_rank=4, lora_sync="adapter")
+    for version in (0, 1):
+        sync.send(version, wait=True)
+    engines.script[(1, 0)] = raising(ParallelError("broken"))
+    sync.send(2, wait=True)
+    sync.send(3, wait=True)
+    assert engines.replaced == [0]
+    assert trainer.with_base == [True, False, False, True, False]
+
+
 def test_a_lost_rank_is_raised_when_the_engines_have_ended() -> None:
     engines = Engines({(1, n): raising(TransferError("called off")) for n in (0, 1)})
     with pytest.raises(ActorLost, match="rank died"):
@@ -148,7 +170,7 @@ def test_weights_that_do_not_fit_end_the_job() -> None:
 
 
 def test_an_engine_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_sync, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(weight_transfer, "_GRACE_SECONDS", 0.05)
     engines = Engines({(1, 1): None})
     sync_of(engines, Trainer(), step_timeout=0.05).send(0, wait=True)
     assert engines.replaced == [1] and engines.versions == {0: 0, 1: 0}
@@ -169,7 +191,7 @@ def test_a_frozen_engine_is_replaced_long_before_a_transfer_has_to_end(
 
 def test_a_slow_engine_that_reacts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "SILENCE_SECONDS", 0.02)
-    monkeypatch.setattr(weight_sync, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(weight_transfer, "_GRACE_SECONDS", 0.05)
     engines = Engines({(1, 1): None})
     sync = sync_of(engines, Trainer(), step_timeout=0.3)
     sync.send(0, wait=True)
@@ -181,3 +203,46 @@ def test_transfers_that_always_break_end_the_job() -> None:
     engines = Engines({(n, 0): raising(TransferError("network")) for n in range(1, 9)})
     with pytest.raises(EngineError, match="could not be sent to engines 0 in 3 attempts"):
         sync_of(engines, Trainer(), max_restarts=2).send(0, wait=True)
+
+
+def test_within_devices_every_worker_gets_the_weights_from_the_rank_on_its_own() -> None:
+    engines, trainer = Engines({}), Trainer()
+    # Two ranks share a GPU only on CPU, where the device is the machine; the first one lends.
+    trainer.devices = lambda: ["GPU-c", "GPU-b", "GPU-a", "GPU-a"]  # type: ignore[attr-defined]
+    sync_of(engines, trainer, weight_sync="ipc", colocate=True).send(0, wait=True)
+    [group] = engines.groups
+    assert group.lenders == (2, 1, 0) and (group.senders, group.receivers) == (3, 3)
+    assert engines.versions == {0: 0, 1: 0}
+
+
+def test_an_engine_on_a_device_without_a_rank_is_refused_with_the_reason() -> None:
+    engines, trainer = Engines({}), Trainer()
+    trainer.devices = lambda: ["GPU-a", "GPU-b"]  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="engine 1 is on GPU-c, where no trainer rank is"):
+        sync_of(engines, trainer, weight_sync="ipc", colocate=True).send(0, wait=True)
+
+
+def test_an_engine_replaced_while_all_generate_gets_weights_once_the_trainer_has_its_own_back() -> (
+    None
+):
+    engines, trainer, turns = Engines({}), Trainer(), []
+    trainer.devices = lambda: ["GPU-c", "GPU-b", "GPU-a"]  # type: ignore[attr-defined]
+    sync = sync_of(engines, trainer, weight_sync="ipc", colocate=True)
+    sync.send(0, wait=True)
+
+    @contextmanager
+    def sending() -> Any:
+        assert engines.catch_up is None, "catching up must not begin again inside itself"
+        engines.versions = dict.fromkeys(engines.versions)  # a sleeping engine has no version
+        turns.append("sending")
+        yield
+        turns.append(f"generating with {engines.versions}")
+
+    with sync.trainer_holds_still(sending):
+        engines.versions[1] = None
+        assert engines.catch_up is not None
+        engines.catch_up()
+        assert turns == ["sending", "generating with {0: 0, 1: 0}"]
+        engines.catch_up()  # nobody lacks weights
+        assert len(turns) == 2
+    assert engines.catch_up is None

@@ -238,7 +238,7 @@ def test_a_rank_that_holds_nothing_but_padding_adds_nothing_to_the_sums_of_the_o
     settings = HeadSettings(
         None, 1.0, True, False, False, True, 1 << 20, True, "full", vocab_rows=0
     )
-    dense, few = Tiles(hidden, weight, settings).statistics(
+    dense, few, _ = Tiles(hidden, weight, settings).statistics(
         torch.full_like(tokens, -1), None, settings
     )
     assert dense is not None and few is None

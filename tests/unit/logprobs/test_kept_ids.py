@@ -103,7 +103,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     module = {"blocked_torch": blocked_torch, "cpu_extension": cpu_extension}[request.param]
     if module is cpu_extension and cpu_extension.load_library() is None:
         pytest.skip("no C++ compiler")
-    for user in ("vocab_parallel", "lm_head_tiles"):
+    for user in ("row_gradients", "lm_head_tiles"):
         monkeypatch.setattr(f"plugin.logprobs.{user}.row_kernels_for", lambda logits: module)
 
 

@@ -19,7 +19,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Every claim of this file holds for the plain implementation and for the one chosen on this machine."""
     if request.param == "blocked_torch":
         monkeypatch.setattr(
-            "plugin.logprobs.vocab_parallel.row_kernels_for",
+            "plugin.logprobs.row_gradients.row_kernels_for",
             lambda logits: blocked_torch,
         )
         # Small blocks, so that a few rows already span several of them.

@@ -43,6 +43,7 @@ def policy_token(
     sequence: sum(cur - rollout) over the sequence; smallest_before: of cur - rollout before the token, 0 at the first
     """
     low, high = max(0.0, 1 - c.eps_clip), 1 + c.clip_high
+    a = guided = c.adv_tau * a + c.teacher_tau * (teacher - frozen)
     if c.policy_loss == "reinforce":
         return -a * live, True
     if c.policy_loss == "cispo":
@@ -58,7 +59,6 @@ def policy_token(
         return -a * 4 / tau / (1 + math.exp(-tau * (math.exp(live - train) - 1))), True
     r, r0 = math.exp(live - rollout), math.exp(frozen - rollout)
     difference = math.exp(frozen) - math.exp(rollout)
-    guided = c.adv_tau * a + c.teacher_tau * (teacher - frozen)
     if c.policy_loss == "icepop":
         keep = c.icepop_ratio_low <= r0 <= c.icepop_ratio_high
         return (-guided * r if keep else 0.0), keep

@@ -13,7 +13,7 @@ from plugin.errors import ConfigError, WeightError
 from plugin.plan.planned_rank import World, built_rank
 from plugin.plan.resident import count_parameters
 from plugin.plan.weight_coverage import Claims, index_names, require_coverage
-from tests.unit.plan.model_facts import MODELS, parameters_by_hand
+from tests.unit.plan.model_facts import MODELS, PUBLISHED_BILLIONS, parameters_by_hand
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 SP, EP8 = {"sequence_parallel": True}, {"expert_model_parallel_size": 8}
@@ -23,6 +23,17 @@ FURTHER = [
     *((name, {}) for name in ("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B")),
     *((name, {"tensor_model_parallel_size": 8}) for name in ("Llama-3-70B", "Llama-3.1-405B")),
     ("Qwen3-235B-A22B", {"tensor_model_parallel_size": 4} | SP | PP2 | EP8),
+    (
+        "DeepSeek-V3",
+        {
+            "tensor_model_parallel_size": 8,
+            "expert_model_parallel_size": 64,
+            "pipeline_model_parallel_size": 4,
+            "decoder_first_pipeline_num_layers": 15,
+            "decoder_last_pipeline_num_layers": 14,
+        }
+        | SP,
+    ),
 ]
 
 
@@ -60,6 +71,11 @@ def test_public_checkpoints_are_read_whole(name: str, sizes: dict[str, Any]) -> 
     claims, total = claims_of(config, sizes)
     assert claims.problems(config) == []
     assert total == parameters_by_hand(MODELS[name])
+
+
+def test_facts_about_public_models_agree_with_their_published_sizes() -> None:
+    for name, billions in PUBLISHED_BILLIONS.items():
+        assert parameters_by_hand(MODELS[name]) / 1e9 == pytest.approx(billions, rel=0.02), name
 
 
 MORE_FAMILIES = (

@@ -45,12 +45,16 @@ def test_integers_stay_real_where_floats_have_a_shape_only() -> None:
     with ShapesOnly(LiveMemory()) as mode:
         with mode.parameters_without_data():
             weight = torch.ones(6, 4)
+            # What a model is built with may be an order of chunks, such as that of experts.
+            order, halves = torch.arange(3), torch.arange(0, 1, 0.5)
+            filled = torch.full((2,), 7)
         mask = torch.tensor([True, False, True, True, False, False])
         chosen = weight[mask] * 2.0
         picked = weight.masked_select(mask[:, None])
         counts = mask.to(torch.int64).cumsum(0)
         assert bool((weight.sum() > 0).item())
-    assert weight.is_meta
+    assert weight.is_meta and halves.is_meta
+    assert (order.tolist(), filled.tolist()) == ([0, 1, 2], [7, 7])
     assert chosen.shape == (3, 4)
     assert picked.shape == (12,)
     assert counts.tolist() == [1, 1, 2, 3, 3, 3]

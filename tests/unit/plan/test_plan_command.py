@@ -138,7 +138,7 @@ def test_the_text_says_whether_it_fits(capsys: Any, model: str) -> None:
         ),
         (
             ["--pipeline-model-parallel-size", "3", "--num-gpus-per-node", "6"],
-            "layouts that work on 6 ranks: PP2",
+            "layouts that work on 6 ranks: PP3[1..1]; PP2;",
         ),
     ],
 )
@@ -182,3 +182,24 @@ def test_an_index_that_lacks_a_tensor_is_refused(capsys: Any, model: str) -> Non
     index.write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "a"}}))
     assert main(["plan", "--hf-config", model]) == 2
     assert "is not in the checkpoint" in capsys.readouterr().err
+
+
+def test_adapters_leave_gradients_and_optimizer_state_for_themselves_alone(
+    capsys: Any, model: str
+) -> None:
+    words = ("--hf-config", model, *LAYOUT, "--use-kl-loss", "--kl-loss-coef", "0.1")
+    whole = planned(capsys, *words)["ranks"]
+    lora = planned(capsys, *words, "--lora-rank", "8")["ranks"]
+    for before, after in zip(whole, lora, strict=True):
+        adapters = after["parameters"] - before["parameters"]
+        assert before["trained_parameters"] == before["parameters"]
+        assert after["trained_parameters"] == adapters > 0
+        # float32 gradients, with padding; and of the rest of the optimizer at most this share
+        assert 4 * adapters <= after["bytes"]["gradients"] < 5 * adapters
+        for part in ("main_parameters", "optimizer"):
+            assert after["bytes"][part] < 0.2 * before["bytes"][part], part
+        # the reference is the policy without its adapters
+        copy = before["bytes"]["other"] - after["bytes"]["other"]
+        assert copy == pytest.approx(before["bytes"]["parameters"], rel=0.01)
+    main(["plan", *words, "--lora-rank", "8"])
+    assert "trained" in capsys.readouterr().out.split("stage 0")[0]

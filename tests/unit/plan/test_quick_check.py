@@ -11,7 +11,12 @@ import pytest
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError
-from plugin.plan.quick_check import LeastBytes, least_bytes, refuse_what_cannot_fit
+from plugin.plan.quick_check import (
+    LeastBytes,
+    count_weights,
+    least_bytes,
+    refuse_what_cannot_fit,
+)
 
 SHAPES = {
     "model.embed_tokens.weight": [100, 10],  # 1,000
@@ -34,12 +39,14 @@ def test_dense_weights_are_cut_by_tensor_ranks_and_experts_by_expert_ranks() -> 
     )
     # 1,000 / 2 + 4,000 / 4 = 1,500 numbers; the state of 500 over 4 ranks, that of 1,000 over 2:
     # 12 * (125 + 500) = 7,500
-    assert least_bytes(SHAPES, config, on_cuda=False) == LeastBytes(3000, 6000, 7500)
+    assert least_bytes(count_weights(SHAPES), config, on_cuda=False) == LeastBytes(3000, 6000, 7500)
 
 
 def test_float32_has_no_main_weights_and_unsharded_state_is_whole() -> None:
     # 5,000 numbers: 4 bytes of weight, 4 of gradient, 8 of moments
-    assert least_bytes(SHAPES, job(), on_cuda=False) == LeastBytes(20000, 20000, 40000)
+    assert least_bytes(count_weights(SHAPES), job(), on_cuda=False) == LeastBytes(
+        20000, 20000, 40000
+    )
 
 
 def test_the_bound_is_below_what_a_plan_finds(capsys: Any, tmp_path: Path) -> None:
@@ -56,7 +63,7 @@ def test_the_bound_is_below_what_a_plan_finds(capsys: Any, tmp_path: Path) -> No
 
     model = AutoModelForCausalLM.from_config(read_hf_config(file))
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    bound = least_bytes(shapes, job(), on_cuda=True)
+    bound = least_bytes(count_weights(shapes), job(), on_cuda=True)
     parts = ("parameters", "gradients", "main_parameters", "optimizer")
     held = sum(planned[part] for part in parts)
     assert 0.98 * held < bound.total <= held

@@ -164,7 +164,7 @@ def test_a_gradient_is_scaled_by_what_the_device_holds_and_left_alone_by_one(
 def test_the_separable_head_on_these_kernels_gives_what_it_gives_on_torch_operations(
     triton_rows: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from plugin.logprobs import separable_lm_head, vocab_parallel
+    from plugin.logprobs import row_gradients, separable_lm_head
 
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
@@ -175,7 +175,7 @@ def test_the_separable_head_on_these_kernels_gives_what_it_gives_on_torch_operat
     scale = torch.tensor([1.0, 0.0, 0.5, 1.0, 2.0])
     results = []
     for kernels in (blocked_torch, triton_rows):
-        monkeypatch.setattr(vocab_parallel, "row_kernels_for", lambda _, kernels=kernels: kernels)
+        monkeypatch.setattr(row_gradients, "row_kernels_for", lambda _, kernels=kernels: kernels)
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         *values, anchor = separable_lm_head.separable_lm_head(
             *leaves,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -76,3 +78,5 @@ def test_the_gradient_that_comes_back_is_known_before_the_step(per_token: bool) 
     # per sample: 3 * 2 / 5 / 3 = 0.4
     assert float(weighted.grad or 0.0) == pytest.approx(scale.gradient_of_weighted_sum)
     assert scale.gradient_of_weighted_sum == (1.0 if per_token else 0.4)
+    scaled = replace(scale, loss_scale=1024.0)  # what float16 multiplies the loss by comes back too
+    assert scaled.gradient_of_weighted_sum == 1024.0 * scale.gradient_of_weighted_sum

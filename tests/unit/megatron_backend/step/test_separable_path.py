@@ -14,7 +14,7 @@ from torch import Tensor
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.config import ROLLOUT_LOSSES, TrainerConfig
 from plugin.errors import BatchError, ConfigError
-from plugin.logprobs import vocab_parallel
+from plugin.logprobs import row_gradients
 from plugin.logprobs.kernels import blocked_torch
 from plugin.loss.policy_losses import POLICY_LOSSES
 from plugin.loss.separable_loss import separable_obstacle, takes_separable_head
@@ -215,7 +215,7 @@ def test_rows_without_loss_are_not_read() -> None:
 def test_without_a_compiler_blocks_of_torch_operations_give_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vocab_parallel, "row_kernels_for", lambda logits: blocked_torch)
+    monkeypatch.setattr(row_gradients, "row_kernels_for", lambda logits: blocked_torch)
     # 2 rows of 7 float32 columns per block: several blocks, the last one partial
     monkeypatch.setitem(blocked_torch._BLOCK_BYTES, "cpu", 2 * 7 * 4)
     assert_same(trainer_config(entropy_coef=0.05, use_tis=True))

@@ -96,7 +96,7 @@ def test_a_server_is_started_with_the_model_given_weights_and_asked(
     processes = processes_of(tmp_path, engine.server.guard)
     engine.close()
     assert gone(*processes)
-    assert not list(Path("/tmp").glob(f"megatron_tis_server_*/{engine._label}"))
+    assert not list(Path("/tmp").glob(f"megatron_tis_server_*/{engine.updates.label}"))
 
 
 def test_a_server_that_ends_makes_the_engine_raise_with_its_log(

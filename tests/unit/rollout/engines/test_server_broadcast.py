@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,14 +14,8 @@ from plugin.config import JobConfig
 from plugin.errors import ConfigError, EngineError, TransferError
 from plugin.rollout.engines.http_engine import HttpEngine
 from plugin.rollout.engines.protocol import Generation, GenerationRequest, SamplingParameters
-from plugin.rollout.engines.weight_stream import (
-    Membership,
-    WeightGroup,
-    WeightReceiver,
-    WeightSender,
-    call_off,
-    open_store,
-)
+from plugin.rollout.engines.weight_meeting import Membership, WeightGroup, call_off, open_store
+from plugin.rollout.engines.weight_stream import WeightReceiver, WeightSender
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3
 from tests.unit.rollout.engines.misbehaving_server import STOP
 from tests.unit.rollout.engines.stand_in_weights import ReceivingServer
@@ -55,7 +50,7 @@ class Stages:
     def group(self) -> WeightGroup:
         self._groups += 1
         place = (self.store.host, self.store.port, f"servers-{self._groups}")
-        return WeightGroup(*place, senders=2, receivers=2, timeout=20.0)
+        return WeightGroup(*place, senders=2, receivers=2, timeout=20.0, joins=False)
 
     def send(
         self, engine: HttpEngine, group: WeightGroup, version: int, state: dict[str, Any]
@@ -66,21 +61,28 @@ class Stages:
         with ThreadPoolExecutor(3) as pool:
             calls = [pool.submit(self._part, stage, group, version, parts) for stage in (0, 1)]
             calls.append(pool.submit(self._receive, group, version))
-            try:
+            with self._calls_off(group):
                 engine.receive_weights(version, group, 1)
-            except TransferError as error:
-                call_off(self.store, group, str(error))
-                raise
-            finally:
-                errors = [call.exception() for call in calls]
+            errors = [call.exception() for call in calls]
         assert not any(errors), errors
 
+    @contextmanager
+    def _calls_off(self, group: WeightGroup) -> Iterator[None]:
+        """As the driver does, so that no member waits for one that has failed."""
+        try:
+            yield
+        except Exception as error:
+            call_off(self.store, group, str(error))
+            raise
+
     def _part(self, stage: int, group: WeightGroup, version: int, parts: list[Any]) -> None:
-        with self._senders[stage].of(group, lambda: WeightSender(group, stage)) as sender:
+        membership = self._senders[stage].of(group, lambda: WeightSender(group, stage))
+        with self._calls_off(group), membership as sender:
             sender.send(version, parts[stage], bucket_bytes=10_000)
 
     def _receive(self, group: WeightGroup, version: int) -> None:
-        with self._other.of(group, lambda: WeightReceiver(group, 0)) as receiver:
+        membership = self._other.of(group, lambda: WeightReceiver(group, 0))
+        with self._calls_off(group), membership as receiver:
             receiver.meet(version)
             receiver.receive(version, lambda bucket: None)
 

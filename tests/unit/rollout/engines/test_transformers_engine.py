@@ -89,7 +89,9 @@ def test_a_stopped_response_ends_with_the_stop_token_and_has_it_once() -> None:
         assert bool(stops[-1]) == (generation.finish_reason == "stop")
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}])
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"quantization": "int8"}]
+)
 def test_low_precision_gives_real_but_small_mismatch(options: dict[str, str]) -> None:
     model = hf_model(FAMILIES["qwen3"]())
     answers = loaded_engine(**options).generate(REQUESTS, PARAMETERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,28 @@ def test_a_damaged_or_missing_tensor_is_written_again(tmp_path: Path, damage: st
     assert directory.written_bytes > sum(tensor.nbytes for tensor in WEIGHTS.values())
     write(directory, "v2", WEIGHTS)
     assert directory.written_bytes == 0
+
+
+def test_a_version_with_one_damaged_and_one_missing_file_is_as_whole_as_a_full_one(
+    tmp_path: Path,
+) -> None:
+    directory = WeightDirectory(tmp_path, {})
+    first = write(directory, "v0", WEIGHTS)
+    damaged, missing, *_ = sorted(tmp_path.glob("*.tensors/*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    sizes = damaged.stat().st_size + missing.stat().st_size
+    missing.unlink()
+    second = write(directory, "v1", WEIGHTS)
+    assert directory.written_bytes == sizes
+    # Every file of the version was read or written for it: all have the content their name promises.
+    stored = {file.stat().st_ino: file.name for file in tmp_path.glob("*.tensors/*")}
+    for file in second.glob("*.safetensors"):
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == stored[file.stat().st_ino]
+    # A file that a server may be reading is not written over: the version before is as it was.
+    assert len(list(first.glob("*.safetensors"))) == len(WEIGHTS)
+    full = write(WeightDirectory(tmp_path / "other", {}), "v1", WEIGHTS)
+    contents = [{f.name: f.read_bytes() for f in place.iterdir()} for place in (second, full)]
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

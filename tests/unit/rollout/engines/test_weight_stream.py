@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugin.errors import TransferError
-from plugin.rollout.engines.weight_stream import (
+from plugin.rollout.engines import weight_stream
+from plugin.rollout.engines.weight_meeting import (
     Membership,
     WeightGroup,
-    WeightReceiver,
-    WeightSender,
     call_off,
     forget_version,
     open_store,
 )
+from plugin.rollout.engines.weight_stream import WeightReceiver, WeightSender
 
 FIRST_STAGE = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.arange(3, dtype=torch.bfloat16)}
 LAST_STAGE = {
@@ -31,6 +31,12 @@ LAST_STAGE = {
     "d": torch.tensor(2.5, dtype=torch.float16),
     "e": torch.zeros(0, 4),
 }
+
+
+@pytest.fixture(autouse=True)
+def small_below_100_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that buckets have large tensors too."""
+    monkeypatch.setattr(weight_stream, "_JOINED_BELOW", 100)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +56,8 @@ def group_of(store: dist.TCPStore, name: str, **sizes: int) -> WeightGroup:
     return WeightGroup(store.host, store.port, name, **settings)  # type: ignore[arg-type]
 
 
-def sent(group: WeightGroup, stage: int, tensors: dict[str, Tensor], versions: int = 1) -> Any:
-    with Membership().of(group, lambda: WeightSender(group, stage)) as sender:
+def sent(group: WeightGroup, number: int, tensors: dict[str, Tensor], versions: int = 1) -> Any:
+    with Membership().of(group, lambda: WeightSender(group, number)) as sender:
         return [sender.send(v, tensors.items(), bucket_bytes=32) for v in range(versions)]
 
 
@@ -66,22 +72,73 @@ def received(group: WeightGroup, number: int, versions: int = 1) -> list[dict[st
     return found
 
 
-def test_every_worker_gets_what_every_stage_sends(store: dist.TCPStore) -> None:
-    group = group_of(store, "all", senders=2, receivers=3)
+@pytest.mark.parametrize("joins", [True, False])
+def test_every_worker_gets_what_every_stage_sends(store: dist.TCPStore, joins: bool) -> None:
+    group = group_of(store, f"all, {joins}", senders=2, receivers=3, joins=joins)
     with started(
         lambda: sent(group, 0, FIRST_STAGE, versions=2),
         lambda: sent(group, 1, LAST_STAGE, versions=2),
         *(lambda number=number: received(group, number, versions=2) for number in range(3)),
     ) as (first, last, *receivers):
         # Buckets of 32 bytes: a has 24 and b 6; c is alone in one, d and e share the next.
-        assert first.result() == [(30, 1)] * 2
-        assert last.result() == [(4002, 2)] * 2
+        # The end is a message as well.
+        assert first.result() == [(30, 2)] * 2
+        assert last.result() == [(4002, 3)] * 2
         for receiver in receivers:
             for version in receiver.result():
                 assert list(version) == [*FIRST_STAGE, *LAST_STAGE]
                 for name, tensor in {**FIRST_STAGE, **LAST_STAGE}.items():
                     assert version[name].dtype == tensor.dtype
                     assert torch.equal(version[name], tensor)
+
+
+def test_the_senders_of_a_stage_take_turns_round_by_round(store: dist.TCPStore) -> None:
+    group = group_of(store, "turns", senders=4, per_stage=2)
+
+    def part(number: int) -> Any:
+        # Two rounds of two tensors; the last sender has nothing in its second round.
+        names = [f"{number}{layer}" for layer in "abcd"[: 2 if number == 3 else 4]]
+        tensors = [(name, torch.full((3,), float(number))) for name in names]
+        return [*tensors[:2], None, *tensors[2:], None]
+
+    def send(number: int) -> Any:
+        with Membership().of(group, lambda: WeightSender(group, number)) as sender:
+            return sender.send(0, part(number))
+
+    with started(*(lambda n=n: send(n) for n in (3, 2, 1, 0)), lambda: received(group, 0)) as (
+        *_,
+        receiver,
+    ):
+        [found] = receiver.result()
+    first, second = "0a 0b 1a 1b 0c 0d 1c 1d", "2a 2b 3a 3b 2c 2d"
+    assert list(found) == [*first.split(), *second.split()]
+    assert all(bool((tensor == float(name[0])).all()) for name, tensor in found.items())
+
+
+def test_small_tensors_of_a_bucket_are_one_broadcast(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[list[int]] = []
+    plain = weight_stream._SenderGroup.broadcast
+
+    def counting(channel: Any, pieces: list[Tensor]) -> None:
+        sizes.append([piece.nbytes for piece in pieces])
+        plain(channel, pieces)
+
+    monkeypatch.setattr(weight_stream._SenderGroup, "broadcast", counting)
+    group, state = group_of(store, "joined"), {**FIRST_STAGE, **LAST_STAGE}
+
+    def send() -> None:
+        with Membership().of(group, lambda: WeightSender(group, 0)) as sender:
+            sender.send(0, state.items())
+
+    with started(send, lambda: received(group, 0)) as (sender, receiver):
+        [found] = receiver.result()
+        sender.result()
+    # c has 4,000 bytes; a, b, d and e have 24, 6, 2 and 0, in 64 each but the last.
+    assert sizes == [[4000, 192]] * 2
+    assert list(found) == list(state)
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
 def test_a_complete_version_leaves_nothing_in_the_store(store: dist.TCPStore) -> None:
@@ -92,10 +149,10 @@ def test_a_complete_version_leaves_nothing_in_the_store(store: dist.TCPStore) ->
     ) as (sender, receiver):
         counts, _ = sender.result(), receiver.result()
     before = store.num_keys()
-    for version, (_, buckets) in enumerate(counts):
-        forget_version(store, group, version, {0: buckets})
-    # Two buckets with their end, the end of the stage and the meeting of each version.
-    assert before - store.num_keys() == 5 * 5
+    for version, (_, messages) in enumerate(counts):
+        forget_version(store, group, version, {0: messages})
+    # Two buckets with their end and the meeting of each version.
+    assert before - store.num_keys() == 5 * 4
     assert store.num_keys() > keys
 
 

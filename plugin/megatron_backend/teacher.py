@@ -1,0 +1,149 @@
+"""TeacherTrainer: one rank of a model that scores the policy's tokens and is never trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugin.batch_types import RolloutBatch
+from plugin.config import TrainerConfig
+from plugin.logprobs.separable_lm_head import separable_log_probs
+from plugin.loss.separable_loss import takes_separable_head
+from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.step.batch_share import BatchShare
+from plugin.megatron_backend.step.forward_step import ForwardStep, LossClosure, run_model
+from plugin.megatron_backend.step.output_head import (
+    response_log_probs,
+    response_top_ids,
+    use_fused_head,
+)
+from plugin.megatron_backend.step.preparation import PreparedMicrobatch
+from plugin.megatron_backend.step.rank_agreement import ErrorCollector
+from plugin.megatron_backend.step.schedule import run_schedule
+from plugin.megatron_backend.step.sequence_packing import SequenceLayout
+from plugin.megatron_backend.trainer import MegatronTrainer
+from plugin.ragged import Ragged
+from plugin.teacher_topk import TOPK_IDS, TOPK_LOG_PROBS
+
+LOG_PROBS = "teacher_log_probs"
+
+
+class TeacherTrainer(MegatronTrainer):
+    """A teacher in the layout of the policy; only its forward pass is used.
+
+    It takes the way of the policy's training pass through the LM head, down to the rows that are
+    computed together: a teacher with the policy's weights then gives the policy's log-probs to the
+    bit. Routes are its own, never replayed.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        hf_config: Any,
+        groups: ParallelGroups,
+        weights: str | Path | Mapping[str, Tensor],
+        *,
+        layout: SequenceLayout = "packed",
+        seed: int = 1234,
+    ) -> None:
+        config = config.unchecked_copy(
+            use_routing_replay=False, use_rollout_routing_replay=False, detect_routing=False
+        )
+        super().__init__(config, hf_config, groups, layout=layout, trainable=False, seed=seed)
+        self.load_hf_weights(weights)
+
+    def compute_scores(self, batch: RolloutBatch | BatchShare) -> dict[str, Ragged]:
+        """The columns of a batch that a teacher fills in; anything where the loss mask is 0.
+
+        `teacher_log_probs` [response], and with --distill-topk `teacher_topk_ids` and
+        `teacher_topk_log_probs` [response, k]. Of a whole batch: on every rank. Of a share: of its
+        samples, on the last pipeline stage.
+        """
+        errors = ErrorCollector(self.device)
+        step = self._prepared(batch, errors)
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            results = run_schedule(
+                self._scoring_step(errors),
+                self.chunks,
+                step.microbatches,
+                self.groups,
+                forward_only=True,
+            )
+        errors.agree("the pass of the teacher")
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {LOG_PROBS: ((), torch.float32)}
+        if k := self.config.distill_topk:
+            shapes |= {TOPK_IDS: ((k,), torch.int32), TOPK_LOG_PROBS: ((k,), torch.float32)}
+        return {
+            name: self._gathered(
+                [None if found is None else found[name] for found in results], step, *shape
+            )
+            for name, shape in shapes.items()
+        }
+
+    def _scoring_step(self, errors: ErrorCollector) -> ForwardStep:
+        separable = takes_separable_head(self.config, self.groups.tp_size)
+
+        def forward_step(
+            data: Iterator[PreparedMicrobatch], model: Any
+        ) -> tuple[Tensor, LossClosure]:
+            microbatch = next(data)
+            fused = use_fused_head(
+                *(self.config, model, microbatch.inputs, microbatch.loss_rows),
+                training=True,
+                separable=separable,
+            )
+            output, head_weight = run_model(model, microbatch, None, fused=fused)
+
+            def collect(output: Tensor, non_loss_data: bool = True) -> dict[str, Tensor] | None:
+                with errors.collecting(peers=self.groups.tp_size), torch.no_grad():
+                    if separable and head_weight is not None:
+                        found = self._scores_in_blocks(output, head_weight, microbatch)
+                    else:
+                        found = self._scores(output, head_weight, microbatch)
+                    return None if microbatch.is_padding else found
+                return None
+
+            return output, collect
+
+        return forward_step
+
+    def _scores(
+        self, output: Tensor, head_weight: Tensor | None, microbatch: PreparedMicrobatch
+    ) -> dict[str, Tensor]:
+        """As `TrainingLoss.two_phases` computes them, with the entropy that is not needed here."""
+        config, inputs, groups = self.config, microbatch.inputs, self.groups
+        ids = None
+        if config.distill_topk is not None:
+            ids = response_top_ids(config, output, head_weight, inputs, groups, config.distill_topk)
+        log_probs, _, of_ids = response_log_probs(
+            *(config, output, head_weight, inputs, groups, microbatch.loss_rows),
+            kept=microbatch.kept,
+            ids=ids,
+        )
+        found = {LOG_PROBS: log_probs}
+        if ids is not None and of_ids is not None:
+            found |= {TOPK_IDS: ids.int(), TOPK_LOG_PROBS: of_ids}
+        return found
+
+    def _scores_in_blocks(
+        self, hidden: Tensor, head_weight: Tensor, microbatch: PreparedMicrobatch
+    ) -> dict[str, Tensor]:
+        """As `TrainingLoss.inside_lm_head` computes them."""
+        inputs, index = microbatch.inputs, microbatch.loss_tokens
+        log_probs = separable_log_probs(
+            hidden.reshape(-1, hidden.shape[-1]),
+            head_weight,
+            inputs.targets[index],
+            rows=inputs.rows[index],
+            temperature=self.config.rollout_temperature,
+            kept=microbatch.loss_kept,
+            entropy_of=self.config.entropy_of,
+        )
+        whole = log_probs.new_zeros(inputs.targets.numel())
+        return {LOG_PROBS: whole.index_copy(0, index, log_probs)}

