@@ -111,6 +111,10 @@ class ServerPool:
             _LOG.warning("%s %s is out of service at %s: %s", self._what, server.url, now, reason)
             self._router.forget(server.url)
         server.out_because = reason
+        self.postpone_probe(server)
+
+    def postpone_probe(self, server: Server) -> None:
+        """Look for an answer later; the reason why it is out of service stays."""
         server.probe_at = time.monotonic() + server.probe_delay
         server.probe_delay = min(2 * server.probe_delay, _LAST_PROBE_SECONDS)
 

@@ -213,8 +213,8 @@ class ServerUpdates:
         except MalformedAnswer:
             server.tested = False
             await self._update(session, server)
-        except (ServerTrouble, CallRefused) as trouble:
-            self._pool.take_out(server, str(trouble))
+        except (ServerTrouble, CallRefused):
+            self._pool.postpone_probe(server)
         else:
             self._pool.put_in(server, label)
 

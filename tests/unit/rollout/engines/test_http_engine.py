@@ -245,7 +245,10 @@ def test_with_every_server_dead_all_responses_fail_with_the_cause(
 ) -> None:
     ports = closed_port(), closed_port()
     engine = engine_for(tmp_path, *(f"http://127.0.0.1:{port}" for port in ports), retries=5)
+    for server in engine.pool.servers:
+        server.probe_at = 0.0  # looked for in vain before the first request: the cause stays
     answers = engine.generate([GenerationRequest((10,), tuple(range(50)))], PARAMETERS)
+    assert all(server.probe_at > 0.0 for server in engine.pool.servers)
     for answer in answers[0]:
         assert "no rollout server is in service" in answer.reason
         assert all(f":{port}: it did not load new weights" in answer.reason for port in ports)
