@@ -78,6 +78,16 @@ def expect(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def expect_band(
+    name: str, low: float, high: float, *, lower: str | None = None, upper: str | None = None
+) -> None:
+    """Raise a `ConfigError` unless `low` (--name-low) is below `high` (--name-high)."""
+    lower, upper = lower or f"{name}-low", upper or f"{name}-high"
+    expect(
+        low < high, f"--{lower} is {low} and --{upper} is {high}; the lower must be below the upper"
+    )
+
+
 def without_credentials(text: str) -> str:
     """`text` with `user:password@` removed from every URL in it."""
     return re.sub(r"://[^\s,]*@", "://", text)

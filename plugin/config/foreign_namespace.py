@@ -6,7 +6,8 @@ import dataclasses
 import warnings
 from typing import Any
 
-from plugin.config.loss_flags import VANILLA_TIS, LossConfig
+from plugin.config.correction_flags import VANILLA_TIS
+from plugin.config.loss_flags import LossConfig
 from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS
 from plugin.config.slime_flags import check_slime_flags
 from plugin.errors import ConfigError

@@ -11,7 +11,8 @@ from typing import Any, Self
 from plugin.config.critic_flags import CriticFlags
 from plugin.config.data_flags import DataFlags, RewardFlags
 from plugin.config.engine_arguments import EngineArgumentFlags
-from plugin.config.engine_traits import ENGINES, EngineTraits, WeightWay, engine_traits
+from plugin.config.engine_checks import check_engine
+from plugin.config.engine_traits import EngineTraits, WeightWay, engine_traits
 from plugin.config.estimator_traits import ESTIMATOR_TRAITS, estimator_traits
 from plugin.config.eval_flags import EvalFlags
 from plugin.config.flags import expect, read_yaml
@@ -32,13 +33,6 @@ EMBEDDED_DEFAULTS: dict[str, Any] = {
     "max_response_length": 8,
     "micro_batch_size": 256,
     "calculate_per_token_loss": True,
-}
-
-
-#: Why an engine cannot have several GPUs, by whether it asks servers.
-_ONE_DEVICE = {
-    False: "runs on one; use vllm or sglang, or drop the flag",
-    True: "asks servers that others start; give them their tensor parallel size there",
 }
 
 
@@ -90,7 +84,7 @@ class JobConfig(
         self._check_old_log_probs()
         self._check_stale_samples()
         self.check_sampling(self)
-        self._check_engine()
+        check_engine(self)
         self.check_evaluation(self)
         self._check_other_policies()
         self._check_estimator()
@@ -200,11 +194,12 @@ class JobConfig(
         """Whether log-probs are computed over the ids that the engine kept."""
         choice = self.use_rollout_sampling_mask
         return self.truncates_sampling and (
-            choice == "on" or (choice == "auto" and self._engine_reports_kept_ids)
+            choice == "on" or (choice == "auto" and self.engine_reports_kept_ids)
         )
 
     @property
-    def _engine_reports_kept_ids(self) -> bool:
+    def engine_reports_kept_ids(self) -> bool:
+        """Whether what samples the tokens reports the ids that top-p and top-k kept."""
         if self.server_dialect is not None:
             return self.server_dialect == "sglang"  # vLLM's completions API does not
         return self.engine_traits.reports_kept_ids
@@ -314,152 +309,19 @@ class JobConfig(
         """How the engines get their weights."""
         if self.weight_sync != "auto":
             return self.weight_sync
-        if self.rollout_weights_dir is not None and "directory" in self._weight_ways:
+        if self.rollout_weights_dir is not None and "directory" in self.weight_ways:
             return "directory"
         # Two processes on one GPU cannot be members of one NCCL group.
         other = "broadcast" if self.colocate else "ipc"
-        fitting = [way for way in self._weight_ways if way != other]
-        return (*fitting, *self._weight_ways)[0]
+        fitting = [way for way in self.weight_ways if way != other]
+        return (*fitting, *self.weight_ways)[0]
 
     @property
-    def _weight_ways(self) -> tuple[WeightWay, ...]:
+    def weight_ways(self) -> tuple[WeightWay, ...]:
         """Those of the engine, or of the servers behind it."""
         if self.engine_traits.asks_servers and self.rollout_server == "sglang":
             return ("broadcast", "directory")
         return self.engine_traits.weight_ways
-
-    def _check_engine(self) -> None:
-        """Check that a built-in engine can do what is asked, and reads every flag given."""
-        engine, traits, http = (
-            self.rollout_engine,
-            self.engine_traits,
-            self.engine_traits.asks_servers,
-        )
-        expect(
-            self.weight_way in self._weight_ways,
-            f"--weight-sync {self.weight_way}: --rollout-engine {engine} gets weights by "
-            f"{' or '.join(self._weight_ways)}; use auto, or another engine",
-        )
-        expect(
-            self.weight_way != "broadcast" or not self.colocate,
-            "--weight-sync broadcast with --colocate: NCCL cannot join two processes that share a "
-            "device, and the trainer's weights are not there while engines generate; use auto",
-        )
-        expect(
-            self.weight_way != "ipc" or self.colocate,
-            "--weight-sync ipc: a trainer's rank lends memory to an engine on its own device, and "
-            "they have devices of their own; add --colocate, or use auto",
-        )
-        if engine not in ENGINES:
-            return  # the user's own gets the whole configuration and may read any flag
-        starts = traits.starts_servers is not None
-        needed = ["--rollout-url"]
-        needed += ["--rollout-weights-dir"] if self.weight_way == "directory" else []
-        for given, name in (
-            (self.rollout_urls, "--rollout-url"),
-            (self.rollout_weights_dir, "--rollout-weights-dir"),
-            (self.rollout_api_key_env, "--rollout-api-key-env"),
-        ):
-            expect(
-                http or not given or (starts and name == "--rollout-weights-dir"),
-                f"{name} is given but --rollout-engine is {engine}, which asks no server; add "
-                "--rollout-engine http or drop it",
-            )
-            expect(
-                not http or bool(given) or name not in needed,
-                f"--rollout-engine {engine} needs {name}; add it",
-            )
-        expect(
-            http
-            or starts
-            or self.asks_teacher_servers
-            or self.max_answer_bytes == ServerFlags.max_answer_bytes,
-            f"--max-answer-bytes is {self.max_answer_bytes} but --rollout-engine is {engine}, "
-            "which asks no server; drop it",
-        )
-        expect(
-            traits.quantizes or self.rollout_quantization == "none",
-            f"--rollout-quantization {self.rollout_quantization} is done by the transformers "
-            f"engine only; drop it, or use --rollout-engine transformers instead of {engine}",
-        )
-        expect(
-            traits.reports_route_weights or not self.replays_route_weights,
-            f"--use-rollout-routing-replay ids+weights with --rollout-engine {engine}, which "
-            "reports the experts of a token and not their weights; use ids, or --rollout-engine "
-            "transformers",
-        )
-        expect(
-            traits.tensor_parallel or self.rollout_num_gpus_per_engine == 1,
-            f"--rollout-num-gpus-per-engine is {self.rollout_num_gpus_per_engine}: "
-            f"--rollout-engine {engine} {_ONE_DEVICE[http]}",
-        )
-        expect(
-            traits.sleeps or not self.colocate,
-            f"--colocate with --rollout-engine {engine}: the servers keep their memory while the "
-            "trainer trains; use transformers or vllm, or drop --colocate",
-        )
-        modes = traits.partial_rollout_modes
-        expect(
-            not self.partial_rollouts or bool(modes),
-            f"--partial-rollouts: --rollout-engine {engine} cannot be interrupted; use "
-            "transformers, or servers (--rollout-engine http)",
-        )
-        expect(
-            not self.partial_rollouts or self.partial_rollout_mode in modes,
-            f"--partial-rollout-mode {self.partial_rollout_mode}: vLLM and SGLang do not go on "
-            f"with keys and values of old weights; --rollout-engine {engine} can "
-            f"{' or '.join(modes)}",
-        )
-        expect(
-            traits.keeps_interrupted_routes
-            or not (self.partial_rollouts and self.wants_rollout_routes),
-            f"--partial-rollouts with --use-rollout-routing-replay: --rollout-engine {engine} "
-            "reports the routes with which an interrupted response was read again, not those it "
-            "was sampled with; use transformers or servers, or drop one of the flags",
-        )
-        lowest = self.sampling_traits.lowest_temperature
-        expect(
-            self.rollout_temperature >= lowest,
-            f"--rollout-temperature is {self.rollout_temperature}; vLLM raises what is below "
-            f"{lowest} without saying so, and its log-probs would be of another distribution; "
-            f"choose at least {lowest}",
-        )
-        expect(
-            self.use_rollout_sampling_mask != "on" or self._engine_reports_kept_ids,
-            f"--use-rollout-sampling-mask on: --rollout-engine {engine}"
-            f"{' with vLLM servers' if http else ''} does not report the ids that top-p and top-k "
-            "keep; use --rollout-engine transformers, or sample with --rollout-top-p 1 and without "
-            "--rollout-top-k",
-        )
-        expect(
-            engine != "vllm" or not self.replays_sampling_mask or self.rollout_top_k is not None,
-            f"--rollout-top-p {self.rollout_top_p} without --rollout-top-k: vLLM reports the ids "
-            "that it keeps only where a top-k bounds their number; add --rollout-top-k, for "
-            "example 512",
-        )
-        expect(
-            self.server_dialect != "sglang"
-            or not self.return_rollout_log_probs
-            or not self.truncates_sampling
-            or self.replays_sampling_mask,
-            "--rollout-top-p or --rollout-top-k with SGLang servers: SGLang reports log-probs of "
-            "the distribution before truncation, not of the one it samples from; drop them, or "
-            "--use-rollout-sampling-mask off",
-        )
-        if http:
-            self._check_servers()
-
-    def _check_servers(self) -> None:
-        expect(
-            self.rollout_dtype == "float32",
-            f"--rollout-dtype {self.rollout_dtype} would be ignored: with --rollout-engine http "
-            "the servers choose their dtype; set it where they are started",
-        )
-        expect(
-            self.num_rollout_engines == 1,
-            f"--num-rollout-engines is {self.num_rollout_engines} with --rollout-engine http: one "
-            "client serves every URL; drop it",
-        )
 
     def _check_lora(self) -> None:
         if self.syncs_adapters:

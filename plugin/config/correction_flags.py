@@ -1,0 +1,192 @@
+"""Flags of the corrections: which ones, their bounds, and whose log-probs are the old ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from plugin.config.clip_rules import ess_target
+from plugin.config.flags import FlagGroup, Needs, expect, expect_band, flag
+from plugin.config.method_needs import needs_hook
+from plugin.config.rejection_rules import parse_rejection_rules
+
+OldLogProbs = Literal["recompute", "approximate", "rollout"]
+VANILLA_TIS = "plugin.ppo_utils.vanilla_tis_function"
+
+_SEQUENCE_HOOKS = needs_hook("sequence_tis_function", "segment_tis_function")
+_UNCORRECTED_ASYNC = Needs(
+    "--async-rollouts without a correction",
+    lambda config: getattr(config, "staleness_limit", 0) > 0 and not config.corrects_mismatch,
+)
+_UNREPLAYED_TRUNCATION = Needs(
+    "truncated sampling without --use-rollout-sampling-mask",
+    lambda config: config.truncates_sampling and not config.replays_sampling_mask,
+)
+
+
+@dataclass(frozen=True)
+class CorrectionFlags(FlagGroup):
+    title: ClassVar[str] = "off-policy correction"
+
+    use_tis: bool = flag(False, "weight the policy loss by a correction")
+    tis_clip: float | str = flag(
+        2.0,
+        "upper bound of the correction weight; auto:ess=0.9 = the largest, from 1 on, that keeps "
+        "this share of the whole batch's effective sample size (vanilla TIS)",
+        above=0,
+        needs=needs_hook("vanilla_tis_function", "icepop_function"),
+    )
+    tis_clip_low: float = flag(
+        0.0,
+        "lower bound of the correction weight",
+        at_least=0,
+        needs=needs_hook("vanilla_tis_function", "icepop_function"),
+    )
+    custom_tis_function_path: str | None = flag(
+        None,
+        "correction to use: pkg.mod.fn, pkg.mod:fn or file.py:fn, comma-separated; none = vanilla "
+        "TIS",
+    )
+    allow_biased_correction: bool = flag(
+        False,
+        "allow what biases the gradient: off_policy_is_function on a loss that already carries a "
+        "ratio, --async-rollouts with a loss that never compares with the rollout policy, or "
+        "truncated sampling whose kept ids are not replayed",
+        needs=needs_hook("off_policy_is_function") | _UNCORRECTED_ASYNC | _UNREPLAYED_TRUNCATION,
+    )
+    sequence_tis_clip: float = flag(
+        2.0, "upper bound of the sequence or segment weight", above=0, needs=_SEQUENCE_HOOKS
+    )
+    sequence_tis_clip_low: float = flag(
+        0.0, "lower bound of the sequence or segment weight", at_least=0, needs=_SEQUENCE_HOOKS
+    )
+    sequence_tis_level: Literal["sequence", "geometric"] = flag(
+        "sequence",
+        "sequence_tis_function, segment_tis_function: product or geometric mean of the ratios",
+        needs=_SEQUENCE_HOOKS,
+    )
+    segment_tis_length: int = flag(
+        64,
+        "segment_tis_function: tokens of a segment",
+        at_least=1,
+        needs=needs_hook("segment_tis_function"),
+    )
+    m2po_threshold: float = flag(
+        0.04,
+        "m2po_function: largest second moment of the log-ratios of the whole batch",
+        above=0,
+        needs=needs_hook("m2po_function"),
+    )
+    kpop_threshold: float = flag(
+        0.1,
+        "kpop_function keeps tokens whose binary KLs are both at most this",
+        above=0,
+        needs=needs_hook("kpop_function"),
+    )
+    geometric_mask_low: float = flag(
+        0.99,
+        "geometric_mask_function keeps sequences from here ...",
+        at_least=0,
+        needs=needs_hook("geometric_mask_function"),
+    )
+    geometric_mask_high: float = flag(
+        1.01, "... to here", above=0, needs=needs_hook("geometric_mask_function")
+    )
+    rejection_rules: str = flag(
+        "token_ratio=0.5:2.0",
+        "rejection_function: level_statistic=low:high, comma-separated",
+        needs=needs_hook("rejection_function"),
+    )
+    veto_threshold: float = flag(
+        1e-4,
+        "veto_function drops a sequence with any ratio below this",
+        above=0,
+        needs=needs_hook("veto_function"),
+    )
+    opsm_delta: float = flag(
+        1e-4,
+        "opsm_function drops A < 0 with mean(train - cur) above this",
+        at_least=0,
+        needs=needs_hook("opsm_function"),
+    )
+    opsm_level: Literal["sequence", "token"] = flag(
+        "sequence",
+        "opsm_function drops whole sequences by their mean advantage, or their tokens with A < 0",
+        needs=needs_hook("opsm_function"),
+    )
+    train_log_probs: OldLogProbs = flag(
+        "recompute",
+        "the old log-probs of later updates on a rollout: from a pass of the trainer before the "
+        "first, interpolated between the engine's and the current ones by weight version (A-3PO, "
+        "no pass), or the engine's",
+    )
+    use_rollout_logprobs: bool = flag(
+        False,
+        "as --train-log-probs rollout: use the engine's log-probs in place of the trainer's; "
+        "mismatch metrics still compare both",
+    )
+    get_mismatch_metrics: bool = flag(False, "report train/rollout mismatch without correcting it")
+    rollout_temperature: float = flag(1.0, "temperature the rollouts were sampled at", above=0)
+
+    def check(self) -> None:
+        self._check_clip()
+        expect_band(
+            "sequence-tis-clip",
+            self.sequence_tis_clip_low,
+            self.sequence_tis_clip,
+            upper="sequence-tis-clip",
+            lower="sequence-tis-clip-low",
+        )
+        expect_band("geometric-mask", self.geometric_mask_low, self.geometric_mask_high)
+        expect(
+            self.veto_threshold < 1,
+            f"--veto-threshold is {self.veto_threshold}; it must be below 1",
+        )
+        parse_rejection_rules(self.rejection_rules)
+        expect(
+            self.custom_tis_function_path is None or self.use_tis or self.get_mismatch_metrics,
+            f"--custom-tis-function-path {self.custom_tis_function_path} would never run; "
+            "add --use-tis (or --get-mismatch-metrics for its metrics alone)",
+        )
+        expect(
+            not self.use_rollout_logprobs or self.train_log_probs != "approximate",
+            "--use-rollout-logprobs with --train-log-probs approximate: the old log-probs are the "
+            "engine's or an approximation; drop one of the two",
+        )
+        expect(
+            not (self.use_tis and self.old_log_probs == "rollout")
+            or self._only_compares_with_cur(),
+            "--use-tis with --use-rollout-logprobs (--train-log-probs rollout): the old policy is "
+            "then the rollout policy and every weight is 1; drop one of the two",
+        )
+
+    def _check_clip(self) -> None:
+        clip, low = self.tis_clip, self.tis_clip_low
+        if ess_target(clip) is None:
+            assert not isinstance(clip, str)
+            expect_band("tis-clip", low, clip, upper="tis-clip", lower="tis-clip-low")
+            return
+        expect(
+            low < 1,
+            f"--tis-clip {clip} chooses a bound from 1 on and --tis-clip-low is {low}; take one "
+            "below 1",
+        )
+        expect(
+            not any(name.endswith("icepop_function") for name in self.hook_names()),
+            f"--tis-clip {clip} with icepop_function, which drops what is outside: the bound is "
+            "found for clipped weights; give a number, or use ess_tis_function or m2po_function",
+        )
+
+    @property
+    def old_log_probs(self) -> OldLogProbs:
+        """Where the old log-probs come from, by either flag."""
+        return "rollout" if self.use_rollout_logprobs else self.train_log_probs
+
+    def _only_compares_with_cur(self) -> bool:
+        """Whether the corrections look at the old and the current policy alone."""
+        return all(name.endswith("opsm_function") for name in self.hook_names())
+
+    def hook_names(self) -> list[str]:
+        """Import paths of the corrections, in order; the vanilla one when none is named."""
+        path = self.custom_tis_function_path or VANILLA_TIS
+        return [part.strip() for part in path.split(",") if part.strip()]

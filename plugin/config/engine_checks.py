@@ -1,0 +1,174 @@
+"""Whether an engine can do what a job asks of it, and reads every flag that is given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from plugin.config.engine_traits import ENGINES
+from plugin.config.flags import expect
+from plugin.config.rollout_flags import ServerFlags
+
+if TYPE_CHECKING:
+    from plugin.config.job_flags import JobConfig
+
+#: Why an engine cannot have several GPUs, by whether it asks servers.
+_ONE_DEVICE = {
+    False: "runs on one; use vllm or sglang, or drop the flag",
+    True: "asks servers that others start; give them their tensor parallel size there",
+}
+
+
+def check_engine(config: JobConfig) -> None:
+    """Raise a `ConfigError` for what the engine of `config` cannot do or would ignore."""
+    _check_weight_way(config)
+    if config.rollout_engine not in ENGINES:
+        return  # the user's own gets the whole configuration and may read any flag
+    _check_server_flags(config)
+    _check_abilities(config)
+    _check_partial_rollouts(config)
+    _check_sampled_distribution(config)
+    if config.engine_traits.asks_servers:
+        _check_asked_servers(config)
+
+
+def _check_weight_way(config: JobConfig) -> None:
+    expect(
+        config.weight_way in config.weight_ways,
+        f"--weight-sync {config.weight_way}: --rollout-engine {config.rollout_engine} gets weights "
+        f"by {' or '.join(config.weight_ways)}; use auto, or another engine",
+    )
+    expect(
+        config.weight_way != "broadcast" or not config.colocate,
+        "--weight-sync broadcast with --colocate: NCCL cannot join two processes that share a "
+        "device, and the trainer's weights are not there while engines generate; use auto",
+    )
+    expect(
+        config.weight_way != "ipc" or config.colocate,
+        "--weight-sync ipc: a trainer's rank lends memory to an engine on its own device, and "
+        "they have devices of their own; add --colocate, or use auto",
+    )
+
+
+def _check_server_flags(config: JobConfig) -> None:
+    """Flags about servers need an engine that asks or starts some."""
+    engine, traits = config.rollout_engine, config.engine_traits
+    asks, starts = traits.asks_servers, traits.starts_servers is not None
+    needed = ["--rollout-url"]
+    needed += ["--rollout-weights-dir"] if config.weight_way == "directory" else []
+    for given, name in (
+        (config.rollout_urls, "--rollout-url"),
+        (config.rollout_weights_dir, "--rollout-weights-dir"),
+        (config.rollout_api_key_env, "--rollout-api-key-env"),
+    ):
+        expect(
+            asks or not given or (starts and name == "--rollout-weights-dir"),
+            f"{name} is given but --rollout-engine is {engine}, which asks no server; add "
+            "--rollout-engine http or drop it",
+        )
+        expect(
+            not asks or bool(given) or name not in needed,
+            f"--rollout-engine {engine} needs {name}; add it",
+        )
+    expect(
+        asks
+        or starts
+        or config.asks_teacher_servers
+        or config.max_answer_bytes == ServerFlags.max_answer_bytes,
+        f"--max-answer-bytes is {config.max_answer_bytes} but --rollout-engine is {engine}, "
+        "which asks no server; drop it",
+    )
+
+
+def _check_abilities(config: JobConfig) -> None:
+    engine, traits = config.rollout_engine, config.engine_traits
+    expect(
+        traits.quantizes or config.rollout_quantization == "none",
+        f"--rollout-quantization {config.rollout_quantization} is done by the transformers "
+        f"engine only; drop it, or use --rollout-engine transformers instead of {engine}",
+    )
+    expect(
+        traits.reports_route_weights or not config.replays_route_weights,
+        f"--use-rollout-routing-replay ids+weights with --rollout-engine {engine}, which "
+        "reports the experts of a token and not their weights; use ids, or --rollout-engine "
+        "transformers",
+    )
+    expect(
+        traits.tensor_parallel or config.rollout_num_gpus_per_engine == 1,
+        f"--rollout-num-gpus-per-engine is {config.rollout_num_gpus_per_engine}: "
+        f"--rollout-engine {engine} {_ONE_DEVICE[traits.asks_servers]}",
+    )
+    expect(
+        traits.sleeps or not config.colocate,
+        f"--colocate with --rollout-engine {engine}: the servers keep their memory while the "
+        "trainer trains; use transformers or vllm, or drop --colocate",
+    )
+
+
+def _check_partial_rollouts(config: JobConfig) -> None:
+    if not config.partial_rollouts:
+        return
+    engine, modes = config.rollout_engine, config.engine_traits.partial_rollout_modes
+    expect(
+        bool(modes),
+        f"--partial-rollouts: --rollout-engine {engine} cannot be interrupted; use "
+        "transformers, or servers (--rollout-engine http)",
+    )
+    expect(
+        config.partial_rollout_mode in modes,
+        f"--partial-rollout-mode {config.partial_rollout_mode}: vLLM and SGLang do not go on "
+        f"with keys and values of old weights; --rollout-engine {engine} can "
+        f"{' or '.join(modes)}",
+    )
+    expect(
+        config.engine_traits.keeps_interrupted_routes or not config.wants_rollout_routes,
+        f"--partial-rollouts with --use-rollout-routing-replay: --rollout-engine {engine} "
+        "reports the routes with which an interrupted response was read again, not those it "
+        "was sampled with; use transformers or servers, or drop one of the flags",
+    )
+
+
+def _check_sampled_distribution(config: JobConfig) -> None:
+    """Log-probs have to be of the distribution that tokens are sampled from."""
+    engine, lowest = config.rollout_engine, config.sampling_traits.lowest_temperature
+    expect(
+        config.rollout_temperature >= lowest,
+        f"--rollout-temperature is {config.rollout_temperature}; vLLM raises what is below "
+        f"{lowest} without saying so, and its log-probs would be of another distribution; "
+        f"choose at least {lowest}",
+    )
+    expect(
+        config.use_rollout_sampling_mask != "on" or config.engine_reports_kept_ids,
+        f"--use-rollout-sampling-mask on: --rollout-engine {engine}"
+        f"{' with vLLM servers' if config.engine_traits.asks_servers else ''} does not report the "
+        "ids that top-p and top-k keep; use --rollout-engine transformers, or sample with "
+        "--rollout-top-p 1 and without --rollout-top-k",
+    )
+    expect(
+        engine != "vllm" or not config.replays_sampling_mask or config.rollout_top_k is not None,
+        f"--rollout-top-p {config.rollout_top_p} without --rollout-top-k: vLLM reports the ids "
+        "that it keeps only where a top-k bounds their number; add --rollout-top-k, for "
+        "example 512",
+    )
+    expect(
+        config.server_dialect != "sglang"
+        or not config.return_rollout_log_probs
+        or not config.truncates_sampling
+        or config.replays_sampling_mask,
+        "--rollout-top-p or --rollout-top-k with SGLang servers: SGLang reports log-probs of "
+        "the distribution before truncation, not of the one it samples from; drop them, or "
+        "--use-rollout-sampling-mask off",
+    )
+
+
+def _check_asked_servers(config: JobConfig) -> None:
+    """What servers that others start decide themselves."""
+    expect(
+        config.rollout_dtype == "float32",
+        f"--rollout-dtype {config.rollout_dtype} would be ignored: with --rollout-engine http "
+        "the servers choose their dtype; set it where they are started",
+    )
+    expect(
+        config.num_rollout_engines == 1,
+        f"--num-rollout-engines is {config.num_rollout_engines} with --rollout-engine http: one "
+        "client serves every URL; drop it",
+    )

@@ -1,0 +1,126 @@
+"""Flags of the policy losses: which one, its bounds and its coefficients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from plugin.config.flags import FlagGroup, expect, expect_band, flag
+from plugin.config.method_needs import needs_hook, needs_loss
+from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS, PolicyLossTraits, traits_of
+
+_CLIP = needs_loss("ppo", "gspo", "cispo", "minpro") | needs_hook("off_policy_is_function")
+
+
+@dataclass(frozen=True)
+class PolicyLossFlags(FlagGroup):
+    title: ClassVar[str] = "policy loss"
+
+    policy_loss: str = flag("ppo", "the per-token policy loss", names=POLICY_LOSS_TRAITS)
+    eps_clip: float = flag(
+        0.2, "lower clip: ratio >= 1 - eps; 1.0 removes the bound", above=0, needs=_CLIP
+    )
+    eps_clip_high: float | None = flag(
+        None, "upper clip: ratio <= 1 + eps; none = eps-clip", above=0, needs=_CLIP
+    )
+    eps_clip_c: float | None = flag(
+        None, "dual-clip bound for negative advantages", above=1, needs=needs_loss("ppo", "gspo")
+    )
+    icepop_ratio_low: float = flag(
+        0.2, "icepop keeps ratios from here ...", at_least=0, needs=needs_loss("icepop")
+    )
+    icepop_ratio_high: float = flag(5.0, "... to here", above=0, needs=needs_loss("icepop"))
+    dppo_diff_low: float = flag(
+        0.2,
+        "dppo_tv keeps pi_cur - pi_rollout >= -this",
+        at_least=0,
+        needs=needs_loss("dppo_tv") | needs_hook("dppo_tv_mask_function"),
+    )
+    dppo_diff_high: float = flag(
+        0.2,
+        "dppo_tv keeps pi_cur - pi_rollout <= this",
+        at_least=0,
+        needs=needs_loss("dppo_tv") | needs_hook("dppo_tv_mask_function"),
+    )
+    dppo_ratio_cap: float | None = flag(
+        None,
+        "dppo_tv, dppo_kl: cap on the ratio of a kept token",
+        above=1,
+        needs=needs_loss("dppo_tv", "dppo_kl"),
+    )
+    dppo_kl_threshold: float = flag(
+        0.05,
+        "dppo_kl drops tokens whose binary KL exceeds this",
+        above=0,
+        needs=needs_loss("dppo_kl"),
+    )
+    dppo_mask_low: float = flag(
+        0.2, "dppo drops A <= 0 below -this", at_least=0, needs=needs_loss("dppo")
+    )
+    dppo_mask_high: float = flag(
+        0.2, "dppo drops A > 0 above this", at_least=0, needs=needs_loss("dppo")
+    )
+    ipo_ratio_low: float = flag(
+        0.2, "ipo_kl keeps ratios from here ...", at_least=0, needs=needs_loss("ipo_kl")
+    )
+    ipo_ratio_high: float = flag(5.0, "... to here", above=0, needs=needs_loss("ipo_kl"))
+    kl_tau: float = flag(
+        1e-3,
+        "squared log-ratio penalty of dppo and ipo_kl",
+        at_least=0,
+        needs=needs_loss("dppo", "ipo_kl"),
+    )
+    adv_tau: float = flag(
+        1.0,
+        "scale of the advantage that the rewards give; 0 = they do not matter",
+        at_least=0,
+    )
+    teacher_tau: float = flag(
+        0.0,
+        "on-policy distillation: add this times the teacher's log-prob less the policy's to the "
+        "advantage of every token, whichever the policy loss",
+        at_least=0,
+    )
+    sapo_tau_pos: float = flag(
+        1.0, "sapo gate temperature where A > 0", above=0, needs=needs_loss("sapo")
+    )
+    sapo_tau_neg: float = flag(
+        1.05, "sapo gate temperature elsewhere", above=0, needs=needs_loss("sapo")
+    )
+
+    vespo_k_pos: float = flag(
+        2.0,
+        "vespo: exponent of the sequence ratio where A >= 0",
+        above=0,
+        needs=needs_loss("vespo"),
+    )
+    vespo_lambda_pos: float = flag(
+        3.0, "vespo: decay with the sequence ratio where A >= 0", above=0, needs=needs_loss("vespo")
+    )
+    vespo_k_neg: float = flag(3.0, "the exponent where A < 0", above=0, needs=needs_loss("vespo"))
+    vespo_lambda_neg: float = flag(2.0, "the decay where A < 0", above=0, needs=needs_loss("vespo"))
+    dro_beta: float = flag(
+        1.0, "dro: pull back to the rollout policy", at_least=0, needs=needs_loss("dro")
+    )
+
+    def check(self) -> None:
+        expect_band("icepop-ratio", self.icepop_ratio_low, self.icepop_ratio_high)
+        expect_band("ipo-ratio", self.ipo_ratio_low, self.ipo_ratio_high)
+        for name in ("dppo_diff", "dppo_mask"):
+            low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
+            option = f"--{name.replace('_', '-')}"
+            expect(
+                0 < low <= 1 and 0 < high <= 1,
+                f"{option}-low is {low} and {option}-high is {high}; both bound a difference of "
+                "probabilities and must lie in (0, 1]; the default is 0.2",
+            )
+
+    @property
+    def loss_traits(self) -> PolicyLossTraits:
+        """What the policy loss compares with and its default denominator."""
+        return traits_of(self.policy_loss)
+
+    @property
+    def clip_high(self) -> float:
+        """The upper clip that is in force."""
+        return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
