@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
 from plugin.config.import_paths import is_import_path
+from plugin.config.other_spellings import spelled_here
 from plugin.errors import ConfigError
 
 
@@ -193,6 +194,9 @@ class FlagGroup:
 def _did_you_mean(name: str, known: set[str]) -> str:
     import difflib
 
+    here = spelled_here(name, known)
+    if here is not None:
+        return f"; here it is {here}"
     near = difflib.get_close_matches(name, sorted(known), n=1)
     return (
         f"; did you mean {near[0]!r}?"
