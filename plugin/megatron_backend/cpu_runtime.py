@@ -252,10 +252,12 @@ def _share_gloo_device() -> None:
     gloo: Any = distributed_c10d.ProcessGroupGloo
 
     class SharedDeviceGloo(gloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any, **more: Any) -> None:
             options = gloo._Options()
             options._timeout = timeout
             options._devices = _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME"))
+            for name, value in more.items():  # torch 2.14 adds enable_reconfigure, an option too
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc]
