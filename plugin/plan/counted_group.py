@@ -91,6 +91,9 @@ class CountedGroup(_ProcessGroup):
     def getBackendName(self) -> str:
         return _BACKEND
 
+    def _get_backend(self, device: torch.device) -> None:
+        """None: no backend that joins sends and receives (torch 2.14 asks of every group)."""
+
     @property
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names.get(self, "gone")

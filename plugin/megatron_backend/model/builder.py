@@ -34,6 +34,7 @@ from plugin.megatron_backend.model.family_layers import fit_to_family, layer_spe
 from plugin.megatron_backend.model.layout_rules import check_layout
 from plugin.megatron_backend.model.pipeline_split import split_arguments
 from plugin.megatron_backend.model.rope import rope_factor
+from plugin.megatron_backend.model.rotary_embedding import scale_rotation
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,6 +67,8 @@ def build_model(
     cpu_runtime.activate()
     is_latent = arguments.get("multi_latent_attention")
     transformer = (MLATransformerConfig if is_latent else TransformerConfig)(**arguments)
+    if not is_latent:
+        scale_rotation(transformer, rope_factor(hf_config))
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     use_te = config.transformer_impl == "transformer_engine"

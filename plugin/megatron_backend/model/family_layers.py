@@ -29,7 +29,6 @@ from plugin.megatron_backend.model.rotary_embedding import (
     LayoutRotaryEmbedding,
     RotaryEmbeddingPerWindow,
     SelfAttentionPerWindow,
-    scale_rotation,
 )
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
@@ -88,7 +87,6 @@ def fit_to_family(model: GPTModel, hf_config: Any, groups: ParallelGroups, use_t
     if config.multi_latent_attention:
         _fit_latent_attention(model, hf_config, groups, use_te, family.latent_norm_eps)
     else:
-        scale_rotation(config, rope_factor(hf_config))
         model.rotary_pos_emb = _rotary_embedding(hf_config, config, groups)
     if config.num_moe_experts and groups.etp_size != groups.tp_size:
         _reduce_over_expert_ranks(model)

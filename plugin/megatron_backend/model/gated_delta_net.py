@@ -7,6 +7,7 @@ without the CUDA kernels of flash-linear-attention.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 from unittest.mock import patch
 
@@ -35,11 +36,18 @@ class LocalGatedDeltaNet(stock.GatedDeltaNet):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Stock wants flash-linear-attention, whose kernels only its own `forward` calls.
-        with patch.object(stock, "HAVE_FLA", True):
+        reader = sys.modules[stock.GatedDeltaNet.__init__.__module__]
+        with patch.object(reader, "HAVE_FLA", True):
             super().__init__(*args, **kwargs)
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
-            del parameter.tensor_model_parallel
+            for name in ("tensor_model_parallel", "partition_dim"):
+                vars(parameter).pop(name, None)
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+
+    def _setup_variant_attrs(self) -> None:
+        """Name a kernel, as Megatron-Core 0.19 wants; only its own `forward` would call it."""
+        super()._setup_variant_attrs()
+        self.gated_delta_rule = stock.torch_chunk_gated_delta_rule
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -15,10 +16,15 @@ def add_post_norms(block: TransformerBlockSubmodules, norm: Any) -> TransformerB
     residual gets, under sequence parallelism this rank's slice of it.
     """
     for layer in block.layer_specs:
-        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        attention, mlp = layer.submodules.self_attention.submodules, _parts(layer.submodules.mlp)
         attention.linear_proj = _followed_by(attention.linear_proj, norm)
         mlp.linear_fc2 = _followed_by(mlp.linear_fc2, norm)
     return block
+
+
+def _parts(mlp: Any) -> Any:
+    """What an MLP's spec is made of; from Megatron-Core 0.17 on it may be a `functools.partial`."""
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
 def _followed_by(linear: Any, norm: Any) -> Any:

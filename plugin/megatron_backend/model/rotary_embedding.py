@@ -103,7 +103,8 @@ def scale_rotation(config: TransformerConfig, factor: float) -> None:
     """Make attention multiply cosine and sine by `factor`; `config` is changed.
 
     Megatron computes the factor from YaRN's settings, which its config class does not have as
-    fields: 0.1 * mscale * log(scaling) + 1. With these it is exactly `factor`.
+    fields: 0.1 * mscale * log(scaling) + 1. With these it is exactly `factor`. Megatron-Core 0.19
+    reads them when a layer is built.
     """
     if factor != 1.0:
         settings: Any = config
