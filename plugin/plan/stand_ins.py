@@ -83,7 +83,7 @@ def _even_map(tokens: int, experts: int, topk: int) -> Tensor:
 @contextmanager
 def numbers_left_out(traffic: Traffic, memory: LiveMemory) -> Iterator[None]:
     """Within it, a trainer's step runs without numbers."""
-    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+    from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
     from megatron.core.transformer.moe.router import TopKRouter
 
     from plugin.megatron_backend import trainer
@@ -109,6 +109,14 @@ def numbers_left_out(traffic: Traffic, memory: LiveMemory) -> Iterator[None]:
         dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)
         return False
 
+    # Megatron-Core 0.19 asks all ranks once whether a parameter has a gradient norm of its own.
+    ask = getattr(MegatronOptimizer, "has_grad_norm_group", None)
+
+    def none_apart(self: Any, grad_norm_group: str) -> bool:
+        assert ask is not None
+        ask(self, grad_norm_group)
+        return False
+
     spread = trainer.spread_from_last_stage
 
     def spread_nothing(value: Any, groups: Any) -> Any:
@@ -126,6 +134,7 @@ def numbers_left_out(traffic: Traffic, memory: LiveMemory) -> Iterator[None]:
             (TopKRouter, "routing", evenly),
             (torch, "tensor", tensor_of),
             (MixedPrecisionOptimizer, "_unscale_main_grads_and_check_for_nan", all_finite),
+            *([(MegatronOptimizer, "has_grad_norm_group", none_apart)] if ask else []),
             (torch.nn.functional, "scaled_dot_product_attention", flash),
             (trainer, "spread_from_last_stage", spread_nothing),
             (Tiles, "statistics", _as_logits(Tiles.statistics, memory)),
