@@ -23,7 +23,8 @@ from plugin.rollout.engines.server_pool import UPDATE_POLL_SECONDS, Server, Serv
 from plugin.rollout.engines.server_weights import ServerStream, WeightLabels
 from plugin.rollout.engines.weight_buckets import WeightLoader
 from plugin.rollout.engines.weight_directory import WeightDirectory
-from plugin.rollout.engines.weight_meeting import Membership, WeightGroup
+from plugin.rollout.engines.weight_meeting import WeightGroup
+from plugin.rollout.engines.weight_members import Membership
 
 _PROBE_TIMEOUT = 10.0
 _REVIVE_SECONDS = 0.5

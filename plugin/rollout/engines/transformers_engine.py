@@ -38,7 +38,8 @@ from plugin.rollout.engines.sampling import draw, kept_ids, sampling_log_probs
 from plugin.rollout.engines.sleep import EnginePart, SleepingModel
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader
 from plugin.rollout.engines.weight_handover import receiver_of
-from plugin.rollout.engines.weight_meeting import Membership, WeightGroup
+from plugin.rollout.engines.weight_meeting import WeightGroup
+from plugin.rollout.engines.weight_members import Membership
 
 #: Joining reads prompts and copies the cache: so many of all rows are free before any is filled.
 _SHARE_THAT_JOINS = 1 / 4

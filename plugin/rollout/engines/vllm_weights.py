@@ -28,7 +28,8 @@ from vllm.model_executor.model_loader.reload import (
 from plugin.errors import TransferError
 from plugin.rollout.engines.lent_memory import device_id
 from plugin.rollout.engines.weight_handover import receiver_of
-from plugin.rollout.engines.weight_meeting import Membership, NamedTensors, TensorNote, WeightGroup
+from plugin.rollout.engines.weight_meeting import NamedTensors, TensorNote, WeightGroup
+from plugin.rollout.engines.weight_members import Membership
 
 
 @dataclass

@@ -14,7 +14,8 @@ from plugin.config import JobConfig
 from plugin.errors import ConfigError, EngineError, TransferError
 from plugin.rollout.engines.http_engine import HttpEngine
 from plugin.rollout.engines.protocol import Generation, GenerationRequest, SamplingParameters
-from plugin.rollout.engines.weight_meeting import Membership, WeightGroup, call_off, open_store
+from plugin.rollout.engines.weight_meeting import WeightGroup, call_off, open_store
+from plugin.rollout.engines.weight_members import Membership
 from plugin.rollout.engines.weight_stream import WeightReceiver, WeightSender
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3
 from tests.unit.rollout.engines.misbehaving_server import STOP
