@@ -102,11 +102,15 @@ def build_llm(
                     "--rollout-engine transformers, or sample without --rollout-top-p and "
                     "--rollout-top-k"
                 ) from error
-            if not reports.routed_experts:
-                raise
+            if reports.routed_experts:
+                raise ConfigError(
+                    "--use-rollout-routing-replay: this vLLM cannot report the experts of its "
+                    f"tokens here ({error}); use --rollout-engine transformers, or "
+                    "--use-routing-replay"
+                ) from error
             raise ConfigError(
-                "--use-rollout-routing-replay: this vLLM cannot report the experts of its tokens "
-                f"here ({error}); use --rollout-engine transformers, or --use-routing-replay"
+                f"--rollout-engine vllm: vLLM refuses what it is started with ({error}); correct "
+                "--vllm-args, or use another engine"
             ) from error
 
 

@@ -219,8 +219,15 @@ def test_requests_are_spread_over_the_servers(start: Any, tmp_path: Path) -> Non
 
 
 def test_a_burst_of_failures_counts_as_one_trouble(start: Any, tmp_path: Path) -> None:
-    server = start(*[status(503)] * 8)
-    engine = engine_for(tmp_path, server, retries=2)
+    asked = threading.Barrier(8)
+
+    def fail_together(handler: Any) -> None:
+        """All have been asked for before the first of them fails."""
+        asked.wait(30)
+        status(503)(handler)
+
+    server = start(*[fail_together] * 8)
+    engine = engine_for(tmp_path, server, retries=2, request_timeout=60.0)
     answers = engine.generate([GenerationRequest((10,), tuple(range(8)))], PARAMETERS)
     assert all(isinstance(answer, Generation) for answer in answers[0])
     assert engine.pool.times_out == 0
@@ -439,6 +446,8 @@ def test_a_prompt_that_fills_the_context_fails_alone(start: Any, tmp_path: Path)
         ({"rollout_url": "http://127.0.0.1:1"}, "--rollout-engine is transformers, which asks no server"),
         ({"rollout_engine": "vllm", "rollout_weights_dir": "w"}, "--rollout-weights-dir is given"),
         ({"rollout_engine": "http", "rollout_url": "127.0.0.1:1"}, "expected http://host:port"),
+        ({"rollout_engine": "http", "rollout_url": "http://127.0.0.1:99999"}, "port below 65536"),
+        ({"rollout_engine": "http", "rollout_url": "http://[::1:80"}, "expected http://host:port"),
         ({"rollout_engine": "http", "rollout_url": "https://a:1,https://a:1/"}, "twice"),
         ({"rollout_engine": "vllm", "rollout_quantization": "int8"}, "transformers engine only"),
         ({"rollout_engine": "vllm", "rollout_temperature": 0.001}, "choose at least 0.01"),
