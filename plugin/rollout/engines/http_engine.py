@@ -48,6 +48,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> H
         server=config.rollout_server,
         request_timeout=config.rollout_request_timeout,
         update_timeout=config.step_timeout,
+        start_timeout=config.start_timeout,
         retries=config.rollout_request_retries,
         api_key=api_key(config),
         max_batch=config.rollout_max_batch,
@@ -65,6 +66,7 @@ class HttpEngine(GeneratesBySteps):
     weights_dir: a directory that they see under the same path; None = weights come by broadcast
     request_timeout: seconds for one response to its last byte
     update_timeout: seconds for loading weights
+    start_timeout: seconds within which a server has to answer for the first time; None = ever
     retries: attempts after a failed one, `backoff` seconds later at first, then twice as long each
         time
     api_key: sent with every call as a bearer token
@@ -84,6 +86,7 @@ class HttpEngine(GeneratesBySteps):
         server: str = "vllm",
         request_timeout: float = 600.0,
         update_timeout: float = 1800.0,
+        start_timeout: float | None = None,
         retries: int = 3,
         backoff: float = 0.5,
         api_key: str | None = None,
@@ -107,6 +110,7 @@ class HttpEngine(GeneratesBySteps):
             self._session,
             timeout=update_timeout,
             interrupts=interrupts,
+            patience=start_timeout,
         )
         positions = int(hf_config.get("max_position_embeddings") or 1 << 20)
         shape = ResponseShape(

@@ -261,6 +261,23 @@ def test_with_every_server_dead_all_responses_fail_with_the_cause(
         assert all(f":{port}: it did not load new weights" in answer.reason for port in ports)
 
 
+def test_servers_that_never_answer_end_the_job_instead_of_letting_it_wait_for_ever(
+    tmp_path: Path,
+) -> None:
+    url = f"http://127.0.0.1:{closed_port()}"
+    with pytest.raises(WeightError, match=rf"within 0.1 s \(--start-timeout\): {url}: cannot"):
+        engine_for(tmp_path, url, start_timeout=0.1)
+
+
+def test_a_server_that_starts_after_the_job_is_waited_for(start: Any, tmp_path: Path) -> None:
+    port = closed_port()
+    starting = threading.Timer(0.5, start, kwargs={"port": port})
+    starting.start()
+    engine = engine_for(tmp_path, f"http://127.0.0.1:{port}", start_timeout=60.0)
+    starting.join()
+    assert isinstance(only(engine), Generation)
+
+
 def test_a_server_that_comes_back_without_weights_gets_them_again(
     start: Any, tmp_path: Path
 ) -> None:
