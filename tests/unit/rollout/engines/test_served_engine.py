@@ -167,7 +167,8 @@ def test_a_silent_server_is_ended(tmp_path: Path) -> None:
         "from tests.unit.rollout.engines.misbehaving_server import MisbehavingServer\n"
         "import threading, time\n"
         f"server = MisbehavingServer(port={port})\n"
-        "time.sleep(1)\nserver.silent = True\nthreading.Event().wait()\n"
+        "while not server.health_answers: time.sleep(0.01)\n"
+        "server.silent = True\nthreading.Event().wait()\n"
     )
     server = ServerProcess(
         [sys.executable, "-c", script],
