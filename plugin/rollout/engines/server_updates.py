@@ -81,9 +81,7 @@ class ServerUpdates:
 
     async def _distribute(self) -> None:
         async with self._session() as session:
-            if self._patience is not None:
-                await self._wait_for_one(session, self._patience)
-                self._patience = None
+            await self._wait_for_one(session)
             updates = [self._update(session, server) for server in self._pool.servers]
             refusals = [refusal for refusal in await asyncio.gather(*updates) if refusal]
         if len(refusals) == len(self._pool.servers):
@@ -93,10 +91,11 @@ class ServerUpdates:
                 "must be the same directory for job and servers"
             )
 
-    async def _wait_for_one(self, session: ServerSession, patience: float) -> None:
-        """Wait until a server answers, with whichever weights; a `WeightError` if none does."""
-        deadline = time.monotonic() + patience
-        while True:
+    async def _wait_for_one(self, session: ServerSession) -> None:
+        """Before the first version wait until a server answers; a `WeightError` if none does."""
+        patience, self._patience = self._patience, None
+        deadline = time.monotonic() + (patience or 0.0)
+        while patience is not None:
             asked = (self._silence_of(session, server) for server in self._pool.servers)
             silences = await asyncio.gather(*asked)
             if not all(silences):
@@ -129,6 +128,7 @@ class ServerUpdates:
     async def _count_workers(self) -> int:
         dialect = self._broadcast_dialect
         async with self._session() as session:
+            await self._wait_for_one(session)
             for server in self._pool.servers:
                 try:
                     answer = await session.call(server.url, dialect.server_size(), _PROBE_TIMEOUT)

@@ -265,8 +265,13 @@ def test_servers_that_never_answer_end_the_job_instead_of_letting_it_wait_for_ev
     tmp_path: Path,
 ) -> None:
     url = f"http://127.0.0.1:{closed_port()}"
-    with pytest.raises(WeightError, match=rf"within 0.1 s \(--start-timeout\): {url}: cannot"):
+    message = rf"within 0.1 s \(--start-timeout\): {url}: cannot connect"
+    with pytest.raises(WeightError, match=message):
         engine_for(tmp_path, url, start_timeout=0.1)
+    settings = {"weights_dir": None, "server": "sglang", "start_timeout": 0.1}
+    by_broadcast = HttpEngine([url], FAMILIES["qwen3"]().to_dict(), **settings)
+    with pytest.raises(WeightError, match=message):
+        by_broadcast.weight_receivers()
 
 
 def test_a_server_that_starts_after_the_job_is_waited_for(start: Any, tmp_path: Path) -> None:
