@@ -40,7 +40,7 @@ def load(engine: VllmEngine, state: dict[str, Any]) -> int:
 
 
 def test_a_value_that_vllm_refuses_is_an_error_of_its_flag() -> None:
-    with pytest.raises(ConfigError, match=r"refuses what it is started with .*correct --vllm-args"):
+    with pytest.raises(ConfigError, match=r"(?s)refuses what it is started.*correct --vllm-args"):
         VllmEngine(vllm_config().to_dict(), arguments={"max_num_batched_tokens": -1})
 
 
