@@ -18,6 +18,7 @@ VLLM_OWNED: dict[str, str] = {
     "model": "--hf-checkpoint",
     "tokenizer": "--hf-checkpoint",
     "hf_config_path": "--hf-checkpoint",
+    "hf_overrides": "--hf-checkpoint",
     "skip_tokenizer_init": _FIXED,
     "trust_remote_code": "nothing: code from a model directory is never run",
     "load_format": "the job, which sends the weights",
@@ -35,6 +36,9 @@ VLLM_OWNED: dict[str, str] = {
     "weight_transfer_config": "the job, which sends the weights",
     "worker_extension_cls": "the job, which sends the weights",
     "enable_sleep_mode": "--colocate",
+    "enable_lora": "--lora-sync",
+    "max_loras": "--lora-sync",
+    "max_lora_rank": "--lora-rank",
     "enable_return_routed_experts": _ASKED,
     "return_sampling_mask": _ASKED,
     "host": "the job, which starts the server",
@@ -124,21 +128,29 @@ def parse_arguments(field: str, texts: Sequence[str], owned: dict[str, str]) -> 
 def _pairs(option: str, text: str) -> dict[str, Any]:
     if text.lstrip().startswith("{"):
         try:
-            loaded = json.loads(text)
-        except ValueError as error:
+            loaded = json.loads(text, object_pairs_hook=lambda given: _once(option, given))
+        except json.JSONDecodeError as error:
             loaded = error
         expect(isinstance(loaded, dict), f"{option} is {text!r}; expected {_EXAMPLES} ({loaded})")
         return dict(loaded)
-    pairs: dict[str, Any] = {}
+    pairs: list[tuple[str, Any]] = []
     for pair in text.split():
         name, equals, value = pair.partition("=")
         expect(
             bool(name and equals and value),
             f"{option} holds {pair!r}; expected {_EXAMPLES}",
         )
-        expect(name not in pairs, f"{option}: {name} is given twice; drop one")
-        pairs[name] = _value(value)
-    return pairs
+        pairs.append((name, _value(value)))
+    return _once(option, pairs)
+
+
+def _once(option: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs as a mapping; one that is given twice is an error."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        expect(name not in found, f"{option}: {name} is given twice; drop one")
+        found[name] = value
+    return found
 
 
 def _value(text: str) -> Any:

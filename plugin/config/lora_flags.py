@@ -42,7 +42,7 @@ class LoraFlags(FlagGroup):
     lora_sync: Literal["merged", "adapter"] = flag(
         "merged",
         "what engines get: weights with the adapters added to them; or the base once, and then "
-        "adapters (--rollout-engine transformers)",
+        "adapters (--rollout-engine transformers or vllm)",
         needs=_LORA,
     )
 

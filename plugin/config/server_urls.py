@@ -29,11 +29,10 @@ def check_urls(option: str, urls: Sequence[str], *, key_option: str, travels: st
         f"variable and give its name with {key_option}",
     )
     for url in urls:
-        parts = urlsplit(url)
         expect(
-            parts.scheme in ("http", "https") and bool(parts.hostname),
-            f"{option} holds {url!r}; expected http://host:port",
+            _is_address(url), f"{option} holds {url!r}; expected http://host:port, port below 65536"
         )
+        parts = urlsplit(url)
         if parts.scheme == "http" and not _is_loopback(str(parts.hostname)):
             warnings.warn(
                 f"{option} {url}: {travels} and the API key, if there is one, travel unencrypted; "
@@ -51,6 +50,14 @@ def check_key_variable(option: str, name: str | None) -> None:
         f"{option} must be the name of an environment variable that holds the key, not the key; "
         "export it and give its name",
     )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number or too large, brackets that do not close
+        return False
 
 
 def _is_loopback(host: str) -> bool:

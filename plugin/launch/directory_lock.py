@@ -34,9 +34,7 @@ def lock_directory(directory: Path, option: str, mode: int = 0o777) -> TextIO:
         directory.mkdir(mode, parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
-        raise ConfigError(
-            f"{option} {directory} cannot be written ({error.strerror}); choose another directory"
-        ) from error
+        raise _unwritable(directory, option, error) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -51,9 +49,12 @@ def lock_directory(directory: Path, option: str, mode: int = 0o777) -> TextIO:
             stacklevel=2,
         )
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-    file.flush()
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+        file.flush()
+    except OSError as error:
+        raise _unwritable(directory, option, error) from error
     return file
 
 
@@ -64,6 +65,12 @@ def refuse_locked(directory: Path, option: str) -> None:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _in_use(directory, option, file.read().strip()) from None
+
+
+def _unwritable(directory: Path, option: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{option} {directory} cannot be written ({error.strerror}); choose another directory"
+    )
 
 
 def _in_use(directory: Path, option: str, holder: str) -> ConfigError:

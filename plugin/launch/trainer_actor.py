@@ -31,7 +31,8 @@ from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
 from plugin.rollout.engines.lent_memory import device_id
 from plugin.rollout.engines.weight_handover import sender_of
-from plugin.rollout.engines.weight_meeting import BUCKET_BYTES, Membership, WeightGroup
+from plugin.rollout.engines.weight_meeting import BUCKET_BYTES, WeightGroup
+from plugin.rollout.engines.weight_members import Membership
 
 if TYPE_CHECKING:
     from plugin.megatron_backend.offloading import TrainerPart

@@ -53,9 +53,15 @@ class Transfer:
         """Take the results that come within `seconds`, or notice that time is up."""
         import ray
 
-        done, _ = ray.wait(list(self.calls), num_returns=1, timeout=seconds)
+        calls = list(self.calls)
+        done, _ = ray.wait(calls, num_returns=1, timeout=seconds)
+        if done:
+            # All that are there: none of them may count as late below.
+            done, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
         for call in done:
-            who = self.calls.pop(call)
+            who = self.calls.pop(call, None)
+            if who is None:  # a rank that nobody waits for after another one's error
+                continue
             name = f"engine {who.engine}" if isinstance(who, Member) else who
             try:
                 self._take(who, result_of(call, name, self._console))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -118,6 +119,16 @@ def test_the_lock_of_a_killed_driver_is_no_obstacle(tmp_path: Path) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     lock_directory(tmp_path, "--run-dir").close()
+
+
+def test_a_directory_on_a_full_disk_is_refused_by_its_flag(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"--run-dir .* cannot be written \(File too large\)"):
+            lock_directory(tmp_path, "--run-dir")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_two_runs_do_not_mix_their_dumps(tmp_path: Path) -> None:

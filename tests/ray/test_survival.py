@@ -281,13 +281,13 @@ def _is_agent(process: psutil.Process) -> bool:
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_port_or_shared_memory(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
     driver = subprocess.Popen(_command(tmp_path / "run", rollouts=1000))
     while logged_steps(tmp_path / "run" / "metrics.jsonl") < 3:
         assert driver.poll() is None
         time.sleep(0.05)
     family = psutil.Process(driver.pid).children(recursive=True)
     ports = {c.laddr.port for p in family for c in _listening(p)}
+    shared = _shared_memory(family)
     driver.send_signal(signal.SIGINT)
     assert driver.wait(timeout=60) == 130
     _, alive = psutil.wait_procs(family, timeout=30)
@@ -295,8 +295,14 @@ def test_ctrl_c_leaves_no_process_port_or_shared_memory(tmp_path: Path) -> None:
     assert ports and not ports & {
         c.laddr.port for c in psutil.net_connections("tcp") if c.status == "LISTEN"
     }
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not [file for file in shared if file.exists()]
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def _shared_memory(family: list[psutil.Process]) -> set[Path]:
+    """Files in /dev/shm that processes have mapped; other jobs of the machine have their own."""
+    maps = [mapped.path for process in family for mapped in process.memory_maps()]
+    return {Path(path) for path in maps if path.startswith("/dev/shm/")}
 
 
 def _listening(process: psutil.Process) -> list[Any]:

@@ -18,7 +18,8 @@ import pytest
 from safetensors.torch import load_file
 
 from plugin.errors import EngineError, TransferError
-from plugin.rollout.engines.weight_meeting import Membership, WeightGroup, call_off, open_store
+from plugin.rollout.engines.weight_meeting import WeightGroup, call_off, open_store
+from plugin.rollout.engines.weight_members import Membership
 from plugin.rollout.engines.weight_stream import WeightSender
 from tests.parallel.tiny_models import hf_model, hf_state_dict
 from tests.unit.rollout.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs

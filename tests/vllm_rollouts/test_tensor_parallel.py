@@ -93,7 +93,12 @@ def _wait_until_gone(processes: set[int]) -> set[int]:
     return alive
 
 
-def test_log_probs_are_right_and_no_worker_outlives_a_killed_engine() -> None:
+def _shared_memory(processes: set[int]) -> set[Path]:
+    maps = [mapped.path for p in processes for mapped in psutil.Process(p).memory_maps()]
+    return {Path(path) for path in maps if path.startswith("/dev/shm/vllm")}
+
+
+def test_log_probs_are_right_and_no_worker_or_memory_outlives_a_killed_engine() -> None:
     with _engine_process() as (process, pipe):
         for reported, expected in pipe.recv():
             assert reported == pytest.approx(expected, abs=2e-5)
@@ -101,8 +106,14 @@ def test_log_probs_are_right_and_no_worker_outlives_a_killed_engine() -> None:
         assert len(workers) >= 2
         listeners = {c.laddr.ip for p in workers for c in _listening(p)}
         assert all(ip.startswith("127.") or ip == "::1" for ip in listeners), listeners
+        shared = _shared_memory(workers)
+        assert shared and all(file.exists() for file in shared)
         os.kill(process.pid, signal.SIGKILL)
         assert not _wait_until_gone(workers)
+        deadline = time.monotonic() + 60
+        while any(file.exists() for file in shared):
+            assert time.monotonic() < deadline, shared
+            time.sleep(0.1)
 
 
 def test_an_engine_that_lost_a_worker_fails_instead_of_hanging() -> None:

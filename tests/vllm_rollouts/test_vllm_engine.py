@@ -39,6 +39,11 @@ def load(engine: VllmEngine, state: dict[str, Any]) -> int:
     return version
 
 
+def test_a_value_that_vllm_refuses_is_an_error_of_its_flag() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)refuses what it is started.*correct --vllm-args"):
+        VllmEngine(vllm_config().to_dict(), arguments={"max_num_batched_tokens": -1})
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
     """One engine for the file, because vLLM takes long to start; weights of seed 0."""

@@ -21,14 +21,11 @@ from plugin.errors import ConfigError
 from plugin.rollout.engines.choice import api_key
 from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.protocol import (
-    Answer,
-    EngineHealth,
     Finished,
-    Generation,
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.rollout.engines.response_stream import generate_by_steps
+from plugin.rollout.engines.response_stream import GeneratesBySteps
 from plugin.rollout.engines.server_calls import ServerSession
 from plugin.rollout.engines.server_dialects import DIALECTS, Dialect, ResponseShape
 from plugin.rollout.engines.server_pool import ServerPool
@@ -51,6 +48,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> H
         server=config.rollout_server,
         request_timeout=config.rollout_request_timeout,
         update_timeout=config.step_timeout,
+        start_timeout=config.start_timeout,
         retries=config.rollout_request_retries,
         api_key=api_key(config),
         max_batch=config.rollout_max_batch,
@@ -61,13 +59,14 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> H
     )
 
 
-class HttpEngine:
+class HttpEngine(GeneratesBySteps):
     """A `RolloutEngine` that asks servers.
 
     hf_config: of the model that the servers run
     weights_dir: a directory that they see under the same path; None = weights come by broadcast
     request_timeout: seconds for one response to its last byte
     update_timeout: seconds for loading weights
+    start_timeout: seconds within which a server has to answer for the first time; None = ever
     retries: attempts after a failed one, `backoff` seconds later at first, then twice as long each
         time
     api_key: sent with every call as a bearer token
@@ -87,6 +86,7 @@ class HttpEngine:
         server: str = "vllm",
         request_timeout: float = 600.0,
         update_timeout: float = 1800.0,
+        start_timeout: float | None = None,
         retries: int = 3,
         backoff: float = 0.5,
         api_key: str | None = None,
@@ -98,18 +98,19 @@ class HttpEngine:
     ) -> None:
         if not urls:
             raise ConfigError("--rollout-engine http needs at least one URL; give --rollout-url")
+        super().__init__(name, weight_ledger(hf_config))
         dialect: Dialect = DIALECTS[server]()
         self.pool = ServerPool(urls)
-        self._ledger = weight_ledger(hf_config)
         self._session = partial(ServerSession, max_answer_bytes, api_key)
         self.updates = ServerUpdates(
             dialect,
             self.pool,
-            self._ledger,
+            self._weights,
             None if weights_dir is None else WeightDirectory(weights_dir, hf_config),
             self._session,
             timeout=update_timeout,
             interrupts=interrupts,
+            patience=start_timeout,
         )
         positions = int(hf_config.get("max_position_embeddings") or 1 << 20)
         shape = ResponseShape(
@@ -128,18 +129,13 @@ class HttpEngine:
             interrupts=interrupts,
         )
         self._update_timeout, self._max_batch = update_timeout, max_batch
-        self._interrupts, self._name = interrupts, name
-        self._generated_tokens = 0
+        self._interrupts = interrupts
         self._events = asyncio.new_event_loop()
         self._connection: tuple[ServerSession, asyncio.Event, asyncio.Task[None]] | None = None
         self._new: list[tuple[int, GenerationRequest, SamplingParameters]] = []
         self._groups: set[asyncio.Task[None]] = set()
         self._finished: list[Finished] = []
         self._running = 0
-
-    def health(self) -> EngineHealth:
-        """Version of the weights and tokens generated so far; says nothing of the servers."""
-        return EngineHealth(self._name, self._ledger.version, self._generated_tokens)
 
     # -- weights
 
@@ -156,12 +152,6 @@ class HttpEngine:
         self.updates.receive(version, group, first)
 
     # -- generation
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-    ) -> list[list[Answer]]:
-        """For each request, one answer per seed, in order."""
-        return generate_by_steps(self, requests, parameters)
 
     @property
     def running(self) -> int:
@@ -180,8 +170,8 @@ class HttpEngine:
 
     def step(self) -> list[Finished]:
         """Wait a moment for responses; those that are complete."""
-        if not self._interrupts or self._ledger.version == NO_WEIGHTS:
-            self._ledger.require_complete(self._name)
+        if not self._interrupts or self._weights.version == NO_WEIGHTS:
+            self._weights.require_complete(self._name)
         try:
             self._events.run_until_complete(self._advance())
         except BaseException:
@@ -191,10 +181,7 @@ class HttpEngine:
         self._running -= len(finished)
         if not self._running:
             self._events.run_until_complete(self._disconnect())
-        self._generated_tokens += sum(
-            done.answer.tokens.numel() for done in finished if isinstance(done.answer, Generation)
-        )
-        return finished
+        return self._counted(finished)
 
     def abort(self) -> None:
         """Forget the responses under way and close their connections."""

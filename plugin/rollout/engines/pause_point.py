@@ -48,7 +48,8 @@ class PausePoint:
             self._half_changed = True
             raise
         finally:
-            self._changes_waiting -= 1
+            with self._turn:
+                self._changes_waiting -= 1
             self._end()
 
     def pause(self) -> bool:

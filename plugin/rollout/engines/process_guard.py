@@ -32,7 +32,7 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _descendants(process: int) -> list[int]:
+def descendants(process: int) -> list[int]:
     """The processes below `process`, also those whose parent has ended (see the subreaper)."""
     found = []
     for file in Path(f"/proc/{process}/task").glob("*/children"):
@@ -41,7 +41,7 @@ def _descendants(process: int) -> list[int]:
         except OSError:
             continue
         for child in children:
-            found += [child, *_descendants(child)]
+            found += [child, *descendants(child)]
     return found
 
 
@@ -57,7 +57,7 @@ def _end_all(command: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             command.wait(_GRACE_SECONDS)
     # Those that are killed may just have started others.
-    while left := _descendants(os.getpid()):
+    while left := descendants(os.getpid()):
         for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

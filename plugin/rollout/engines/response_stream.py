@@ -13,7 +13,9 @@ from typing import cast
 
 from plugin.rollout.engines.protocol import (
     Answer,
+    EngineHealth,
     Finished,
+    Generation,
     GenerationRequest,
     RolloutEngine,
     SamplingParameters,
@@ -21,6 +23,7 @@ from plugin.rollout.engines.protocol import (
     check_answer,
     check_generations,
 )
+from plugin.rollout.engines.weight_buckets import WeightLoader
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,36 @@ def generate_by_steps(
         stream.abort()
         raise
     return [[group[place] for place in sorted(group)] for group in answers]
+
+
+class GeneratesBySteps:
+    """What the built-in engines that batch continuously have in common.
+
+    name: of the engine, for errors
+    weights: which of them it has
+    """
+
+    def __init__(self, name: str, weights: WeightLoader) -> None:
+        self._name, self._weights = name, weights
+        self._generated_tokens = 0
+
+    def health(self) -> EngineHealth:
+        """Version of the weights and tokens generated so far."""
+        return EngineHealth(self._name, self._weights.version, self._generated_tokens)
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+    ) -> list[list[Answer]]:
+        """For each request, one answer per seed, in order."""
+        return generate_by_steps(cast(SteppingEngine, self), requests, parameters)
+
+    def _counted(self, finished: list[Finished]) -> list[Finished]:
+        """`finished`, with its tokens added to those generated."""
+        answers = [done.answer for done in finished]
+        self._generated_tokens += sum(
+            answer.tokens.numel() for answer in answers if isinstance(answer, Generation)
+        )
+        return finished
 
 
 class _Lockstep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -54,6 +55,7 @@ class ServerProcess:
         silence: float = 120.0,
     ) -> None:
         self._url, self._log, self._silence = url, log, silence
+        self._directory = directory
         self._reason: str | None = None
         self._closing, self._reading = threading.Event(), threading.Lock()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +111,8 @@ class ServerProcess:
                 code = self._status.readline().strip()
                 self._reason = self._reason or f"ended with code {code or 'unknown, by a signal'}"
                 self._over = True
+                # Unless a guard that was killed has left it.
+                shutil.rmtree(self._directory, ignore_errors=True)
             return self._over
 
     def close(self) -> None:

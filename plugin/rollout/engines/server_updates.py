@@ -20,10 +20,11 @@ from plugin.rollout.engines.server_answers import MalformedAnswer
 from plugin.rollout.engines.server_calls import CallRefused, ServerSession, ServerTrouble
 from plugin.rollout.engines.server_dialects import BroadcastDialect, Dialect, ServerCall
 from plugin.rollout.engines.server_pool import UPDATE_POLL_SECONDS, Server, ServerPool
-from plugin.rollout.engines.server_weights import ServerStream, WeightLabels
+from plugin.rollout.engines.server_weights import Call, ServerStream, WeightLabels
 from plugin.rollout.engines.weight_buckets import WeightLoader
 from plugin.rollout.engines.weight_directory import WeightDirectory
-from plugin.rollout.engines.weight_meeting import Membership, WeightGroup
+from plugin.rollout.engines.weight_meeting import WeightGroup
+from plugin.rollout.engines.weight_members import Membership
 
 _PROBE_TIMEOUT = 10.0
 _REVIVE_SECONDS = 0.5
@@ -37,6 +38,7 @@ class ServerUpdates:
     session: opens connections
     timeout: seconds for loading weights
     interrupts: whether responses are cut short, and later continued, when weights arrive
+    patience: seconds within which a server has to answer before the first version; None = ever
     label: the newest version's name
     """
 
@@ -50,8 +52,10 @@ class ServerUpdates:
         *,
         timeout: float,
         interrupts: bool,
+        patience: float | None = None,
     ) -> None:
         self._dialect, self._pool, self._ledger = dialect, pool, ledger
+        self._patience = patience
         self._directory, self._session = directory, session
         self._timeout, self._interrupts = timeout, interrupts
         self._labels, self.label = WeightLabels(), ""
@@ -77,6 +81,7 @@ class ServerUpdates:
 
     async def _distribute(self) -> None:
         async with self._session() as session:
+            await self._wait_for_one(session)
             updates = [self._update(session, server) for server in self._pool.servers]
             refusals = [refusal for refusal in await asyncio.gather(*updates) if refusal]
         if len(refusals) == len(self._pool.servers):
@@ -85,6 +90,32 @@ class ServerUpdates:
                 "vLLM needs VLLM_SERVER_DEV_MODE=1 in its environment, and --rollout-weights-dir "
                 "must be the same directory for job and servers"
             )
+
+    async def _wait_for_one(self, session: ServerSession) -> None:
+        """Before the first version wait until a server answers; a `WeightError` if none does."""
+        patience, self._patience = self._patience, None
+        deadline = time.monotonic() + (patience or 0.0)
+        while patience is not None:
+            asked = (self._silence_of(session, server) for server in self._pool.servers)
+            silences = await asyncio.gather(*asked)
+            if not all(silences):
+                return
+            if time.monotonic() > deadline:
+                raise WeightError(
+                    f"no rollout server has answered within {patience:g} s (--start-timeout): "
+                    f"{'; '.join(map(str, silences))}; start the servers, or correct --rollout-url"
+                )
+            await asyncio.sleep(_REVIVE_SECONDS)
+
+    async def _silence_of(self, session: ServerSession, server: Server) -> str | None:
+        """Why a server does not answer; None if it does."""
+        try:
+            await session.call(server.url, self._dialect.weight_label(self.label), _PROBE_TIMEOUT)
+        except ServerTrouble as trouble:
+            return f"{server.url}: {trouble}"
+        except (CallRefused, MalformedAnswer):
+            pass  # it has other weights
+        return None
 
     @property
     def _broadcast_dialect(self) -> BroadcastDialect:
@@ -97,6 +128,7 @@ class ServerUpdates:
     async def _count_workers(self) -> int:
         dialect = self._broadcast_dialect
         async with self._session() as session:
+            await self._wait_for_one(session)
             for server in self._pool.servers:
                 try:
                     answer = await session.call(server.url, dialect.server_size(), _PROBE_TIMEOUT)
@@ -126,8 +158,6 @@ class ServerUpdates:
         self, stream: ServerStream, version: int, first: int, servers: Sequence[Server]
     ) -> None:
         async with self._session() as session, contextlib.AsyncExitStack() as stack:
-            for server in servers:
-                await stack.enter_async_context(self._updating(session, server))
 
             async def call(server: Server, call: ServerCall) -> None:
                 try:
@@ -136,6 +166,8 @@ class ServerUpdates:
                     self._pool.take_out(server, f"it did not receive new weights: {trouble}")
                     raise TransferError(f"{server.url}: {trouble}") from trouble
 
+            for server in servers:
+                await stack.enter_async_context(self._updating(session, server, call))
             await stream.receive(
                 version,
                 servers,
@@ -145,7 +177,9 @@ class ServerUpdates:
                 self._pool.put_in(server, self.label)
 
     @contextlib.asynccontextmanager
-    async def _updating(self, session: ServerSession, server: Server) -> AsyncIterator[None]:
+    async def _updating(
+        self, session: ServerSession, server: Server, call: Call
+    ) -> AsyncIterator[None]:
         """Keep requests from a server whose weights change; with `interrupts` cut them short."""
         while not server.updating.acquire(blocking=False):
             await asyncio.sleep(UPDATE_POLL_SECONDS)
@@ -155,11 +189,11 @@ class ServerUpdates:
             server.label = None
             interrupts = self._interrupts
             pause, resume = self._broadcast_dialect.pause_calls() if interrupts else ([], [])
-            for call in pause:
-                await session.call(server.url, call, self._timeout)
+            for one in pause:
+                await call(server, one)
             yield
-            for call in resume:
-                await session.call(server.url, call, self._timeout)
+            for one in resume:
+                await call(server, one)
         finally:
             server.updating.release()
 

@@ -24,21 +24,19 @@ from plugin.rollout.engines.int8_weights import quantize_linears
 from plugin.rollout.engines.lent_memory import device_id
 from plugin.rollout.engines.pause_point import PausePoint
 from plugin.rollout.engines.protocol import (
-    Answer,
-    EngineHealth,
     Finished,
-    Generation,
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.rollout.engines.response_stream import generate_by_steps
+from plugin.rollout.engines.response_stream import GeneratesBySteps
 from plugin.rollout.engines.response_table import ResponseTable
 from plugin.rollout.engines.route_recorder import RouteRecorder
 from plugin.rollout.engines.sampling import draw, kept_ids, sampling_log_probs
 from plugin.rollout.engines.sleep import EnginePart, SleepingModel
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader
 from plugin.rollout.engines.weight_handover import receiver_of
-from plugin.rollout.engines.weight_meeting import Membership, WeightGroup
+from plugin.rollout.engines.weight_meeting import WeightGroup
+from plugin.rollout.engines.weight_members import Membership
 
 #: Joining reads prompts and copies the cache: so many of all rows are free before any is filled.
 _SHARE_THAT_JOINS = 1 / 4
@@ -57,7 +55,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> T
     )
 
 
-class TransformersEngine:
+class TransformersEngine(GeneratesBySteps):
     """A `RolloutEngine` around a transformers causal language model built from its config.
 
     hf_config: the config as a mapping (`config.to_dict()`); weights arrive with `load_weights`
@@ -99,15 +97,14 @@ class TransformersEngine:
             quantize_linears(model)
         self._takes_blocks = use_decode_attention(model)
         self._model = model.eval().requires_grad_(False).to(self._device)
-        self._loader = WeightLoader(self._model, int8=quantization == "int8", lora_scale=lora_scale)
+        weights = WeightLoader(self._model, int8=quantization == "int8", lora_scale=lora_scale)
+        super().__init__(name, weights)
         self._memory = SleepingModel(self._model)
         self._max_batch = max_batch
         self._interrupts = interrupts
         self._pause_point = PausePoint(waits=interrupts is not None)
         self._membership = Membership()
         self._staged: tuple[int, list[bytes | np.ndarray]] = (NO_WEIGHTS, [])
-        self._name = name
-        self._generated_tokens = 0
         self._batch = DecodeBatch(self._logits, lambda: growing_cache(self._model.config))
         self._table = ResponseTable(SamplingParameters(max_response_length=1), 0)
         self._joining: list[tuple[int, GenerationRequest, SamplingParameters]] = []
@@ -123,7 +120,7 @@ class TransformersEngine:
     def load_weights(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
         """One bucket of version `version`; see `RolloutEngine`."""
         if self._interrupts is None:
-            self._loader.load(version, bucket, last=last)
+            self._weights.load(version, bucket, last=last)
             return
         if self._staged[0] != version:
             self._staged = (version, [])
@@ -133,7 +130,7 @@ class TransformersEngine:
             return
         with self._pause_point.changing():
             for number, held in enumerate(buckets):
-                self._loader.load(version, held, last=number == len(buckets) - 1)
+                self._weights.load(version, held, last=number == len(buckets) - 1)
         self._staged = (NO_WEIGHTS, [])
 
     def weight_receivers(self) -> int:
@@ -149,29 +146,19 @@ class TransformersEngine:
         with self._membership.of(group, lambda: receiver_of(group, first)) as receiver:
             receiver.meet(version)
             with self._pause_point.changing():
-                self._loader.begin(version)
-                receiver.receive(version, self._loader.take)
-                self._loader.end()
+                self._weights.begin(version)
+                receiver.receive(version, self._weights.take)
+                self._weights.end()
 
     def sleep(self, level: int) -> None:
         """Give up the model's memory, and with it the version."""
-        self._loader.version = NO_WEIGHTS
+        self._weights.version = NO_WEIGHTS
         self._memory.sleep(level)
 
     def wake(self, part: EnginePart) -> None:
         """Take it again; caches are made with every batch."""
         if part == "weights":
             self._memory.wake()
-
-    def health(self) -> EngineHealth:
-        """Version of the weights and tokens generated so far."""
-        return EngineHealth(self._name, self._loader.version, self._generated_tokens)
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-    ) -> list[list[Answer]]:
-        """For each request, one generation per seed, in order."""
-        return generate_by_steps(self, requests, parameters)
 
     @property
     def running(self) -> int:
@@ -200,21 +187,18 @@ class TransformersEngine:
     def step(self) -> list[Finished]:
         """One token for every response under way; those that are complete."""
         with self._pause_point.generating():
-            self._loader.require_complete(self._name)
+            self._weights.require_complete(self._name)
             if not len(self._table) and self._joining:
                 self._begin(self._joining[0][2])
             finished, read = self._read()
             if self._joining:
                 read.append(self._join())
-            self._read_with = self._loader.version
+            self._read_with = self._weights.version
             if read:
                 finished += self._sample(*map(torch.cat, zip(*read, strict=True)))
-        self._generated_tokens += sum(
-            done.answer.tokens.numel() for done in finished if isinstance(done.answer, Generation)
-        )
         if not len(self._table):
             self._stop_recording()
-        return finished
+        return self._counted(finished)
 
     def _begin(self, parameters: SamplingParameters) -> None:
         if self._table.parameters != parameters:
@@ -236,7 +220,7 @@ class TransformersEngine:
         slots = self._batch.owners[self._batch.rows]
         if not len(slots):
             return [], []
-        if self._read_with != self._loader.version and self._interrupts != "continue":
+        if self._read_with != self._weights.version and self._interrupts != "continue":
             # All that was read so far, with the new weights; routes recorded before stay.
             self._batch.clear()
             ones = torch.ones_like(slots)
@@ -272,7 +256,7 @@ class TransformersEngine:
         tokens, log_probs = draw(distribution, self._table.uniforms(slots).to(self._device))
         if parameters.sampling_mask:
             self._table.add_kept_ids(slots, kept_ids(distribution))
-        version = self._loader.version
+        version = self._weights.version
         goes_on = self._table.add_tokens(slots, tokens.cpu(), log_probs.cpu(), version)
         ended = slots[~goes_on]
         # The engine never reads a response's last token, unless its routes are wanted.

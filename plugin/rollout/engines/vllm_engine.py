@@ -9,27 +9,25 @@ place, at the price of one copy of the weights in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from plugin.config import JobConfig
 from plugin.config.trainer_flags import DtypeName
-from plugin.errors import EngineError, TransferError
+from plugin.errors import ConfigError, EngineError, TransferError
 from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.pause_point import PausePoint
 from plugin.rollout.engines.protocol import (
-    Answer,
-    EngineHealth,
     Finished,
-    Generation,
     GenerationFailure,
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.rollout.engines.response_stream import generate_by_steps
+from plugin.rollout.engines.response_stream import GeneratesBySteps
 from plugin.rollout.engines.sleep import EnginePart
+from plugin.rollout.engines.vllm_adapters import AdapterShape, request_with_adapters
 from plugin.rollout.engines.vllm_answers import AnswerReader, require_temperature, sampling_params
 from plugin.rollout.engines.vllm_startup import (
     Reports,
@@ -37,12 +35,13 @@ from plugin.rollout.engines.vllm_startup import (
     parallel_options,
     require_interrupts,
 )
-from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader, weight_ledger
+from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, weight_ledger
 from plugin.rollout.engines.weight_meeting import WeightGroup
 
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> VllmEngine:
     """The engine with the settings of a job."""
+    adapters = AdapterShape(config.lora_rank, config.lora_alpha) if config.syncs_adapters else None
     return VllmEngine(
         hf_config,
         dtype=config.rollout_dtype,
@@ -52,6 +51,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> V
         sampling_mask=config.replays_sampling_mask,
         tensor_parallel_size=config.rollout_num_gpus_per_engine,
         arguments=config.vllm_arguments(),
+        adapters=adapters,
         sleeps=config.colocate,
         interrupts=config.partial_rollouts,
         one_machine=config.address is None,
@@ -59,7 +59,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> V
     )
 
 
-class VllmEngine:
+class VllmEngine(GeneratesBySteps):
     """A `RolloutEngine` around `vllm.LLM`.
 
     hf_config: the config as a mapping (`config.to_dict()`); weights arrive with `load_weights`
@@ -69,6 +69,7 @@ class VllmEngine:
     sampling_mask: whether the ids that top-k and top-p keep will be asked for
     tensor_parallel_size: workers that share the model
     arguments: further ones of vLLM, by name
+    adapters: of versions that have adapters (--lora-sync adapter)
     sleeps: whether `sleep` will be called
     interrupts: another thread may call `load_weights` while one generates: between two tokens
         running responses are preempted, and read again with the new weights
@@ -86,19 +87,20 @@ class VllmEngine:
         sampling_mask: bool = False,
         tensor_parallel_size: int = 1,
         arguments: Mapping[str, Any] | None = None,
+        adapters: AdapterShape | None = None,
         sleeps: bool = False,
         interrupts: bool = False,
         one_machine: bool = True,
         name: str = "engine",
     ) -> None:
-        self._name = name
+        scale = None if adapters is None else adapters.alpha / adapters.rank
+        super().__init__(name, weight_ledger(hf_config, lora_scale=scale))
+        self._adapters = adapters
         self._interrupts, self._max_batch = interrupts, max_batch
         self._pause_point = PausePoint(waits=interrupts)
         self._open: dict[str, _Response] = {}
         self._unbegun: dict[str, _Response] = {}
         self._failed: list[Finished] = []
-        self._generated_tokens = 0
-        self._ledger: WeightLoader = weight_ledger(hf_config)
         self._buckets: list[bytes] = []
         positions = int(hf_config.get("max_position_embeddings") or 4096)
         self._max_model_len = min(max_model_len or positions, positions)
@@ -107,6 +109,8 @@ class VllmEngine:
         )
         self._workers = tensor_parallel_size
         further = parallel_options(tensor_parallel_size) | dict(arguments or {})
+        if adapters is not None:
+            further |= adapters.start_options()
         # vLLM on CPU has no memory that it could give up.
         self._gives_memory = sleeps and torch.cuda.is_available()
         self._awake: set[EnginePart] = {"weights", "cache"}
@@ -126,17 +130,17 @@ class VllmEngine:
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
         """Take a bucket; see `RolloutEngine`. The last one replaces the weights."""
-        if not self._ledger.is_partial:
+        if not self._weights.is_partial:
             self._buckets = []
-        self._ledger.load(version, bucket, last=last)
+        self._weights.load(version, bucket, last=last)
         self._buckets.append(bucket)
         if not last:
             return
         with self._pause_point.changing():
             # Until vLLM has the weights, the engine has no version that it could answer for.
-            self._ledger.version = NO_WEIGHTS
+            self._weights.version = NO_WEIGHTS
             self._replace_weights(version)
-            self._ledger.version = version
+            self._weights.version = version
 
     def weight_receivers(self) -> int:
         """The workers that share the model."""
@@ -149,10 +153,10 @@ class VllmEngine:
     def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
         """Take all of `version` in the workers, layer by layer; see `BroadcastEngine`."""
         with self._pause_point.changing():
-            self._ledger.begin(version)
+            self._weights.begin(version)
             self._take_from(group, first, version)
             self._finish_change(version)
-            self._ledger.end()
+            self._weights.end()
 
     def _take_from(self, group: WeightGroup, first: int, version: int) -> None:
         place = {"group": vars(group), "first": first}
@@ -164,10 +168,20 @@ class VllmEngine:
         for worker in received:
             if worker.cut_off is not None:
                 raise TransferError(f"{self._name}: {worker.cut_off}")
-        self._ledger.take(
+        self._weights.take(
             (note.name, torch.empty(note.shape, dtype=note.dtype, device="meta"))
             for note in received[0].notes
         )
+        if self._adapters is not None:
+            self._use_adapters(self._adapters)
+
+    def _use_adapters(self, shape: AdapterShape) -> None:
+        for refusal in self._llm.llm_engine.collective_rpc("use_adapters", args=(shape,)):
+            if refusal is not None:
+                raise ConfigError(
+                    f"--lora-sync adapter: vLLM refuses the adapters ({refusal}); use --lora-sync "
+                    "merged"
+                )
 
     def _replace_weights(self, version: int) -> None:
         from plugin.rollout.engines.vllm_weights import reload_from_buckets
@@ -190,7 +204,7 @@ class VllmEngine:
 
     def sleep(self, level: int) -> None:
         """Give up the GPU's memory, and with it the version; see `SleepingEngine`."""
-        self._ledger.version = NO_WEIGHTS
+        self._weights.version = NO_WEIGHTS
         if self._awake and self._gives_memory:
             self._llm.sleep(level=level)
         self._awake = set()
@@ -200,16 +214,6 @@ class VllmEngine:
         if part not in self._awake and self._gives_memory:
             self._llm.wake_up(tags=["weights" if part == "weights" else "kv_cache"])
         self._awake.add(part)
-
-    def health(self) -> EngineHealth:
-        """Version of the weights and tokens generated so far."""
-        return EngineHealth(self._name, self._ledger.version, self._generated_tokens)
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-    ) -> list[list[Answer]]:
-        """For each request, one answer per seed, in order."""
-        return generate_by_steps(self, requests, parameters)
 
     @property
     def running(self) -> int:
@@ -244,23 +248,24 @@ class VllmEngine:
         if not self._open:
             return finished
         with self._pause_point.generating():
-            if not self._interrupts or self._ledger.version == NO_WEIGHTS:
-                self._ledger.require_complete(self._name)
+            if not self._interrupts or self._weights.version == NO_WEIGHTS:
+                self._weights.require_complete(self._name)
             for name, response in self._unbegun.items():
                 prompt = {"prompt_token_ids": list(response.request.prompt)}
-                self._llm.llm_engine.add_request(name, prompt, response.sampling)
+                adapters = None if self._adapters is None else request_with_adapters()
+                self._llm.llm_engine.add_request(
+                    name, prompt, response.sampling, lora_request=adapters
+                )
             self._unbegun.clear()
             outputs = self._llm.llm_engine.step()
         for output in outputs:
             if output.finished:
                 response = self._open.pop(output.request_id)
                 answer = self._reader.read(
-                    response.request, output, response.parameters, self._ledger.version
+                    response.request, output, response.parameters, self._weights.version
                 )
-                if isinstance(answer, Generation):
-                    self._generated_tokens += answer.tokens.numel()
                 finished.append(Finished(response.ticket, response.place, answer))
-        return finished
+        return self._counted(finished)
 
     def abort(self) -> None:
         """Forget the responses under way."""

@@ -18,6 +18,7 @@ import torch
 
 from plugin.errors import ConfigError
 from plugin.rollout.engines.model_config import with_architecture
+from plugin.rollout.engines.shared_memory_guard import mapped_files, remove_with_this_process
 
 _ENVIRONMENT = {
     # The scheduler lives in the engine's process; workers watch a pipe that closes with it.
@@ -92,8 +93,9 @@ def build_llm(
     options |= further
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(with_architecture(hf_config)))
+        before = mapped_files()
         try:
-            return LLM(model=directory, **options)
+            llm = LLM(model=directory, **options)
         except (TypeError, ValueError) as error:
             if reports.sampling_mask:
                 raise ConfigError(
@@ -102,12 +104,19 @@ def build_llm(
                     "--rollout-engine transformers, or sample without --rollout-top-p and "
                     "--rollout-top-k"
                 ) from error
-            if not reports.routed_experts:
-                raise
+            if reports.routed_experts:
+                raise ConfigError(
+                    "--use-rollout-routing-replay: this vLLM cannot report the experts of its "
+                    f"tokens here ({error}); use --rollout-engine transformers, or "
+                    "--use-routing-replay"
+                ) from error
             raise ConfigError(
-                "--use-rollout-routing-replay: this vLLM cannot report the experts of its tokens "
-                f"here ({error}); use --rollout-engine transformers, or --use-routing-replay"
+                f"--rollout-engine vllm: vLLM refuses what it is started with ({error}); correct "
+                "--vllm-args, or use another engine"
             ) from error
+    if shared := mapped_files() - before:
+        remove_with_this_process(shared)
+    return llm
 
 
 def parallel_options(size: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ on CPU as well, and ends when the driver calls the transfer off.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import safetensors.torch
@@ -26,9 +26,12 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from plugin.errors import TransferError
+from plugin.rollout.engines.engine_adapters import is_adapter
 from plugin.rollout.engines.lent_memory import device_id
+from plugin.rollout.engines.vllm_adapters import AdapterShape, use_adapters
 from plugin.rollout.engines.weight_handover import receiver_of
-from plugin.rollout.engines.weight_meeting import Membership, NamedTensors, TensorNote, WeightGroup
+from plugin.rollout.engines.weight_meeting import NamedTensors, TensorNote, WeightGroup
+from plugin.rollout.engines.weight_members import Membership
 
 
 @dataclass
@@ -50,10 +53,12 @@ class StreamUpdate(WeightTransferUpdateInfo):
 class Received:
     """What has come of a version in one worker.
 
+    adapters: tensors of it that are no weights of the model
     cut_off: why it is not whole, if so
     """
 
     notes: list[TensorNote] = field(default_factory=list)
+    adapters: dict[str, Tensor] = field(default_factory=dict)
     cut_off: str | None = None
 
 
@@ -72,6 +77,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         self._membership = Membership()
         self._group: WeightGroup | None = None
         self._number = 0
+        self._reloads = False
         self.received = Received()
 
     def init_transfer_engine(self, init_info: StreamInit) -> None:
@@ -81,11 +87,15 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         self._group = WeightGroup(**init_info.group)
 
     def start_weight_update(self) -> None:
+        """Forget the version before."""
+        self.received, self._reloads = Received(), False
+
+    def _begin_reload(self) -> None:
         """Have the next weights loaded layer by layer, and packed as at the start."""
-        self.received = Received()
         if not torch.cuda.is_available():
             forget_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
+        self._reloads = True
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive a whole version."""
@@ -109,11 +119,17 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
 
     def _load(self, bucket: NamedTensors) -> None:
         self.received.notes += [TensorNote(n, t.dtype, tuple(t.shape)) for n, t in bucket]
-        self.model.load_weights(list(bucket))
+        self.received.adapters.update((n, t) for n, t in bucket if is_adapter(n))
+        weights = [(n, t) for n, t in bucket if not is_adapter(n)]
+        if weights:
+            if not self._reloads:
+                self._begin_reload()
+            self.model.load_weights(weights)
 
     def finish_weight_update(self) -> None:
         """End the loading; also after one that was cut off, so that the next begins afresh."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        if self._reloads:
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -130,8 +146,18 @@ class WorkerExtension:
         return device_id()
 
     def received_weights(self) -> Received:
-        """What has come of the last version."""
-        return self.weight_transfer_engine.received
+        """What has come of the last version, but for the tensors themselves."""
+        return replace(self.weight_transfer_engine.received, adapters={})
+
+    def use_adapters(self, shape: AdapterShape) -> str | None:
+        """Compute with the adapters of the last version; why vLLM refuses them, if it does."""
+        adapters = self.weight_transfer_engine.received.adapters
+        try:
+            if adapters:
+                use_adapters(self, adapters, shape)
+        except ValueError as error:
+            return str(error)
+        return None
 
 
 def forget_expert_kernels(model: torch.nn.Module) -> None:

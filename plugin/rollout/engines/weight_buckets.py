@@ -214,7 +214,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def weight_ledger(hf_config: Mapping[str, Any]) -> WeightLoader:
+def weight_ledger(hf_config: Mapping[str, Any], *, lora_scale: float | None = None) -> WeightLoader:
     """A loader that checks names, shapes, completeness and versions of buckets and stores nothing.
 
     For engines whose model lives elsewhere: `load` raises what an engine with this config would
@@ -225,4 +225,4 @@ def weight_ledger(hf_config: Mapping[str, Any]) -> WeightLoader:
     with torch.device("meta"):
         config = AutoConfig.for_model(**hf_config)
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return WeightLoader(model)
+    return WeightLoader(model, lora_scale=lora_scale)

@@ -11,11 +11,14 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from plugin.errors import ParallelError
 
 
 class WeightDirectory:
@@ -41,7 +44,8 @@ class WeightDirectory:
     def begin(self) -> None:
         """Start a version; what an unfinished one left is removed."""
         shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial.mkdir()
+        with self._writing():
+            self._partial.mkdir()
         self._files, self.written_bytes = [], 0
 
     def add(self, bucket: bytes | np.ndarray) -> None:
@@ -55,7 +59,8 @@ class WeightDirectory:
             content = raw[start + begin : start + end].data
             header = json.dumps({name: entry | {"data_offsets": [0, end - begin]}}).encode()
             header += b" " * (-len(header) % 8)
-            self._add(len(header).to_bytes(8, "little") + header, content)
+            with self._writing():
+                self._add(len(header).to_bytes(8, "little") + header, content)
 
     def _add(self, header: bytes, content: memoryview) -> None:
         digest = hashlib.sha256(header)
@@ -74,9 +79,23 @@ class WeightDirectory:
 
     def finish(self, label: str) -> None:
         """Make the version visible under its label."""
-        (self._partial / "config.json").write_text(self._config)
-        self._partial.rename(self._root / label)
+        with self._writing():
+            (self._partial / "config.json").write_text(self._config)
+            self._partial.rename(self._root / label)
         self._labels.append(label)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn what the disk refuses into a `ParallelError`, so that the engine is tried again."""
+        try:
+            yield
+        except OSError as error:
+            raise ParallelError(
+                f"--rollout-weights-dir: a version of the weights cannot be written to "
+                f"{self._root} ({error.strerror or error}), after {self.written_bytes:,} bytes of "
+                "it; the directory needs room for two versions of the model: make room, or choose "
+                "another directory"
+            ) from error
 
     def remove_older(self, label: str) -> None:
         """Delete the versions before `label`, and the tensors that it does not have."""

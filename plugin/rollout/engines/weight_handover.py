@@ -9,89 +9,64 @@ driver, as in every transfer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from plugin.rollout.engines.lent_memory import LentMemory, borrowed
 from plugin.rollout.engines.weight_meeting import (
-    BUCKET_BYTES,
-    MeetingPoint,
     NamedTensors,
     TensorNote,
     WeightGroup,
-    in_buckets,
     padded_sizes,
     tensors_in,
 )
+from plugin.rollout.engines.weight_members import Receiver, Sender
 from plugin.rollout.engines.weight_stream import WeightReceiver, WeightSender
 
 
-class HandoverSender:
+class HandoverSender(Sender):
     """The end of a group at trainer rank `rank`."""
 
+    takes_turns = False
+
     def __init__(self, group: WeightGroup, rank: int) -> None:
-        self._point, self._rank = MeetingPoint(group), rank
+        super().__init__(group, rank)
         self._borrowers = group.lenders.count(rank)
-        self._point.meet("joined")
+        self._memory: LentMemory | None = None
 
-    @property
-    def group(self) -> WeightGroup:
-        """The group that it is a member of."""
-        return self._point.group
+    def _pass_on(
+        self, version: int, number: int, bucket: NamedTensors, notes: list[TensorNote]
+    ) -> None:
+        memory = self._memory_of(sum(padded_sizes(notes)))
+        _fill(memory, bucket, notes)
+        self._point.announce(version, self._number, number, notes, memory.handle)
+        self._point.wait_until_taken(version, self._number, number, self._borrowers)
 
-    def send(
-        self,
-        version: int,
-        part: Iterable[tuple[str, Tensor] | None],
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> tuple[int, int]:
-        """Hand all tensors over as `version`; how many bytes and messages."""
-        self._point.meet(f"version {version}")
-        total, messages = 0, 0
-        memory: LentMemory | None = None
-        try:
-            for bucket in filter(None, in_buckets(part, bucket_bytes)):
-                notes = TensorNote.of(bucket)
-                size = sum(padded_sizes(notes))
-                if memory is None or memory.tensor.numel() < size:
-                    memory = _replaced(memory, size)
-                _fill(memory, bucket, notes)
-                self._point.announce(version, self._rank, messages, notes, memory.handle)
-                self._point.wait_until_taken(version, self._rank, messages, self._borrowers)
-                total += sum(note.nbytes for note in notes)
-                messages += 1
-        finally:
-            if memory is not None:
-                memory.close()
-        self._point.announce(version, self._rank, messages, None)
-        return total, messages + 1
+    def _memory_of(self, size: int) -> LentMemory:
+        if self._memory is None or self._memory.tensor.numel() < size:
+            self._end_version()
+            self._memory = LentMemory(size)
+        return self._memory
+
+    def _end_version(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
 
     def close(self, *, in_the_middle: bool = False) -> None:
         """Leave the group; memory is lent only while `send` runs."""
 
 
-class HandoverReceiver:
+class HandoverReceiver(Receiver):
     """The end of a group at worker `number` of all engines' workers.
 
     keeps: whether the taker keeps the tensors, which then are copies
     """
 
     def __init__(self, group: WeightGroup, number: int, *, keeps: bool = False) -> None:
-        self._point, self._keeps = MeetingPoint(group), keeps
-        self._lender = group.lenders[number]
-        self._point.meet("joined")
-
-    @property
-    def group(self) -> WeightGroup:
-        """The group that it is a member of."""
-        return self._point.group
-
-    def meet(self, version: int) -> None:
-        """Wait until every member is ready for `version`."""
-        self._point.meet(f"version {version}")
+        super().__init__(group)
+        self._lender, self._keeps = group.lenders[number], keeps
 
     def receive(self, version: int, take: Callable[[NamedTensors], None]) -> None:
         """Hand every bucket of `version` to `take`, after `meet`."""
@@ -109,24 +84,15 @@ class HandoverReceiver:
         """Leave the group."""
 
 
-def sender_of(group: WeightGroup, number: int) -> WeightSender | HandoverSender:
+def sender_of(group: WeightGroup, number: int) -> Sender:
     """The sender of a rank: its own number where it lends, else its number of those that send."""
     return HandoverSender(group, number) if group.lenders else WeightSender(group, number)
 
 
-def receiver_of(
-    group: WeightGroup, number: int, *, keeps: bool = False
-) -> WeightReceiver | HandoverReceiver:
+def receiver_of(group: WeightGroup, number: int, *, keeps: bool = False) -> Receiver:
     """The receiver of a worker; `keeps`: whether the taker keeps the tensors."""
     kind = HandoverReceiver if group.lenders else WeightReceiver
     return kind(group, number, keeps=keeps)
-
-
-def _replaced(memory: LentMemory | None, size: int) -> LentMemory:
-    """More memory, after the old one was given up."""
-    if memory is not None:
-        memory.close()
-    return LentMemory(size)
 
 
 def _fill(memory: LentMemory, bucket: NamedTensors, notes: list[TensorNote]) -> None:

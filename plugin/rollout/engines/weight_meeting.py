@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ _ABORT_POLL_SECONDS = 0.1
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3
 _ALIGNMENT = 64
 
+T = TypeVar("T")
 NamedTensors = Sequence[tuple[str, Tensor]]
 
 
@@ -116,13 +119,13 @@ class MeetingPoint:
     def __init__(self, group: WeightGroup) -> None:
         self.group = group
         self._checked = 0.0
+        self.store = self.connection()
+
+    def connection(self) -> dist.TCPStore:
+        """A further connection to the store; one of them serves one thread at a time."""
+        timeout = timedelta(seconds=min(self.group.timeout, _CONNECT_SECONDS))
         with _store_errors():
-            self.store = dist.TCPStore(
-                group.host,
-                group.port,
-                is_master=False,
-                timeout=timedelta(seconds=min(group.timeout, _CONNECT_SECONDS)),
-            )
+            return dist.TCPStore(self.group.host, self.group.port, is_master=False, timeout=timeout)
 
     def meet(self, what: str, members: int = 1) -> None:
         """Wait until all members of the group have come; `members` of them are this caller's."""
@@ -139,6 +142,20 @@ class MeetingPoint:
                 self._check_aborted()
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def wait_for(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which blocks; once called off, a thread goes on with it unseen."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        self.wait_until(result.done)
+        return result.result()
 
     def _check_aborted(self) -> None:
         now = time.monotonic()
@@ -233,53 +250,6 @@ def forget_version(
         for number in range(count):
             store.delete_key(f"{group.name}/{version}/{sender}/{number}")
     store.delete_key(f"{group.name}/version {version}")
-
-
-def in_buckets(
-    part: Iterable[tuple[str, Tensor] | None], bucket_bytes: int
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in lists of at most `bucket_bytes`, or of one; an empty list ends a round."""
-    held: list[tuple[str, Tensor]] = []
-    size = 0
-    for entry in part:
-        if held and (entry is None or size + entry[1].nbytes > bucket_bytes):
-            yield held
-            held, size = [], 0
-        if entry is None:
-            yield []
-        else:
-            held.append((entry[0], entry[1].detach().contiguous()))
-            size += entry[1].nbytes
-    if held:
-        yield held
-
-
-class Membership:
-    """The sender or receiver of a process: kept from version to version, made anew for a new group.
-
-    After an error it has left its group.
-    """
-
-    def __init__(self) -> None:
-        self._member: Any = None
-
-    @contextmanager
-    def of(self, group: WeightGroup, join: Callable[[], Any]) -> Iterator[Any]:
-        """The member of `group`, made by `join` if there is none yet."""
-        try:
-            if self._member is None or self._member.group != group:
-                self.leave()
-                self._member = join()
-            yield self._member
-        except BaseException:
-            self.leave(in_the_middle=True)
-            raise
-
-    def leave(self, *, in_the_middle: bool = False) -> None:
-        """Leave the group, if any."""
-        if self._member is not None:
-            self._member.close(in_the_middle=in_the_middle)
-            self._member = None
 
 
 @contextmanager

@@ -13,7 +13,7 @@ Keys in the store are those of torch's own groups, so that SGLang's servers can 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import compress
 from typing import Any
@@ -24,15 +24,14 @@ from torch import Tensor
 
 from plugin.errors import TransferError
 from plugin.rollout.engines.weight_meeting import (
-    BUCKET_BYTES,
     MeetingPoint,
     NamedTensors,
     TensorNote,
     WeightGroup,
-    in_buckets,
     padded_sizes,
     tensors_in,
 )
+from plugin.rollout.engines.weight_members import Receiver, Sender
 
 _JOINED_BELOW = 1 << 20
 
@@ -45,22 +44,38 @@ class _SenderGroup:
 
     def __init__(self, point: MeetingPoint, sender: int, rank: int) -> None:
         self._point = point
-        group = point.group
-        self._backend = _connect(
-            point.store, group.sender_name(sender), rank, group.receivers + 1, group
-        )
+        self._connected = group_backend() == "gloo"  # NCCL connects at the first operation
+        name, size = point.group.sender_name(sender), point.group.receivers + 1
+        store = point.connection()
+        self._backend = point.wait_for(lambda: _connect(store, name, rank, size, point.group))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """From rank 0 into the tensors of all others; returns when all are there."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
         try:
-            works = [self._backend.broadcast([tensor], options) for tensor in tensors]
-            for work in works:
+            for work in self._begin(tensors):
                 self._point.wait_until(work.is_completed)
                 work.wait()
         except RuntimeError as error:
             raise TransferError(f"weights did not arrive: {error}") from error
+
+    def _begin(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+
+        def begin() -> list[dist.Work]:
+            return [self._backend.broadcast([tensor], options) for tensor in tensors]
+
+        if self._connected:
+            return begin()
+        stream = torch.cuda.current_stream()
+
+        def connect_and_begin() -> list[dist.Work]:
+            with torch.cuda.stream(stream):
+                return begin()
+
+        works = self._point.wait_for(connect_and_begin)
+        self._connected = True
+        return works
 
     def close(self, *, in_the_middle: bool) -> None:
         """Leave; `in_the_middle` of an operation, without waiting for it."""
@@ -103,40 +118,18 @@ def _own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
-class WeightSender:
+class WeightSender(Sender):
     """The end of a group at trainer rank number `number` of those that send."""
 
     def __init__(self, group: WeightGroup, number: int) -> None:
-        self._point, self._number = MeetingPoint(group), number
-        self._point.meet("joined")
+        super().__init__(group, number)
         self._channel = _SenderGroup(self._point, number, rank=0)
 
-    @property
-    def group(self) -> WeightGroup:
-        """The group that it is a member of."""
-        return self._point.group
-
-    def send(
-        self,
-        version: int,
-        part: Iterable[tuple[str, Tensor] | None],
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> tuple[int, int]:
-        """Send this rank's part of `version`; how many bytes and messages.
-
-        part: tensors by name; None ends a round of turns
-        """
-        self._point.meet(f"version {version}")
-        total, messages = 0, 0
-        for bucket in in_buckets(part, bucket_bytes):
-            notes = TensorNote.of(bucket)
-            self._point.announce(version, self._number, messages, notes)
-            self._channel.broadcast(self._pieces(bucket, notes))
-            total += sum(note.nbytes for note in notes)
-            messages += 1
-        self._point.announce(version, self._number, messages, None)
-        return total, messages + 1
+    def _pass_on(
+        self, version: int, number: int, bucket: NamedTensors, notes: list[TensorNote]
+    ) -> None:
+        self._point.announce(version, self._number, number, notes)
+        self._channel.broadcast(self._pieces(bucket, notes))
 
     def _pieces(self, bucket: NamedTensors, notes: Sequence[TensorNote]) -> list[Tensor]:
         """What is broadcast of a bucket: its large tensors, and the small ones in one piece."""
@@ -164,28 +157,19 @@ def _small_ones(notes: Sequence[TensorNote], group: WeightGroup) -> list[bool]:
     return [group.joins and note.nbytes < _JOINED_BELOW for note in notes]
 
 
-class WeightReceiver:
+class WeightReceiver(Receiver):
     """One engine worker's end of a group; worker `number` of all engines' workers.
 
     keeps: whether the taker keeps the tensors; otherwise their memory is used again for the next
     """
 
     def __init__(self, group: WeightGroup, number: int, *, keeps: bool = False) -> None:
-        self._point, self._keeps = MeetingPoint(group), keeps
+        super().__init__(group)
+        self._keeps = keeps
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._point.meet("joined")
         self._channels = [
             _SenderGroup(self._point, sender, rank=1 + number) for sender in range(group.senders)
         ]
-
-    @property
-    def group(self) -> WeightGroup:
-        """The group that it is a member of."""
-        return self._point.group
-
-    def meet(self, version: int) -> None:
-        """Wait until every member is ready for `version`."""
-        self._point.meet(f"version {version}")
 
     def receive(self, version: int, take: Callable[[NamedTensors], None]) -> None:
         """Hand every bucket of `version` to `take`, after `meet`."""

@@ -36,6 +36,8 @@ def test_pairs_and_json_become_typed_arguments(
         (('{"a": 1',), "expected key=value pairs .* or a JSON object"),
         (("a=1", "a=2"), "a is given twice"),
         (("a=1 a=2",), "a is given twice"),
+        (('{"a": 1, "a": 2}',), "a is given twice"),
+        (('hf_overrides={"vocab_size":9}',), "hf_overrides is set by --hf-checkpoint"),
         (("model=/m",), "model is set by --hf-checkpoint"),
         (("tensor-parallel-size=2",), "tensor_parallel_size is set by --rollout-num-gpus-per-eng"),
         (('{"dtype": "half"}',), "dtype is set by --rollout-dtype"),

@@ -34,8 +34,8 @@ LORA = {"lora_rank": 4}
             "by broadcast only; use --lora-sync merged",
         ),
         (
-            {**LORA, "lora_sync": "adapter", "rollout_engine": "vllm"},
-            "--lora-sync adapter with --rollout-engine vllm",
+            {**LORA, "lora_sync": "adapter", "rollout_engine": "vllm_server"},
+            "--lora-sync adapter with --rollout-engine vllm_server",
         ),
         (
             {**LORA, "use_kl_loss": True, "reference_offload": True},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, EngineError
+from plugin.launch import groups_in_flight
 from plugin.launch.batch_preparation import describe_batch, prepare_batch, without_old_tokens
 from plugin.launch.groups import Group, joined
 from plugin.launch.groups_in_flight import Arrival
@@ -301,26 +302,34 @@ def test_an_engine_that_is_starting_gets_no_requests() -> None:
     assert {item[1] for item in direct.waiting} <= {1}
 
 
-def test_a_hung_engine_is_replaced_and_its_prompts_go_elsewhere() -> None:
-    queue, direct = make_queue(engines=2, rollout_timeout=0.05)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The time by which engines count as hung; it stands still."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(groups_in_flight, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def test_a_hung_engine_is_replaced_and_its_prompts_go_elsewhere(clock: SimpleNamespace) -> None:
+    queue, direct = make_queue(engines=2, rollout_timeout=5.0)
     queue._issue()
     direct.work(engine=1)
-    time.sleep(0.1)
+    clock.now += 5.1
     queue._collect(wait=False)
-    assert direct.replaced == [(0, "did not answer within 0.05 s")]
+    assert direct.replaced == [(0, "did not answer within 5 s")]
     assert [t.index for t in queue._waiting] == [0, 1]
     direct.starting = {0}
     assert [group.index for group in queue.take(0)] == [0, 1, 2, 3]
 
 
-def test_an_engine_that_answers_is_not_taken_for_one_that_hangs() -> None:
-    queue, direct = make_queue(async_rollouts=True, rollout_timeout=0.3, rollout_max_batch=8)
+def test_an_engine_that_answers_is_not_taken_for_one_that_hangs(clock: SimpleNamespace) -> None:
+    queue, direct = make_queue(async_rollouts=True, rollout_timeout=5.0, rollout_max_batch=8)
     queue._issue()
     first, second = direct.waiting
-    time.sleep(0.2)
+    clock.now += 4.0
     direct.answer(first)
     queue._collect(wait=False)
-    time.sleep(0.2)
+    clock.now += 4.0
     queue._in_flight.replace_hung_engines()
     assert not direct.replaced and set(direct.tickets[second[0]]) <= set(queue._in_flight)
 

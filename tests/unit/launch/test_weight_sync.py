@@ -176,6 +176,16 @@ def test_an_engine_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
     assert engines.replaced == [1] and engines.versions == {0: 0, 1: 0}
 
 
+def test_answers_that_are_there_when_the_driver_looks_too_late_still_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_transfer, "_GRACE_SECONDS", 0.0)
+    engines = Engines({})
+    sync_of(engines, Trainer(), step_timeout=1e-9).send(0, wait=True)
+    assert not engines.replaced and engines.versions == {0: 0, 1: 0}
+    assert engines.transfers == 1
+
+
 def test_a_frozen_engine_is_replaced_long_before_a_transfer_has_to_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

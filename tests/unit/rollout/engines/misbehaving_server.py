@@ -38,7 +38,7 @@ class MisbehavingServer(ThreadingHTTPServer):
         self.authorizations: set[str | None] = set()
         self.raw_log_probs = self.silent = False
         self.refuse_updates = False
-        self.hung_up = 0
+        self.hung_up = self.health_answers = 0
         self.paused = threading.Event()
         self.ending = threading.Event()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
@@ -76,6 +76,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"weight_version": self.server.label})
         elif self.path == "/health" and not self.server.silent:
             self.answer(b"")
+            self.server.health_answers += 1
         elif self.path == "/health":
             self.server.ending.wait(30)
         else:

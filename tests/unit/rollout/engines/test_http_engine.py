@@ -219,8 +219,15 @@ def test_requests_are_spread_over_the_servers(start: Any, tmp_path: Path) -> Non
 
 
 def test_a_burst_of_failures_counts_as_one_trouble(start: Any, tmp_path: Path) -> None:
-    server = start(*[status(503)] * 8)
-    engine = engine_for(tmp_path, server, retries=2)
+    asked = threading.Barrier(8)
+
+    def fail_together(handler: Any) -> None:
+        """All have been asked for before the first of them fails."""
+        asked.wait(30)
+        status(503)(handler)
+
+    server = start(*[fail_together] * 8)
+    engine = engine_for(tmp_path, server, retries=2, request_timeout=60.0)
     answers = engine.generate([GenerationRequest((10,), tuple(range(8)))], PARAMETERS)
     assert all(isinstance(answer, Generation) for answer in answers[0])
     assert engine.pool.times_out == 0
@@ -252,6 +259,28 @@ def test_with_every_server_dead_all_responses_fail_with_the_cause(
     for answer in answers[0]:
         assert "no rollout server is in service" in answer.reason
         assert all(f":{port}: it did not load new weights" in answer.reason for port in ports)
+
+
+def test_servers_that_never_answer_end_the_job_instead_of_letting_it_wait_for_ever(
+    tmp_path: Path,
+) -> None:
+    url = f"http://127.0.0.1:{closed_port()}"
+    message = rf"within 0.1 s \(--start-timeout\): {url}: cannot connect"
+    with pytest.raises(WeightError, match=message):
+        engine_for(tmp_path, url, start_timeout=0.1)
+    settings = {"weights_dir": None, "server": "sglang", "start_timeout": 0.1}
+    by_broadcast = HttpEngine([url], FAMILIES["qwen3"]().to_dict(), **settings)
+    with pytest.raises(WeightError, match=message):
+        by_broadcast.weight_receivers()
+
+
+def test_a_server_that_starts_after_the_job_is_waited_for(start: Any, tmp_path: Path) -> None:
+    port = closed_port()
+    starting = threading.Timer(0.5, start, kwargs={"port": port})
+    starting.start()
+    engine = engine_for(tmp_path, f"http://127.0.0.1:{port}", start_timeout=60.0)
+    starting.join()
+    assert isinstance(only(engine), Generation)
 
 
 def test_a_server_that_comes_back_without_weights_gets_them_again(
@@ -439,6 +468,8 @@ def test_a_prompt_that_fills_the_context_fails_alone(start: Any, tmp_path: Path)
         ({"rollout_url": "http://127.0.0.1:1"}, "--rollout-engine is transformers, which asks no server"),
         ({"rollout_engine": "vllm", "rollout_weights_dir": "w"}, "--rollout-weights-dir is given"),
         ({"rollout_engine": "http", "rollout_url": "127.0.0.1:1"}, "expected http://host:port"),
+        ({"rollout_engine": "http", "rollout_url": "http://127.0.0.1:99999"}, "port below 65536"),
+        ({"rollout_engine": "http", "rollout_url": "http://[::1:80"}, "expected http://host:port"),
         ({"rollout_engine": "http", "rollout_url": "https://a:1,https://a:1/"}, "twice"),
         ({"rollout_engine": "vllm", "rollout_quantization": "int8"}, "transformers engine only"),
         ({"rollout_engine": "vllm", "rollout_temperature": 0.001}, "choose at least 0.01"),

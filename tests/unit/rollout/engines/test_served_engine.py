@@ -117,6 +117,10 @@ def test_a_killed_guard_takes_the_server_with_it(engine: ServedEngine, tmp_path:
     os.kill(guard, signal.SIGKILL)
     assert gone(guard, server)
     os.kill(said(tmp_path)["child"], signal.SIGKILL)  # nobody is left to do it
+    model = Path(said(tmp_path)["arguments"][said(tmp_path)["arguments"].index("--model-path") + 1])
+    with pytest.raises(ServerEnded, match="by a signal"):
+        engine.server.require_alive()
+    assert not model.exists()
 
 
 def test_nothing_outlives_a_killed_owner(sglang: None, tmp_path: Path) -> None:
@@ -167,7 +171,8 @@ def test_a_silent_server_is_ended(tmp_path: Path) -> None:
         "from tests.unit.rollout.engines.misbehaving_server import MisbehavingServer\n"
         "import threading, time\n"
         f"server = MisbehavingServer(port={port})\n"
-        "time.sleep(1)\nserver.silent = True\nthreading.Event().wait()\n"
+        "while not server.health_answers: time.sleep(0.01)\n"
+        "server.silent = True\nthreading.Event().wait()\n"
     )
     server = ServerProcess(
         [sys.executable, "-c", script],

@@ -14,7 +14,8 @@ from plugin.config import JobConfig
 from plugin.errors import ConfigError, EngineError, TransferError
 from plugin.rollout.engines.http_engine import HttpEngine
 from plugin.rollout.engines.protocol import Generation, GenerationRequest, SamplingParameters
-from plugin.rollout.engines.weight_meeting import Membership, WeightGroup, call_off, open_store
+from plugin.rollout.engines.weight_meeting import WeightGroup, call_off, open_store
+from plugin.rollout.engines.weight_members import Membership
 from plugin.rollout.engines.weight_stream import WeightReceiver, WeightSender
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3
 from tests.unit.rollout.engines.misbehaving_server import STOP
@@ -33,10 +34,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReceivingServer]:
     running.close()
 
 
-def engine_of(server: ReceivingServer) -> HttpEngine:
-    return HttpEngine(
-        [server.url], CONFIG.to_dict(), weights_dir=None, server="sglang", update_timeout=30.0
-    )
+def engine_of(server: ReceivingServer, **options: Any) -> HttpEngine:
+    settings = {"weights_dir": None, "server": "sglang", "update_timeout": 30.0} | options
+    return HttpEngine([server.url], CONFIG.to_dict(), **settings)
 
 
 class Stages:
@@ -120,6 +120,17 @@ def test_a_server_that_fails_in_the_middle_is_not_asked_until_it_has_a_whole_ver
     stages.send(engine, stages.group(), 0, state)
     [answers] = engine.generate(REQUESTS, PARAMETERS)
     assert all(isinstance(a, Generation) and a.weight_version == 0 for a in answers)
+
+
+def test_a_server_that_refuses_the_pause_cuts_the_transfer_off_and_is_out_of_service(
+    server: ReceivingServer,
+) -> None:
+    engine, stages = engine_of(server, interrupts=True), Stages()
+    engine.weight_receivers()
+    server.refuse_updates = True
+    with pytest.raises(TransferError, match="not in development mode"):
+        engine.receive_weights(0, stages.group(), 0)
+    assert "did not receive new weights" in str(engine.pool.servers[0].out_because)
 
 
 def test_servers_without_a_shared_directory_get_weights_by_broadcast_where_they_can() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from plugin.errors import ParallelError
 from plugin.rollout.engines.weight_buckets import WeightLoader, pack_buckets, read_bucket
 from plugin.rollout.engines.weight_directory import WeightDirectory
 from tests.parallel.tiny_models import ALL_FAMILIES, hf_model, hf_state_dict
@@ -108,6 +112,31 @@ def test_a_version_with_one_damaged_and_one_missing_file_is_as_whole_as_a_full_o
     full = write(WeightDirectory(tmp_path / "other", {}), "v1", WEIGHTS)
     contents = [{f.name: f.read_bytes() for f in place.iterdir()} for place in (second, full)]
     assert contents[0] == contents[1]
+
+
+def test_a_version_that_the_disk_refuses_names_the_directory_and_the_next_one_is_whole(
+    tmp_path: Path,
+) -> None:
+    directory = WeightDirectory(tmp_path, {})
+    large = WEIGHTS | {"e": torch.zeros(1 << 20)}
+    with (
+        largest_file(1 << 16),
+        pytest.raises(ParallelError, match="room for two versions") as found,
+    ):
+        write(directory, "v0", large)
+    assert str(tmp_path) in str(found.value) and "File too large" in str(found.value)
+    write(directory, "v1", large)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Have the system refuse to write files that are larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

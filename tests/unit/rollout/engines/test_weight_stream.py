@@ -17,12 +17,13 @@ from torch import Tensor
 from plugin.errors import TransferError
 from plugin.rollout.engines import weight_stream
 from plugin.rollout.engines.weight_meeting import (
-    Membership,
+    MeetingPoint,
     WeightGroup,
     call_off,
     forget_version,
     open_store,
 )
+from plugin.rollout.engines.weight_members import Membership
 from plugin.rollout.engines.weight_stream import WeightReceiver, WeightSender
 
 FIRST_STAGE = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.arange(3, dtype=torch.bfloat16)}
@@ -192,6 +193,24 @@ def test_members_that_wait_for_one_that_never_comes_are_released(store: dist.TCP
         for member in members:
             with pytest.raises(TransferError, match="called off: engine 1 died"):
                 member.result(timeout=10)
+
+
+def test_members_that_connect_to_one_that_died_are_released(store: dist.TCPStore) -> None:
+    """It has come to the meeting, and so the others begin to form a process group with it."""
+    group = group_of(store, "died at the meeting", receivers=2)
+    with started(
+        lambda: sent(group, 0, FIRST_STAGE),
+        lambda: received(group, 0),
+        lambda: MeetingPoint(group).meet("joined"),
+    ) as (*members, dead):
+        dead.result(timeout=30)
+        began = time.monotonic()
+        call_off(store, group, "engine 1 died")
+        for member in members:
+            with pytest.raises(TransferError, match="called off: engine 1 died"):
+                member.result(timeout=30)
+        # The group's own timeout is 30 s.
+        assert time.monotonic() - began < 15
 
 
 def test_a_membership_is_kept_for_its_group_and_ends_with_an_error() -> None:
