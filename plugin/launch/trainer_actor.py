@@ -222,7 +222,10 @@ class TrainerRank(ReportingActor):
             from plugin.megatron_backend.teacher import TeacherTrainer
 
             trainer = TeacherTrainer(
-                *(config, hf_config, groups, weights), layout=layout, seed=config.seed
+                *(config, hf_config, groups, weights),
+                vocab_size=self._trainers["policy"].hf_config.vocab_size,
+                layout=layout,
+                seed=config.seed,
             )
         else:
             trainable = name == "policy"
