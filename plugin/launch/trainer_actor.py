@@ -316,7 +316,7 @@ class TrainerRank(ReportingActor):
 
         with_base: where adapters are sent, also the weights that they belong to
         """
-        from plugin.megatron_backend.model.hf_weights import sends_own_part
+        from plugin.megatron_backend.model.weight_export import sends_own_part
 
         trainer, groups = self._trainers["policy"], self._groups
         if group.lenders:
@@ -381,7 +381,7 @@ class TrainerRank(ReportingActor):
 
     def save_hf(self, directory: str, tokenizer_from: str | None, replace: bool) -> None:
         """Write the policy as a Hugging Face directory, from rank 0."""
-        from plugin.megatron_backend.model.hf_weights import save_hf_checkpoint
+        from plugin.megatron_backend.model.weight_saving import save_hf_checkpoint
 
         chunks = self._trainers["policy"].chunks
         save_hf_checkpoint(
