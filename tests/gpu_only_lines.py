@@ -83,7 +83,7 @@ GPU_ONLY = (
         "Transformer Engine's layers, the fused router",
     ),
     GpuOnly(
-        "megatron_backend/model/hf_weights.py",
+        "megatron_backend/model/gathered_weights.py",
         (),
         "gathered over gloo",
         "over NCCL",

@@ -17,7 +17,7 @@ ONLY_TEACHER = "teacher"
 class TeacherSpec:
     """One teacher: a model directory that the job loads, or the addresses of servers that have it.
 
-    option: what the user gave, for messages
+    option: the flag that it was given with, for messages
     """
 
     name: str
@@ -97,8 +97,7 @@ class TeacherFlags(FlagGroup):
         options = [option for option, value in given.items() if value]
         expect(len(options) < 2, f"{' with '.join(options)}: both name teachers; drop one")
         if directory:
-            option = f"--teacher-hf-checkpoint {directory}"
-            return (TeacherSpec(ONLY_TEACHER, option, directory),)
+            return (TeacherSpec(ONLY_TEACHER, "--teacher-hf-checkpoint", directory),)
         if self.teacher_url:
             return (TeacherSpec(ONLY_TEACHER, "--teacher-url", urls=parse_urls(self.teacher_url)),)
         return tuple(map(_parsed, self.teachers))

@@ -85,7 +85,7 @@ def export(
             assert settings is not None
             save_peft_directory(target, chunks, settings, groups, policy.directory)
             return "adapter", chosen
-        from plugin.megatron_backend.model.hf_weights import save_hf_checkpoint
+        from plugin.megatron_backend.model.weight_saving import save_hf_checkpoint
 
         save_hf_checkpoint(target, chunks, groups, tokenizer_from=config.hf_checkpoint)
     return "model", chosen
@@ -101,8 +101,8 @@ def _loaded(
     from plugin.config import TrainerConfig
     from plugin.megatron_backend.checkpoint.save_load import TrainerParts, load_checkpoint
     from plugin.megatron_backend.model.builder import build_model
-    from plugin.megatron_backend.model.hf_weights import load_hf_weights
     from plugin.megatron_backend.model.lora import attach_adapters
+    from plugin.megatron_backend.model.weight_loading import load_hf_weights
     from plugin.megatron_backend.parallel_groups import one_process
 
     lora = {name: getattr(config, name) for name in ("lora_rank", "lora_alpha", "lora_target")}

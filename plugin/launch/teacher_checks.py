@@ -67,11 +67,17 @@ def _loaded(
         "lower --max-response-length, or use another teacher",
     )
     directory = Path(source.directory or spec.directory)
+    theirs, size = source.hf_config["vocab_size"], policy.hf_config["vocab_size"]
     has_own = config.hf_checkpoint is not None
     if has_own and any((directory / name).is_file() for name in _TOKENIZER_FILES):
         _compare_tokenizers(spec, tokenizer, tokenizer_in(str(directory), spec.option))
+        ids = max(tokenizer.get_vocab().values()) + 1
+        expect(
+            theirs >= max(ids, config.distill_topk or 0),
+            f"{spec.option} {spec.directory} has logits for {theirs} ids, and the tokenizer has "
+            f"{ids}, --distill-topk {config.distill_topk}; use a teacher with at least as many",
+        )
         return source
-    theirs, size = source.hf_config["vocab_size"], policy.hf_config["vocab_size"]
     expect(
         theirs == size,
         f"{spec.option} has a vocabulary of {theirs} tokens, the policy of {size}; log-probs of "

@@ -223,7 +223,10 @@ class TrainerRank(ReportingActor):
             from plugin.megatron_backend.teacher import TeacherTrainer
 
             trainer = TeacherTrainer(
-                *(config, hf_config, groups, weights), layout=layout, seed=config.seed
+                *(config, hf_config, groups, weights),
+                vocab_size=self._trainers["policy"].hf_config.vocab_size,
+                layout=layout,
+                seed=config.seed,
             )
         else:
             trainable = name == "policy"
@@ -314,7 +317,7 @@ class TrainerRank(ReportingActor):
 
         with_base: where adapters are sent, also the weights that they belong to
         """
-        from plugin.megatron_backend.model.hf_weights import sends_own_part
+        from plugin.megatron_backend.model.weight_export import sends_own_part
 
         trainer, groups = self._trainers["policy"], self._groups
         if group.lenders:
@@ -379,7 +382,7 @@ class TrainerRank(ReportingActor):
 
     def save_hf(self, directory: str, tokenizer_from: str | None, replace: bool) -> None:
         """Write the policy as a Hugging Face directory, from rank 0."""
-        from plugin.megatron_backend.model.hf_weights import save_hf_checkpoint
+        from plugin.megatron_backend.model.weight_saving import save_hf_checkpoint
 
         chunks = self._trainers["policy"].chunks
         save_hf_checkpoint(

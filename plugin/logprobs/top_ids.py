@@ -31,13 +31,20 @@ class TopIds(NamedTuple):
         return TopIds(ids.gather(1, largest.indices), largest.values)
 
 
-def top_ids(logits: Tensor, k: int, *, group: dist.ProcessGroup | None = None) -> Tensor:
+def top_ids(
+    logits: Tensor,
+    k: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    tokens_held: int | None = None,
+) -> Tensor:
     """[T, k] int64: the ids with the largest of all logits of a row; k is at most the vocabulary.
 
     logits: `[T, V/tp]`, this rank's columns
+    tokens_held: how many of this rank's columns count, the first ones; None = all
     """
     first = logits.shape[1] * dist.get_rank(group) if group_size(group) > 1 else 0
-    return _over_shards(TopIds.of(logits, k, first), k, group)
+    return _over_shards(TopIds.of(logits[:, :tokens_held], k, first), k, group)
 
 
 def fused_top_ids(
@@ -51,7 +58,7 @@ def fused_top_ids(
 ) -> Tensor:
     """`top_ids(hidden @ weight.T, k)`, of which a block of rows exists at a time.
 
-    tokens_held: how many of this rank's rows of `weight` are tokens, the rest being padding
+    tokens_held: how many of this rank's rows of `weight` count, the first ones; None = all
     """
     rows = max(1, block_bytes // (weight.shape[0] * hidden.element_size()))
     first = weight.shape[0] * dist.get_rank(group) if group_size(group) > 1 else 0

@@ -38,6 +38,9 @@ class TeacherTrainer(MegatronTrainer):
     It takes the way of the policy's training pass through the LM head, down to the rows that are
     computed together: a teacher with the policy's weights then gives the policy's log-probs to the
     bit. Routes are its own, never replayed.
+
+    vocab_size: of the policy; ids beyond it, with which the teacher's vocabulary is padded, are
+        never among the likeliest. None = the teacher's own
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class TeacherTrainer(MegatronTrainer):
         groups: ParallelGroups,
         weights: str | Path | Mapping[str, Tensor],
         *,
+        vocab_size: int | None = None,
         layout: SequenceLayout = "packed",
         seed: int = 1234,
     ) -> None:
@@ -55,6 +59,7 @@ class TeacherTrainer(MegatronTrainer):
         )
         super().__init__(config, hf_config, groups, layout=layout, trainable=False, seed=seed)
         self.load_hf_weights(weights)
+        self._vocab_size = min(vocab_size or hf_config.vocab_size, hf_config.vocab_size)
 
     def compute_scores(self, batch: RolloutBatch | BatchShare) -> dict[str, Ragged]:
         """The columns of a batch that a teacher fills in; anything where the loss mask is 0.
@@ -120,7 +125,10 @@ class TeacherTrainer(MegatronTrainer):
         config, inputs, groups = self.config, microbatch.inputs, self.groups
         ids = None
         if config.distill_topk is not None:
-            ids = response_top_ids(config, output, head_weight, inputs, groups, config.distill_topk)
+            ids = response_top_ids(
+                *(config, output, head_weight, inputs, groups, config.distill_topk),
+                self._vocab_size,
+            )
         log_probs, _, of_ids = response_log_probs(
             *(config, output, head_weight, inputs, groups, microbatch.loss_rows),
             kept=microbatch.kept,

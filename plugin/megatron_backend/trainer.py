@@ -30,14 +30,11 @@ from plugin.megatron_backend.model.builder import (
     wrap_with_ddp,
 )
 from plugin.megatron_backend.model.device_settings import on_this_device
-from plugin.megatron_backend.model.hf_weights import (
-    export_hf_weights,
-    export_own_part,
-    load_hf_weights,
-    unwrap,
-)
 from plugin.megatron_backend.model.lora import adapters_off, attach_adapters
+from plugin.megatron_backend.model.model_chunks import unwrap
 from plugin.megatron_backend.model.peft_adapters import export_own_adapters, load_adapters
+from plugin.megatron_backend.model.weight_export import export_hf_weights, export_own_part
+from plugin.megatron_backend.model.weight_loading import load_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.live_routes import LiveRoutes
 from plugin.megatron_backend.routing.microbatch_routes import (

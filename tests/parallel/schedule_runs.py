@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.megatron_backend.model.builder import build_model, build_optimizer, wrap_with_ddp
-from plugin.megatron_backend.model.hf_weights import load_hf_weights
+from plugin.megatron_backend.model.weight_loading import load_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 

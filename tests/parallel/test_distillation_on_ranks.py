@@ -14,6 +14,7 @@ from plugin.logprobs import lm_head_tiles
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.teacher import TeacherTrainer
 from plugin.ragged import Ragged
+from plugin.teacher_topk import TOPK_IDS, TOPK_LOG_PROBS
 from tests.parallel import tiny_models
 from tests.parallel.training_jobs import (
     Layout,
@@ -131,3 +132,36 @@ def test_a_teacher_with_the_weights_of_the_policy_gives_exactly_nothing(
         assert step.metrics["teacher_kl"] == 0.0, problem
         assert step.metrics.get("distill_kl", 0.0) == 0.0, problem
         assert step.metrics["loss"] == 0.0 and step.grad_norm == 0.0, problem
+
+
+def padded_scores(
+    groups: ParallelGroups, start: Start, heads: tuple[str, ...]
+) -> list[dict[str, Ragged]]:
+    """Scores by a teacher whose vocabulary is padded with 13 ids, the likeliest of all."""
+    vocabulary = tiny_models.VOCAB_SIZE
+    weights = dict(start.weights)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        own = weights[name]
+        # Beside every hidden state there is a padded row with a large logit, or with its negative.
+        weights[name] = torch.cat([own, 30.0 * own[:13]])
+    found = []
+    for head in heads:
+        trainer = new_trainer(groups, start, {**TOPK, **ONE_BY_ONE, "fused_lm_head": head})
+        hf_config = tiny_models.FAMILIES[start.family](vocab_size=vocabulary + 13)
+        teacher = TeacherTrainer(trainer.config, hf_config, groups, weights, vocab_size=vocabulary)
+        found.append(teacher.compute_scores(start.batch))
+    return found
+
+
+def test_ids_that_only_the_teacher_has_are_never_among_the_likeliest(run_ranks: RunRanks) -> None:
+    start, heads = Start.of("qwen3"), ("off", "on")
+    mask = start.batch.columns["loss_masks"].values != 0
+    whole = run_ranks(padded_scores, 1, start, heads)[0]
+    cut = run_ranks(padded_scores, 2, start, heads, **LAYOUTS["TP2"].sizes)[0]
+    expected = whole[0][TOPK_IDS].values[mask]
+    assert int(expected.max()) < tiny_models.VOCAB_SIZE
+    for scores in (*whole, *cut):
+        assert torch.equal(scores[TOPK_IDS].values[mask], expected)
+        # The padding took most of the probability, and it still counts.
+        log_probs = scores[TOPK_LOG_PROBS].values[mask]
+        assert float(log_probs.exp().sum(1).median()) < 0.5

@@ -17,9 +17,9 @@ from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.families import FAMILIES
 from plugin.megatron_backend.model.family_layers import layer_spec
-from plugin.megatron_backend.model.hf_weights import export_hf_weights
 from plugin.megatron_backend.model.layout_rules import check_model
 from plugin.megatron_backend.model.lora_targets import check_lora
+from plugin.megatron_backend.model.weight_export import export_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.microbatch_routes import MicrobatchRoutes
 from plugin.megatron_backend.routing.routed_model import RoutedModel

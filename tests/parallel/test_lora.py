@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from plugin.config import TrainerConfig
-from plugin.megatron_backend.model.hf_weights import unwrap
 from plugin.megatron_backend.model.lora import adapters_off, low_ranks
+from plugin.megatron_backend.model.low_rank import Adapters
+from plugin.megatron_backend.model.model_chunks import unwrap
 from plugin.megatron_backend.model.peft_adapters import export_adapters, save_peft_directory
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.trainer import MegatronTrainer
@@ -145,6 +147,40 @@ def test_new_adapters_change_no_bit_and_training_them_none_of_the_base(run_ranks
         assert all(torch.equal(value, start.weights[n]) for n, value in found["base"].items())
         sizes = {found[name] for name in ("adapters", "moments", "gradients", "trainable")}
         assert len(sizes) == 1 and 0 < sizes.pop() < 20_000
+
+
+def gradients_of_adapters(groups: ParallelGroups, start: Start) -> dict[str, tuple[Tensor, Tensor]]:
+    """By matrix: its gradient, and what the merged weight's gradient dW makes of it.
+
+    W + s B A: dA = s B^T dW and dB = s dW A^T.
+    """
+    settings = {**PER_SAMPLE, "clip_grad": 0.0, "lr": 1e-12}
+    trainer = new_trainer(groups, start, {**settings, **LORA})
+    for _, _, low in low_ranks(trainer.chunks):
+        torch.nn.init.normal_(low.lora_B, std=0.02)
+    merged = new_trainer(groups, replace(start, weights=exported(trainer)), settings)
+    for one in (trainer, merged):
+        one.train_step(start.batch)
+    of_weight = {name: p.main_grad for name, p in unwrap(merged.chunks[0]).named_parameters()}
+    found = {}
+    for name, layer in unwrap(trainer.chunks[0]).named_modules():
+        if isinstance(adapters := getattr(layer, "lora", None), Adapters):
+            rows = of_weight[f"{name}.weight"].unflatten(0, (adapters.groups, -1))
+            for part, own in zip(adapters.parts, rows.split(adapters.widths, 1), strict=True):
+                gradient, scale = own.flatten(0, 1), adapters.scale
+                a, b = part.lora_A, part.lora_B
+                found[f"{part.name} A"] = a.main_grad, scale * b.detach().t() @ gradient
+                found[f"{part.name} B"] = b.main_grad, scale * gradient @ a.detach().t()
+    return found
+
+
+def test_gradients_of_both_matrices_are_those_of_the_merged_weight(run_ranks: RunRanks) -> None:
+    (found,) = run_ranks(gradients_of_adapters, 1, Start.of("qwen3"))
+    assert len(found) == 4 * 7 * 2
+    for name, (mine, expected) in found.items():
+        assert expected.abs().max() > 1e-6, name
+        close = 1e-4 * float(expected.abs().max())
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=close, msg=name)
 
 
 def filled(groups: ParallelGroups, config: Any, state: Any, settings: Any) -> MegatronTrainer:

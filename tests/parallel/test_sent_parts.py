@@ -16,11 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from plugin.config import TrainerConfig
-from plugin.megatron_backend.model.hf_weights import (
-    export_own_part,
-    save_hf_checkpoint,
-    sends_own_part,
-)
+from plugin.megatron_backend.model.weight_export import export_own_part, sends_own_part
+from plugin.megatron_backend.model.weight_saving import save_hf_checkpoint
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.rollout.engines.transformers_engine import TransformersEngine
 from plugin.rollout.engines.weight_buckets import pack_buckets

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
 from plugin.doctor.bisect.layer_trace import LayerTrace, TraceRecorder
-from plugin.megatron_backend.model.hf_weights import unwrap
+from plugin.megatron_backend.model.model_chunks import unwrap
 from plugin.megatron_backend.trainer import MegatronTrainer
 
 

@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plugin.config import TrainerConfig
-from plugin.megatron_backend.model.hf_weights import _bridge, canonical_name, unwrap
 from plugin.megatron_backend.model.lora_targets import check_lora, chosen_targets
 from plugin.megatron_backend.model.low_rank import Adapters, Cut, LowRank, Place
+from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.parameter_names import canonical_name
+from plugin.megatron_backend.model.weight_bridge import weight_bridge
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 #: How Megatron cuts its linear layers over tensor parallel ranks.
@@ -63,7 +65,7 @@ def attach_adapters(
     for model in map(unwrap, chunks):
         model.requires_grad_(False)
         model.lora = settings
-        bridge = _bridge(model, groups)
+        bridge = weight_bridge(model, groups)
         for name, linear in list(model.named_modules()):
             cut = _CUTS.get(name.rpartition(".")[2])
             if cut is not None:

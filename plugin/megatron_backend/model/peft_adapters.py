@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from plugin.errors import WeightError
-from plugin.megatron_backend.model.hf_weights import gather_updated_weights
+from plugin.megatron_backend.model.gathered_weights import all_gathered
 from plugin.megatron_backend.model.lora import LoraSettings, low_ranks
 from plugin.megatron_backend.model.lora_targets import (
     ADAPTER_CONFIG,
@@ -26,6 +26,7 @@ from plugin.megatron_backend.model.lora_targets import (
     PEFT_PREFIX,
 )
 from plugin.megatron_backend.model.low_rank import LowRank
+from plugin.megatron_backend.model.model_chunks import gather_updated_weights
 from plugin.megatron_backend.model.weight_files import open_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
@@ -55,11 +56,11 @@ def export_adapters(
     for number, ((name, part, axis), low) in enumerate(held):
         whole = part.detach()
         if axis is not None:
-            whole = torch.cat(_gathered(whole, low.place.group), axis)
+            whole = torch.cat(all_gathered(whole, low.place.group), axis)
         if not low.place.is_expert:
             yield name, whole
             continue
-        experts = _gathered(whole, groups.ep_group)
+        experts = all_gathered(whole, groups.ep_group)
         yield from zip((of_rank[number] for of_rank in names), experts, strict=True)
 
 
@@ -72,14 +73,6 @@ def export_own_adapters(
         if is_first:
             yield named
     yield None
-
-
-def _gathered(tensor: Tensor, group: Any) -> list[Tensor]:
-    if group.size() == 1:
-        return [tensor]
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return parts
 
 
 def load_adapters(chunks: Sequence[nn.Module], directory: Path) -> None:

@@ -11,15 +11,11 @@ from torch import Tensor
 
 from plugin.megatron_backend.model.expert_tensors import ExpertsByNumber, split_by_expert
 from plugin.megatron_backend.model.families import FAMILIES
-from plugin.megatron_backend.model.hf_weights import (
-    _bridge,
-    _entry,
-    _experts_per_rank,
-    _local_shard,
-    canonical_name,
-    model_tensors,
-    unwrap,
-)
+from plugin.megatron_backend.model.gathered_weights import entry_of
+from plugin.megatron_backend.model.model_chunks import experts_per_rank, model_tensors, unwrap
+from plugin.megatron_backend.model.parameter_names import canonical_name
+from plugin.megatron_backend.model.weight_bridge import weight_bridge
+from plugin.megatron_backend.model.weight_loading import local_shard
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -35,9 +31,9 @@ def weight_sources(
     shapes: tensors by name, whose cuts are tried: a `WeightError` where one does not fit
     """
     models = [unwrap(chunk) for chunk in chunks]
-    bridge = _bridge(models[0], groups)
+    bridge = weight_bridge(models[0], groups)
     for model in models:
-        per_rank = _experts_per_rank(model, groups)
+        per_rank = experts_per_rank(model, groups)
         for name, parameter in model_tensors(model):
             ranks = range(groups.ep_size) if ".experts." in name else range(1)
             for ep_rank in ranks:
@@ -45,7 +41,7 @@ def weight_sources(
                 names = bridge._weight_name_mapping_mcore_to_hf(canonical)
                 if shapes is not None and all(source in shapes for source in names):
                     tensors = {source: shapes[source] for source in names}
-                    _local_shard(canonical, parameter, tensors, bridge, groups)
+                    local_shard(canonical, parameter, tensors, bridge, groups)
                 yield canonical, names
 
 
@@ -69,7 +65,7 @@ def whole_parameters(chunks: Sequence[torch.nn.Module], groups: ParallelGroups) 
             canonical = canonical_name(name, model, first_expert=0)
             if canonical == "output_layer.weight" and tied:
                 continue  # the embedding once more, on the last of several stages
-            shape: list[Any] = list(_entry(canonical, parameter, groups).whole_shape)
+            shape: list[Any] = list(entry_of(canonical, parameter, groups).whole_shape)
             if canonical in _VOCABULARY:
                 shape[0] = model.hf_config.vocab_size
             total += math.prod(shape)

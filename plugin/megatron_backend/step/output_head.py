@@ -23,7 +23,7 @@ from plugin.logprobs.fused_lm_head import (
 )
 from plugin.logprobs.top_ids import fused_top_ids, top_ids
 from plugin.logprobs.vocab_parallel import at_rows, log_probs_and_entropy, log_probs_of_ids
-from plugin.megatron_backend.model.hf_weights import unwrap
+from plugin.megatron_backend.model.model_chunks import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.step.sequence_packing import ModelInputs
 from plugin.ragged import Ragged
@@ -150,18 +150,21 @@ def response_top_ids(
     inputs: ModelInputs,
     groups: ParallelGroups,
     k: int,
+    vocab_size: int,
 ) -> Tensor:
     """Return the k likeliest ids [R, k] in the place of every local response token.
 
     output, head_weight: as for `response_log_probs`
+    vocab_size: ids from this one on are left out, padding for example; k at the least
     """
     group = loss_context(groups).tp_group
     flat = output.reshape(-1, output.shape[-1])
+    share = flat.shape[1] if head_weight is None else head_weight.shape[0]
+    held = max(0, min(share, vocab_size - groups.tp_rank * share))
     if head_weight is None:
-        return top_ids(flat[inputs.rows], k, group=group)
+        return top_ids(flat[inputs.rows], k, group=group, tokens_held=held)
     if config.sequence_parallel and groups.tp_size > 1:
         whole = flat.new_empty(flat.shape[0] * groups.tp_size, flat.shape[1])
         dist.all_gather_into_tensor(whole, flat.contiguous(), group=group)
         flat = whole
-    held = getattr(head_weight, "vocab_rows", None)
     return fused_top_ids(flat[inputs.rows], head_weight, k, group=group, tokens_held=held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Hashable, Iterator, Sequence
@@ -10,11 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from plugin.rollout.engines.prefix_router import PrefixRouter
+from plugin.rollout.engines.server_answers import MalformedAnswer
+from plugin.rollout.engines.server_calls import ServerGone, ServerTrouble
 
 _LOG = logging.getLogger(__name__)
 
 #: How often those look that wait for a server whose weights change.
 UPDATE_POLL_SECONDS = 0.02
+_LONGEST_BACKOFF = 15.0
 _TROUBLES_UNTIL_OUT = 3
 _FIRST_PROBE_SECONDS, _LAST_PROBE_SECONDS = 1.0, 30.0
 
@@ -49,6 +53,18 @@ class Server:
     workers: int = 0
 
 
+class FailedCall(Exception):
+    """A call that failed, and was counted: which server, and why."""
+
+
+def backoff_seconds(attempt: int, first: float) -> float:
+    """How long to wait before the `attempt`-th repetition: `first` seconds, then twice as long.
+
+    Spread, so that calls do not come back together.
+    """
+    return min(first * 2 ** (attempt - 1), _LONGEST_BACKOFF) * random.uniform(0.5, 1.5)
+
+
 class ServerPool:
     """Servers in service and out of it; one that holds the prompt, or the least busy, is asked."""
 
@@ -80,15 +96,24 @@ class ServerPool:
         return None if url is None else by_url[url]
 
     @contextmanager
-    def call(self, server: Server) -> Iterator[int]:
-        """Count a call; yields the number of troubles known at its beginning, for `trouble`."""
+    def call(self, server: Server) -> Iterator[None]:
+        """Count a call and how it ended; a `FailedCall` where it may be made again."""
+        known_before = server.troubles
         server.in_flight += 1
         try:
-            yield server.troubles
+            yield
+        except (ServerTrouble, MalformedAnswer) as trouble:
+            if isinstance(trouble, ServerGone):
+                self.take_out(server, str(trouble))
+            else:
+                self._trouble(server, known_before, str(trouble))
+            raise FailedCall(f"{server.url}: {trouble}") from None
+        else:
+            server.troubles = 0
         finally:
             server.in_flight -= 1
 
-    def trouble(self, server: Server, known_before: int, reason: str) -> None:
+    def _trouble(self, server: Server, known_before: int, reason: str) -> None:
         """Count a failed call or bad answer; enough of them in a row take the server out."""
         server.failed_calls += 1
         # The 1st, 2nd, 4th, 8th, ...: a broken server must not flood the log.

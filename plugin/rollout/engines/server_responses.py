@@ -34,10 +34,15 @@ from plugin.rollout.engines.server_calls import (
     ServerTrouble,
 )
 from plugin.rollout.engines.server_dialects import Dialect, ResponseShape
-from plugin.rollout.engines.server_pool import UPDATE_POLL_SECONDS, Server, ServerPool
+from plugin.rollout.engines.server_pool import (
+    UPDATE_POLL_SECONDS,
+    FailedCall,
+    Server,
+    ServerPool,
+    backoff_seconds,
+)
 from plugin.rollout.engines.server_weights import WeightLabels
 
-_LONGEST_BACKOFF = 15.0
 #: Failing at once would make a driver that samples again spin while the servers restart.
 _ALL_OUT_PAUSE = 1.0
 _TOKENS_OF_A_PREFIX = 16
@@ -146,31 +151,21 @@ class ServerResponses:
             if server is None:
                 causes = "; ".join(f"{s.url}: {s.out_because}" for s in self._pool.servers)
                 return GenerationFailure(f"no rollout server is in service: {causes}")
-            with self._pool.call(server) as known_before:
-                try:
+            try:
+                with self._pool.call(server):
                     piece = await self._attempt(session, server, _rest_of(ask, pieces))
-                except Overtaken:
-                    await asyncio.sleep(UPDATE_POLL_SECONDS)
-                    continue
-                except CallRefused as refusal:
-                    return GenerationFailure(f"{server.url}: {refusal}")
-                except ServerGone as gone:
-                    last = f"{server.url}: {gone}"
-                    self._pool.take_out(server, str(gone))
-                except (ServerTrouble, MalformedAnswer) as trouble:
-                    last = f"{server.url}: {trouble}"
-                    self._pool.trouble(server, known_before, str(trouble))
-                else:
-                    server.troubles = 0
-                    pieces.append(piece)
-                    if piece.finish_reason != "abort":
-                        return _joined(pieces)
-                    continue
-            attempt, troubled = attempt + 1, server
-            # Spread, so that clients do not come back together.
-            pause = min(self._backoff * 2 ** (attempt - 1), _LONGEST_BACKOFF)
-            if attempt <= self._retries:
-                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            except Overtaken:
+                await asyncio.sleep(UPDATE_POLL_SECONDS)
+            except CallRefused as refusal:
+                return GenerationFailure(f"{server.url}: {refusal}")
+            except FailedCall as failed:
+                attempt, troubled, last = attempt + 1, server, str(failed)
+                if attempt <= self._retries:
+                    await asyncio.sleep(backoff_seconds(attempt, self._backoff))
+            else:
+                pieces.append(piece)
+                if piece.finish_reason != "abort":
+                    return _joined(pieces)
         return GenerationFailure(f"{self._retries + 1} attempts failed, the last at {last}")
 
     async def _attempt(self, session: ServerSession, server: Server, ask: Ask) -> Generation:

@@ -25,11 +25,10 @@ from plugin.rollout.engines.server_calls import (
     ServerTrouble,
 )
 from plugin.rollout.engines.server_dialects import ServerCall
-from plugin.rollout.engines.server_pool import Server, ServerPool
+from plugin.rollout.engines.server_pool import FailedCall, Server, ServerPool, backoff_seconds
 from plugin.rollout.teachers.score_dialects import SCORE_DIALECTS, ScoreAsk, Scores
 
 _PROBE_TIMEOUT = 60.0
-_LONGEST_BACKOFF = 15.0
 _IDLE_SECONDS = 0.05
 #: Its weights never change, so one label stands for them all along.
 _LABEL = "teacher"
@@ -141,26 +140,16 @@ class HttpTeacher:
         last = ""
         for attempt in range(self._retries + 1):
             if attempt:
-                # Spread, so that calls do not come back together.
-                pause = min(self._backoff * 2 ** (attempt - 1), _LONGEST_BACKOFF)
-                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+                await asyncio.sleep(backoff_seconds(attempt, self._backoff))
             server = self._server(troubled)
-            with self.pool.call(server) as known_before:
-                try:
+            try:
+                with self.pool.call(server):
                     body = await session.call(server.url, self._dialect.call(ask), self._timeout)
-                    scores = self._dialect.parse(body, ask, self._vocab_size)
-                except CallRefused as refusal:
-                    raise EngineError(f"the teacher {server.url} refuses: {refusal}") from None
-                except ServerGone as gone:
-                    last = f"{server.url}: {gone}"
-                    self.pool.take_out(server, str(gone))
-                except (ServerTrouble, MalformedAnswer) as trouble:
-                    last = f"{server.url}: {trouble}"
-                    self.pool.trouble(server, known_before, str(trouble))
-                else:
-                    server.troubles = 0
-                    return scores
-            troubled = server
+                    return self._dialect.parse(body, ask, self._vocab_size)
+            except CallRefused as refusal:
+                raise EngineError(f"the teacher {server.url} refuses: {refusal}") from None
+            except FailedCall as failed:
+                troubled, last = server, str(failed)
         raise EngineError(
             f"the teacher {self._spec.option} did not score it in {self._retries + 1} attempts, "
             f"the last: {last}; repair the server and go on with --resume, or raise "

@@ -14,7 +14,8 @@ from torch import Tensor
 from plugin.config import TrainerConfig
 from plugin.errors import WeightError
 from plugin.megatron_backend.model.builder import build_model
-from plugin.megatron_backend.model.hf_weights import export_hf_weights, load_hf_weights
+from plugin.megatron_backend.model.weight_export import export_hf_weights
+from plugin.megatron_backend.model.weight_loading import load_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel.rank_pool import RankError
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3

@@ -99,6 +99,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved(root / "policy")
     # The same tokenizer with padded embeddings: the same vocabulary.
     saved(root / "padded", vocab_size=32)
+    saved(root / "short", vocab_size=12)
     other = saved(root / "other")
     file = other / "tokenizer.json"
     text = json.loads(file.read_text())
@@ -140,6 +141,8 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_the_start(
             "has another vocabulary: '1' has the id 1 in the policy's tokenizer and the id 2",
         ),
         ("bare", "has a vocabulary of 32 tokens, the policy of 15"),
+        ("short", r"short has logits for 12 ids, and the tokenizer has 15"),
+        ("absent", f"^--teacher-hf-checkpoint {models}/absent holds no config.json"),
     ):
         given = settings(models, data, teacher_hf_checkpoint=str(models / name))
         with pytest.raises(ConfigError, match=message):
