@@ -148,13 +148,10 @@ def main(steps: int = 8) -> None:
         try:
             model_parallel_cuda_manual_seed(1)
             torch.manual_seed(1)
-            # Off-policy importance sampling on plain REINFORCE: rollout_log_probs are what the engine reported.
-            config = TrainerConfig(
-                policy_loss="reinforce",
-                use_tis=True,
-                custom_tis_function_path="plugin.ppo_utils.off_policy_is_function",
-                max_tokens_per_gpu=24,
-            )
+            # IcePop compares the policy with rollout_log_probs, what the engine reported, token by token, and drops tokens
+            # whose ratio leaves 0.2 to 5: no log-prob pass of the trainer is needed. off_policy_is_function on reinforce
+            # reads the same two, but collapses on older samples at its default clip (docs/evidence.md).
+            config = TrainerConfig(policy_loss="icepop", max_tokens_per_gpu=24)
             chunks, optimizer = build(config, groups)
             batch = rewarded_batch()
             for step in range(steps):

@@ -37,13 +37,28 @@ NEXT = (
     Setting(4, "bfloat16"),
 )
 SETTINGS = (*FIRST, *NEXT)
+#: Run with all arms after the adviser's rule had been written from the settings above, and only to check it.
+CHECK = (
+    Setting(2),
+    Setting(8),
+    Setting(32),
+    Setting(8, "int8"),
+    Setting(2, updates=4),
+    Setting(8, updates=4),
+    Setting(1, updates=2),
+    Setting(8, top_p=0.9),
+    Setting(2, "int8", mixture=True),
+    Setting(32, updates=4),
+    Setting(0, "int8", updates=2),
+    Setting(0, "bfloat16", mixture=True),
+)
 Row = dict[str, Any]
 
 
 def runs() -> Iterator[tuple[Arm, Setting]]:
-    """All arms of the first settings, the core of the next ones, then the other arms of these."""
+    """All arms of the first settings, the core of the next ones, the other arms of these, then what checks the adviser."""
     others = [arm for arm in arms() if arm not in CORE]
-    for settings, chosen in ((FIRST, arms()), (NEXT, CORE), (NEXT, others)):
+    for settings, chosen in ((FIRST, arms()), (NEXT, CORE), (NEXT, others), (CHECK, arms())):
         for setting in settings:
             yield from ((arm, setting) for arm in chosen if not equals_ppo(arm, setting))
 
@@ -74,7 +89,7 @@ def open_runs(path: Path = DATA) -> list[tuple[Arm, Setting]]:
 def shown_settings(rows: list[Row]) -> list[Setting]:
     """The settings, in order, in which every arm of the core has been measured: only these are shown."""
     done = {(row["arm"], setting_of(row)) for row in rows}
-    return [s for s in SETTINGS if all((arm.name, s) in done for arm in CORE)]
+    return [s for s in (*SETTINGS, *CHECK) if all((arm.name, s) in done for arm in CORE)]
 
 
 def record(row: Row, path: Path = DATA) -> None:

@@ -69,38 +69,53 @@ class Advice:
 
 
 Flagged = tuple[str, str | None, dict[str, Any]]
-#: In the top third of all methods in every setting that this was decided by, which no other was.
+#: In the top third of all methods wherever the engine was 1 to 16 versions behind.
 RECOMMENDED: Flagged = (
     "ppo",
     "vanilla_tis",
     {"use_rollout_kl_loss": True, "rollout_kl_loss_coef": 0.1},
 )
-#: The same without the pull, for tokens older than this: it pulls to a policy as old as they are.
 WITHOUT_PULL: Flagged = ("ppo", "vanilla_tis", {})
-OLDEST_PULL = 32
-_WHY = (
-    "weights bounded from above correct what is left after a pull to the engine's policy has kept "
-    "the two close: the most reliable of all methods in the experiments of docs/evidence.md"
-)
-_WHY_WITHOUT = (
-    f"weights bounded from above; a pull to a policy more than {OLDEST_PULL} versions old would "
-    "hold training back (docs/evidence.md)"
-)
+UNCORRECTED: Flagged = ("ppo", None, {})
+#: The pull is to a policy as old as the tokens: measured to help up to this age, and to harm at 64.
+OLDEST_PULL = 16
+#: KL (k3) per token below which engines of the same weights are too close for a pull to matter.
+SMALL_KL = 1e-3
 
 
-def _choice(staleness: float | None) -> tuple[Flagged, str]:
-    """Loss, correction and settings for tokens of this age, and why."""
+def _choice(mismatch: float, staleness: float | None) -> tuple[Flagged, str]:
+    """Loss, correction and settings for tokens of this distance and age, and why.
+
+    Stale tokens are always corrected: their distance grows with every update.
+    """
     if staleness is not None and staleness > OLDEST_PULL:
-        return WITHOUT_PULL, _WHY_WITHOUT
-    return RECOMMENDED, _WHY
+        return WITHOUT_PULL, (
+            f"weights bounded from above; a pull to a policy more than {OLDEST_PULL} versions old "
+            "would hold training back (docs/evidence.md)"
+        )
+    if not staleness and mismatch < NEGLIGIBLE_KL:
+        return UNCORRECTED, (
+            f"engine and trainer agree to {NEGLIGIBLE_KL:g}: there is nothing to correct between "
+            "them, and PPO's own ratio covers several updates on a rollout"
+        )
+    if not staleness and mismatch < SMALL_KL:
+        return WITHOUT_PULL, (
+            f"weights bounded from above; engine and trainer have the same weights and differ by "
+            f"less than {SMALL_KL:g}, so there is nothing that a pull could hold together"
+        )
+    return RECOMMENDED, (
+        "weights bounded from above correct what is left after a pull to the engine's policy has "
+        "kept the two close: the most reliable of all methods in the experiments of "
+        "docs/evidence.md"
+    )
 
 
 def candidates(situation: Situation) -> list[tuple[Method, list[str]]]:
     """What is recommended, then the other methods whose learning was measured, with flags."""
-    chosen, _ = _choice(situation.staleness)
+    chosen, _ = _choice(situation.mismatch, situation.staleness)
     measured: list[Flagged] = [
         chosen,
-        WITHOUT_PULL if chosen is RECOMMENDED else RECOMMENDED,
+        *(each for each in (RECOMMENDED, WITHOUT_PULL) if each is not chosen),
         *(("ppo", "vanilla_tis", {"tis_clip": clip}) for clip in (5.0, "auto:ess=0.9")),
         ("reinforce", "off_policy_is", {"eps_clip": 1.0, "eps_clip_high": 4.0}),
         *(("ppo", hook, {}) for hook in ("icepop", "m2po", "kpop")),
@@ -121,7 +136,8 @@ def advise_dump(paths: Sequence[str | Path], *, target_ess: float = 0.9) -> Advi
     """
     dump = open_dump(paths)
     situation = situation_of(block for block, _ in dump.blocks())
-    if situation.mismatch < NEGLIGIBLE_KL and situation.drift < NEGLIGIBLE_KL:
+    chosen, _ = _choice(situation.mismatch, situation.staleness)
+    if chosen is UNCORRECTED and situation.drift < NEGLIGIBLE_KL:
         return Advice(
             ["--policy-loss", "ppo", "--get-mismatch-metrics"],
             [
@@ -202,7 +218,7 @@ def _reasons(situation: Situation) -> list[str]:
     reasons = [
         f"KL of trainer from engine {situation.mismatch:.1e}, of the current policy from the "
         f"trainer {situation.drift:.1e}: mostly {cause}",
-        _choice(situation.staleness)[1],
+        _choice(situation.mismatch, situation.staleness)[1],
     ]
     if situation.staleness:
         reasons.append(f"tokens are {situation.staleness:.1f} weight versions old on average")
@@ -245,13 +261,11 @@ def _by_rule(record: RunRecord) -> Advice:
     if kl is None:
         raise BatchError(f"{record.path} recorded no mismatch_kl; run with --get-mismatch-metrics")
     reasons = [f"mismatch_kl {kl:.1e}, staleness {staleness:.1f}: means of the last steps"]
-    if kl < NEGLIGIBLE_KL and staleness == 0:
-        flags = ["--policy-loss", "ppo", "--get-mismatch-metrics"]
-        reasons.append(f"below {NEGLIGIBLE_KL:g}: nothing to correct")
-    else:
-        chosen, why = _choice(staleness)
-        flags = _flags(*chosen)
-        reasons.append(why)
+    chosen, why = _choice(kl, staleness)
+    flags = _flags(*chosen)
+    if chosen is UNCORRECTED:
+        flags.append("--get-mismatch-metrics")
+    reasons.append(why)
     reasons.append("by rule: without a dump (--dump-log-probs) nothing can be predicted")
     return Advice(flags, reasons, {}, [], {"mismatch_kl": kl, "staleness": staleness})
 

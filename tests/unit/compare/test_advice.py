@@ -14,6 +14,7 @@ import pytest
 from plugin import cli
 from plugin.compare.advice import (
     Advice,
+    Situation,
     _with_settings,
     advise_dump,
     advise_run,
@@ -145,3 +146,26 @@ def test_what_settings_leave_uncorrected_is_added_as_flags_that_parse() -> None:
     found = parser.parse_args(advice.flags)
     assert found.use_rollout_sampling_mask == "on" and found.use_rollout_routing_replay
     assert len(advice.reasons) == 2
+
+
+@pytest.mark.parametrize(
+    ("mismatch", "staleness", "flags"),
+    [
+        # Nothing between engine and trainer, however much the updates on a rollout move the policy.
+        (1e-5, 0.0, "--policy-loss ppo"),
+        (5e-4, None, "--policy-loss ppo --use-tis"),
+        (5e-3, 0.0, "--policy-loss ppo --use-tis --use-rollout-kl-loss --rollout-kl-loss-coef 0.1"),
+        # Stale tokens are corrected however close they still are; those of the measured age are pulled at.
+        (1e-5, 1.0, "--policy-loss ppo --use-tis --use-rollout-kl-loss --rollout-kl-loss-coef 0.1"),
+        (0.3, 16.0, "--policy-loss ppo --use-tis --use-rollout-kl-loss --rollout-kl-loss-coef 0.1"),
+        (0.3, 17.0, "--policy-loss ppo --use-tis"),
+    ],
+)
+def test_the_choice_follows_distance_and_age(
+    mismatch: float, staleness: float | None, flags: str
+) -> None:
+    situation = Situation(1000, mismatch, 0.01, 0.9, 0.0, 0.0, 8.0, staleness)
+    _, chosen = candidates(situation)[0]
+    assert " ".join(chosen) == flags
+    names = [" ".join(each) for _, each in candidates(situation)]
+    assert len(set(names)) == len(names)
