@@ -177,10 +177,18 @@ def _api_entry(name: str, value: Any) -> str:
     methods = [
         f"- `{method}{_signature(function, width=1000)}`: {_prose(function)}"
         for method, function in inspect.getmembers(value)
-        if is_class and method in vars(value) and (method[0] != "_" or method == "__call__")
+        if is_class and _documents(value, method) and (method[0] != "_" or method == "__call__")
         if (inspect.isfunction(function) or inspect.ismethod(function)) and function.__doc__
     ]
     return text + ("\n" + "\n".join(methods) + "\n" if methods else "")
+
+
+def _documents(cls: type, method: str) -> bool:
+    """Whether a method is listed with `cls`: its own, or one that every model on a rank has."""
+    bases = [
+        base for base in cls.__mro__ if base.__module__ == "plugin.megatron_backend.rank_model"
+    ]
+    return any(method in vars(owner) for owner in (cls, *bases))
 
 
 def _prose(value: Any) -> str:

@@ -95,7 +95,7 @@ GPU_ONLY = (
         "the device of a rank, NCCL",
     ),
     GpuOnly(
-        "megatron_backend/trainer.py",
+        "megatron_backend/rank_model.py",
         (),
         "both passes of a real model on the pretend device",
         "the optimizer on CUDA",

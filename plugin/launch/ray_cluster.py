@@ -38,6 +38,8 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
     Yields a function that waits until it is there, and raises what went wrong with it.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ranks fail together; the first one's error is shown, and not the tracebacks of the others.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Inherited by the actors: threads that wait for each other give up their core. Ranks, engines
     # and other jobs share the cores, and one thread that spins in vain holds up all the others.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -193,6 +193,7 @@ class TrainerRank(ReportingActor):
         """
         from plugin.megatron_backend.model.device_settings import on_this_device
         from plugin.megatron_backend.offloading import TrainerMemory
+        from plugin.megatron_backend.rank_model import RankModel
         from plugin.megatron_backend.trainer import MegatronTrainer
 
         config = self._config
@@ -213,7 +214,7 @@ class TrainerRank(ReportingActor):
         if name == "critic":
             from plugin.megatron_backend.critic import CriticTrainer
 
-            trainer: MegatronTrainer = CriticTrainer(
+            trainer: RankModel = CriticTrainer(
                 *(config, hf_config, groups, weights),
                 value_clip=config.value_clip,
                 layout=layout,

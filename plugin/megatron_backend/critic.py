@@ -20,6 +20,7 @@ from plugin.loss.value_loss import clipped_value_loss
 from plugin.megatron_backend.model.builder import build_optimizer, wrap_with_ddp
 from plugin.megatron_backend.model.whole_weight import WholeWeight
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.rank_model import RankModel
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.megatron_backend.step.forward_step import ForwardStep, LossClosure, run_model
 from plugin.megatron_backend.step.loss_scaling import LossScale
@@ -32,7 +33,7 @@ from plugin.megatron_backend.step.schedule import (
     spread_from_last_stage,
 )
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
-from plugin.megatron_backend.trainer import MegatronTrainer, StepResult
+from plugin.megatron_backend.trainer import StepResult
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from plugin.ragged import Ragged
 
@@ -57,7 +58,7 @@ class ValueHead(WholeWeight):
         return F.linear(hidden, self.weight), None
 
 
-class CriticTrainer(MegatronTrainer):
+class CriticTrainer(RankModel):
     """Value model and optimizer of one rank; weights of the backbone come from a policy.
 
     Routes are never replayed: they are those of another model.
@@ -117,17 +118,7 @@ class CriticTrainer(MegatronTrainer):
                     raise BatchError(f"the batch has no {name}; compute values and returns first")
         step = self._prepared(batch, errors)
         table = StatisticsTable(self.device)
-        scale = LossScale(
-            per_token=self.config.per_token,
-            total_weight=step.share.total_weight,
-            num_microbatches=len(step.share.counts),
-            dp_cp_size=self.groups.dp_cp_size,
-            loss_scale=self.optimizer.loss_scale,
-        )
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.optimizer.zero_grad()
+        scale = self._begin_update(step)
         forward_step = self._training_step(scale, table, errors)
         run_schedule(forward_step, self.chunks, step.microbatches, self.groups)
         last = self.groups.is_last_stage

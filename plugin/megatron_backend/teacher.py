@@ -11,9 +11,11 @@ from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
+from plugin.errors import BatchError
 from plugin.logprobs.separable_lm_head import separable_log_probs
 from plugin.loss.separable_loss import takes_separable_head
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.rank_model import RankModel
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.megatron_backend.step.forward_step import ForwardStep, LossClosure, run_model
 from plugin.megatron_backend.step.output_head import (
@@ -25,14 +27,13 @@ from plugin.megatron_backend.step.preparation import PreparedMicrobatch
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.schedule import run_schedule
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
-from plugin.megatron_backend.trainer import MegatronTrainer
-from plugin.ragged import Ragged
+from plugin.ragged import Integers, Ragged
 from plugin.teacher_topk import TOPK_IDS, TOPK_LOG_PROBS
 
 LOG_PROBS = "teacher_log_probs"
 
 
-class TeacherTrainer(MegatronTrainer):
+class TeacherTrainer(RankModel):
     """A teacher in the layout of the policy; only its forward pass is used.
 
     It takes the way of the policy's training pass through the LM head, down to the rows that are
@@ -60,6 +61,16 @@ class TeacherTrainer(MegatronTrainer):
         super().__init__(config, hf_config, groups, layout=layout, trainable=False, seed=seed)
         self.load_hf_weights(weights)
         self._vocab_size = min(vocab_size or hf_config.vocab_size, hf_config.vocab_size)
+
+    def _check_batch(self, batch: RolloutBatch, numbers: Integers | None = None) -> None:
+        largest = int(batch.columns["unconcat_tokens"].values.max())
+        if largest >= (size := self.hf_config.vocab_size):
+            raise BatchError(
+                f"the policy sampled token {largest}, and the teacher has logits for {size} ids; "
+                "use a teacher with as many as the policy, or a policy that does not sample ids "
+                "that its tokenizer lacks"
+            )
+        super()._check_batch(batch, numbers)
 
     def compute_scores(self, batch: RolloutBatch | BatchShare) -> dict[str, Ragged]:
         """The columns of a batch that a teacher fills in; anything where the loss mask is 0.

@@ -16,6 +16,7 @@ from plugin.megatron_backend.teacher import TeacherTrainer
 from plugin.ragged import Ragged
 from plugin.teacher_topk import TOPK_IDS, TOPK_LOG_PROBS
 from tests.parallel import tiny_models
+from tests.parallel.rank_pool import RankError
 from tests.parallel.training_jobs import (
     Layout,
     Outcome,
@@ -165,3 +166,19 @@ def test_ids_that_only_the_teacher_has_are_never_among_the_likeliest(run_ranks: 
         # The padding took most of the probability, and it still counts.
         log_probs = scores[TOPK_LOG_PROBS].values[mask]
         assert float(log_probs.exp().sum(1).median()) < 0.5
+
+
+def small_teacher(groups: ParallelGroups, start: Start) -> None:
+    trainer = new_trainer(groups, start, TOKEN)
+    weights = dict(start.weights)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:50]
+    hf_config = tiny_models.FAMILIES[start.family](vocab_size=50)
+    TeacherTrainer(trainer.config, hf_config, groups, weights).compute_scores(start.batch)
+
+
+def test_a_token_that_the_teacher_lacks_is_an_error_that_names_the_teacher(
+    run_ranks: RunRanks,
+) -> None:
+    with pytest.raises(RankError, match="sampled token 95, and the teacher has logits for 50 ids"):
+        run_ranks(small_teacher, 1, Start.of("qwen3"))

@@ -26,7 +26,7 @@ from tests.pretend_device import PretendDevice
 
 SETTINGS = {"max_tokens_per_gpu": 40, "use_tis": True, "entropy_coef": 0.05}
 #: Where a pass may read: the results that it returns to the caller, and Megatron's token dispatcher, which asks for split sizes.
-RETURNED = ("trainer.py", "rows = rows.cpu()")
+RETURNED = ("rank_model.py", "rows = rows.cpu()")
 MEGATRON = ("output = model(", "return schedule(")
 
 

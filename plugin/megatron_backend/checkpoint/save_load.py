@@ -385,7 +385,7 @@ def _restore_rng(directory: Path, metadata: CheckpointMetadata, parts: TrainerPa
     first = load_file(_rng_file(directory, 0))["torch"]
     # 31 bits: Megatron adds small numbers to the seed, and numpy takes 32.
     reseed(zlib.crc32(first.numpy().tobytes()) >> 1, groups)
-    if groups.rank == 0:
+    if groups.rank == 0 and parts.optimizer is not None:  # else nothing is resumed
         logger.warning(
             "%s was saved on layout %s and is resumed on %s: random generators start anew from a "
             "seed taken from the checkpoint",
