@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plugin.config import JobConfig
-from plugin.errors import ConfigError
+from plugin.errors import ConfigError, MegatronTisError
 from plugin.launch.train_command import COMMON_FLAGS
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ def _hint(config: JobConfig, near: list[str]) -> str:
 def load_models(config: JobConfig, args: argparse.Namespace) -> tuple[Models, set[str] | None]:
     """Configs of the policy and its companions, and the names in the policy's index, if any."""
     from plugin.launch.model_source import policy_source
+    from plugin.megatron_backend.model.lora_targets import check_lora
     from plugin.plan.job_plan import Models
     from plugin.plan.model_configs import read_hf_config
     from plugin.plan.weight_coverage import index_names
@@ -187,6 +189,7 @@ def load_models(config: JobConfig, args: argparse.Namespace) -> tuple[Models, se
     elif config.hf_checkpoint is not None:
         file = Path(config.hf_checkpoint).expanduser() / "config.json"
     policy = policy_source(config).as_config() if file is None else read_hf_config(file)
+    check_lora(policy, config)
     index = args.hf_index and Path(args.hf_index).expanduser()
     if index is None and file is not None:
         beside = file.parent / "model.safetensors.index.json"
@@ -214,8 +217,9 @@ def checked_plan(
 
     import_megatron()
     from plugin.megatron_backend.model.layout_rules import check_model
-    from plugin.plan.job_plan import plan_job
+    from plugin.plan.job_plan import does_not_build, plan_job
     from plugin.plan.layouts import layout_settings, nearest_layouts
+    from plugin.plan.rough_costs import whole_counts
     from plugin.plan.sample_lengths import sample_lengths
 
     try:
@@ -225,7 +229,19 @@ def checked_plan(
         raise ConfigError(f"{error}{_hint(config, near)}") from error
     longest = models.policy.max_position_embeddings
     samples = sample_lengths(config, lengths, longest)
-    return plan_job(config, models, samples, gpu, ranks=ranks, begin=begin)
+    try:
+        plan = plan_job(config, models, samples, gpu, ranks=ranks, begin=begin)
+    except MegatronTisError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"a rank {does_not_build(error)}; change the model's config.json or the layout, "
+            "--traceback shows where"
+        ) from error
+    if ranks is None:
+        return plan
+    counts = whole_counts(models.policy)  # of the stages that were not planned, too
+    return replace(plan, total_parameters=counts.dense + counts.experts)
 
 
 def _ranks(words: str) -> list[int] | None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from plugin.launch.ray_cluster import check_address
 from plugin.launch.teacher_checks import checked_teachers, teacher_problem
 from plugin.loss.objective import check_loss
 from plugin.loss.separable_loss import takes_separable_head
+from plugin.megatron_backend.model.families import is_extra_layer
 from plugin.megatron_backend.model.weight_files import HfDirectory
 from plugin.observe.detectors import load_detectors
 from plugin.plan.quick_check import count_weights, least_bytes, refuse_what_cannot_fit
@@ -379,7 +381,13 @@ def check_memory(config: JobConfig, policy: ModelSource) -> None:
     if policy.directory is None or config.address is not None:
         return
     on_cuda = torch.cuda.is_available()
-    shapes = HfDirectory(Path(policy.directory)).shapes()
+    described = SimpleNamespace(**policy.hf_config)
+    tied = {"lm_head.weight"} if policy.hf_config.get("tie_word_embeddings") else set()
+    shapes = {
+        name: shape
+        for name, shape in HfDirectory(Path(policy.directory)).shapes().items()
+        if name not in tied and not is_extra_layer(name, described)
+    }
     least = least_bytes(count_weights(shapes), config, on_cuda=on_cuda)
     if on_cuda:
         memory = torch.cuda.get_device_properties(0).total_memory

@@ -79,7 +79,8 @@ def message_seconds(plan: JobPlan, kind: RankKind, gpu: Gpu) -> dict[str, float]
     parallel ranks where they are overlapped with computation.
     """
     found: dict[str, float] = {}
-    for (group, operation), (_, size) in kind.collectives.items():
+    fill = _mean_fill(plan)
+    for (group, operation), (_, most) in kind.collectives.items():
         name = GROUP_NAMES.get(group, "world")
         if "data" in name and plan.config.overlap_grad_reduce:
             continue
@@ -97,6 +98,8 @@ def message_seconds(plan: JobPlan, kind: RankKind, gpu: Gpu) -> dict[str, float]
             "receive": 0.0,  # the same message as the neighbor's send
         }.get(operation, 1.0)
         what = f"{name} {operation} {'within nodes' if near else 'over the network'}"
+        # Gradients and weights are as large as ever; the others grow with a microbatch's tokens.
+        size = most if "data" in name else most * fill
         seconds = size * factor / (gpu.link if near else gpu.network)
         found[what] = found.get(what, 0.0) + seconds
     return found
@@ -105,7 +108,6 @@ def message_seconds(plan: JobPlan, kind: RankKind, gpu: Gpu) -> dict[str, float]
 def step_time(plan: JobPlan, gpu: Gpu) -> StepTime:
     """The slowest stage sets the pace; the pipeline fills and drains once per step."""
     rate = gpu.tflops * 1e12 * ASSUMED_UTILIZATION
-    # The largest microbatch was planned; the mean one is as full as the samples make it.
     fill = _mean_fill(plan)
     compute = [kind.flops * fill / rate for kind in plan.stages]
     messages = [sum(message_seconds(plan, kind, gpu).values()) for kind in plan.stages]
@@ -120,6 +122,9 @@ def step_time(plan: JobPlan, gpu: Gpu) -> StepTime:
 
 
 def _mean_fill(plan: JobPlan) -> float:
+    """Tokens of the mean microbatch over those of the largest, which was planned."""
+    if plan.config.virtual_pipeline_model_parallel_size:
+        return 1.0  # the interleaved schedule wants all of one shape, so they are filled up
     room = plan.batching.microbatches * sum(plan.batching.largest)
     return min(1.0, max(plan.batching.tokens) / room)
 
@@ -135,6 +140,8 @@ def weight_sync(plan: JobPlan) -> dict[str, Any]:
         "directory": "the file system of trainers and servers",
         "object-store": "shared memory of a node; the network to engines of other nodes",
     }[way]
+    if config.syncs_adapters:
+        links += "; once, then adapters alone"
     return {
         "bytes": plan.total_parameters * size,
         "way": way,

@@ -102,6 +102,12 @@ def decided(config: JobConfig, gpu: Gpu | None) -> JobConfig:
     return on_device(config, found).unchecked_copy(transformer_impl="local", fp8=None)
 
 
+def does_not_build(error: Exception) -> str:
+    """What Megatron-Core or torch says of a rank that they cannot build or step, in one line."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"does not build: {type(error).__name__}: {lines[0]}"
+
+
 def plan_job(
     config: JobConfig,
     models: Models,
@@ -126,7 +132,9 @@ def plan_job(
     world = World.of(config, config.world_size)
     stages = config.pipeline_model_parallel_size
     per_stage = world.size // stages
-    examples = list(ranks) if ranks else [stage * per_stage for stage in range(stages)]
+    # Of a context parallel group the first rank has the prompts, the last only responses to score.
+    place = config.tensor_model_parallel_size * (config.context_parallel_size - 1)
+    examples = list(ranks or range(place, world.size, per_stage))
     for rank in examples:
         if not 0 <= rank < world.size:
             raise ConfigError(f"--ranks names {rank}, the job has ranks 0 to {world.size - 1}")
@@ -178,9 +186,7 @@ def _kind(
     numbers = [
         layer.layer_number for chunk in trainer.chunks for layer in chunk.module.decoder.layers
     ]
-    # Reference and teacher wait in host memory where they are offloaded.
-    on_device = {} if run.config.reference_offload else models.copies
-    copies = sum(run.planned.copy_bytes(run.config, other) for other in on_device.values())
+    copies = _copy_bytes(run, models, measured)
     trained = count_trained(trainer.chunks)
     if run.config.trains_critic:
         copies += _critic_bytes(measured, trained)
@@ -209,6 +215,17 @@ def _kind(
     )
 
 
+def _copy_bytes(run: StageRun, models: Models, measured: MeasuredRank) -> int:
+    """What reference and teacher add to the peak.
+
+    Where they are offloaded, one at a time is on the device while it is asked, before the step.
+    """
+    sizes = [run.planned.copy_bytes(run.config, other) for other in models.copies.values()]
+    if sizes and run.config.reference_offload:
+        return run.beyond_step(max(sizes), measured)
+    return sum(sizes)
+
+
 def _critic_bytes(measured: MeasuredRank, trained: int) -> int:
     """A model of the policy's size, all of which is trained."""
     resident = measured.resident
@@ -217,7 +234,7 @@ def _critic_bytes(measured: MeasuredRank, trained: int) -> int:
 
 
 def _kinds_of_stage(kind: RankKind, planned: Any, config: JobConfig) -> list[RankKind]:
-    """All kinds of a stage's ranks, by that of its first rank.
+    """All kinds of a stage's ranks, by that of one of them.
 
     Every layout that is accepted cuts heads, hidden sizes, experts and the padded vocabulary
     evenly; only the shards of a distributed optimizer can differ.
@@ -231,22 +248,20 @@ def _kinds_of_stage(kind: RankKind, planned: Any, config: JobConfig) -> list[Ran
     # Ranks are numbered tensor, context, data; of experts: tensor, expert, data.
     places = np.arange(ranks)
     held = dense[places // tensor % len(dense)] + experts[places // expert % len(experts)]
-    found: list[RankKind] = []
-    for numbers in dict.fromkeys(held.tolist()):
+    first, place = kind.example_rank - kind.example_rank % ranks, kind.example_rank % ranks
+    found = [replace(kind, count=int((held == held[place]).sum()))]
+    for numbers in dict.fromkeys(held[held != held[place]].tolist()):
         same = np.flatnonzero(held == numbers)
-        name = kind.kind
-        if found:
-            name += f", optimizer shard of {numbers:,}"
         shard = {
-            part: kind.bytes[part] * numbers // int(held[0])
+            part: kind.bytes[part] * numbers // int(held[place])
             for part in ("main_parameters", "optimizer")
         }
         found.append(
             replace(
                 kind,
-                kind=name,
+                kind=f"{kind.kind}, optimizer shard of {numbers:,}",
                 count=len(same),
-                example_rank=kind.example_rank + int(same[0]),
+                example_rank=first + int(same[0]),
                 bytes=kind.bytes | shard,
             )
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from plugin.config import JobConfig
@@ -61,10 +62,14 @@ def without_layout(args: argparse.Namespace) -> tuple[dict[str, int], argparse.N
     return sizes, argparse.Namespace(**rest)
 
 
-def possible_layouts(config: JobConfig, hf_config: Any) -> Iterator[JobConfig]:
-    """Every layout of the job's GPUs that the model can be cut into, without virtual pipelining.
+def possible_layouts(
+    config: JobConfig, hf_config: Any, chunks: Sequence[int] = ()
+) -> Iterator[JobConfig]:
+    """Every layout of the job's GPUs that the model can be cut into.
 
     Tensor parallel ranks stay on one node, context parallel ones are at most twice the job's.
+
+    chunks: numbers of model chunks per stage that are tried besides one (interleaved schedule)
     """
     from plugin.megatron_backend.model.families import family_of
     from plugin.megatron_backend.model.layout_rules import check_model
@@ -75,14 +80,17 @@ def possible_layouts(config: JobConfig, hf_config: Any) -> Iterator[JobConfig]:
     for tp in _divisors(hf_config.num_key_value_heads, per_node):
         for pp in _divisors(world // tp, layers):
             for cp in _divisors(world // (tp * pp), config.context_parallel_size * 2):
-                for ep in _divisors(experts, world // pp) if experts else (1,):
+                eps = _divisors(experts, world // pp) if experts else [1]
+                for ep, vpp in product(eps, (None, *chunks) if pp > 1 else (None,)):
                     first, last = stage_ends(layers, pp)
                     sizes: dict[str, Any] = {
                         "tensor_model_parallel_size": tp,
                         "pipeline_model_parallel_size": pp,
-                        "virtual_pipeline_model_parallel_size": None,
+                        "virtual_pipeline_model_parallel_size": vpp,
                         "decoder_first_pipeline_num_layers": first,
                         "decoder_last_pipeline_num_layers": last,
+                        "account_for_embedding_in_pipeline_split": False,
+                        "account_for_loss_in_pipeline_split": False,
                         "context_parallel_size": cp,
                         "expert_model_parallel_size": ep,
                         "expert_tensor_parallel_size": 1,

@@ -151,6 +151,17 @@ class RankWithoutNumbers:
             per_microbatch=_as_tuples(self.traffic.per_microbatch),
         )
 
+    def asked_bytes(self, share_of: Callable[[Any], Any]) -> int:
+        """Activations and logits at the peak of a pass that computes log-probs alone."""
+        share = share_of(self.trainer)
+        self._expect_messages(share)
+        self.traffic.restart()
+        self.memory.restart()
+        with self.memory.labelled("activations"):
+            self.trainer.compute_log_probs(share)
+        peak = self.memory.restart()
+        return peak.get("activations", 0) + peak.get("logits", 0)
+
     @contextmanager
     def _schedule_marked(self) -> Iterator[None]:
         """In the body, the traffic knows what is part of a schedule and what ends a step."""

@@ -23,12 +23,14 @@ _PARTS = (
 )
 #: What of a plan is a formula or an assumption, because shapes do not tell.
 FORMULAS = (
-    f"seconds: {ASSUMED_UTILIZATION:.0%} of the GPU's peak, messages at link speed; only those of "
-    "data parallel ranks are hidden, where overlapped",
+    f"seconds: {ASSUMED_UTILIZATION:.0%} of the GPU's bfloat16 peak, messages at link speed; only "
+    "those of data parallel ranks are hidden, where overlapped",
     "attention, norms and SwiGLU keep what fused kernels keep; context parallel attention is a "
     "ring of keys and values",
     f"{RESERVED_BYTES >> 30} GiB of every GPU for the driver, CUDA and NCCL",
     "experts get equal numbers of tokens",
+    "--fp8 is planned in bfloat16: neither its faster products nor its float8 copies of weights (1 "
+    "or 2 bytes each) are counted",
     "a critic (--advantage-estimator gae) holds what the policy holds; its messages and time are "
     "not counted",
     "KV cache: vLLM's 90 % of the memory, weights in the engine's dtype",
@@ -120,8 +122,8 @@ def as_text(report: dict[str, Any]) -> list[str]:
         f"{batch['padding_microbatch_share']:.1%} of them padding; the busiest data parallel rank "
         f"works {batch['work_balance']:.3f} times the mean; {_size(batch['bytes_per_rank'])} to "
         "each rank",
-        f"weight sync: {_size(sync['bytes'])} to {sync['engines']} engines through {sync['way']} "
-        f"({sync['links']})",
+        f"weight sync: {_size(sync['bytes'])} to {sync['engines']} "
+        f"engine{'' if sync['engines'] == 1 else 's'} through {sync['way']} ({sync['links']})",
         _rollout_line(report["rollout"]),
     ]
     if "time" in report:

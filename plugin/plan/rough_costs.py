@@ -5,6 +5,7 @@ A search plans the layouts that remain. Only the order of these seconds matters.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +37,11 @@ class RoughModel:
     @classmethod
     def of(cls, hf_config: Any, tokens: int, copies: int) -> RoughModel:
         """Count the weights that transformers would build."""
-        import torch
-        from transformers import AutoModelForCausalLM, initialization
-
         from plugin.megatron_backend.model.families import family_of
 
-        with initialization.no_init_weights(), torch.device("meta"):
-            weights = dict(AutoModelForCausalLM.from_config(hf_config).named_parameters())
         arguments = family_of(hf_config).transformer_arguments(hf_config)
         return cls(
-            count_weights({name: tensor.shape for name, tensor in weights.items()}),
+            whole_counts(hf_config),
             arguments["num_layers"],
             hf_config.hidden_size,
             arguments.get("num_moe_experts", 0),
@@ -54,6 +50,16 @@ class RoughModel:
             copies,
             hf_config.vocab_size * hf_config.hidden_size,
         )
+
+
+def whole_counts(hf_config: Any) -> WeightCounts:
+    """The weights of the model that transformers would build."""
+    import torch
+    from transformers import AutoModelForCausalLM, initialization
+
+    with initialization.no_init_weights(), torch.device("meta"):
+        weights = dict(AutoModelForCausalLM.from_config(hf_config).named_parameters())
+    return count_weights({name: tensor.shape for name, tensor in weights.items()})
 
 
 def rough_bytes(model: RoughModel, config: JobConfig) -> int:
@@ -67,7 +73,7 @@ def rough_seconds(model: RoughModel, config: JobConfig, gpu: Gpu) -> float:
     """A step's products, messages and bubble by formula."""
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     cp, ep = config.context_parallel_size, config.expert_model_parallel_size
-    world = config.world_size
+    world, chunks = config.world_size, config.virtual_pipeline_model_parallel_size or 1
     active = model.counts.dense + model.counts.experts * model.topk / max(1, model.experts)
     pace = _pace(model, active, pp)
     compute = pace * 6 * active * model.tokens / world
@@ -81,12 +87,17 @@ def rough_seconds(model: RoughModel, config: JobConfig, gpu: Gpu) -> float:
     tokens = model.tokens * tp * pp / world
     states = 2 * tokens * model.hidden * pace * model.layers / pp
     # Forward and backward: gathers and scatters around attention and MLP; to the experts and back;
-    # keys and values around the ring.
+    # keys and values around the ring; hidden states to the next stage and their gradients back.
     messages = 8 * states * (tp - 1) / tp / link("tensor")
     messages += 4 * states / tp * model.topk * (ep - 1) / ep / link("expert")
     messages += 3 * states / tp * (cp - 1) / link("context")
+    if pp > 1:
+        messages += 4 * tokens * model.hidden / tp * chunks / link("pipeline")
     microbatches = max(1.0, tokens / (config.max_tokens_per_gpu or tokens))
-    waiting = 1 + (pp - 1) / microbatches
+    waiting = 1 + (pp - 1) / (chunks * microbatches)
+    if chunks > 1:
+        # The interleaved schedule runs whole rounds of microbatches, some of them padding.
+        waiting *= pp * math.ceil(microbatches / pp) / microbatches
     if config.overlap_grad_reduce:
         return (compute + messages) * waiting
     held = (model.counts.dense / tp + model.counts.experts / ep) / pp

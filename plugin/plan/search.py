@@ -7,9 +7,11 @@ before is read from a cache: the key is everything that the plan depends on.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -21,11 +23,14 @@ from plugin.config import JobConfig
 from plugin.errors import MegatronTisError
 from plugin.plan.estimates import message_seconds, step_time
 from plugin.plan.gpus import Gpu
-from plugin.plan.job_plan import Models, decided
+from plugin.plan.job_plan import Models, decided, does_not_build
 from plugin.plan.layouts import describe, layout_settings, possible_layouts
 from plugin.plan.rough_costs import RoughModel, rough_bytes, rough_seconds
 from plugin.plan.sample_lengths import SampleLengths
 from plugin.plan.short_stages import plan_by_layers
+
+#: Model chunks per pipeline stage that are tried besides one; more of them send more messages.
+_CHUNKS = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def _hopeful(
 ) -> tuple[list[JobConfig], list[LeftOut]]:
     """The layouts whose least fits into the GPU, and the others."""
     hopeful, left_out = [], []
-    for layout in possible_layouts(config, models.policy):
+    for layout in possible_layouts(config, models.policy, _CHUNKS):
         least = rough_bytes(rough, layout)
         if least <= gpu.memory:
             hopeful.append(layout)
@@ -148,29 +153,45 @@ def _cached(
     ]
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
     file = None if cache is None else cache / f"{key}.json"
-    if file is not None and file.is_file():
-        return Candidate(**json.loads(file.read_text(encoding="utf-8")))
+    # A file that is missing, cut off or unreadable is planned anew.
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        if file is not None:
+            return Candidate(**json.loads(file.read_text(encoding="utf-8")))
     candidate = Candidate(describe(layout), layout_settings(layout))
     try:
         candidate = _planned(candidate, layout, models, lengths, gpu)
     except MegatronTisError as error:
         candidate = replace(candidate, problem=str(error))
     except Exception as error:  # one layout that fails must not end the search
-        lines = str(error).strip().splitlines() or ["no message"]
-        return replace(candidate, problem=f"does not build: {type(error).__name__}: {lines[0]}")
+        return replace(candidate, problem=does_not_build(error))
     if file is not None:
+        _keep(file, candidate)
+    return candidate
+
+
+def _keep(file: Path, candidate: Candidate) -> None:
+    """Write a result for the next search; one that cannot be written is planned again then."""
+    partial = file.with_suffix(f".{os.getpid()}")
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(asdict(candidate)), encoding="utf-8")
         os.replace(partial, file)
-    return candidate
+    except OSError as error:
+        _warn_of_cache(f"results are not kept for the next search: {error}")
+
+
+@cache
+def _warn_of_cache(message: str) -> None:
+    print(f"megatron-tis: {message}", file=sys.stderr)
 
 
 @cache
 def _code_digest() -> str:
-    """Of this version and of the planner's own code: a changed planner plans again."""
-    digest = hashlib.sha256(plugin.__version__.encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    """Of all code that a plan runs: where that changes, layouts are planned again."""
+    from megatron.core import __version__ as megatron_version
+
+    digest = hashlib.sha256(f"{plugin.__version__} {megatron_version}".encode())
+    for file in sorted(Path(plugin.__file__).parent.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -55,9 +55,10 @@ def plan_by_layers(config: JobConfig, models: Models, lengths: SampleLengths, gp
 
 def _few_layers(config: JobConfig) -> tuple[int, int] | None:
     """Two numbers of layers per stage, whole units of recompute; None if a line does not do."""
-    if config.virtual_pipeline_model_parallel_size or config.recompute_method == "block":
+    if config.recompute_method == "block":
         return None
-    unit = config.recompute_num_layers or 1
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    unit = chunks * (config.recompute_num_layers or 1)
     return unit, 2 * unit
 
 

@@ -59,6 +59,17 @@ class StageRun:
         result = self._scaled(last, microbatches / run)
         return dataclasses.replace(result, activations=activations), before is not None
 
+    def beyond_step(self, weights: int, step: MeasuredRank) -> int:
+        """Bytes that a rank needs beyond the step's peak while it asks a model for log-probs.
+
+        weights: of that model, which are there for the pass only
+        """
+        interleaved = self.config.virtual_pipeline_model_parallel_size is not None
+        most = self.config.pipeline_model_parallel_size if interleaved else 2
+        count = min(self.batching.microbatches, most)
+        asked = self.planned.asked_bytes(lambda trainer: self._share(trainer, count, 0))
+        return max(0, weights + asked - step.activations - step.logits)
+
     def _run(self, microbatches: int, padding: int = 0) -> MeasuredRank:
         watch = self.config.detect_mismatch or self.config.dump_log_probs is not None
         return self.planned.measured(

@@ -25,32 +25,38 @@ from plugin.plan.shape_mode import LiveMemory, ShapesOnly
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keeps query, key, value, output and one number per row, as every flash kernel does."""
+    """Keeps query, key, value, output and one number per row, as every flash kernel does.
+
+    ring: ranks whose keys and values the queries meet one after the other
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: int = 1) -> Tensor:
         # [B, n, S, d]; kernels write [B, S, n, d]
         output = query.new_empty(
             (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         ).transpose(1, 2)
         rows = query.new_empty(query.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, rows)
-        _count_attention(query, key, products=2)
+        ctx.ring = ring
+        # Scores; weighted values.
+        _count_attention(query, key, ring, query.shape[3] + value.shape[3])
         return output
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, _, _ = ctx.saved_tensors
-        _count_attention(query, key, products=5)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        # Scores again, gradients of queries and keys; of weights and values.
+        _count_attention(query, key, ctx.ring, 3 * query.shape[3] + 2 * value.shape[3])
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
-def _count_attention(query: Tensor, key: Tensor, products: int) -> None:
-    """Count the products over all pairs of a row; the mode knows which share of them exists."""
+def _count_attention(query: Tensor, key: Tensor, ring: int, width: int) -> None:
+    """Count products over all pairs of a row; `StageRun` knows which share of the pairs exists."""
     mode = ShapesOnly.active
     if mode is not None:
-        pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-        mode.attention_flops += 2 * products * pairs * query.shape[3]
+        pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * ring
+        mode.attention_flops += 2 * pairs * width
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -204,6 +210,6 @@ def _attention_of(module: Any) -> Any:
         if group.size() > 1:
             key, value = Ring.apply(key, value)
         parts = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        return _FlashAttention.apply(*parts).permute(2, 0, 1, 3).flatten(2)
+        return _FlashAttention.apply(*parts, group.size()).permute(2, 0, 1, 3).flatten(2)
 
     return forward

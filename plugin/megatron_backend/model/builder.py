@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
@@ -156,6 +157,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     fit_to_family(model, hf_config, groups, use_te)
+    _drop_used_probs(model)
     if model.post_process:
         # A step may mix microbatches that fuse this layer with the log-probs and others that do
         # not; Megatron takes a weight's gradients either from its fused kernel or from autograd.
@@ -164,6 +166,22 @@ def _build_chunk(
     # Names and shapes on the Hugging Face side; weights are loaded and exported by them.
     model.hf_config = hf_config
     return model.cuda() if torch.cuda.is_available() else model
+
+
+def _drop_used_probs(model: GPTModel) -> None:
+    """Let MoE layers drop their router's probabilities once they have used them.
+
+    Megatron's dispatcher keeps them, and with them the graph of a recomputed layer: its input and
+    the gradient of that would stay in memory until the layer's next forward pass.
+    """
+
+    def drop(layer: Any, *_: Any) -> None:
+        if hasattr(layer.token_dispatcher, "probs"):
+            layer.token_dispatcher.probs = None
+
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.register_forward_hook(drop)
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:

@@ -103,8 +103,11 @@ def is_extra_layer(name: str, hf_config: Any) -> bool:
         return True
     counts = (getattr(hf_config, f"num_{kind}_layers", 0) for kind in ("mtp", "nextn_predict"))
     extra = max(count or 0 for count in counts)
-    match, layers = _LAYER.match(name), hf_config.num_hidden_layers
-    return match is not None and layers <= int(match.group(1)) < layers + extra
+    match = _LAYER.match(name) if extra else None
+    if match is None:
+        return False
+    layers = hf_config.num_hidden_layers
+    return bool(layers <= int(match.group(1)) < layers + extra)
 
 
 FAMILIES: dict[str, ModelFamily] = {

@@ -66,6 +66,13 @@ def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:
                 f"{option}: the model's {what} is {value}, which cannot be divided by {size}; it "
                 f"can by {', '.join(fitting)}"
             )
+    heads, key_heads = arguments["num_attention_heads"], arguments["num_query_groups"]
+    if heads % key_heads:
+        raise ConfigError(
+            f"the model's num_attention_heads is {heads} and its num_key_value_heads {key_heads}, "
+            "and as many queries have to share each key; give the config.json of a "
+            f"{model_type} model"
+        )
     layers_per_stage(arguments)
     if arguments.get("linear_attention_freq") and arguments["context_parallel_size"] > 1:
         raise ConfigError(

@@ -35,15 +35,17 @@ PARTS.forEach((part, i) => {
   element("i", { style: `display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px;background:${COLOR(i)}` }, item);
   item.append(part.replace("_", " "));
 });
-const ROW = 46, LEFT = 250, RIGHT = 130, WIDTH = 1240;
+// What a stage holds, and on a line of its own the size of its optimizer shard, where these differ.
+const LABELS = data.ranks.map((rank) => rank.kind.split(": ")[1].split(/, (?=optimizer shard)/));
+const ROW = 34 + 14 * Math.max(...LABELS.map((lines) => lines.length)), LEFT = 250, RIGHT = 130, WIDTH = 1240;
 const bars = element("svg", { viewBox: `0 0 ${WIDTH} ${ROW * data.ranks.length + 24}`, style: "height:auto", role: "img", "data-plot": "memory",
   "aria-label": "memory by part, one bar per kind of rank" }, card);
 const X = (bytes) => LEFT + (bytes / largest) * (WIDTH - LEFT - RIGHT);
 data.ranks.forEach((rank, row) => {
   const y = row * ROW + 8;
-  const [stage, rest] = rank.kind.split(": ");
+  const stage = rank.kind.split(": ")[0];
   element("text", { x: 0, y: y + 13, fill: "var(--ink)", "font-size": 14, "font-weight": 600 }, bars, `${stage} × ${rank.count} ranks`);
-  element("text", { x: 0, y: y + 30, fill: "var(--soft)", "font-size": 12 }, bars, rest);
+  LABELS[row].forEach((line, i) => element("text", { x: 0, y: y + 30 + 14 * i, fill: "var(--soft)", "font-size": 12 }, bars, line));
   let from = 0;
   PARTS.forEach((part, i) => {
     const bytes = rank.bytes[part];

@@ -95,6 +95,12 @@ def test_a_reference_counts_unless_it_is_offloaded(capsys: Any, model: str) -> N
     assert held["bytes"]["other"] == 4 * held["parameters"]  # float32
     offloaded = planned(capsys, *words, "--reference-offload")["ranks"][0]
     assert offloaded["bytes"]["other"] == 0
+    # Of a long step the activations give way to it; those of a short one are smaller.
+    lengths = Path(model).with_name("lengths.txt")
+    lengths.write_text("8 8\n")
+    words += ("--reference-offload", "--lengths", str(lengths), "--micro-batch-size", "1")
+    short = planned(capsys, *words)["ranks"][0]
+    assert 0 < short["bytes"]["other"] < 4 * short["parameters"]
 
 
 def test_what_does_not_fit_names_three_flags_that_help(capsys: Any, tmp_path: Path) -> None:
@@ -156,6 +162,10 @@ def test_bad_input_is_refused_with_the_fix(
         ('{"hidden_size": 4}', "has no model_type"),
         ('{"model_type": "gpt2"}', "model_type 'gpt2' is not supported"),
         ('{"model_type": "no-such-model"}', "is not a config that transformers takes"),
+        (json.dumps(SMALL | {"num_hidden_layers": -3}), "num_hidden_layers is -3, and a model has"),
+        (json.dumps(SMALL | {"num_hidden_layers": 10**7}), "is 10000000, and a model has 1 to 10,"),
+        (json.dumps(SMALL | {"hidden_size": "many"}), "expected int, got str"),
+        (json.dumps(SMALL | {"num_key_value_heads": 3}), "num_attention_heads is 32 and its num_k"),
     ],
 )
 def test_a_file_that_is_no_model_is_refused(
@@ -164,7 +174,42 @@ def test_a_file_that_is_no_model_is_refused(
     file = tmp_path / "config.json"
     file.write_text(text)
     assert main(["plan", "--hf-config", str(file)]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+def test_a_rank_that_does_not_build_is_an_error_of_one_line(
+    capsys: Any, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise AssertionError("7 is not divisible by 2\nsecond line")
+
+    monkeypatch.setattr("plugin.plan.job_plan.StageRun.measure", fails)
+    assert main(["plan", "--hf-config", model]) == 2
+    said = capsys.readouterr().err
+    assert "a rank does not build: AssertionError: 7 is not divisible by 2; change" in said
+
+
+def test_the_ranks_of_a_context_parallel_group_do_the_attention_of_one_rank(
+    capsys: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(MODELS["Qwen3-0.6B"] | {"num_hidden_layers": 1, "vocab_size": 512}))
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("512 1536\n")  # which two ranks cut without padding
+    words = ("--hf-config", str(file), "--num-gpus-per-node", "2", "--fused-lm-head", "off")
+    words += ("--lengths", str(lengths))
+    whole = planned(capsys, *words, "--max-tokens-per-gpu", "4096")
+    cut = planned(capsys, *words, "--max-tokens-per-gpu", "2048", "--context-parallel-size", "2")
+    one, half = (plan["ranks"][0]["flops"] / plan["batch"]["microbatches"] for plan in (whole, cut))
+    assert 2 * half == one
+    assert cut["ranks"][0]["example_rank"] == 1  # which has no prompts, so more rows to score
+
+
+def test_chosen_ranks_leave_the_whole_model_as_it_is(capsys: Any, model: str) -> None:
+    plan = planned(capsys, "--hf-config", model, *LAYOUT, "--ranks", "16")
+    assert [rank["example_rank"] for rank in plan["ranks"]] == [16]
+    assert plan["total_parameters"] == parameters_by_hand(SMALL)
 
 
 def test_lengths_come_from_a_file(capsys: Any, model: str, tmp_path: Path) -> None:
@@ -203,3 +248,16 @@ def test_adapters_leave_gradients_and_optimizer_state_for_themselves_alone(
         assert copy == pytest.approx(before["bytes"]["parameters"], rel=0.01)
     main(["plan", *words, "--lora-rank", "8"])
     assert "trained" in capsys.readouterr().out.split("stage 0")[0]
+
+
+def test_a_recomputed_moe_layer_keeps_its_input_alone(capsys: Any, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    words = ("--hf-config", str(file), "--max-tokens-per-gpu", "2048", "--gpu", "h100-80g")
+    words += ("--recompute-granularity", "full", "--recompute-method", "uniform")
+    words += ("--recompute-num-layers", "1", "--rollout-batch-size", "1")
+    held = []
+    for layers in (8, 16):
+        file.write_text(json.dumps(SMALL | {"num_hidden_layers": layers, "num_experts": 16}))
+        held.append(planned(capsys, *words)["ranks"][0]["bytes"]["activations"])
+    # 2,048 tokens: 256 numbers in bfloat16, and 8 places of int64 that Megatron's dispatcher keeps
+    assert (held[1] - held[0]) / 8 == pytest.approx(2048 * (256 * 2 + 8 * 8), rel=0.02)

@@ -48,8 +48,9 @@ def test_search_ranks_layouts_that_fit_by_time_and_remembers_them(
     assert len(layouts) == 3 and all(entry["fits"] for entry in layouts)
     times = [entry["step_seconds"] for entry in layouts]
     assert times == sorted(times)
-    # TP1: PP1 and PP2 with CP1 and CP2, PP4; TP2: PP1 with CP1 and CP2, PP2; TP4
-    assert len(found["left_out"]) == 9 - 3
+    # TP1: PP1 and PP2 with CP1 and CP2, PP4; TP2: PP1 with CP1 and CP2, PP2; TP4; and the three
+    # with PP2 with two chunks of one layer per stage
+    assert len(found["left_out"]) == 9 + 3 - 3
     assert all("slower than the 3" in entry["reason"] for entry in found["left_out"])
     assert [line.split(":")[0] for line in said.err.splitlines()] == ["1/3", "2/3", "3/3"]
     kept = sorted((tmp_path / "cache" / "megatron-tis" / "plan").iterdir())
@@ -88,6 +89,27 @@ def test_a_layout_that_does_not_build_is_a_row_and_not_a_traceback(
     assert not (tmp_path / "cache").exists()  # so that it is tried again
 
 
+def test_a_cut_off_result_is_planned_again_and_one_that_cannot_be_kept_is_said(
+    capsys: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ["plan", "--search", "--json", "--hf-config", model, "--search-limit", "1"]
+    words += ["--max-tokens-per-gpu", "512"]
+    assert main(words) == 0
+    found = capsys.readouterr().out
+    (kept,) = (tmp_path / "cache" / "megatron-tis" / "plan").iterdir()
+    kept.write_text(kept.read_text()[:40])
+    assert main(words) == 0
+    assert capsys.readouterr().out == found
+    assert json.loads(kept.read_text())["layout"] == "DP only"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.out == found
+    assert "results are not kept for the next search" in said.err
+
+
 def test_what_cannot_fit_is_left_out_with_its_size(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,13 +142,22 @@ def test_stages_at_the_ends_get_the_smaller_share(
     assert stage_ends(layers, stages) == ends
 
 
-@pytest.mark.parametrize("changes", [{}, {"recompute_granularity": "full"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"recompute_granularity": "full"},
+        {"virtual_pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": None},
+    ],
+)
 def test_a_plan_by_two_short_models_is_that_of_the_whole_model(changes: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
-    recompute = {"recompute_method": "uniform", "recompute_num_layers": 1} if changes else {}
+    recompute = {}
+    if "recompute_granularity" in changes:
+        recompute = {"recompute_method": "uniform", "recompute_num_layers": 1}
     sizes = {"hidden_size": 256, "num_experts": 8, "moe_intermediate_size": 64, "vocab_size": 4000}
-    model = AutoConfig.for_model(**(MODELS["Qwen3-30B-A3B"] | sizes | {"num_hidden_layers": 10}))
+    model = AutoConfig.for_model(**(MODELS["Qwen3-30B-A3B"] | sizes | {"num_hidden_layers": 12}))
     config = JobConfig.from_sources(
         {
             "hf_checkpoint": "model",
@@ -168,10 +199,15 @@ def test_rough_seconds_by_hand() -> None:
     tensor = JobConfig.from_sources(job | {"tensor_model_parallel_size": 2})
     states = 2 * 1000 * 100 * 4
     assert rough_seconds(model, tensor, gpu) == pytest.approx(0.0075 + 8 * states / 2 / 1e9)
-    # 3 layers over 2 stages: 2 and 1, so a third more time, and as much again to fill the pipeline
+    # 3 layers over 2 stages: 2 and 1, so a third more time; states of 1000 tokens in 2 bytes to the
+    # other stage and gradients back; and as much again to fill the pipeline
     pipeline = JobConfig.from_sources(job | {"pipeline_model_parallel_size": 2})
-    uneven = replace(model, layers=3)
-    assert rough_seconds(uneven, pipeline, gpu) == pytest.approx(0.0075 * 4 / 3 * 2)
+    uneven, sent = replace(model, layers=3), 4 * 1000 * 100 / 1e9
+    assert rough_seconds(uneven, pipeline, gpu) == pytest.approx((0.0075 * 4 / 3 + sent) * 2)
+    # Two chunks: half the bubble, twice the messages; of one microbatch a round of two is made.
+    virtual = replace(pipeline, virtual_pipeline_model_parallel_size=2)
+    interleaved = rough_seconds(model, virtual, gpu)
+    assert interleaved == pytest.approx((0.0075 + 2 * sent) * 1.5 * 2)
 
 
 class Terminal(io.StringIO):
