@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: train-math evidence precision bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels soak
+.PHONY: train-math evidence evidence-math precision bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -136,8 +136,11 @@ bench: venv ## kernels, losses, training steps and whole jobs against peers and 
 	$(BIN)/python -m benchmarks --with-peers
 	$(BIN)/python -m benchmarks.job_figure
 
-evidence: venv ## every loss and correction by staleness, precision, updates, sampling and routes; about an hour of one core, can be ended and goes on: docs/evidence.md
+evidence: venv ## every loss and correction by staleness, precision, updates, sampling and routes; an hour and a half of one core, can be ended and goes on: docs/evidence.md
 	$(BIN)/python -m benchmarks.evidence
+
+evidence-math: venv ## the same question on arithmetic in words, with the trainer and engine of a job; about 20 minutes of one core, goes on: docs/evidence.md
+	$(BIN)/python -m benchmarks.evidence.math_jobs
 
 precision: venv ## mismatch by the dtypes of trainer and engine, some minutes: docs/precision.md
 	$(BIN)/python -m benchmarks.precision

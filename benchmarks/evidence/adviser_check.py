@@ -1,8 +1,8 @@
-"""Is what `megatron-tis compare --advise` recommends among the best arms? `python -m benchmarks.evidence.adviser_check`
+"""How often `compare --advise` names one of the best arms: looked up in the data, not argued.
 
-For every setting of the suite an uncorrected run is dumped early, the adviser sees the dump alone, and the arm that it
-names is looked up in the data. Half of the settings, every second of the list, were held back: the adviser's rules
-were written from the others. A choice is good if its final reward, the mean of the seeds, is in the top third.
+In every setting of the suite an uncorrected run is dumped early, the adviser sees the dump alone, and the arm that it
+names is looked up in the data. The adviser's rule was written from the settings of the tables; those that check it
+(`grid.CHECK`) were run after that. A choice is good if its final reward, the mean of the seeds, is in the top third.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.evidence.arms import Arm, arms, equals_ppo
 from benchmarks.evidence.engine import Rollout, Setting
-from benchmarks.evidence.grid import SETTINGS, results, setting_of
+from benchmarks.evidence.grid import CHECK, SETTINGS, read_rows, results, setting_of
 from benchmarks.evidence.policy import LENGTH
 from benchmarks.evidence.simulation import run
-from benchmarks.evidence.summary import BEGIN, PAGE, Results, by_cell, setting_name
+from benchmarks.evidence.summary import BEGIN, PAGE, Results, by_cell, interval, setting_name
 from plugin.compare.advice import advise_dump
 from plugin.compare.log_prob_dump import LogProbDump
 from plugin.config import LossConfig
@@ -33,11 +33,6 @@ ADVISED = Path(__file__).with_name("advised.jsonl")
 MARKS = tuple(
     mark.replace("evidence", "adviser") for mark in (BEGIN, BEGIN.replace("begin", "end"))
 )
-
-
-def held_back() -> tuple[Setting, ...]:
-    """Every second setting of the list."""
-    return SETTINGS[1::2]
 
 
 def dump_run(setting: Setting, directory: Path) -> None:
@@ -98,17 +93,31 @@ def rank_of(arm: str, setting: Setting, found: Results) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Checked:
-    """How what was advised in a setting did."""
+    """How what was advised in a setting did.
+
+    regret: what the best arm had more, and half of the 95 % interval of that difference, seed by seed
+    """
 
     setting: Setting
     arm: str
     rank: int
     of: int
     regret: float
+    scatter: float
 
     @property
     def good(self) -> bool:
         return 3 * self.rank <= self.of
+
+    @property
+    def within_scatter(self) -> bool:
+        return self.regret <= self.scatter
+
+
+def choices() -> list[Setting]:
+    """The settings that leave something to choose: not all arms are one run."""
+    settings = (*SETTINGS, *CHECK)
+    return [s for s in settings if any(not equals_ppo(a, s) for a in arms()[1:])]
 
 
 def advised_arm(setting: Setting) -> Arm:
@@ -124,37 +133,41 @@ def advised_arm(setting: Setting) -> Arm:
 
 def checked(setting: Setting, arm: str, found: Results) -> Checked:
     """Look an arm up."""
-    best = max(mean(found[a.name, setting]["final"]) for a in distinct_arms(setting, found))
-    own = mean(found[arm, setting]["final"])
-    return Checked(setting, arm, *rank_of(arm, setting, found), best - own)
+    rewards = (found[a.name, setting]["final"] for a in distinct_arms(setting, found))
+    best, own = max(rewards, key=mean), found[arm, setting]["final"]
+    regret, scatter = interval([b - o for b, o in zip(best, own, strict=True)])
+    return Checked(setting, arm, *rank_of(arm, setting, found), regret, scatter)
 
 
 def report(found: Results) -> str:
     """Shares and the table of all decisions, for the docs."""
-    rows = [json.loads(line) for line in ADVISED.read_text().splitlines()]
+    measured = {setting for _, setting in found}
+    rows = [row for row in read_rows(ADVISED) if setting_of(row) in measured]
     checks = [checked(setting_of(row), row["arm"], found) for row in rows]
-    held = set(held_back())
-    lines = []
-    for title, chosen in (
-        ("held back", [c for c in checks if c.setting in held]),
-        ("used for the rule", [c for c in checks if c.setting not in held]),
-    ):
-        good = sum(c.good for c in chosen)
-        lines.append(
-            f"- {title}: in the top third of the arms in {good} of {len(chosen)} settings "
-            f"({good / len(chosen):.0%}); on average {mean(c.regret for c in chosen):.3f} below the best final reward"
-        )
+    held = [c for c in checks if c.setting in CHECK]
+    used = [c for c in checks if c.setting not in CHECK]
+    lines = [_counted("held back", held), _counted("used for the rule", used), ""]
     lines += [
-        "",
-        "| setting | held back | advised | rank | below the best |",
+        "| setting | held back | advised | rank | below the best, ± 95 % |",
         "|---|---|---|---|---|",
     ]
-    for c in checks:
+    for c in (*held, *used):
         place = f"{c.rank} of {c.of}" if c.good else f"**{c.rank} of {c.of}**"
-        lines.append(
-            f"| {setting_name(c.setting)} | {'yes' if c.setting in held else ''} | `{c.arm}` | {place} | {c.regret:.3f} |"
-        )
+        mark = "yes" if c.setting in CHECK else ""
+        regret = f"{c.regret:.3f} ± {c.scatter:.3f}"
+        lines.append(f"| {setting_name(c.setting)} | {mark} | `{c.arm}` | {place} | {regret} |")
     return "\n".join(lines)
+
+
+def _counted(title: str, checks: Sequence[Checked]) -> str:
+    if not checks:
+        return f"- {title}: not measured yet"
+    good, close = sum(c.good for c in checks), sum(c.within_scatter for c in checks)
+    return (
+        f"- {title}: in the top third of the arms in {good} of {len(checks)} settings "
+        f"({good / len(checks):.0%}); on average {mean(c.regret for c in checks):.3f} below the best final reward, and "
+        f"in {close} of {len(checks)} within the 95 % interval of the difference from the best"
+    )
 
 
 def shown() -> str:
@@ -163,15 +176,13 @@ def shown() -> str:
 
 
 def main() -> None:
-    """Advise in every measured setting, and write how the choices did into the docs."""
+    """Advise in every setting, and write how the choices did, where they were measured, into the docs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence.adviser_check")
     parser.add_argument("--report", action="store_true", help="only look up what was advised last")
-    found = by_cell(results())
     if not parser.parse_args().report:
-        # Where all arms are one run there is nothing to choose.
-        settings = [s for s in SETTINGS if len(distinct_arms(s, found)) > 1]
-        rows = [{**asdict(s), "arm": advised_arm(s).name} for s in settings]
+        rows = [{**asdict(s), "arm": advised_arm(s).name} for s in choices()]
         ADVISED.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = by_cell(results())
     before, rest = PAGE.read_text().split(MARKS[0])
     PAGE.write_text(f"{before}{MARKS[0]}\n{report(found)}\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
     print(report(found))

@@ -10,8 +10,8 @@ from benchmarks.evidence.engine import Setting
 from plugin.compare.replay import method_pairs
 from plugin.config import LossConfig
 
-_WIDE = (("eps_clip", 1.0), ("eps_clip_high", 4.0))
-_ROLLOUT_KL = (("use_rollout_kl_loss", True), ("rollout_kl_loss_coef", 0.1))
+WIDE = (("eps_clip", 1.0), ("eps_clip_high", 4.0))
+ROLLOUT_KL = (("use_rollout_kl_loss", True), ("rollout_kl_loss_coef", 0.1))
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ SETTINGS = (
     Arm("ppo", "vanilla_tis", (("tis_clip", 1.0),)),
     Arm("ppo", "vanilla_tis", (("tis_clip", 5.0),)),
     Arm("ppo", "vanilla_tis", (("tis_clip", "auto:ess=0.9"),)),
-    Arm("ppo", "vanilla_tis", _ROLLOUT_KL),
-    Arm("reinforce", "off_policy_is", _WIDE),
+    Arm("ppo", "vanilla_tis", ROLLOUT_KL),
+    Arm("reinforce", "off_policy_is", WIDE),
     Arm("ppo", None, (("use_rollout_logprobs", True),)),
     Arm("ppo", "opsm", (("use_rollout_logprobs", True),)),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.evidence.arms import EQUAL_TO_PPO
 from benchmarks.evidence.engine import SEEDS, Setting
-from benchmarks.evidence.grid import SETTINGS, STALENESS
+from benchmarks.evidence.grid import CHECK, SETTINGS, STALENESS
 from benchmarks.evidence.simulation import EVALUATE_EVERY
 from benchmarks.evidence.summary import (
     DOCS,
@@ -50,7 +50,8 @@ def draw(found: Results) -> None:
     from matplotlib import pyplot
 
     _staleness(pyplot, found, main)
-    further = sorted((s for s in SETTINGS if s in settings and s not in main), key=_by_axis)
+    others = (s for s in (*SETTINGS, *CHECK) if s in settings and s not in main)
+    further = sorted(others, key=_by_axis)
     _collapse(pyplot, found, [*main, *further])
     _curves(pyplot, found, [Setting(s) for s in CURVE_STALENESS if Setting(s) in settings])
 

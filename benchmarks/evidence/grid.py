@@ -43,22 +43,23 @@ CHECK = (
     Setting(8),
     Setting(32),
     Setting(8, "int8"),
+    Setting(8, top_p=0.9),
+    Setting(1, updates=2),
+    Setting(0, "int8", updates=2),
     Setting(2, updates=4),
     Setting(8, updates=4),
-    Setting(1, updates=2),
-    Setting(8, top_p=0.9),
-    Setting(2, "int8", mixture=True),
     Setting(32, updates=4),
-    Setting(0, "int8", updates=2),
+    Setting(2, "int8", mixture=True),
     Setting(0, "bfloat16", mixture=True),
 )
 Row = dict[str, Any]
 
 
 def runs() -> Iterator[tuple[Arm, Setting]]:
-    """All arms of the first settings, the core of the next ones, the other arms of these, then what checks the adviser."""
+    """All arms of the first settings, the core of the next ones, the other arms of these; the same of those that check."""
     others = [arm for arm in arms() if arm not in CORE]
-    for settings, chosen in ((FIRST, arms()), (NEXT, CORE), (NEXT, others), (CHECK, arms())):
+    parts = ((FIRST, arms()), (NEXT, CORE), (NEXT, others), (CHECK, CORE), (CHECK, others))
+    for settings, chosen in parts:
         for setting in settings:
             yield from ((arm, setting) for arm in chosen if not equals_ppo(arm, setting))
 
@@ -67,9 +68,14 @@ def setting_of(row: Row) -> Setting:
     return Setting(**{field.name: row[field.name] for field in fields(Setting)})
 
 
+def read_rows(path: Path) -> list[Row]:
+    """The lines of a file of runs; none if it is not there."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def results(path: Path = DATA) -> list[Row]:
     """What has been measured so far, with a row of its own for every arm whose run is that of `ppo`."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = read_rows(path)
     twins = [
         {**row, "arm": arm.name}
         for row in rows

@@ -1,6 +1,6 @@
 """Training runs in one process: a small policy learns to add, an engine with older or coarser weights samples.
 
-The task is the addition of two 16-digit numbers, digit by digit from the right; the reward of a response is its share
+The task is the addition of two 8-digit numbers, digit by digit from the right; the reward of a response is its share
 of right digits. The policy, a small transformer, is first trained by examples to get about three quarters of the
 digits right, so that what follows are the small steps of fine-tuning. Losses, corrections, advantages, log-probs and
 the thresholds over a batch are the package's own; what is simulated is the engine: weights that are `staleness`

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks.evidence.arms import CORE, EQUAL_TO_PPO, arms
 from benchmarks.evidence.engine import SEEDS, Setting
 from benchmarks.evidence.grid import (
+    CHECK,
     SETTINGS,
     STALENESS,
     Row,
@@ -97,7 +98,7 @@ def tables(rows: Iterable[Row]) -> str:
     if not main:
         return "Not measured yet: `make evidence`."
     parts = [_EXPLAINED, _main_table(found, main)]
-    groups = {
+    groups: dict[str, Callable[[Setting], bool]] = {
         "A coarser engine": lambda s: s.engine != "float32" and not s.mixture,
         "Four updates per rollout, a quarter of its groups each": lambda s: s.updates > 1,
         "Truncated sampling, without and with the engine's kept ids replayed": lambda s: (
@@ -107,11 +108,16 @@ def tables(rows: Iterable[Row]) -> str:
             s.mixture
         ),
     }
-    for title, belongs in groups.items():
-        columns = sorted((s for s in SETTINGS if belongs(s) and s in settings), key=_column_order)
-        if columns:
-            parts += [f"**{title}.** Final reward.", _plain_table(found, columns)]
-    open_settings = [s for s in SETTINGS if s not in settings]
+    held_back: dict[str, Callable[[Setting], bool]] = {
+        "Settings that only check the adviser, one update": lambda s: s.updates == 1,
+        "Settings that only check the adviser, several updates": lambda s: s.updates > 1,
+    }
+    for which, titles in ((SETTINGS, groups), (CHECK, held_back)):
+        for title, belongs in titles.items():
+            columns = sorted((s for s in which if belongs(s) and s in settings), key=_column_order)
+            if columns:
+                parts += [f"**{title}.** Final reward.", _plain_table(found, columns)]
+    open_settings = [s for s in (*SETTINGS, *CHECK) if s not in settings]
     if open_settings:
         parts.append("Not measured yet: " + "; ".join(map(setting_name, open_settings)) + ".")
     equal = ", ".join(f"`{name}`" for name in EQUAL_TO_PPO)

@@ -42,6 +42,23 @@ def test_the_share_of_good_advice_in_the_docs_is_that_of_the_data() -> None:
     assert 3 * bad.rank > bad.of and not bad.good and bad.regret > 0.2
 
 
+def test_what_advice_cost_is_compared_with_its_interval_over_the_seeds() -> None:
+    # topr is 0.1, 0 and 0.2 above: mean 0.1, deviation 0.1; 4.30 * 0.1 / sqrt(3) = 0.2483. minpro is 0.1 below topr always.
+    finals = {"topr": [0.6, 0.7, 0.8], "ppo": [0.5, 0.7, 0.6], "minpro": [0.5, 0.6, 0.7]}
+    found = {(name, Setting(4)): {"final": values} for name, values in finals.items()}
+    close = adviser_check.checked(Setting(4), "ppo", found)
+    assert (close.rank, close.of, close.good) == (2, 3, False)
+    assert (close.regret, close.scatter) == (pytest.approx(0.1), pytest.approx(0.2483, abs=1e-3))
+    assert close.within_scatter
+    assert not adviser_check.checked(Setting(4), "minpro", found).within_scatter
+    assert adviser_check.checked(Setting(4), "topr", found).good
+
+
+def test_no_setting_that_checks_the_adviser_was_used_for_its_rule() -> None:
+    assert len(set(grid.CHECK)) == len(grid.CHECK) >= 10
+    assert not set(grid.CHECK) & set(grid.SETTINGS)
+
+
 def test_advice_is_looked_up_by_the_configuration_that_its_flags_set() -> None:
     advised = [
         "--policy-loss",
