@@ -43,8 +43,12 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
     # Inherited by the actors: threads that wait for each other give up their core. Ranks, engines
     # and other jobs share the cores, and one thread that spins in vain holds up all the others.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if config.address is None and "ray" not in sys.modules:
-        os.environ[_LOOPBACK_SWITCH] = "0"
+    if config.address is None:
+        # Ray starts workers with a niceness of 15: on a shared machine all of the job but its
+        # driver would wait for everybody else.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        if "ray" not in sys.modules:
+            os.environ[_LOOPBACK_SWITCH] = "0"
     import ray
 
     slots = plan_resources(config, use_gpus=False).cpu_slots

@@ -248,6 +248,8 @@ def test_a_run_resumed_after_kill_9_of_the_driver_repeats_the_unbroken_one(
     family = [p for p in psutil.Process(driver.pid).children(recursive=True) if not _is_agent(p)]
     started = {Path(part).name for process in family for part in process.cmdline()[:3]}
     assert not started & {"dashboard.py", "log_monitor.py", "monitor.py"}
+    actors = [p for p in family if p.cmdline() and p.cmdline()[0].startswith("ray::")]
+    assert actors and {p.nice() for p in actors} == {psutil.Process(driver.pid).nice()}
     driver.kill()
     driver.wait()
     assert logged_steps(killed / "metrics.jsonl") < 10
