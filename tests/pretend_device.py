@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -122,6 +123,10 @@ def _register() -> None:
         torch.pretend.get_rng_state = lambda *_: torch.get_rng_state()
         torch.pretend.set_rng_state = lambda *_: None
         torch.pretend.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+        # torch's checkpoints do, once an accelerator is registered.
+        stream = SimpleNamespace(synchronize=lambda: None)
+        torch.pretend.current_stream = lambda *_: stream
+        torch.pretend.stream = lambda *_: nullcontext()
         _registered = True
 
 
