@@ -248,7 +248,7 @@ def _ranks(words: str) -> list[int] | None:
     if words == "all-distinct":
         return None
     try:
-        return [int(word) for word in words.split(",")]
+        return list(dict.fromkeys(int(word) for word in words.split(",")))
     except ValueError:
         raise ConfigError(
             f"--ranks is {words}; give all-distinct, or numbers such as 0,512"

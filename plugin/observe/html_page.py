@@ -73,17 +73,26 @@ def write_page(path: Path, text: str, *, force: bool) -> Path:
     An existing one is replaced only with `force`, and never left half written.
     """
     refuse_overwriting(path, force)
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error}); choose another file") from error
     return path
 
 
 def refuse_overwriting(path: Path, force: bool) -> None:
-    """Raise a `ConfigError` if `path` exists and the user did not say --force."""
+    """Raise a `ConfigError` if `path` cannot be written, or exists without the user's --force."""
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; add --force to replace it or choose another file")
+    place = next(parent for parent in path.absolute().parents if parent.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise ConfigError(
+            f"{path} cannot be written: {place} is no directory that you may write to; choose "
+            "another file"
+        )
 
 
 def _finite(value: Any) -> Any:

@@ -37,6 +37,10 @@ def _gpu(name: str, gib: float, tflops: float, link: float, network: float = 50)
 #: FLOPs and links: data sheets of NVIDIA and AMD, dense (half of what is stated with sparsity) and
 #: one direction of NVLink (A100 600, H100, H200 and H20 900, B200 1,800 GB/s in both), of MI300X's
 #: Infinity Fabric (896 GB/s in both) or of PCIe 4.0 x16.
+#: The makers' own pages could not be read; others that give their figures agree: A100 312 TFLOPS,
+#: 300 + 300 GB/s, HGX B200 2,250, 2 x 900 (glennklockwood.com/garden/processors); H200 989, 900
+#: (itkb.uw.cz); L40S 362.05, PCIe 4.0 with 64 GB/s in both (mullet.se); MI300X 896 in both
+#: (gpu.blog). CUDA says of an A100 with 40 GB: 42,405,855,232 bytes (upb-pc2.atlassian.net).
 #: Network: assumed, one port of 400 Gb/s per GPU, 200 or 100 with older and smaller ones.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu

@@ -48,7 +48,7 @@ def layout_flags(settings: dict[str, Any]) -> str:
     """What `layout_settings` gives, as words of a command line; defaults are left out."""
     words = []
     for name, value in settings.items():
-        if value not in (None, False, 1):
+        if value is True or value not in (None, False, 1):
             words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
     return " ".join(words)
 

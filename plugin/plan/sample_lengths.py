@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from plugin.errors import ConfigError
 from plugin.ragged import Integers
 
 _DEFAULT_SIGMA = 0.8
+#: No sample has more tokens than this has digits for.
+_NUMBER = re.compile("[0-9]{1,12}")
 _FORM = "one line per sample with the tokens of prompt and response, such as: 310 1840"
 
 
@@ -60,9 +63,10 @@ def _lognormal(config: JobConfig, source: str | None, count: int) -> tuple[Integ
                 f"--lengths {source} is not a distribution; write lognormal:MEDIAN:SIGMA, such as "
                 "lognormal:2000:0.8, or name a file"
             ) from None
-        if median < 1 or not 0 <= sigma < 10:
+        if not 1 <= median < 1e12 or not 0 <= sigma < 10:
             raise ConfigError(
-                f"--lengths {source}: the median must be at least 1 token and sigma in [0, 10)"
+                f"--lengths {source}: the median must be at least 1 token and below 1e12, sigma in "
+                "[0, 10)"
             )
     generator = np.random.default_rng(config.seed)
     responses = np.minimum(
@@ -76,12 +80,16 @@ def _from_file(source: str, count: int) -> tuple[Integers, Integers]:
     path = Path(source).expanduser()
     if not path.is_file():
         raise ConfigError(f"--lengths {source} is no file; give {_FORM}; or lognormal:MEDIAN:SIGMA")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--lengths {source} is not readable ({error}); give {_FORM}") from error
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         words = line.replace(",", " ").split()
         if not words:
             continue
-        if len(words) != 2 or not all(word.isdigit() for word in words):
+        if len(words) != 2 or not all(_NUMBER.fullmatch(word) for word in words):
             raise ConfigError(
                 f"--lengths {source}, line {number} is {line.strip()!r}; give {_FORM}"
             )

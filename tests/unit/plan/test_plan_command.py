@@ -138,6 +138,7 @@ def test_the_text_says_whether_it_fits(capsys: Any, model: str) -> None:
         (["--ranks", "9"], "--ranks names 9, the job has ranks 0 to 0"),
         (["--lengths", "normal:3"], "--lengths normal:3 is no file"),
         (["--lengths", "lognormal:3"], "write lognormal:MEDIAN:SIGMA"),
+        (["--lengths", "lognormal:nan:1"], "the median must be at least 1 token"),
         (
             ["--tensor-model-parallel-size", "3", "--num-gpus-per-node", "8"],
             "layouts that work on 8 ranks: TP4 SP; TP2 SP",
@@ -220,6 +221,34 @@ def test_lengths_come_from_a_file(capsys: Any, model: str, tmp_path: Path) -> No
     # samples of 400, 600, 400, 600 tokens: two microbatches of 1,000
     assert (plan["batch"]["samples"], plan["batch"]["microbatches"]) == (4, 2)
     assert plan["batch"]["tokens_of_the_fullest_rank"] == 2000
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_planned(
+    capsys: Any, model: str
+) -> None:
+    assert main(["plan", "--hf-config", model, "--html", f"{model}/plan.html"]) == 2
+    said = capsys.readouterr()
+    assert "plan.html cannot be written: " in said.err and said.out == ""
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "is empty"),
+        (b"\xff\xfe", "is not readable"),
+        (b"1 2\n3\n", "line 2 is '3'"),
+        (b"99999999999999999999999 5", "line 1 is '99999999999999999999999 5'"),
+        ("² 5".encode(), "line 1 is '² 5'"),
+    ],
+)
+def test_lengths_that_are_none_are_refused(
+    capsys: Any, model: str, tmp_path: Path, content: bytes, message: str
+) -> None:
+    file = tmp_path / "lengths.txt"
+    file.write_bytes(content)
+    assert main(["plan", "--hf-config", model, "--lengths", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
 
 
 def test_an_index_that_lacks_a_tensor_is_refused(capsys: Any, model: str) -> None:

@@ -101,3 +101,27 @@ def test_a_job_that_cannot_fit_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=r"a rank holds at least 0.0 GiB"):
         check_memory(job(), source)  # 16,000 bytes
     check_memory(job(address="127.0.0.1:6379"), source)
+
+
+def test_tensors_that_no_rank_holds_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    import torch
+    from safetensors.torch import save_file
+
+    from plugin.launch.model_source import ModelSource
+    from plugin.launch.preflight import check_memory
+
+    # Besides 1,000 numbers a tied LM head and a layer for multi-token prediction.
+    names = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.2.mlp.up_proj.weight")
+    save_file({name: torch.zeros(1000) for name in names}, tmp_path / "model.safetensors")
+    model = {"tie_word_embeddings": True, "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 16000}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    check_memory(job(), ModelSource(model, directory=str(tmp_path)))
+    with pytest.raises(ConfigError, match="a rank holds at least"):
+        check_memory(
+            job(), ModelSource(model | {"tie_word_embeddings": False}, directory=str(tmp_path))
+        )

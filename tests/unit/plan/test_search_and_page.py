@@ -14,7 +14,7 @@ from plugin.cli import main
 from plugin.config import JobConfig
 from plugin.plan.gpus import Gpu, gpu_named
 from plugin.plan.job_plan import Models, plan_job
-from plugin.plan.layouts import stage_ends
+from plugin.plan.layouts import layout_flags, stage_ends
 from plugin.plan.plan_page import timeline
 from plugin.plan.progress import Progress
 from plugin.plan.quick_check import WeightCounts
@@ -124,6 +124,13 @@ def test_what_cannot_fit_is_left_out_with_its_size(
     assert [entry["reason"] for entry in found["left_out"]] == [
         "holds at least 139.3 GiB before any activation, a rtx4090-24g has 23.6 GiB"
     ]
+
+
+def test_the_flags_of_a_layout_leave_out_defaults_alone() -> None:
+    settings = {"tensor_model_parallel_size": 2, "context_parallel_size": 1}
+    settings |= {"virtual_pipeline_model_parallel_size": None, "sequence_parallel": True}
+    assert layout_flags(settings) == "--tensor-model-parallel-size 2 --sequence-parallel"
+    assert layout_flags(settings | {"sequence_parallel": False}).endswith("parallel-size 2")
 
 
 @pytest.mark.parametrize(
