@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plugin.batch_types import FIELDS, Field, Microbatch, RolloutBatch
-from plugin.megatron_backend import trainer as trainer_module
+from plugin.megatron_backend import rank_model
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step import batch_share as share_module
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
@@ -155,7 +155,7 @@ def masked_samples_on_one_rank(
     batch = batch.with_column("loss_masks", masks)
     plan = MicrobatchPlan((((0,), (1,)), ((2,), (3,))))
     seen: list[tuple[bool, float]] = []
-    prepare = trainer_module.prepare
+    prepare = rank_model.prepare
 
     def spied(microbatches: list[Microbatch], *args: Any, **options: Any) -> Any:
         prepared = prepare(microbatches, *args, **options)
@@ -165,7 +165,7 @@ def masked_samples_on_one_rank(
     trainer = new_trainer(groups, start, settings)
     with (
         patch.object(share_module, "plan_microbatches", lambda *_, **__: plan),
-        patch.object(trainer_module, "prepare", spied),
+        patch.object(rank_model, "prepare", spied),
     ):
         log_probs = trainer.compute_log_probs(batch)
         step = trainer.train_step(batch)
@@ -188,7 +188,7 @@ def step_with_a_new_field(
 ) -> list[dict[str, Any]]:
     """The columns of padding microbatches in a step after fields were added to the table."""
     seen: list[dict[str, Any]] = []
-    prepare = trainer_module.prepare
+    prepare = rank_model.prepare
 
     def spied(microbatches: list[Microbatch], *args: Any, **options: Any) -> Any:
         prepared = prepare(microbatches, *args, **options)
@@ -197,7 +197,7 @@ def step_with_a_new_field(
 
     with (
         patch.dict(FIELDS, {field.name: field for field in fields}),
-        patch.object(trainer_module, "prepare", spied),
+        patch.object(rank_model, "prepare", spied),
     ):
         batch = _with_new_fields(start.batch.select(range(3)), fields)
         new_trainer(groups, start, {"micro_batch_size": 1}).train_step(batch)
