@@ -60,7 +60,10 @@ def all_sizes(quick: bool) -> list[Size]:
 
 
 def measure_jobs(quick: bool) -> dict[str, Any]:
-    """Seconds of a step and of its phases, for every size: ours synchronous and asynchronous, and TRL's."""
+    """Seconds of a step and of its phases, for every size: ours and TRL's.
+
+    Ours: synchronous with one rank and one engine, the same with one of each per core, and asynchronous.
+    """
     missing = [
         name for name in ("trl", "accelerate", "datasets") if not importlib.util.find_spec(name)
     ]
@@ -78,7 +81,8 @@ def measure_jobs(quick: bool) -> dict[str, Any]:
 
 def _take_turns(size: Size, *, with_trl: bool) -> list[dict[str, Any]]:
     """Start the jobs of a size one after the other, then let one at a time work for a round."""
-    kinds = ("synchronous", "asynchronous", *(("TRL",) if with_trl else ()))
+    kinds = ("synchronous", "rank per core", "asynchronous", *(("TRL",) if with_trl else ()))
+    cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="job_bench_") as root, ExitStack() as cleanup:
         model = Path(root) / "model"
         write_model(size.model, size.response + 128, model)
@@ -96,6 +100,7 @@ def _take_turns(size: Size, *, with_trl: bool) -> list[dict[str, Any]]:
                 size.lr,
                 size.rounds,
                 size.steps,
+                *((cores, cores) if kind == "rank per core" else ()),
             )
             started = time.monotonic()
             jobs.append(Job(spec))

@@ -95,13 +95,13 @@ def describe(jobs: dict[str, Any], growth: dict[str, Any], made: str) -> str:
     lines = [
         f"![Left: time of a step by phase, in units of TRL's. Right: cost per sample on the driver, and a rank's part of the batch]({IMAGE})\n",
         f"Measured {made} on {jobs['cores']} cores; *speed* is TRL's time divided by ours, medians of whole steps.\n",
-        "| model | samples x response | synchronous | longest phase | asynchronous | longest phase |",
-        "|---|---|---|---|---|---|",
+        "| model | samples x response | synchronous | longest phase | rank per core | longest phase | asynchronous | longest phase |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for case in jobs["sizes"]:
         size, rows = case["size"], {row["kind"]: row for row in case["rows"]}
         cells = []
-        for kind in ("synchronous", "asynchronous"):
+        for kind in ("synchronous", "rank per core", "asynchronous"):
             shares = phase_shares(rows[kind])
             longest = max(shares, key=lambda phase: shares[phase])
             speed = rows["TRL"]["seconds"] / rows[kind]["seconds"]

@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.02
 class JobSpec(NamedTuple):
     """What a job does; of a round's `steps`, the first does not count."""
 
-    kind: Literal["synchronous", "asynchronous", "TRL"]
+    kind: Literal["synchronous", "rank per core", "asynchronous", "TRL"]
     directory: str
     model: str
     prompts: int
@@ -35,6 +35,7 @@ class JobSpec(NamedTuple):
     rounds: int
     steps: int
     ranks: int = 1
+    engines: int = 1
 
     @property
     def samples(self) -> int:
@@ -108,6 +109,7 @@ def run_ours(spec: JobSpec, turns: Turns) -> None:
         # Steps are timed with one loss, asynchronous or not.
         "allow_biased_correction": spec.kind == "asynchronous",
         "num_gpus_per_node": spec.ranks,
+        "num_rollout_engines": spec.engines,
         "run_dir": str(Path(spec.directory) / "run"),
         "seed": SEED,
     }
