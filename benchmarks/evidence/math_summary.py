@@ -75,7 +75,7 @@ def _line(found: Found, seeds: Sequence[int], name: str, staleness: int) -> str:
         return mean(value for row in own for value in row[column][-8:])
 
     numbers = (
-        f"{middle:.3f} ± {half:.3f}",
+        f"{middle:.3f} ± {half:.3f}" if len(own) > 1 else f"{middle:.3f}",
         ", ".join(f"{row['accuracy'][-1]:.2f}" for row in own),
         f"{mean(value for row in own for value in row['accuracy'][1:]):.3f}",
         f"{late('mismatch_kl'):.1e}",
