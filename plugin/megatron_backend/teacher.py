@@ -63,8 +63,10 @@ class TeacherTrainer(RankModel):
         self._vocab_size = min(vocab_size or hf_config.vocab_size, hf_config.vocab_size)
 
     def _check_batch(self, batch: RolloutBatch, numbers: Integers | None = None) -> None:
-        largest = int(batch.columns["unconcat_tokens"].values.max())
-        if largest >= (size := self.hf_config.vocab_size):
+        tokens, size = batch.columns["unconcat_tokens"].values, self.hf_config.vocab_size
+        # A data parallel rank may have no samples.
+        largest = int(tokens.max()) if len(tokens) else -1
+        if largest >= size:
             raise BatchError(
                 f"the policy sampled token {largest}, and the teacher has logits for {size} ids; "
                 "use a teacher with as many as the policy, or a policy that does not sample ids "

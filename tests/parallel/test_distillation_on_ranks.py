@@ -182,3 +182,18 @@ def test_a_token_that_the_teacher_lacks_is_an_error_that_names_the_teacher(
 ) -> None:
     with pytest.raises(RankError, match="sampled token 95, and the teacher has logits for 50 ids"):
         run_ranks(small_teacher, 1, Start.of("qwen3"))
+
+
+def scores_of_a_share(groups: ParallelGroups, start: Start) -> list[int]:
+    """Lengths of what the teacher says of this rank's share of one sample."""
+    trainer = new_trainer(groups, start, TOKEN)
+    hf_config = tiny_models.FAMILIES[start.family]()
+    teacher = TeacherTrainer(trainer.config, hf_config, groups, start.weights)
+    scores = teacher.compute_scores(teacher._share_of(start.batch.select([0])))
+    return [len(values) for values in scores["teacher_log_probs"]]
+
+
+def test_a_rank_without_samples_has_no_scores(run_ranks: RunRanks) -> None:
+    start = Start.of("qwen3")
+    length = int(start.batch.columns["response_lengths"][0])
+    assert sorted(run_ranks(scores_of_a_share, 2, start)) == [[], [length]]
