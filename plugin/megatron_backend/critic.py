@@ -98,12 +98,7 @@ class CriticTrainer(RankModel):
         """
         errors = ErrorCollector(self.device)
         step = self._prepared(batch, errors)
-        for chunk in self.chunks:
-            chunk.eval()
-        with torch.no_grad():
-            results = run_schedule(
-                self._value_step(), self.chunks, step.microbatches, self.groups, forward_only=True
-            )
+        results = self._forward_only(self._value_step(), step)
         errors.agree("the pass of the critic")
         return self._gathered(results, step)
 

@@ -50,6 +50,7 @@ from plugin.megatron_backend.step.schedule import (
     broadcast_from_last_stage,
     connect,
     gather_responses,
+    run_schedule,
 )
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.ragged import Integers, Ragged, as_integers
@@ -317,6 +318,15 @@ class RankModel:
             dp_cp_size=self.groups.dp_cp_size,
             loss_scale=self.optimizer.loss_scale,
         )
+
+    def _forward_only(self, forward_step: Any, step: PreparedStep) -> list[Any]:
+        """What `forward_step` gives for this rank's microbatches, without gradients."""
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            return run_schedule(
+                forward_step, self.chunks, step.microbatches, self.groups, forward_only=True
+            )
 
     def _gathered(
         self,

@@ -25,7 +25,6 @@ from plugin.megatron_backend.step.output_head import (
 )
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
-from plugin.megatron_backend.step.schedule import run_schedule
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.ragged import Integers, Ragged
 from plugin.teacher_topk import TOPK_IDS, TOPK_LOG_PROBS
@@ -83,16 +82,7 @@ class TeacherTrainer(RankModel):
         """
         errors = ErrorCollector(self.device)
         step = self._prepared(batch, errors)
-        for chunk in self.chunks:
-            chunk.eval()
-        with torch.no_grad():
-            results = run_schedule(
-                self._scoring_step(errors),
-                self.chunks,
-                step.microbatches,
-                self.groups,
-                forward_only=True,
-            )
+        results = self._forward_only(self._scoring_step(errors), step)
         errors.agree("the pass of the teacher")
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {LOG_PROBS: ((), torch.float32)}
         if k := self.config.distill_topk:

@@ -87,18 +87,14 @@ class MegatronTrainer(RankModel):
         """
         errors = ErrorCollector(self.device)
         step = self._prepared(batch, errors)
-        for chunk in self.chunks:
-            chunk.eval()
         if self.config.use_routing_replay:
             if not keep_routes:
                 self.recorded_routes.clear()
             self.recorded_routes[step.fingerprint] = RecordedRoutes()
         replay = self._replay_session(step)
         forward_step = log_prob_forward_step(self.config, self.groups, errors, replay)
-        with torch.no_grad(), replay or nullcontext():
-            results = run_schedule(
-                forward_step, self.chunks, step.microbatches, self.groups, forward_only=True
-            )
+        with replay or nullcontext():
+            results = self._forward_only(forward_step, step)
         with errors.collecting():
             if replay is not None:
                 replay.check_consumed()
