@@ -110,6 +110,17 @@ test-vllm: .venv-vllm/ready ## rollouts from vLLM: in the job's process and from
 test-kernels: .venv-kernels/ready ## Triton kernels: binaries for sm_80, sm_90 and sm_100, results in the interpreter; no GPU needed
 	.venv-kernels/bin/python -m pytest tests/unit/logprobs/kernels -rs -m ""
 
+# A pretrained model and its task, on top of .venv; the model is converted once and kept below runs/.
+.venv-real/ready: requirements/real.txt .venv/ready
+	$(PYTHON) -m venv .venv-real
+	$(CURDIR)/$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
+		> "$$(.venv-real/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	.venv-real/bin/python -m pip install --quiet --no-deps -r requirements/real.txt
+	@touch $@
+
+runs/real_model/model: .venv-real/ready
+	.venv-real/bin/python examples/real_model/get_model.py --output $@
+
 docs: venv ## the documentation site in site/; broken links are errors
 	$(BIN)/python -m docs.write_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
