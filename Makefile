@@ -118,7 +118,7 @@ test-kernels: .venv-kernels/ready ## Triton kernels: binaries for sm_80, sm_90 a
 	.venv-real/bin/python -m pip install --quiet --no-deps -r requirements/real.txt
 	@touch $@
 
-runs/real_model/model: .venv-real/ready
+runs/real_model/model: | .venv-real/ready
 	.venv-real/bin/python examples/real_model/get_model.py --output $@
 
 docs: venv ## the documentation site in site/; broken links are errors
