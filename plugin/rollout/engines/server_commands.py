@@ -54,11 +54,8 @@ def sglang_command(config: JobConfig, model: str, port: int, max_model_len: int)
 def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -> ServerCommand:
     """A vLLM server in the same way, in the development mode that weight updates need."""
     size = config.rollout_num_gpus_per_engine
-    dtype, max_batch, given = (
-        config.rollout_dtype,
-        config.rollout_max_batch,
-        config.vllm_arguments(),
-    )
+    dtype, max_batch = config.rollout_dtype, config.rollout_max_batch
+    given = config.vllm_arguments()
     if not torch.cuda.is_available():
         hf_config = json.loads((Path(model) / "config.json").read_text())
         given = cpu_options(hf_config, dtype, max_batch, max_model_len, given)
