@@ -21,9 +21,9 @@ TIED = ("qwen3_moe", "llama", "mistral", "qwen2", "qwen3", "glm4", "gemma3_text"
 #: Its class ignores `tie_word_embeddings`.
 UNTIED = ("glm4_moe",)
 NOT_RUN = {
-    "qwen3_next": "vLLM's gated delta rule on CPU is for bfloat16 only",
+    "qwen3_next": "vLLM's class does not tie, and its delta rule on CPU is for bfloat16 only",
     "gpt_oss": "vLLM's class cannot reload experts and sinks, and is refused (tested below)",
-    "deepseek_v3": "vLLM's latent attention on CPU is compiled for the sizes of real models",
+    "deepseek_v3": "vLLM's class does not tie, and its latent attention on CPU is not exact",
 }
 
 
