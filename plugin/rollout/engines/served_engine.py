@@ -7,11 +7,10 @@ the actor. When the server ends or falls silent, the engine raises, and the pool
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from plugin.rollout.engines.http_engine import HttpEngine
 from plugin.rollout.engines.model_config import with_architecture
 from plugin.rollout.engines.protocol import Finished
 from plugin.rollout.engines.server_commands import ServerCommand, sglang_command, vllm_command
-from plugin.rollout.engines.server_dialects import ServerCall
 from plugin.rollout.engines.server_process import ServerEnded, ServerProcess, free_port
 from plugin.rollout.engines.weight_meeting import WeightGroup
 
@@ -35,7 +33,7 @@ def make_sglang_engine(config: JobConfig, hf_config: Mapping[str, Any], name: st
 
 def make_vllm_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> ServedEngine:
     """A vLLM server and its client, with the settings of a job."""
-    return ServedEngine(config, hf_config, name, "vllm", vllm_command)
+    return ServedEngine(config, hf_config, name, "extended vllm", vllm_command)
 
 
 class ServedEngine(HttpEngine):
@@ -86,12 +84,6 @@ class ServedEngine(HttpEngine):
             log=Path(config.run_dir or directory) / f"{name.replace(' ', '_')}.log",
         )
         self.server.wait_until_ready(config.start_timeout)
-        asyncio.run(self._call(url, start.calls))
-
-    async def _call(self, url: str, calls: Sequence[ServerCall]) -> None:
-        async with self._session() as session:
-            for call in calls:
-                await session.call(url, call, self._update_timeout)
 
     def load_weights(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
         """As `HttpEngine.load_weights`; `ServerEnded` if the server is gone or did not load."""

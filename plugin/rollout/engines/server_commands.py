@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from plugin.config import JobConfig
-from plugin.rollout.engines.server_dialects import ServerCall
+import torch
 
-_LOAD_FILES = {"overrides": {"load_config": {"load_format": "auto"}}}
+import plugin
+from plugin.config import JobConfig
+from plugin.rollout.engines.vllm_on_cpu import cpu_options
 
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """What starts a server, what is added to its environment, and calls once it is up."""
+    """What starts a server, and what is added to its environment."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    calls: tuple[ServerCall, ...] = ()
 
 
 def sglang_command(config: JobConfig, model: str, port: int, max_model_len: int) -> ServerCommand:
@@ -52,22 +54,30 @@ def sglang_command(config: JobConfig, model: str, port: int, max_model_len: int)
 def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -> ServerCommand:
     """A vLLM server in the same way, in the development mode that weight updates need."""
     size = config.rollout_num_gpus_per_engine
+    dtype, max_batch = config.rollout_dtype, config.rollout_max_batch
+    given = config.vllm_arguments()
+    if not torch.cuda.is_available():
+        hf_config = json.loads((Path(model) / "config.json").read_text())
+        given = cpu_options(hf_config, dtype, max_batch, max_model_len, given)
+    # The workers import the extension, also where this package is not installed.
+    paths = [str(Path(plugin.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     arguments: dict[str, Any] = {
         "model": model,
         "host": "127.0.0.1",
         "port": port,
         "tensor_parallel_size": size,
         "distributed_executor_backend": "mp" if size > 1 else "uni",
-        "dtype": config.rollout_dtype,
+        "dtype": dtype,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "max_model_len": max_model_len,
-        "max_num_seqs": config.rollout_max_batch,
+        "max_num_seqs": max_batch,
         "enable_return_routed_experts": config.wants_rollout_routes,
         "disable_log_stats": True,
-        **config.vllm_arguments(),
+        "worker_extension_cls": "plugin.rollout.engines.vllm_weights.WorkerExtension",
+        **given,
     }
     return ServerCommand(
         (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options(arguments)),
@@ -76,9 +86,8 @@ def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         },
-        # It began with random weights; those of the job are files.
-        (ServerCall("/collective_rpc", {"method": "update_config", "kwargs": _LOAD_FILES}),),
     )
 
 

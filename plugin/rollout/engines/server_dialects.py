@@ -111,7 +111,11 @@ class VllmDialect:
     """vLLM's OpenAI-compatible server.
 
     To be started with VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs.
+
+    load_method: the workers' method that loads a version, and the name of its argument
     """
+
+    load_method = ("reload_weights", "weights_path")
 
     def generation(self, ask: Ask) -> ServerCall:
         payload = {
@@ -153,12 +157,13 @@ class VllmDialect:
         return Generation(tokens, finished, weight_version, values, routes)
 
     def weight_update(self, directory: str, label: str, *, abort: bool) -> list[ServerCall]:
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+        method, argument = self.load_method
+        reload = {"method": method, "kwargs": {argument: directory}}
         # The label is changed last: a failure half-way leaves none that could be believed.
         return [
             ServerCall("/update_weight_version", {"new_version": f"loading {label}"}),
             ServerCall("/pause?mode=abort"),
-            ServerCall("/collective_rpc", reload),
+            ServerCall("/collective_rpc", reload, check=_workers_succeeded),
             ServerCall("/reset_prefix_cache", check=_reset_succeeded),
             ServerCall("/update_weight_version", {"new_version": label}),
             ServerCall("/resume"),
@@ -179,6 +184,12 @@ class VllmDialect:
         one = Ask((1,), 0, 1, SamplingParameters(top_k=1, max_response_length=1))
         call = self.generation(one)
         return ServerCall(call.path, call.payload, check=_is_processed)
+
+
+class ExtendedVllmDialect(VllmDialect):
+    """A vLLM server of the job's own: its workers have our `WorkerExtension`."""
+
+    load_method = ("load_directory", "directory")
 
 
 class SglangDialect:
@@ -298,6 +309,7 @@ class SglangDialect:
 
 DIALECTS: dict[str, type[VllmDialect] | type[SglangDialect]] = {
     "vllm": VllmDialect,
+    "extended vllm": ExtendedVllmDialect,
     "sglang": SglangDialect,
 }
 
@@ -338,6 +350,13 @@ def _has_label(label: str) -> Callable[[Any], None]:
 def _reset_succeeded(body: Any) -> None:
     if isinstance(body, dict) and body.get("success") is False:
         raise MalformedAnswer("the server kept its prefix cache of old weights")
+
+
+def _workers_succeeded(body: Any) -> None:
+    results = body.get("results") if isinstance(body, dict) else None
+    for refusal in results if isinstance(results, list) else []:
+        if refusal is not None:
+            raise MalformedAnswer(f"a worker did not load the weights: {refusal!s:.1000}")
 
 
 def _update_succeeded(body: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import shutil
 import signal
@@ -22,6 +23,8 @@ from plugin.rollout.engines import process_guard
 _POLL_SECONDS, _PROBE_SECONDS = 0.25, 5.0
 _END_SECONDS = 20.0
 _LOG_CHARACTERS = 2000
+#: The last line of a traceback, behind the prefix of a logger or not; what argparse says.
+_EXCEPTION = re.compile(r"(?:^|\] )((?:[\w.]+(?:Error|Exception)|\S+: error): .+)", re.MULTILINE)
 
 
 class ServerEnded(RuntimeError):
@@ -89,20 +92,17 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 self.close()
                 raise ServerEnded(
-                    f"the server did not answer within {timeout:g} s (--start-timeout); the end of "
-                    f"its log {self._log}:\n{self._end_of_log()}"
+                    f"the server did not answer within {timeout:g} s (--start-timeout); "
+                    f"{self._cause()}"
                 )
             self._closing.wait(_POLL_SECONDS)
         self._watcher = threading.Thread(target=self._watch, name="server health", daemon=True)
         self._watcher.start()
 
     def require_alive(self) -> None:
-        """`ServerEnded` with the end of its log unless the server runs."""
+        """`ServerEnded` with the cause in its log unless the server runs."""
         if self._has_ended() or self._reason is not None:
-            raise ServerEnded(
-                f"the server {self._reason or 'was ended'}; the end of its log {self._log}:\n"
-                f"{self._end_of_log()}"
-            )
+            raise ServerEnded(f"the server {self._reason or 'was ended'}; {self._cause()}")
 
     def _has_ended(self, seconds: float = 0.0) -> bool:
         """Whether the server and its guard have ended, after so many seconds at most."""
@@ -144,6 +144,11 @@ class ServerProcess:
         except (urllib.error.URLError, OSError):
             return False
 
-    def _end_of_log(self) -> str:
+    def _cause(self) -> str:
+        """The last exception in the log that is not about another one, or the log's end."""
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        return text[-_LOG_CHARACTERS:].strip() or "(empty)"
+        # A process that lost its worker says so after the worker's own exception.
+        found = [line for line in _EXCEPTION.findall(text) if "root cause" not in line]
+        if found:
+            return f"{found[-1][:_LOG_CHARACTERS]} (its log: {self._log})"
+        return f"the end of its log {self._log}:\n{text[-_LOG_CHARACTERS:].strip() or '(empty)'}"

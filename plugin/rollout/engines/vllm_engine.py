@@ -16,7 +16,7 @@ import torch
 
 from plugin.config import JobConfig
 from plugin.config.trainer_flags import DtypeName
-from plugin.errors import ConfigError, EngineError, TransferError
+from plugin.errors import ConfigError, EngineError, TransferError, WeightError
 from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.pause_point import PausePoint
 from plugin.rollout.engines.protocol import (
@@ -132,10 +132,12 @@ class VllmEngine(GeneratesBySteps):
         """Take a bucket; see `RolloutEngine`. The last one replaces the weights."""
         if not self._weights.is_partial:
             self._buckets = []
-        self._weights.load(version, bucket, last=last)
+        self._weights.load(version, bucket, last=False)
         self._buckets.append(bucket)
         if not last:
             return
+        # If tensors are missing, this raises, and they may follow.
+        self._weights.end()
         with self._pause_point.changing():
             # Until vLLM has the weights, the engine has no version that it could answer for.
             self._weights.version = NO_WEIGHTS
@@ -168,6 +170,7 @@ class VllmEngine(GeneratesBySteps):
         for worker in received:
             if worker.cut_off is not None:
                 raise TransferError(f"{self._name}: {worker.cut_off}")
+            self._require_usable(worker.refused)
         self._weights.take(
             (note.name, torch.empty(note.shape, dtype=note.dtype, device="meta"))
             for note in received[0].notes
@@ -187,8 +190,13 @@ class VllmEngine(GeneratesBySteps):
         from plugin.rollout.engines.vllm_weights import reload_from_buckets
 
         buckets, self._buckets = self._buckets, []
-        self._llm.llm_engine.collective_rpc(reload_from_buckets, args=(buckets,))
+        for refusal in self._llm.llm_engine.collective_rpc(reload_from_buckets, args=(buckets,)):
+            self._require_usable(refusal)
         self._finish_change(version)
+
+    def _require_usable(self, refusal: str | None) -> None:
+        if refusal is not None:
+            raise WeightError(f"{self._name}: {refusal}")
 
     def _finish_change(self, version: int) -> None:
         # Cached keys and values of old weights would be taken for those of the new ones. Responses

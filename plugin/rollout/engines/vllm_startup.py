@@ -19,6 +19,7 @@ import torch
 from plugin.errors import ConfigError
 from plugin.rollout.engines.model_config import with_architecture
 from plugin.rollout.engines.shared_memory_guard import mapped_files, remove_with_this_process
+from plugin.rollout.engines.vllm_on_cpu import cpu_options, head_size
 
 _ENVIRONMENT = {
     # The scheduler lives in the engine's process; workers watch a pipe that closes with it.
@@ -31,7 +32,6 @@ _ENVIRONMENT = {
 _LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Where the pool names the bundles of an engine that is larger than a node.
 _BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
-_SMALLEST_CPU_CACHE, _LARGEST_CPU_CACHE = 64 << 20, 4 << 30
 
 
 class Reports(NamedTuple):
@@ -79,13 +79,13 @@ def build_llm(
         "dtype": dtype,
         "max_model_len": max_model_len,
         "max_num_seqs": max_batch,
-        "enforce_eager": not on_gpu,
         "seed": 0,
         "weight_transfer_config": {"backend": "megatron_tis"},
         "worker_extension_cls": "plugin.rollout.engines.vllm_weights.WorkerExtension",
     }
     if not on_gpu:
-        options |= _cpu_options(hf_config, dtype, max_batch, max_model_len)
+        _require_supported_heads(hf_config)
+        further = cpu_options(hf_config, dtype, max_batch, max_model_len, further)
     if reports.routed_experts:
         options["enable_return_routed_experts"] = True
     if reports.sampling_mask:
@@ -129,29 +129,19 @@ def parallel_options(size: int) -> dict[str, Any]:
     return {"tensor_parallel_size": size, "distributed_executor_backend": backend}
 
 
-def _cpu_options(
-    hf_config: Mapping[str, Any], dtype: str, max_batch: int, max_model_len: int
-) -> dict[str, Any]:
-    """Room for the keys and values of a full batch; vLLM would take most of the memory.
+def _require_supported_heads(hf_config: Mapping[str, Any]) -> None:
+    """A `ConfigError` for a head size that vLLM's attention on CPU is not compiled for.
 
-    vLLM's attention on CPU is compiled for some head sizes and would find the others out at the
-    first token: those are a `ConfigError` here.
+    vLLM itself would find out at the first token.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    heads = int(hf_config["num_attention_heads"])
-    head_dim = int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads)
-    supported = CPUAttentionBackend.get_supported_head_sizes()
+    head_dim, supported = head_size(hf_config), CPUAttentionBackend.get_supported_head_sizes()
     if supported and head_dim not in supported:
         raise ConfigError(
             f"--rollout-engine vllm: the model has heads of size {head_dim}; vLLM on CPU supports "
             f"{', '.join(map(str, supported))}; use --rollout-engine transformers"
         )
-    heads = int(hf_config.get("num_key_value_heads") or heads)
-    element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-    row = 2 * int(hf_config["num_hidden_layers"]) * heads * head_dim * element * max_model_len
-    wanted = max(_SMALLEST_CPU_CACHE, 2 * row, min(row * max_batch, _LARGEST_CPU_CACHE))
-    return {"kv_cache_memory_bytes": wanted}
 
 
 def require_interrupts(engine: Any) -> None:

@@ -7,28 +7,27 @@ on CPU as well, and ends when the driver calls the transfer off.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
 
-from plugin.errors import TransferError
+from plugin.errors import TransferError, WeightError
 from plugin.rollout.engines.engine_adapters import is_adapter
 from plugin.rollout.engines.lent_memory import device_id
 from plugin.rollout.engines.vllm_adapters import AdapterShape, use_adapters
+from plugin.rollout.engines.vllm_reload import WeightReload
 from plugin.rollout.engines.weight_handover import receiver_of
 from plugin.rollout.engines.weight_meeting import NamedTensors, TensorNote, WeightGroup
 from plugin.rollout.engines.weight_members import Membership
@@ -55,18 +54,20 @@ class Received:
 
     adapters: tensors of it that are no weights of the model
     cut_off: why it is not whole, if so
+    refused: why the model cannot compute with it, if so
     """
 
     notes: list[TensorNote] = field(default_factory=list)
     adapters: dict[str, Tensor] = field(default_factory=dict)
     cut_off: str | None = None
+    refused: str | None = None
 
 
 class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
     """Receives a version in buckets and loads it layer by layer.
 
-    A transfer that is cut off is no error in a worker, because vLLM would lose count of its
-    workers' answers; `received` tells.
+    A transfer that is cut off, or weights that do not fit, are no error in a worker, because vLLM
+    would lose count of its workers' answers; `received` tells.
     """
 
     init_info_cls = StreamInit
@@ -77,7 +78,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         self._membership = Membership()
         self._group: WeightGroup | None = None
         self._number = 0
-        self._reloads = False
+        self._reload: WeightReload | None = None
         self.received = Received()
 
     def init_transfer_engine(self, init_info: StreamInit) -> None:
@@ -88,14 +89,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
 
     def start_weight_update(self) -> None:
         """Forget the version before."""
-        self.received, self._reloads = Received(), False
-
-    def _begin_reload(self) -> None:
-        """Have the next weights loaded layer by layer, and packed as at the start."""
-        if not torch.cuda.is_available():
-            forget_expert_kernels(self.model)
-        initialize_layerwise_reload(self.model)
-        self._reloads = True
+        self.received, self._reload = Received(), None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive a whole version."""
@@ -122,14 +116,21 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         self.received.adapters.update((n, t) for n, t in bucket if is_adapter(n))
         weights = [(n, t) for n, t in bucket if not is_adapter(n)]
         if weights:
-            if not self._reloads:
-                self._begin_reload()
-            self.model.load_weights(weights)
+            if self._reload is None:
+                self._reload = WeightReload(self.model, self.model_config)
+            self._reload.load(weights)
 
     def finish_weight_update(self) -> None:
         """End the loading; also after one that was cut off, so that the next begins afresh."""
-        if self._reloads:
-            finalize_layerwise_reload(self.model, self.model_config)
+        if self._reload is None:
+            return
+        if self.received.cut_off is not None:
+            self._reload.abort()
+            return
+        try:
+            self._reload.finish()
+        except WeightError as error:
+            self.received.refused = str(error)
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -149,6 +150,10 @@ class WorkerExtension:
         """What has come of the last version, but for the tensors themselves."""
         return replace(self.weight_transfer_engine.received, adapters={})
 
+    def load_directory(self, directory: str) -> str | None:
+        """Load the files of a whole version; why they do not fit, if so."""
+        return _reload(self, _saved_tensors(directory))
+
     def use_adapters(self, shape: AdapterShape) -> str | None:
         """Compute with the adapters of the last version; why vLLM refuses them, if it does."""
         adapters = self.weight_transfer_engine.received.adapters
@@ -160,30 +165,35 @@ class WorkerExtension:
         return None
 
 
-def forget_expert_kernels(model: torch.nn.Module) -> None:
-    """Have vLLM set up its experts anew with the weights that come next.
-
-    vLLM 0.32 on CPU packs the weights of experts for its kernel only when it makes the kernel, so
-    that new ones would be read in the wrong order, without an error. To be removed when it packs
-    them at every load.
-    """
-    for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None
+def reload_from_buckets(worker: Any, buckets: list[bytes]) -> str | None:
+    """Load the buckets into one of vLLM's workers, in its process; why they do not fit, if so."""
+    return _reload(worker, _named_tensors(buckets))
 
 
-def reload_from_buckets(worker: Any, buckets: list[bytes]) -> None:
-    """Load the buckets into one of vLLM's workers, in its process."""
-    if not torch.cuda.is_available():
-        forget_expert_kernels(worker.model_runner.get_model())
-    worker.reload_weights(weights_iterator=_named_tensors(buckets))
+def _reload(worker: Any, named_tensors: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Load a whole version into a worker; why it does not fit, if so."""
+    runner = worker.model_runner
+    with set_current_vllm_config(worker.vllm_config):
+        reload = WeightReload(runner.get_model(), worker.model_config)
+        try:
+            reload.load(named_tensors)
+            reload.finish()
+        except WeightError as error:
+            return str(error)
+    runner.reset_lora_state()
+    return None
 
 
 def _named_tensors(buckets: list[bytes]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of all buckets; each bucket is freed when it has been read."""
     while buckets:
         yield from safetensors.torch.load(buckets.pop(0)).items()
+
+
+def _saved_tensors(directory: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of all files of a directory, one file in memory at a time."""
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        yield from safetensors.torch.load_file(file).items()
 
 
 WeightTransferEngineFactory.register_engine("megatron_tis", StreamEngine)
