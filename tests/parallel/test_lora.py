@@ -188,6 +188,29 @@ def test_gradients_of_both_matrices_are_those_of_the_merged_weight(
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=close, msg=name)
 
 
+def strides_of_gradients(groups: ParallelGroups, start: Start) -> list[tuple[Any, Any]]:
+    """Of every gradient that a frozen layer multiplies: its strides, and those of its shape."""
+    from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight
+
+    trainer = new_trainer(groups, start, {**PER_SAMPLE, **LORA, "lora_target": "q_proj"})
+    found, backward = [], LinearWithFrozenWeight.backward
+
+    def watched(ctx: Any, gradient: Tensor) -> Any:
+        found.append((gradient.stride(), torch.empty(gradient.shape).stride()))
+        return backward(ctx, gradient)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LinearWithFrozenWeight, "backward", staticmethod(watched))
+        trainer.train_step(start.batch)
+    return found
+
+
+def test_no_frozen_layer_multiplies_its_gradient_row_by_row(run_ranks: RunRanks) -> None:
+    (found,) = run_ranks(strides_of_gradients, 1, Start.of("qwen3"))
+    assert len(found) >= 4 * 4
+    assert all(strides == plain for strides, plain in found), found
+
+
 #: The advantage's term and entropy; its gradient exists on both sides of every point.
 SMOOTH_LOSS = {"policy_loss": "reinforce", "entropy_coef": 0.1, "clip_grad": 0.0}
 COLD = {**SMOOTH_LOSS, **LORA, "rollout_temperature": 0.25}
