@@ -34,6 +34,8 @@ EMBEDDED_DEFAULTS: dict[str, Any] = {
     "micro_batch_size": 256,
     "calculate_per_token_loss": True,
 }
+#: What adapters of a real model use where the user says nothing: ten times the rate of all weights.
+_LORA_DEFAULTS: dict[str, Any] = {"lr": 1e-5}
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,13 @@ class JobConfig(
 
     @classmethod
     def from_sources(cls, flags: Mapping[str, Any], yaml_file: str | Path | None = None) -> Self:
-        """As `FlagGroup.from_sources`, over the built-in job's defaults without a model."""
+        """As `FlagGroup.from_sources`, over the defaults of the built-in job or of adapters."""
         settings = read_yaml(Path(yaml_file)) if yaml_file else {}
         given = {**settings, **flags}
         own_model = given.get("hf_checkpoint") or given.get("hf-checkpoint")
-        below = {} if own_model else EMBEDDED_DEFAULTS
+        adapters = given.get("lora_rank") or given.get("lora-rank")
+        of_own_model = _LORA_DEFAULTS if adapters else {}
+        below = of_own_model if own_model else EMBEDDED_DEFAULTS
         named = {key.replace("-", "_") for key in given}
         if "loss_reduction" in named:
             named.add("calculate_per_token_loss")

@@ -159,7 +159,9 @@ _DYNAMIC = Needs(
 class OptimizerFlags(FlagGroup):
     title: ClassVar[str] = "optimizer"
 
-    lr: float = flag(1e-6, "learning rate", above=0)
+    lr: float = flag(
+        1e-6, "learning rate; a job with --lora-rank that does not set it uses 1e-5", above=0
+    )
     min_lr: float = flag(
         0.0,
         "learning rate at the end of the decay",

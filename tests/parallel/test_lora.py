@@ -149,12 +149,14 @@ def test_new_adapters_change_no_bit_and_training_them_none_of_the_base(run_ranks
         assert len(sizes) == 1 and 0 < sizes.pop() < 20_000
 
 
-def gradients_of_adapters(groups: ParallelGroups, start: Start) -> dict[str, tuple[Tensor, Tensor]]:
+def gradients_of_adapters(
+    groups: ParallelGroups, start: Start, temperature: float
+) -> dict[str, tuple[Tensor, Tensor]]:
     """By matrix: its gradient, and what the merged weight's gradient dW makes of it.
 
     W + s B A: dA = s B^T dW and dB = s dW A^T.
     """
-    settings = {**PER_SAMPLE, "clip_grad": 0.0, "lr": 1e-12}
+    settings = {**PER_SAMPLE, "clip_grad": 0.0, "lr": 1e-12, "rollout_temperature": temperature}
     trainer = new_trainer(groups, start, {**settings, **LORA})
     for _, _, low in low_ranks(trainer.chunks):
         torch.nn.init.normal_(low.lora_B, std=0.02)
@@ -174,13 +176,96 @@ def gradients_of_adapters(groups: ParallelGroups, start: Start) -> dict[str, tup
     return found
 
 
-def test_gradients_of_both_matrices_are_those_of_the_merged_weight(run_ranks: RunRanks) -> None:
-    (found,) = run_ranks(gradients_of_adapters, 1, Start.of("qwen3"))
+@pytest.mark.parametrize("temperature", [1.0, 0.25])
+def test_gradients_of_both_matrices_are_those_of_the_merged_weight(
+    run_ranks: RunRanks, temperature: float
+) -> None:
+    (found,) = run_ranks(gradients_of_adapters, 1, Start.of("qwen3"), temperature)
     assert len(found) == 4 * 7 * 2
     for name, (mine, expected) in found.items():
         assert expected.abs().max() > 1e-6, name
         close = 1e-4 * float(expected.abs().max())
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=close, msg=name)
+
+
+def strides_of_gradients(groups: ParallelGroups, start: Start) -> list[tuple[Any, Any]]:
+    """Of every gradient that a frozen layer multiplies: its strides, and those of its shape."""
+    from megatron.core.tensor_parallel.layers import LinearWithFrozenWeight
+
+    trainer = new_trainer(groups, start, {**PER_SAMPLE, **LORA, "lora_target": "q_proj"})
+    found, backward = [], LinearWithFrozenWeight.backward
+
+    def watched(ctx: Any, gradient: Tensor) -> Any:
+        found.append((gradient.stride(), torch.empty(gradient.shape).stride()))
+        return backward(ctx, gradient)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LinearWithFrozenWeight, "backward", staticmethod(watched))
+        trainer.train_step(start.batch)
+    return found
+
+
+def test_no_frozen_layer_multiplies_its_gradient_row_by_row(run_ranks: RunRanks) -> None:
+    (found,) = run_ranks(strides_of_gradients, 1, Start.of("qwen3"))
+    assert len(found) >= 4 * 4
+    assert all(strides == plain for strides, plain in found), found
+
+
+#: The advantage's term and entropy; its gradient exists on both sides of every point.
+SMOOTH_LOSS = {"policy_loss": "reinforce", "entropy_coef": 0.1, "clip_grad": 0.0}
+COLD = {**SMOOTH_LOSS, **LORA, "rollout_temperature": 0.25}
+
+
+def slope_of_the_loss(groups: ParallelGroups, start: Start) -> tuple[float, float]:
+    """Of a step along the adapters' gradient, at temperature 0.25: measured, and the gradient's norm."""
+    trainer = new_trainer(groups, start, {**COLD, "lr": 1e-12})
+    matrices: list[Any] = [p for _, _, low in low_ranks(trainer.chunks) for p in low.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    for _, _, low in low_ranks(trainer.chunks):
+        with torch.no_grad():
+            low.lora_B.normal_(std=0.02, generator=generator)
+    norm = trainer.train_step(start.batch).grad_norm
+    here = [p.detach().clone() for p in matrices]
+    direction = [p.main_grad / norm for p in matrices]
+    losses = []
+    for length in (0.02, -0.02):
+        with torch.no_grad():
+            for matrix, place, along in zip(matrices, here, direction, strict=True):
+                matrix.copy_(place + length * along)
+        losses.append(trainer.train_step(start.batch).metrics["loss"])
+    return (losses[0] - losses[1]) / 0.04, norm
+
+
+def test_the_adapters_gradient_at_a_low_temperature_is_the_slope_of_the_loss(
+    run_ranks: RunRanks,
+) -> None:
+    (found,) = run_ranks(slope_of_the_loss, 1, Start.of("qwen3"))
+    slope, norm = found
+    assert slope == pytest.approx(norm, rel=1e-2)
+
+
+def three_steps(groups: ParallelGroups, start: Start, settings: Any) -> list[Any]:
+    """Log-probs, loss, gradient norm and entropy before each of three steps."""
+    trainer = new_trainer(groups, start, settings)
+    found: list[Any] = []
+    for _ in range(3):
+        found.append(trainer.compute_log_probs(start.batch).values)
+        metrics = trainer.train_step(start.batch).metrics
+        found.append(torch.tensor([metrics[n] for n in ("loss", "grad_norm", "entropy_loss")]))
+    return found
+
+
+def test_adapters_at_temperature_a_quarter_train_as_with_a_head_four_times_as_large(
+    run_ranks: RunRanks,
+) -> None:
+    start = Start.of("qwen3")
+    sharp = {**start.weights, "lm_head.weight": 4 * start.weights["lm_head.weight"]}
+    (cold,) = run_ranks(three_steps, 1, start, COLD)
+    (warm,) = run_ranks(
+        three_steps, 1, replace(start, weights=sharp), {**COLD, "rollout_temperature": 1.0}
+    )
+    for mine, theirs in zip(cold, warm, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
 def filled(groups: ParallelGroups, config: Any, state: Any, settings: Any) -> MegatronTrainer:

@@ -135,3 +135,15 @@ def test_adapters_learn_the_built_in_task_as_far_as_the_lm_head_lets_them(
     run_small(two_nodes, tmp_path / "run", **adapters, num_rollouts=30)
     rewards = [step["reward"] for step in read_run(tmp_path / "run").steps]
     assert rewards[0] < of_random < sum(rewards[-5:]) / 5 < limit, (rewards, of_random, limit)
+
+
+def test_adapters_learn_the_built_in_task_at_a_low_temperature_while_entropy_lasts(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    # Without the entropy term the policy of either kind is nearly deterministic by step 20, at a reward of 0.4 to 0.5.
+    sizes = {"rollout_batch_size": 64, "max_response_length": 8, "lora_rank": 16, "lr": 4e-3}
+    settings = LORA | sizes | {"rollout_temperature": 0.25, "entropy_coef": 0.1}
+    run_small(two_nodes, tmp_path / "run", **settings, num_rollouts=50)
+    history = read_run(tmp_path / "run").steps
+    assert sum(step["reward"] for step in history[-5:]) / 5 > 0.9
+    assert max(step["mismatch_kl"] for step in history) < 1e-8

@@ -71,6 +71,7 @@ def attach_adapters(
             if cut is not None:
                 place = _place(name, cut, model, groups)
                 _attach(linear, name, place, model, bridge, groups, settings, seed)
+                linear.register_forward_hook(_with_plain_gradient)
         if model.pre_process:
             model.embedding.register_forward_hook(_with_gradient)
 
@@ -78,6 +79,17 @@ def attach_adapters(
 def _with_gradient(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
     """Recomputed layers pass a gradient on only where their input asks for one."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _with_plain_gradient(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    """Give the gradient of a layer's output the strides that its matrix product is fast with.
+
+    Behind row-parallel layers a gradient [s, 1, h] has strides (h, s * h, 1). `matmul` with a
+    weight that needs no gradient takes that for a batch of s products of one row each. `contiguous`
+    would change nothing: it ignores dimensions of size 1.
+    """
+    if output[0].requires_grad:
+        output[0].register_hook(lambda g: g.reshape(-1, g.shape[-1]).view(g.shape))
 
 
 def _place(name: str, cut: Cut, model: Any, groups: ParallelGroups) -> Place:

@@ -19,6 +19,21 @@ from tests.parallel import tiny_models
 LORA = {"lora_rank": 4}
 
 
+def test_adapters_of_a_real_model_have_ten_times_the_learning_rate_unless_it_is_given(
+    tmp_path: Path,
+) -> None:
+    model = {"hf_checkpoint": "/a/model"}
+    assert JobConfig.from_sources(model).lr == 1e-6
+    assert JobConfig.from_sources({**model, **LORA}).lr == 1e-5
+    assert JobConfig.from_sources({**model, **LORA, "lr": 1e-6}).lr == 1e-6
+    assert JobConfig.from_sources(LORA).lr == JobConfig.from_sources({}).lr == 3e-3
+    file = tmp_path / "job.yaml"
+    file.write_text("hf-checkpoint: /a/model\nlora-rank: 4\n")
+    assert JobConfig.from_sources({}, file).lr == 1e-5
+    file.write_text("hf-checkpoint: /a/model\nlora-rank: 4\nlr: 0.0003\n")
+    assert JobConfig.from_sources({}, file).lr == 3e-4
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
