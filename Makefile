@@ -1,13 +1,15 @@
 # `make test` and `make train` are all a newcomer needs: each builds .venv first if it is not there.
 PYTHON ?= python3.11
 TORCH ?= 2.13.0
+# Of the examples that train: data, warm-up, prompts and sampling.
+SEED ?= 1234
 # Where pyenv has it but does not put it on the path, ask pyenv.
 PYTHON_LATEST ?= $(or $(wildcard $(shell pyenv prefix 3.12 2>/dev/null)/bin/python3.12),python3.12)
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: train-math evidence evidence-math precision bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels soak
+.PHONY: train-real train-math evidence evidence-math precision bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -138,10 +140,14 @@ format: venv ## let ruff rewrite the files
 train: venv ## a complete RL job on this machine, on CPU
 	$(BIN)/megatron-tis train
 
+train-real: runs/real_model/model ## SmolLM2-135M learns sums: a pretrained model, TIS, evaluation on held-out rows, on CPU
+	.venv-real/bin/python examples/real_model/make_data.py --seed $(SEED)
+	$(BIN)/megatron-tis train --config examples/real_model/tis.yaml --seed $(SEED)
+
 train-math: venv ## arithmetic in words: data, a warmed-up model, then DAPO with evaluation on held-out problems, on CPU
-	$(BIN)/python examples/math_words/make_data.py
-	$(BIN)/python examples/math_words/warm_up.py
-	$(BIN)/megatron-tis train --config examples/math_words/dapo.yaml
+	$(BIN)/python examples/math_words/make_data.py --seed $(SEED)
+	$(BIN)/python examples/math_words/warm_up.py --seed $(SEED)
+	$(BIN)/megatron-tis train --config examples/math_words/dapo.yaml --seed $(SEED)
 
 bench: venv ## kernels, losses, training steps and whole jobs against peers and the memory floor, 50 minutes: benchmarks/results.md
 	$(BIN)/python -m benchmarks --with-peers
