@@ -1,0 +1,119 @@
+"""LoRA on the real model beside full training: both learn from the same rewards, adapters without a change of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plugin.batch_types import RolloutBatch
+from plugin.rollout.rewards.text_rewards import numeric
+from tests.real import chat_samples, layout_runs
+from tests.real.conftest import SECONDS
+from tests.real.layout_runs import Curve
+
+pytestmark = pytest.mark.timeout(2 * SECONDS)
+
+#: (question, two responses, the right answer)
+PAIRS = (
+    ("What is 17 + 25?", ("17 + 25 = 42", "17 + 25 = 41"), 42),
+    ("What is 8 + 9?", ("8 + 9 = 16", "8 + 9 = 17"), 17),
+    ("What is 30 + 12?", ("30 + 12 = 42", "30 + 12 = 45"), 42),
+)
+STEPS = 5
+METHODS: dict[str, dict[str, Any]] = {
+    "full training": {"lr": 2e-5},
+    "LoRA": {"lr": 1e-3, "lora_rank": 16},
+}
+LOSS = {"policy_loss": "reinforce", "calculate_per_token_loss": True, "adam_eps": 1e-8}
+
+
+@pytest.fixture(scope="module")
+def pairs(tokenizer: Any) -> tuple[RolloutBatch, list[float]]:
+    """Two responses per question with their advantages (reward less the group's mean), and their rewards."""
+    conversations, rewards = [], []
+    for question, answers, label in PAIRS:
+        conversations += [(question, answer) for answer in answers]
+        rewards += [numeric(answer, {}, label=label) for answer in answers]
+    rows = chat_samples.chat_rows(tokenizer, conversations)
+    reported = [torch.full((len(response),), -1.0) for _, response in rows]
+    advantages = [reward - 0.5 for reward in rewards]
+    return chat_samples.rollout_batch(rows, advantages, reported), rewards
+
+
+def margins(curve: Curve, batch: RolloutBatch, rewards: list[float]) -> list[float]:
+    """Before every step and after the last: mean over questions of log p(right) - log p(wrong)."""
+    signs = torch.tensor([2 * reward - 1 for reward in rewards])
+    lengths = batch.columns["response_lengths"].tolist()
+
+    def margin(log_probs: Tensor) -> float:
+        sums = torch.stack([part.sum() for part in log_probs.split(lengths)])
+        return float((signs * sums).sum() / len(PAIRS))
+
+    return [margin(log_probs) for log_probs in curve.log_probs]
+
+
+@pytest.fixture(scope="module")
+def curves(
+    rank_pool: Any,
+    model: str,
+    pairs: tuple[RolloutBatch, list[float]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[Curve, Path]]:
+    """What each method computed, and the file with the weights that it exported."""
+    directory, found = tmp_path_factory.mktemp("curves"), {}
+    for name, settings in METHODS.items():
+        file = directory / f"{name}.pt"
+        arguments = (model, pairs[0], {**LOSS, **settings}, STEPS, str(file))
+        [curve] = rank_pool.run_ranks(layout_runs.training_curve, 1, *arguments, timeout=SECONDS)
+        found[name] = curve, file
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_right_answers_become_likelier_than_wrong_ones(
+    curves: dict[str, tuple[Curve, Path]],
+    pairs: tuple[RolloutBatch, list[float]],
+    note: Callable[[str], None],
+    method: str,
+) -> None:
+    values = margins(curves[method][0], *pairs)
+    text = " ".join(f"{value:.2f}" for value in values)
+    note(f"log p(right) - log p(wrong) by step, {method}: {text}")
+    assert values[-1] > values[0] + 1.0
+    assert values[-1] > values[1], "one step did it, the others nothing"
+
+
+def test_adapters_leave_the_model_as_it_was(curves: dict[str, tuple[Curve, Path]]) -> None:
+    base = curves["LoRA"][0].base
+    assert base.missing == [] and base.different == []
+    assert len(curves["full training"][0].base.different) == len(base.exported)
+
+
+def test_the_merged_model_computes_what_the_adapters_do(
+    curves: dict[str, tuple[Curve, Path]],
+    pairs: tuple[RolloutBatch, list[float]],
+    model: str,
+    note: Callable[[str], None],
+    two_threads: None,
+) -> None:
+    curve, file = curves["LoRA"]
+    merged = chat_samples.transformers_model(model, torch.float32)
+    missing, unknown = merged.load_state_dict(torch.load(file), strict=False)
+    assert missing == ["lm_head.weight"] and unknown == []
+    merged.tie_weights()
+    columns = pairs[0].columns
+    rows = [
+        (tokens[:-length].tolist(), tokens[-length:].tolist())
+        for tokens, length in zip(
+            columns["unconcat_tokens"], columns["response_lengths"].tolist(), strict=True
+        )
+    ]
+    found = torch.cat(chat_samples.response_log_probs(merged, rows))
+    largest = float((found - curve.log_probs[-1]).abs().max())
+    note(f"merged model in transformers against adapters in the trainer: max |d| {largest:.1e}")
+    assert largest < 1e-4
