@@ -6,7 +6,7 @@ What is expensive runs once per session: a layout loads the model once per dtype
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,18 +74,7 @@ def rows(tokenizer: Any) -> list[chat_samples.Row]:
 
 
 @pytest.fixture(scope="session")
-def two_threads() -> Iterator[None]:
-    """Both cores for what the test process computes itself."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def of_transformers(
-    model: str, rows: list[chat_samples.Row], two_threads: None
-) -> dict[str, Tensor]:
+def of_transformers(model: str, rows: list[chat_samples.Row]) -> dict[str, Tensor]:
     """Log-probs of all response tokens by dtype, computed by transformers."""
     return {
         name: torch.cat(

@@ -27,7 +27,7 @@ SIZES = {
     # Advantages over the whole batch: small and large sums differ, whatever a group of two does.
     "advantage-estimator": "reinforce_plus_plus",
     "reward": "numeric",
-    "reward-workers": 0,
+    "reward-workers": 1,
     "start-timeout": 600,
     "step-timeout": 600,
 }

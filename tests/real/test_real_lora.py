@@ -99,7 +99,6 @@ def test_the_merged_model_computes_what_the_adapters_do(
     pairs: tuple[RolloutBatch, list[float]],
     model: str,
     note: Callable[[str], None],
-    two_threads: None,
 ) -> None:
     curve, file = curves["LoRA"]
     merged = chat_samples.transformers_model(model, torch.float32)
