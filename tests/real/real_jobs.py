@@ -23,6 +23,9 @@ SIZES = {
     "rollout-batch-size": len(SUMS),
     "n-samples-per-prompt": 2,
     "max-response-length": 10,
+    # vLLM reserves its cache by these two.
+    "max-prompt-length": 128,
+    "rollout-max-batch": 2 * len(SUMS),
     "max-tokens-per-gpu": 400,
     # Advantages over the whole batch: small and large sums differ, whatever a group of two does.
     "advantage-estimator": "reinforce_plus_plus",

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
 from plugin.rollout.rewards.text_rewards import numeric
@@ -18,16 +17,16 @@ from tests.real.layout_runs import Curve
 
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
-#: (question, two responses, the right answer)
+#: (question, two responses, the right answer); the model mostly gets such sums wrong
 PAIRS = (
-    ("What is 17 + 25?", ("17 + 25 = 42", "17 + 25 = 41"), 42),
-    ("What is 8 + 9?", ("8 + 9 = 16", "8 + 9 = 17"), 17),
-    ("What is 30 + 12?", ("30 + 12 = 42", "30 + 12 = 45"), 42),
+    ("What is 48 + 37?", ("48 + 37 = 85", "48 + 37 = 75"), 85),
+    ("What is 59 + 26?", ("59 + 26 = 75", "59 + 26 = 85"), 85),
+    ("What is 67 + 18?", ("67 + 18 = 85", "67 + 18 = 75"), 85),
 )
 STEPS = 5
 METHODS: dict[str, dict[str, Any]] = {
-    "full training": {"lr": 2e-5},
-    "LoRA": {"lr": 1e-3, "lora_rank": 16},
+    "full training": {"lr": 1e-5},
+    "LoRA": {"lr": 3e-4, "lora_rank": 16},
 }
 LOSS = {"policy_loss": "reinforce", "calculate_per_token_loss": True, "adam_eps": 1e-8}
 
@@ -45,16 +44,11 @@ def pairs(tokenizer: Any) -> tuple[RolloutBatch, list[float]]:
     return chat_samples.rollout_batch(rows, advantages, reported), rewards
 
 
-def margins(curve: Curve, batch: RolloutBatch, rewards: list[float]) -> list[float]:
-    """Before every step and after the last: mean over questions of log p(right) - log p(wrong)."""
-    signs = torch.tensor([2 * reward - 1 for reward in rewards])
+def likelihoods(curve: Curve, batch: RolloutBatch, rewards: list[float]) -> list[list[float]]:
+    """[2][steps + 1]: mean log-prob of right and of wrong responses, before every step and after the last."""
     lengths = batch.columns["response_lengths"].tolist()
-
-    def margin(log_probs: Tensor) -> float:
-        sums = torch.stack([part.sum() for part in log_probs.split(lengths)])
-        return float((signs * sums).sum() / len(PAIRS))
-
-    return [margin(log_probs) for log_probs in curve.log_probs]
+    sums = torch.tensor([[part.sum() for part in step.split(lengths)] for step in curve.log_probs])
+    return [sums[:, torch.tensor(rewards) == reward].mean(1).tolist() for reward in (1, 0)]
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +75,14 @@ def test_right_answers_become_likelier_than_wrong_ones(
     note: Callable[[str], None],
     method: str,
 ) -> None:
-    values = margins(curves[method][0], *pairs)
-    text = " ".join(f"{value:.2f}" for value in values)
-    note(f"log p(right) - log p(wrong) by step, {method}: {text}")
-    assert values[-1] > values[0] + 1.0
-    assert values[-1] > values[1], "one step did it, the others nothing"
+    right, wrong = likelihoods(curves[method][0], *pairs)
+    for name, values in (("right", right), ("wrong", wrong)):
+        text = " ".join(f"{value:.2f}" for value in values)
+        note(f"log-prob of {name} answers by step, {method}: {text}")
+    margins = [a - b for a, b in zip(right, wrong, strict=True)]
+    assert margins[-1] > margins[0] + 2.0
+    assert margins[-1] > margins[1], "one step did it, the others nothing"
+    assert right[-1] > right[0], "right answers only fell less than wrong ones"
 
 
 def test_adapters_leave_the_model_as_it_was(curves: dict[str, tuple[Curve, Path]]) -> None:
