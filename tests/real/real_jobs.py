@@ -22,7 +22,7 @@ SUMS = ((3, 4), (2, 2), (48, 37), (59, 26))
 SIZES = {
     "rollout-batch-size": len(SUMS),
     "n-samples-per-prompt": 2,
-    "max-response-length": 10,
+    "max-response-length": 12,
     # vLLM reserves its cache by these two.
     "max-prompt-length": 128,
     "rollout-max-batch": 2 * len(SUMS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,8 @@ Note = Callable[[str], None]
 FLOAT32 = (0.0, 1e-6)
 BFLOAT16 = (1e-6, 1e-2)
 
-#: Large enough that the first update moves the policy further than the dtypes differ: weights that did not reach the engine would
-#: show as mismatch of the second rollout.
-LEARNING_RATES = {"float32": 1e-5, "bfloat16": 1e-4}
+#: Large enough that the first update moves the policy further than dtypes explain.
+LEARNING_RATES = {"float32": 1e-5, "bfloat16": 2e-5}
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "transformers": ("bfloat16", {}),
@@ -50,7 +50,7 @@ def check_rollouts(lines: list[dict[str, Any]], dtype: str, note: Note, name: st
         assert line["staleness"] == 0 and line["reward"] > 0 and line["grad_norm"] > 0
     assert low <= mismatch[0] < high
     assert low <= mismatch[2] < high
-    assert mismatch[1] > 3 * max(mismatch[0], mismatch[2]), "the update is too small to show"
+    assert mismatch[1] > 2 * high, "the update is too small to show whether the engine got it"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -70,8 +70,9 @@ def test_a_job_samples_from_the_weights_that_it_trains(
     python = {"python": vllm_python()} if engine.startswith("vllm") else {}
     lines = train(tmp_path / "run", model, settings, **python)
     check_rollouts(lines, dtype, note, engine)
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
-    assert any("=" in sample["response"] for sample in samples), samples
+    for line in (tmp_path / "run" / "samples.jsonl").open():
+        samples = json.loads(line)["samples"]
+        assert any(re.match(r"\d+ \+ \d+ = \d+", sample["response"]) for sample in samples), samples
 
 
 def test_a_job_that_was_stopped_and_resumed_is_the_one_that_was_not(

@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-from safetensors.torch import load_file
 
 from plugin.errors import EngineError, TransferError
 from plugin.rollout.engines.weight_meeting import WeightGroup, call_off, open_store
@@ -104,7 +103,7 @@ def _versions_both_ways(directory: str, family: str, workers: int, versions: int
     from plugin.rollout.engines.weight_buckets import pack_buckets
     from plugin.rollout.engines.weight_directory import WeightDirectory
 
-    config = vllm_config(family)
+    config = vllm_config(family, tie_word_embeddings=True)
     engine = VllmEngine(
         config.to_dict(),
         max_batch=16,
@@ -135,18 +134,9 @@ def _versions_both_ways(directory: str, family: str, workers: int, versions: int
 
 def _reload(engine: Any, directory: str) -> None:
     """Load a directory into the workers, as a server does."""
-    engine._llm.llm_engine.collective_rpc(_reload_worker, args=(directory,))
+    refusals = engine._llm.llm_engine.collective_rpc("load_directory", args=(directory,))
+    assert not any(refusals), refusals
     assert engine._llm.reset_prefix_cache()
-
-
-def _reload_worker(worker: Any, directory: str) -> None:
-    from plugin.rollout.engines.vllm_weights import forget_expert_kernels
-
-    forget_expert_kernels(worker.model_runner.get_model())
-    files = sorted(Path(directory).glob("*.safetensors"))
-    worker.reload_weights(
-        weights_iterator=(pair for file in files for pair in load_file(file).items())
-    )
 
 
 def _broken_transfers(engine: Any, trainer: _Trainer, config: Any, version: int) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def _serve(pipe: Connection) -> None:
     )
     from tests.vllm_rollouts.small_model import vllm_config
 
-    config = vllm_config()
+    config = vllm_config(tie_word_embeddings=True)
     engine = VllmEngine(
         config.to_dict(), max_batch=16, tensor_parallel_size=2, arguments={"block_size": 32}
     )

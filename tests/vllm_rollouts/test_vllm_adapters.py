@@ -41,7 +41,8 @@ def _versions_of_adapters() -> Any:
     """Log-probs against a merged model; the base comes with versions 0 and 2."""
     from plugin.rollout.engines.vllm_engine import VllmEngine
 
-    config, store, member = vllm_config(), open_store("127.0.0.1"), Membership()
+    config = vllm_config(tie_word_embeddings=True)
+    store, member = open_store("127.0.0.1"), Membership()
     engine = VllmEngine(
         config.to_dict(),
         max_batch=16,

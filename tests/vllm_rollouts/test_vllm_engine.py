@@ -203,7 +203,7 @@ def interrupted_job() -> tuple[set[int], float]:
 
     A thread loads new weights while vLLM decodes.
     """
-    config = vllm_config()
+    config = vllm_config(tie_word_embeddings=True)
     engine = VllmEngine(config.to_dict(), max_batch=4, interrupts=True)
     load_version(engine, hf_state_dict(config, 0), 0)
     parameters = SamplingParameters(temperature=0.7, max_response_length=24)
@@ -247,12 +247,18 @@ def test_every_token_of_an_interrupted_response_has_the_log_prob_of_its_version(
 
 
 def largest_difference(family: str, dtype: Any) -> float:
-    """Of log-probs of a new engine to transformers in float32, with two versions of the weights."""
-    config = vllm_config(family)
+    """Of log-probs of a new engine to transformers in float32, with two versions of the weights.
+
+    The engine sleeps between them.
+    """
+    config = vllm_config(family, tie_word_embeddings=True)
     other = VllmEngine(config.to_dict(), dtype=dtype, max_batch=4)
     largest = 0.0
     for seed in (0, 1):
+        other.sleep(2)
+        other.wake("weights")
         load(other, hf_state_dict(config, seed))
+        other.wake("cache")
         model = hf_model(config, seed)
         for r, g in flat(other.generate(REQUESTS, PARAMETERS)):
             difference = g.log_probs - reference_log_probs(model, r, g, PARAMETERS)

@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS
 from vllm.platforms import current_platform
 
 from plugin.errors import WeightError
@@ -31,7 +31,7 @@ class WeightReload:
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._model, self._model_config = model, model_config
-        self._loaded: set[str] = set()
+        self._reported: set[str] = set()
         if current_platform.is_cpu():
             _forget_expert_kernels(model)
         initialize_layerwise_reload(model)
@@ -45,21 +45,23 @@ class WeightReload:
                 f"vLLM's {type(model).__name__} does not report which weights it loads, so new "
                 "ones cannot be trusted to arrive; use --rollout-engine transformers"
             )
-        self._loaded.update(map(_without_adapters, loaded))
+        self._reported.update(map(_without_adapters, loaded))
 
     def finish(self) -> None:
         """End the load; a `WeightError` names what the model has and no tensor was loaded into."""
+        loaded = self._reported & set(_delivered_names(self._model))
         self.abort()
         tensors = list(_tensors_to_load(self._model))
-        current = {id(t.value) for t in tensors if t.name in self._loaded} - {id(None)}
-        left = [t for t in tensors if t.name not in self._loaded]
+        current = {id(t.value) for t in tensors if t.name in loaded} - {id(None)}
+        left = [t for t in tensors if t.name not in loaded]
         missing = [t.name for t in left if id(t.value) not in current]
         if missing:
             raise WeightError(
                 f"vLLM {vllm.__version__} loaded nothing into {len(missing)} of the "
                 f"{len(tensors)} tensors of its {type(self._model).__name__}, the first of them "
-                f"{missing[0]}; all must come from the trainer. This vLLM model class does not fit "
-                "the checkpoint (it may not tie a tied LM head); use --rollout-engine transformers"
+                f"{missing[0]}; all must come from the trainer. This vLLM class cannot reload the "
+                "model (it does not tie a tied LM head, or bypasses vLLM's weight loaders); use "
+                "--rollout-engine transformers"
             )
         for tensor in left:
             _process_again(tensor.module)
@@ -97,6 +99,20 @@ def _tensors_to_load(model: nn.Module) -> Iterator[_Loadable]:
         for name in sorted(built.keys() - module._non_persistent_buffers_set):
             if built[name] is not None and built[name].is_floating_point():
                 yield _Loadable(_without_adapters(f"{prefix}.{name}"), module, held.get(name))
+
+
+def _delivered_names(model: nn.Module) -> Iterator[str]:
+    """The tensors that a load which has not ended brought to the modules that hold them.
+
+    Some classes of vLLM 0.32 (gpt-oss: experts and sinks) copy into parameters past their loaders.
+    During a reload these are on the meta device, where a copy is lost without an error.
+    """
+    for prefix, module in model.named_modules():
+        info = get_layerwise_info(module)
+        names = {name for name, _ in info.loaded_weights} | SKIP_LOAD_TENSORS
+        if not info.can_load():  # processed, because all of its tensors had come
+            names |= module._parameters.keys() | module._buffers.keys()
+        yield from (_without_adapters(f"{prefix}.{name}") for name in names)
 
 
 def _process_again(module: nn.Module) -> None:

@@ -23,6 +23,7 @@ from plugin.rollout.engines.protocol import Generation, GenerationRequest, Sampl
 from plugin.rollout.engines.served_engine import ServedEngine
 from plugin.rollout.engines.server_commands import options, sglang_command, vllm_command
 from plugin.rollout.engines.server_process import ServerEnded, ServerProcess, free_port
+from plugin.rollout.engines.vllm_on_cpu import cpu_options
 from tests.parallel.tiny_models import FAMILIES, hf_state_dict
 from tests.unit.rollout.engines.misbehaving_server import STOP, TOKENS
 from tests.unit.rollout.engines.stand_in_sglang import install
@@ -165,6 +166,43 @@ def test_a_server_that_cannot_start_is_reported_with_the_end_of_its_log(
         make_engine(config, model(), "engine 0")
 
 
+def test_the_cause_is_the_exception_that_is_not_about_another_one(tmp_path: Path) -> None:
+    log = (
+        "(Worker pid=2) ERROR 11-18 10:13:16 [executor.py:953] Traceback (most recent call last):\n"
+        "(Worker pid=2) ERROR 11-18 10:13:16 [executor.py:953]     raise ValueError(\n"
+        "(Worker pid=2) ERROR 11-18 10:13:16 [executor.py:953] ValueError: no memory on node 0\n"
+        "Traceback (most recent call last):\n"
+        '  File "core.py", line 1, in main\n'
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    script = f"import sys; sys.stdout.write({log!r}); sys.exit(1)"
+    server = ServerProcess(
+        [sys.executable, "-c", script],
+        os.environ,
+        f"http://127.0.0.1:{free_port()}",
+        directory=tmp_path / "removed",
+        log=tmp_path / "server.log",
+    )
+    with pytest.raises(ServerEnded) as raised:
+        server.wait_until_ready(30)
+    cause = f"ValueError: no memory on node 0 (its log: {tmp_path / 'server.log'})"
+    assert str(raised.value) == f"the server ended with code 1; {cause}"
+
+
+def test_vllm_on_cpu_has_a_bounded_cache_unless_the_user_gives_a_share_or_a_size() -> None:
+    # 2 (keys, values) x 4 layers x 2 heads x 16 channels x 2 bytes = 512 bytes per token.
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"hidden_size": 64}
+    chosen = cpu_options(shape, "bfloat16", 4, 1 << 20, {})
+    assert chosen == {"enforce_eager": True, "kv_cache_memory_bytes": 4 * 512 << 20}
+    largest = cpu_options(shape, "bfloat16", 1024, 1 << 20, {})
+    assert largest["kv_cache_memory_bytes"] == 4 << 30
+    share = cpu_options(shape, "bfloat16", 4, 512, {"gpu_memory_utilization": 0.1})
+    assert share == {"enforce_eager": True, "gpu_memory_utilization": 0.1}
+    size = cpu_options(shape, "bfloat16", 4, 512, {"kv_cache_memory_bytes": 7})
+    assert size["kv_cache_memory_bytes"] == 7
+
+
 def test_a_silent_server_is_ended(tmp_path: Path) -> None:
     port = free_port()
     script = (
@@ -188,7 +226,7 @@ def test_a_silent_server_is_ended(tmp_path: Path) -> None:
         server.require_alive()
 
 
-def test_command_lines_have_what_the_job_sets_and_what_the_user_adds() -> None:
+def test_command_lines_have_what_the_job_sets_and_what_the_user_adds(tmp_path: Path) -> None:
     config = JobConfig(
         rollout_engine="sglang",
         rollout_num_gpus_per_engine=2,
@@ -203,8 +241,10 @@ def test_command_lines_have_what_the_job_sets_and_what_the_user_adds() -> None:
     assert (pairs["--dtype"], pairs["--context-length"]) == ("bfloat16", "512")
     assert (pairs["--attention-backend"], pairs["--chunked-prefill-size"]) == ("fa3", "4096")
     assert "--enable-return-routed-experts" not in command
-    vllm = vllm_command(JobConfig(rollout_engine="vllm_server"), "/m", 8000, 512)
+    (tmp_path / "config.json").write_text(json.dumps(model()))
+    vllm = vllm_command(JobConfig(rollout_engine="vllm_server"), str(tmp_path), 8000, 512)
     assert vllm.environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "WorkerExtension" in " ".join(vllm.command)
     assert options({"a_b": True, "c": False, "d": None, "e": [1, 2], "f": {"g": 1}}) == [
         *("--a-b", "--e", "1", "2", "--f", '{"g": 1}')
     ]
