@@ -25,7 +25,7 @@ FLOAT32 = (0.0, 1e-6)
 BFLOAT16 = (1e-6, 1e-2)
 
 #: Large enough that the first update moves the policy further than dtypes explain.
-LEARNING_RATES = {"float32": 1e-5, "bfloat16": 2e-5}
+LEARNING_RATES = {"float32": 1e-5, "bfloat16": 1e-4}
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "transformers": ("bfloat16", {}),
