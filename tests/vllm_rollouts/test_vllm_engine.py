@@ -172,6 +172,7 @@ def test_incomplete_weights_are_refused_by_name(engine: VllmEngine) -> None:
         engine.load_weights(version, rest, last=True)
     engine.load_weights(version, norm, last=True)
     assert engine.health().weight_version == version
+    assert largest_error(engine, seed=1) < 1e-4
     load(engine, hf_state_dict(vllm_config(), 0))
 
 

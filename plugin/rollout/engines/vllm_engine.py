@@ -132,10 +132,12 @@ class VllmEngine(GeneratesBySteps):
         """Take a bucket; see `RolloutEngine`. The last one replaces the weights."""
         if not self._weights.is_partial:
             self._buckets = []
-        self._weights.load(version, bucket, last=last)
+        self._weights.load(version, bucket, last=False)
         self._buckets.append(bucket)
         if not last:
             return
+        # If tensors are missing, this raises, and they may follow.
+        self._weights.end()
         with self._pause_point.changing():
             # Until vLLM has the weights, the engine has no version that it could answer for.
             self._weights.version = NO_WEIGHTS
