@@ -122,8 +122,9 @@ test-kernels: .venv-kernels/ready ## Triton kernels: binaries for sm_80, sm_90 a
 runs/real_model/model: | .venv-real/ready
 	.venv-real/bin/python examples/real_model/get_model.py --output $@
 
+# Checkpoints and models of several gigabytes do not stay behind.
 test-real: venv runs/real_model/model .venv-vllm/ready ## a pretrained model: ranks against transformers, LoRA, resume, jobs with every engine; 10 minutes
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/real
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/real -o tmp_path_retention_policy=failed
 
 docs: venv ## the documentation site in site/; broken links are errors
 	$(BIN)/python -m docs.write_reference

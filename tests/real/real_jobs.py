@@ -72,7 +72,8 @@ def train(
     flags = {"hf-checkpoint": model, "prompt-data": rows, "run-dir": run_dir, **SIZES, **settings}
     command = [python, "-m", "plugin", "train", "--apply-chat-template"]
     for name, value in flags.items():
-        command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        switches = {True: [f"--{name}"], False: [f"--no-{name}"]}
+        command += switches[value] if isinstance(value, bool) else [f"--{name}", str(value)]
     environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     with (run_dir.parent / f"{run_dir.name}.log").open("a+") as log:
         process = subprocess.Popen(

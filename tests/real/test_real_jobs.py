@@ -65,6 +65,7 @@ def test_a_job_samples_from_the_weights_that_it_trains(
         "num-rollouts": 2,
         "num-updates-per-rollout": 2,
         "lr": LEARNING_RATES[dtype],
+        "save-at-end": False,
     }
     python = {"python": vllm_python()} if engine.startswith("vllm") else {}
     lines = train(tmp_path / "run", model, settings, **python)
