@@ -26,7 +26,7 @@ BFLOAT16 = (1e-6, 1e-2)
 
 #: Large enough that the first update moves the policy further than dtypes explain: a KL of about 0.1. In bfloat16 an update that is
 #: small against a weight's last bit is rounded away in the first step, because the checkpoint's weights are bfloat16.
-LEARNING_RATES = {"float32": 1e-5, "bfloat16": 6e-5}
+LEARNING_RATES = {"float32": 1e-5, "bfloat16": 8e-5}
 
 #: Engine -> dtype of engine and trainer. The job that is resumed below has transformers in float32.
 ENGINES = {"transformers": "bfloat16", "vllm": "float32", "vllm_server": "bfloat16"}
