@@ -9,7 +9,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: train-real train-math evidence evidence-math precision bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels soak
+.PHONY: train-real train-math evidence evidence-math precision bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels test-real soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -94,7 +94,8 @@ test-skyrl: .venv-mcore-latest/ready ## the adapter against SkyRL itself (Python
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --upgrade pip
 	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0
-	.venv-vllm/bin/python -m pip install --quiet --no-deps -r requirements/vllm.txt
+	.venv-vllm/bin/python -m pip install --quiet --no-deps -r requirements/vllm.txt || { \
+		echo "error: pip could not install requirements/vllm.txt (see above); make test-vllm and make test-real need it" >&2; exit 1; }
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
@@ -122,6 +123,10 @@ test-kernels: .venv-kernels/ready ## Triton kernels: binaries for sm_80, sm_90 a
 
 runs/real_model/model: | .venv-real/ready
 	.venv-real/bin/python examples/real_model/get_model.py --output $@
+
+# Checkpoints and models of several gigabytes do not stay behind.
+test-real: venv runs/real_model/model .venv-vllm/ready ## a pretrained model: ranks against transformers, LoRA, resume, jobs with every engine; 10 minutes
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/real -o tmp_path_retention_policy=failed
 
 docs: venv ## the documentation site in site/; broken links are errors
 	$(BIN)/python -m docs.write_reference

@@ -35,6 +35,7 @@ CPU_SUITES = (
     Suite("slow", "make test-slow", 60),
     Suite("adapters", "make test-adapters", 30),
     Suite("kernels", "make test-kernels", 20),
+    Suite("real", "make test-real", 60),
     Suite("docs", "make docs", 15),
 )
 
