@@ -350,7 +350,8 @@ class TrainerRank(ReportingActor):
             if checksum_dtype is not None:
                 exported = with_checksums(exported, getattr(torch, checksum_dtype), sums)
             with self._membership.of(group, lambda: sender_of(group, number)) as sender:
-                return SentPart(number, *sender.send(version, exported), checksums=sums)
+                nbytes, messages = sender.send(version, exported)
+                return SentPart(number, nbytes, messages, sums)
         finally:
             # Also after an error: the others of the stage would wait in the next gather.
             for _ in exported:

@@ -155,9 +155,8 @@ class WeightLoader:
         head = getattr(self._model, "lm_head", None)
         if head is not None:  # of a tied one the checkpoint holds no tensor
             tensors["lm_head.weight"] = head.weight
-        return {
-            n: checksum(tensor, dtype) for n, tensor in tensors.items() if tensor.dtype == dtype
-        }
+        alike = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
+        return {name: checksum(tensor, dtype) for name, tensor in alike.items()}
 
     def _missing(self) -> set[str]:
         if self._adapters is None:

@@ -46,9 +46,8 @@ def differing(engine: Checksums, trainer: Checksums) -> list[str]:
     A tied LM head, which the trainer does not send, is compared with the trainer's embedding.
     """
     expected = dict(trainer)
-    if "lm_head.weight" not in expected:
-        embeddings = [value for name, value in trainer.items() if "embed_tokens.weight" in name]
-        expected |= dict.fromkeys(["lm_head.weight"], embeddings[0]) if embeddings else {}
-    return sorted(
-        name for name in engine.keys() & expected.keys() if engine[name] != expected[name]
-    )
+    for name, value in trainer.items():
+        if name.endswith("embed_tokens.weight"):
+            expected.setdefault("lm_head.weight", value)
+    common = engine.keys() & expected.keys()
+    return sorted(name for name in common if engine[name] != expected[name])
