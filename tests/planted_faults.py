@@ -1,8 +1,12 @@
-"""A transformers engine that has one wrong tensor after every load: ten kinds, as real engines have had them."""
+"""A transformers engine that has one wrong tensor after every load: ten kinds, as real engines have had them.
+
+By import path: `--rollout-engine tests.planted_faults:make_<kind>`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,3 +107,52 @@ FAULTS: dict[str, Callable[[Any], None]] = {
         rounded_weights,
     )
 }
+
+#: What checksums of the weights cannot see.
+NO_WEIGHT = ("wrong_rope",)
+
+
+class FaultyEngine(TransformersEngine):
+    """Its model gets the fault `kind` whenever it has new weights; None = it is healthy.
+
+    checksums: whether it reports those of its weights
+    """
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        kind: str | None,
+        *,
+        checksums: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(hf_config, **options)
+        self._kind, self._has_checksums = kind, checksums
+
+    def load_weights(self, version: int, bucket: Any, *, last: bool) -> None:
+        super().load_weights(version, bucket, last=last)
+        if last and self._kind is not None:
+            with torch.no_grad():
+                FAULTS[self._kind](self.model)
+
+    def weight_checksums(self) -> Any:
+        return super().weight_checksums() if self._has_checksums else None
+
+
+def _factory(kind: str) -> Callable[[JobConfig, Mapping[str, Any], str], FaultyEngine]:
+    def make(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> FaultyEngine:
+        return FaultyEngine(hf_config, kind, dtype=config.rollout_dtype, name=name)
+
+    return make
+
+
+globals().update({f"make_{kind}": _factory(kind) for kind in FAULTS})
+
+
+def make_faulty_replacement(
+    config: JobConfig, hf_config: Mapping[str, Any], name: str
+) -> FaultyEngine:
+    """Healthy at the start of a job, and faulty where it replaces an engine during it."""
+    assert config.run_dir is not None
+    kind = "scaled_output" if (Path(config.run_dir) / "metrics.jsonl").exists() else None
+    return FaultyEngine(hf_config, kind, dtype=config.rollout_dtype, name=name)
