@@ -81,9 +81,10 @@ def wrong_rope(model: Any) -> None:
 
 
 def rounded_weights(model: Any) -> None:
-    """Weights that went through bfloat16 on the way to a float32 engine."""
+    """Weights that went through bfloat16 on the way to a float32 engine, or through fp8 to a 16-bit one."""
     for weight in model.parameters():
-        weight.copy_(weight.bfloat16())
+        full = weight.dtype == torch.float32
+        weight.copy_(weight.to(torch.bfloat16 if full else torch.float8_e4m3fn))
 
 
 def _swap(one: Tensor, other: Tensor) -> None:

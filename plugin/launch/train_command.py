@@ -144,7 +144,7 @@ def _say_what_was_learned(
     result: JobResult, config: JobConfig, console: Console, *, advises: bool
 ) -> bool:
     from plugin.observe.learning import any_step_applied, learning_findings
-    from plugin.observe.run_record import read_run, unmistakable_titles
+    from plugin.observe.run_record import unmistakable_titles
 
     first, last = result.history[0], result.history[-1]
     skipped = int(last.get("skipped_steps") or 0)
@@ -154,7 +154,7 @@ def _say_what_was_learned(
         f"report: {result.run_dir / 'report.html'}"
     )
     if advises:
-        for title in unmistakable_titles(read_run(result.run_dir)):
+        for title in unmistakable_titles(result.run_dir):
             console.say(f"error: {title}; megatron-tis doctor {result.run_dir} shows it again")
         for finding in learning_findings(result.history, config):
             console.say(str(finding))

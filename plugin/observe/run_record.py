@@ -138,9 +138,11 @@ def group_findings(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
     )
 
 
-def unmistakable_titles(run: RunRecord) -> list[str]:
+def unmistakable_titles(run_dir: Path) -> list[str]:
     """The findings of a run that no healthy job has, each once, with their steps."""
-    found = [entry for entry in group_findings(run.findings) if entry.get("unmistakable")]
+    path = run_dir / "findings.jsonl"
+    records = _read_lines(path, []) if path.exists() else ()
+    found = [entry for entry in group_findings(records) if entry.get("unmistakable")]
     return [f"{entry.get('title')} ({steps_text(entry)})" for entry in found]
 
 

@@ -134,8 +134,8 @@ def test_an_engine_with_a_wrong_tensor_is_stopped_by_the_probe_alone(
     assert finding["unmistakable"] and "doctor --bisect" in finding["what_to_try"]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "rounded_weights"])
-def test_most_of_them_are_stopped_in_bfloat16_too(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", FAULTS)
+def test_an_engine_with_a_wrong_tensor_is_stopped_in_bfloat16_too(kind: str, tmp_path: Path) -> None:
     job = Verified(tmp_path, trainer="bfloat16", rollout_dtype="bfloat16")
     with pytest.raises(FindingError, match=r"limit 0\.15 for bfloat16"):
         job.check(FaultyEngine(CONFIG.to_dict(), kind, dtype="bfloat16"))
