@@ -53,26 +53,31 @@ def test_no_job_trains_a_step_on_an_engine_with_a_wrong_tensor(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+#: Settings, and how many answers to the probe are judged in three rollouts.
+HEALTHY: list[tuple[dict[str, Any], int]] = [
+    # Also before the evaluation after the last one.
+    ({"weight_sync": "object-store", "verify_weights": "every:1", "eval_data": "held:4"}, 4),
+    ({"colocate": True, "verify_weights": "every:1"}, 3),
+    ({"async_rollouts": True, "use_tis": True, "partial_rollouts": True}, 1),
+    ({"num_rollout_engines": 2, "rollout_dtype": "bfloat16", "verify_weights": "every:2"}, 4),
+    ({"rollout_quantization": "int8"}, 1),
+    ({"train_dtype": "bfloat16", "rollout_dtype": "bfloat16"}, 1),
+    ({"embedded_model": "qwen3_moe", "use_rollout_routing_replay": "ids"}, 1),
+    ({"embedded_model": "qwen3_moe", "num_gpus_per_node": 2, "expert_model_parallel_size": 2}, 1),
+    ({"lora_rank": 4, "lora_sync": "adapter"}, 1),
+    ({"num_gpus_per_node": 2, "pipeline_model_parallel_size": 2}, 1),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"weight_sync": "object-store", "verify_weights": "every:1", "eval_data": "held:4"},
-        {"colocate": True, "verify_weights": "every:1"},
-        {"async_rollouts": True, "use_tis": True, "partial_rollouts": True},
-        {"num_rollout_engines": 2, "rollout_dtype": "bfloat16", "verify_weights": "every:2"},
-        {"rollout_quantization": "int8"},
-        {"train_dtype": "bfloat16", "rollout_dtype": "bfloat16"},
-        {"embedded_model": "qwen3_moe", "use_rollout_routing_replay": "ids"},
-        {"embedded_model": "qwen3_moe", "num_gpus_per_node": 2, "expert_model_parallel_size": 2},
-        {"lora_rank": 4, "lora_sync": "adapter"},
-        {"num_gpus_per_node": 2, "pipeline_model_parallel_size": 2},
-    ],
-)
+@pytest.mark.parametrize(("settings", "times"), HEALTHY)
 def test_healthy_jobs_are_verified_and_go_on(
-    settings: dict[str, Any], two_nodes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    settings: dict[str, Any],
+    times: int,
+    two_nodes: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run_small(two_nodes, tmp_path / "run", num_nodes=1, **settings)
     printed = capsys.readouterr().out
-    times = {"every:1": 3, "every:2": 4}.get(settings.get("verify_weights", ""), 1)
     assert printed.count("computes with the trainer's weights") == times, printed
