@@ -139,7 +139,7 @@ def test_an_engine_with_a_wrong_tensor_is_stopped_in_bfloat16_too(
     kind: str, tmp_path: Path
 ) -> None:
     job = Verified(tmp_path, trainer="bfloat16", rollout_dtype="bfloat16")
-    with pytest.raises(FindingError, match=r"limit 0\.15 for bfloat16"):
+    with pytest.raises(FindingError, match=r"limit 0\.1 for bfloat16"):
         job.check(FaultyEngine(CONFIG.to_dict(), kind, dtype="bfloat16"))
 
 
