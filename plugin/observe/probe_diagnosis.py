@@ -25,7 +25,7 @@ PRECISIONS: tuple[Precision, ...] = ("float32", "float16", "bfloat16", "quantize
 
 #: Mean |log-prob difference| at temperature 1 beyond which an engine is wrong. Healthy engines here
 #: (SmolLM2-135M, 30 layers; 64 tokens): float32 8e-6, int8 0.04, bfloat16 0.024 to 0.04, which
-#: public reports of 8B and 30B models confirm (KL 6e-4 to 2e-3 per token is 0.03 to 0.05). One wrong
+#: public reports of 8B and 30B models confirm (KL 6e-4 to 2e-3 a token is 0.03 to 0.05). One wrong
 #: tensor of 272 reaches 0.13 in bfloat16 where it does least (one output projection times 2).
 LIMITS: dict[Precision, float] = {
     "float32": 1e-3,
