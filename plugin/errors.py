@@ -50,6 +50,10 @@ class TrainingError(MegatronTisError):
     """Training goes on without changing the weights."""
 
 
+class FindingError(MegatronTisError):
+    """The job found an unmistakable fault of its own and ended; the message is the finding."""
+
+
 class WeightError(MegatronTisError):
     """Weights do not fit the model, or carry an unexpected version."""
 

@@ -84,7 +84,7 @@ def compare(
         tokens,
         statistics,
         list(sweeps),
-        list(detection.findings.values()),
+        sorted(detection.findings.values(), key=lambda found: not found.finding.unmistakable),
         dump.problems,
         target_ess,
     )

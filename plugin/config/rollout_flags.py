@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -82,6 +83,12 @@ class RolloutFlags(FlagGroup):
         "through Ray's object store; auto = broadcast, ipc with --colocate, or the next of these "
         "that the engine can",
     )
+    verify_weights: str = flag(
+        "first",
+        "have engine and trainer score the same short response, and end the job if they differ by "
+        "more than their dtypes explain: first = with the first weights of every engine that is "
+        "started, every:N = also with every N-th weight version, off",
+    )
 
     max_error_reschedule_attempts: int | None = flag(
         None,
@@ -102,6 +109,11 @@ class RolloutFlags(FlagGroup):
             f"--rollout-top-p is {self.rollout_top_p}; it must lie in (0, 1]",
         )
         expect(
+            re.fullmatch(r"first|off|every:[1-9]\d*", self.verify_weights) is not None,
+            f"--verify-weights is {self.verify_weights}; choose first, off, or every:N with a "
+            "number such as every:10",
+        )
+        expect(
             self.max_weight_staleness is None or self.async_rollouts,
             f"--max-weight-staleness is {self.max_weight_staleness} but rollouts are synchronous "
             "and never stale; add --async-rollouts",
@@ -111,6 +123,16 @@ class RolloutFlags(FlagGroup):
             f"--max-token-staleness is {self.max_token_staleness} and --max-weight-staleness "
             f"{self.staleness_limit}: no token gets that old; lower the first or raise the second",
         )
+
+    def verifies_weights(self, version: int, *, verified: bool) -> bool:
+        """Whether an engine that gets `version` has to show that it computes with it.
+
+        verified: whether it has shown that before
+        """
+        if self.verify_weights == "off":
+            return False
+        interval = self.verify_weights.partition(":")[2]
+        return not verified or (bool(interval) and version % int(interval) == 0)
 
     @property
     def truncates_sampling(self) -> bool:

@@ -27,6 +27,7 @@ from plugin.rollout.engines.protocol import (
 from plugin.rollout.engines.response_stream import ResponseStream
 from plugin.rollout.engines.sleep import EnginePart, SleepingEngine
 from plugin.rollout.engines.weight_meeting import WeightGroup
+from plugin.rollout.engines.weight_probe import ProbeAnswer, WeightProbe, answer_probe
 
 #: Ray's concurrency groups: a thread each for loading weights and for waiting for groups.
 WEIGHTS, ANSWERS = "weights", "answers"
@@ -73,11 +74,24 @@ class EngineActor(ReportingActor):
         rollouts = Rollouts.of([group.trajectories for group in done])
         return [group.ticket for group in done], rollouts_to_arrays(rollouts)
 
-    def load_weights(self, version: int, bucket: np.ndarray, last: bool) -> None:
-        """As `RolloutEngine.load_weights`, from the object store's own memory where it can be."""
+    def load_weights(
+        self, version: int, bucket: np.ndarray, last: bool, probe: WeightProbe | None = None
+    ) -> list[ProbeAnswer]:
+        """As `RolloutEngine.load_weights`, from the object store's own memory where it can be.
+
+        probe: answered with the new weights, before any group begins
+        """
         given: Any = bucket if self._reads_views else bucket.tobytes()
-        with self._server.changing(version, last=last, interrupts=self._interrupts):
+        with self._changing(version, probe, last=last):
             self._engine.load_weights(version, given, last=last)
+            return [] if probe is None else answer_probe(self._engine, probe)
+
+    def _changing(
+        self, version: int, probe: WeightProbe | None, *, last: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """Keep responses away; for a probe also those that new weights could interrupt."""
+        interrupts = self._interrupts and probe is None
+        return self._server.changing(version, last=last, interrupts=interrupts)
 
     def weight_receivers(self) -> int:
         """How many of the engine's workers receive weights."""
@@ -87,10 +101,21 @@ class EngineActor(ReportingActor):
         """The devices of those workers."""
         return cast(BroadcastEngine, self._engine).weight_devices()
 
-    def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
-        """As `BroadcastEngine.receive_weights`; after an error no group begins until it has one."""
-        with self._server.changing(version, last=True, interrupts=self._interrupts):
+    def receive_weights(
+        self, version: int, group: WeightGroup, first: int, probe: WeightProbe | None = None
+    ) -> list[ProbeAnswer]:
+        """As `BroadcastEngine.receive_weights`; after an error no group begins until it has one.
+
+        probe: as in `load_weights`
+        """
+        with self._changing(version, probe, last=True):
             cast(BroadcastEngine, self._engine).receive_weights(version, group, first)
+            return [] if probe is None else answer_probe(self._engine, probe)
+
+    def answer_probe(self, probe: WeightProbe) -> list[ProbeAnswer]:
+        """Answer with the weights that the engine has, once no response is under way."""
+        with self._server.held():
+            return answer_probe(self._engine, probe)
 
     def sleep(self, level: int) -> None:
         """As `SleepingEngine.sleep`, once no response is under way; none begins without weights."""
@@ -170,6 +195,15 @@ class GroupServer:
             with self._turn:
                 self._loop.version, self._loop.held = version, False
                 self._turn.notify_all()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep responses away for a while."""
+        self.hold()
+        yield
+        with self._turn:
+            self._loop.held = False
+            self._turn.notify_all()
 
     def hold(self) -> None:
         """Begin no further group, and wait until none is under way."""

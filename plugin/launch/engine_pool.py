@@ -29,6 +29,7 @@ from plugin.rollout.engines.protocol import EngineHealth, GenerationRequest, Sam
 from plugin.rollout.engines.sleep import EnginePart
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS
 from plugin.rollout.engines.weight_meeting import WeightGroup
+from plugin.rollout.engines.weight_probe import ProbeAnswer, WeightProbe
 
 _IDLE_SECONDS = 0.2
 _LOAD_POLL_SECONDS = 0.005
@@ -42,6 +43,7 @@ class _Running:
     failures_in_a_row: restarts in a row without an answer in between
     weights: its own directory below --rollout-weights-dir
     version: of the weights that it got from the ranks; NO_WEIGHTS = none, or half of a version
+    is_verified: whether it has shown that it computes with the trainer's weights
     """
 
     actor: Any
@@ -50,6 +52,7 @@ class _Running:
     failures_in_a_row: int = 0
     weights: OwnedDirectory | None = None
     version: int = NO_WEIGHTS
+    is_verified: bool = False
 
     def end(self) -> None:
         """End the process and remove the weights that it wrote for its servers."""
@@ -58,6 +61,15 @@ class _Running:
         ray.kill(self.actor)
         if self.weights is not None:
             self.weights.remove()
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What an engine answered to the probe."""
+
+    engine: int
+    actor: Any
+    answers: list[ProbeAnswer]
 
 
 class EnginePool:
@@ -93,6 +105,10 @@ class EnginePool:
         self._buckets: list[Any] = []
         #: Gives engines without the newest weights these; None while the trainer cannot.
         self.catch_up: Callable[[], None] | None = None
+        #: What engines are asked with new weights until they are verified; None = nothing.
+        self.probe: WeightProbe | None = None
+        self._probed: list[Probed] = []
+        self._is_asleep = False
         self._loads: dict[Any, tuple[int, Any]] = {}
         self._asked: dict[int, int] = {}  # ticket -> engine
         self._tickets = itertools.count()
@@ -256,8 +272,41 @@ class EnginePool:
         actor = self._engines[number].actor
         for place, bucket in enumerate(self._buckets):
             last = place == len(self._buckets) - 1
-            call = self._call_for_weights(actor, "load_weights", self._newest, bucket, last)
+            probe = self._probe_for(number) if last else None
+            call = self._call_for_weights(actor, "load_weights", self._newest, bucket, last, probe)
             self._loads[call] = (number, actor)
+
+    def _probe_for(self, number: int) -> WeightProbe | None:
+        """What an engine is asked right after it has the newest weights.
+
+        One on shared devices has no memory for a response at that time, see `wake`.
+        """
+        return None if self._is_asleep or not self._is_probe_due(number) else self.probe
+
+    def _is_probe_due(self, number: int) -> bool:
+        if self.probe is None or self._newest is None:
+            return False
+        verified = self._engines[number].is_verified
+        return self._config.verifies_weights(self._newest, verified=verified)
+
+    @property
+    def any_probe_due(self) -> bool:
+        """Whether an engine has to show that it computes with the newest weights."""
+        return any(map(self._is_probe_due, range(len(self))))
+
+    def take_probed(self) -> list[Probed]:
+        """What present engines answered to the probe since the last call."""
+        probed, self._probed = self._probed, []
+        return [p for p in probed if self._engines[p.engine].actor is p.actor]
+
+    def set_verified(self, probed: Probed) -> None:
+        """Note that an engine computes with the trainer's weights."""
+        engine = self._engines[probed.engine]
+        engine.is_verified |= engine.actor is probed.actor
+
+    def _note_probed(self, number: int, actor: Any, answers: list[ProbeAnswer]) -> None:
+        if answers:
+            self._probed.append(Probed(number, actor, answers))
 
     def _call_for_weights(self, actor: Any, method: str, *arguments: Any) -> Any:
         return actor.call.options(concurrency_group=WEIGHTS).remote(method, *arguments)
@@ -284,12 +333,17 @@ class EnginePool:
     def receive_weights(self, engine: int, actor: Any, group: WeightGroup, first: int) -> Any:
         """The call by which an engine receives the newest weights; until then it has none."""
         self._engines[engine].version = NO_WEIGHTS
-        return self._call_for_weights(actor, "receive_weights", self._newest, group, first)
+        probe = self._probe_for(engine)
+        return self._call_for_weights(actor, "receive_weights", self._newest, group, first, probe)
 
-    def has_received(self, engine: int, actor: Any) -> None:
-        """Note that an engine has the newest weights, unless it was replaced."""
+    def has_received(self, engine: int, actor: Any, answers: list[ProbeAnswer]) -> None:
+        """Note that an engine has the newest weights, unless it was replaced.
+
+        answers: its own to the probe
+        """
         if self._engines[engine].actor is actor:
             self._engines[engine].version = int(self._newest or 0)
+            self._note_probed(engine, actor, answers)
 
     def poll(self) -> None:
         """Notice engines that have started, died while loading, or cannot start.
@@ -312,7 +366,8 @@ class EnginePool:
                 continue
             number, actor = self._loads.pop(reference)
             try:
-                result_of(reference, f"engine {number}", self._console)
+                answers = result_of(reference, f"engine {number}", self._console)
+                self._note_probed(number, actor, answers)
             except SenderLost:
                 # A trainer rank died while it sent its weights: no engine would get them.
                 raise
@@ -348,13 +403,29 @@ class EnginePool:
 
     def sleep(self, level: int) -> None:
         """Have every engine give up its device's memory, and with it its weights."""
+        self._is_asleep = True
         self._tell_all("sleep", level)
         for engine in self._engines:
             engine.version = NO_WEIGHTS
 
     def wake(self, part: EnginePart) -> None:
-        """Have every engine take memory for `part` again."""
+        """Have every engine take memory for `part` again; with all of it they answer the probe."""
         self._tell_all("wake", part)
+        if part == "cache":
+            self._is_asleep = False
+            self._probe_awake()
+
+    def _probe_awake(self) -> None:
+        """Ask the engines whose weights came while they had no memory for a response."""
+        due = [(n, self._engines[n].actor) for n in range(len(self)) if self._is_probe_due(n)]
+        calls = [self._call_for_weights(actor, "answer_probe", self.probe) for _, actor in due]
+        for (number, actor), call in zip(due, calls, strict=True):
+            try:
+                patience, name = self._config.engine_patience, f"engine {number}"
+                [answers] = wait_for_all([call], [name], self._console, timeout=patience)
+                self._note_probed(number, actor, answers)
+            except ParallelError as error:
+                self.replace_unless_done(number, actor, str(error))
 
     def _tell_all(self, method: str, argument: Any) -> None:
         """Call every engine and wait; one that is lost is replaced, and the new one is told."""
@@ -376,6 +447,7 @@ class EnginePool:
         self._asked.clear()
         self._collects.clear()
         self._arrived.clear()
+        self._probed.clear()
         self._newest, self._buckets = None, []
         self._era += 1
         for engine in self._engines:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from plugin.config import JobConfig
+from plugin.errors import FindingError
 from plugin.observe.detectors import MismatchDetectors
 from plugin.observe.run_files import RunFiles
 
@@ -17,7 +18,7 @@ class MismatchWatch:
     def __init__(self, config: JobConfig, files: RunFiles, say: Callable[[str], None]) -> None:
         self._detectors = MismatchDetectors(config=config)
         self._counts: Counter[str] = Counter()
-        self._on = config.detect_mismatch
+        self._on, self._stops = config.detect_mismatch, config.on_finding == "stop"
         self._files, self._say = files, say
 
     def check(
@@ -29,6 +30,8 @@ class MismatchWatch:
     ) -> None:
         """Check one step; columns as in `RolloutBatch`, with the trainer's `log_probs`.
 
+        A `FindingError` for an unmistakable finding, with --on-finding stop.
+
         live_routes: the trainer's own choices of experts for the first samples
         """
         if live_routes is not None:
@@ -38,6 +41,9 @@ class MismatchWatch:
         findings = self._detectors.check(columns, step=step, trainer_version=trainer_version)
         self._files.log_findings(step, findings)
         self._counts.update(finding.detector for finding in findings)
+        for finding in findings:
+            if finding.unmistakable and self._stops:
+                raise FindingError(f"step {step}: {finding.text}")
         for finding in self._detectors.news(findings, step):
             times = self._counts[finding.detector]
             again = f"again ({times} times so far): {finding.title}"

@@ -115,23 +115,24 @@ class StepRecords:
         self._history.append(without_slices(line))
         if len(self._history) > _STEPS_KEPT:
             del self._history[1]
-        if len(self._history) == _STEPS_JUDGED:
-            for finding in learning_findings(self._history, self._config):
-                self._console.say(f"step {step}: {finding}")
         self._files.log_step(line)
         self._console.step(line, self._config.total_updates)
         if self._wandb is not None:
             self._wandb.log(line, step=step)
-        columns = batch.columns
+        columns, comparable = batch.columns, False
         if trained.log_probs is not None:
             # After an update the step's own log-probs are of other weights than the samples'.
             comparable = of_rollout_weights or "log_probs" in columns
             columns = {"log_probs": trained.log_probs, **columns}
-            if comparable:
-                self._watch.check(step, columns, version, trained.live_routes)
         if self._dump is not None:
             current = {} if trained.log_probs is None else {"cur_log_probs": trained.log_probs}
             self._dump.write(step, {**columns, **current}, trainer_version=version)
+        if comparable:
+            self._watch.check(step, columns, version, trained.live_routes)
+        # After the watch: rewards say nothing while engine and trainer disagree.
+        if len(self._history) == _STEPS_JUDGED:
+            for finding in learning_findings(self._history, self._config):
+                self._console.say(f"step {step}: {finding}")
 
     def _note_skipped(self, step: int, cause: str | None, *, searching: bool = False) -> None:
         """Report a step that changed nothing; a `TrainingError` after too many in a row.

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plugin.config import JobConfig
-from plugin.errors import ConfigError, HookLoadError, MegatronTisError, ParallelError
+from plugin.errors import (
+    ConfigError,
+    FindingError,
+    HookLoadError,
+    MegatronTisError,
+    ParallelError,
+)
 from plugin.launch.console import Console, capture_warnings
 
 if TYPE_CHECKING:
@@ -77,6 +83,12 @@ def _run(
         with console.phase("loading torch"):
             from plugin.launch.job import run_job
         result = run_job(config, console, connected, ended)
+    except FindingError as error:
+        # First of all: what the rewards say follows from it.
+        code = _complain(error, console, args)
+        for result in results:
+            _summarize(result, config, console, finished=False, advises=False)
+        return code
     except MegatronTisError as error:
         for result in results:
             if not result.interrupted:
@@ -96,10 +108,20 @@ def _run(
 
 
 def _summarize(
-    result: JobResult, config: JobConfig, console: Console, *, finished: bool = True
+    result: JobResult,
+    config: JobConfig,
+    console: Console,
+    *,
+    finished: bool = True,
+    advises: bool = True,
 ) -> bool:
-    """Say how far a job came and where its weights are; whether these can have changed."""
-    learned = _say_what_was_learned(result, config, console) if result.history else True
+    """Say how far a job came and where its weights are; whether these can have changed.
+
+    advises: also say why nothing was learned, if so
+    """
+    learned = True
+    if result.history:
+        learned = _say_what_was_learned(result, config, console, advises=advises)
     if result.evaluations:
         from plugin.launch.evaluation import describe
 
@@ -118,8 +140,11 @@ def _summarize(
     return learned
 
 
-def _say_what_was_learned(result: JobResult, config: JobConfig, console: Console) -> bool:
+def _say_what_was_learned(
+    result: JobResult, config: JobConfig, console: Console, *, advises: bool
+) -> bool:
     from plugin.observe.learning import any_step_applied, learning_findings
+    from plugin.observe.run_record import unmistakable_titles
 
     first, last = result.history[0], result.history[-1]
     skipped = int(last.get("skipped_steps") or 0)
@@ -128,8 +153,11 @@ def _say_what_was_learned(result: JobResult, config: JobConfig, console: Console
         f"{f', {skipped} of them skipped' if skipped else ''}; "
         f"report: {result.run_dir / 'report.html'}"
     )
-    for finding in learning_findings(result.history, config):
-        console.say(str(finding))
+    if advises:
+        for title in unmistakable_titles(result.run_dir):
+            console.say(f"error: {title}; megatron-tis doctor {result.run_dir} shows it again")
+        for finding in learning_findings(result.history, config):
+            console.say(str(finding))
     return any_step_applied(result.history)
 
 

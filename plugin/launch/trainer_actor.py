@@ -13,14 +13,16 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
+from plugin.config.trainer_flags import DtypeName
 from plugin.errors import CheckpointError
 from plugin.launch.array_transport import Arrays, share_from_arrays
 from plugin.launch.directory_lock import OwnedDirectory
@@ -30,6 +32,7 @@ from plugin.megatron_backend.checkpoint.directory import resolve
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
 from plugin.rollout.engines.lent_memory import device_id
+from plugin.rollout.engines.weight_checksums import Checksums, with_checksums
 from plugin.rollout.engines.weight_handover import sender_of
 from plugin.rollout.engines.weight_meeting import BUCKET_BYTES, WeightGroup
 from plugin.rollout.engines.weight_members import Membership
@@ -93,11 +96,15 @@ class TrainedStep:
 
 @dataclass(frozen=True)
 class SentPart:
-    """What a rank has sent of a version, and in how many messages."""
+    """What a rank has sent of a version, and in how many messages.
+
+    checksums: of the tensors it sent, where they were asked for
+    """
 
     sender: int
     nbytes: int
     messages: int
+    checksums: Checksums = field(default_factory=dict)
 
 
 class TrainerRank(ReportingActor):
@@ -310,13 +317,18 @@ class TrainerRank(ReportingActor):
         return device_id()
 
     def send_weights(
-        self, version: int, group: WeightGroup, with_base: bool = True
+        self,
+        version: int,
+        group: WeightGroup,
+        with_base: bool = True,
+        checksum_dtype: DtypeName | None = None,
     ) -> SentPart | None:
         """Send this rank's part of the policy; None on ranks that only help to gather it.
 
         Where weights are handed over within devices, a rank sends all of them.
 
         with_base: where adapters are sent, also the weights that they belong to
+        checksum_dtype: also report checksums of the tensors in this dtype
         """
         from plugin.megatron_backend.model.weight_export import sends_own_part
 
@@ -334,17 +346,25 @@ class TrainerRank(ReportingActor):
         try:
             if not sends:
                 return None
+            sums: dict[str, int] = {}
+            if checksum_dtype is not None:
+                exported = with_checksums(exported, getattr(torch, checksum_dtype), sums)
             with self._membership.of(group, lambda: sender_of(group, number)) as sender:
-                return SentPart(number, *sender.send(version, exported))
+                nbytes, messages = sender.send(version, exported)
+                return SentPart(number, nbytes, messages, sums)
         finally:
             # Also after an error: the others of the stage would wait in the next gather.
             for _ in exported:
                 pass
 
-    def export_weights(self) -> tuple[list[Any], int] | None:
-        """The policy in the object store, one reference per bucket, and its size.
+    def export_weights(
+        self, checksum_dtype: DtypeName | None = None
+    ) -> tuple[list[Any], int, Checksums] | None:
+        """The policy in the object store, one reference per bucket, its size, and checksums.
 
         None besides rank 0.
+
+        checksum_dtype: of the checksums; None = there are none
         """
         import ray
 
@@ -355,12 +375,14 @@ class TrainerRank(ReportingActor):
             for _ in exported:
                 pass
             return None
-        references, size = [], 0
+        references, size, sums = [], 0, dict[str, int]()
+        if checksum_dtype is not None:
+            exported = with_checksums(exported, getattr(torch, checksum_dtype), sums)
         for bucket in pack_buckets(exported):
             # Ray copies arrays once, into shared memory, and bytes on the way in and out.
             references.append(ray.put(np.frombuffer(bucket, np.uint8)))
             size += len(bucket)
-        return references, size
+        return references, size, sums
 
     def offload(self, parts: Sequence[TrainerPart]) -> int:
         """Give up the device memory of `parts` of every model; its bytes."""

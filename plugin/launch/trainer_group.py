@@ -14,6 +14,7 @@ import torch
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
+from plugin.config.trainer_flags import DtypeName
 from plugin.launch.array_transport import share_to_arrays
 from plugin.launch.console import Console
 from plugin.launch.model_source import ModelSource
@@ -25,6 +26,7 @@ from plugin.megatron_backend.step.batch_share import cut_share, plan_batch, with
 from plugin.megatron_backend.step.loss_scaling import weigh_samples
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.ragged import Ragged, as_integers, ragged_range
+from plugin.rollout.engines.weight_checksums import Checksums
 from plugin.rollout.engines.weight_meeting import WeightGroup
 
 #: How long Ray may take to notice that a process is gone.
@@ -206,19 +208,41 @@ class TrainerGroup:
                 flat[ragged_range(starts[samples], lengths[samples])] = values
         return Ragged(torch.from_numpy(flat), lengths)
 
-    def export_weights(self) -> tuple[list[Any], int]:
-        """References to the policy's weight buckets in the object store, and their size."""
-        return self._call("export_weights")[0]
+    @property
+    def dtype(self) -> DtypeName:
+        """Of the ranks' weights and activations."""
+        if self._config.train_dtype != "auto":
+            return self._config.train_dtype
+        return "bfloat16" if self.on_gpu else "float32"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the ranks compute on GPUs."""
+        return "GPU" in self._plan.rank
+
+    def export_weights(
+        self, checksum_dtype: DtypeName | None = None
+    ) -> tuple[list[Any], int, Checksums]:
+        """References to the policy's weight buckets in the object store, their size, checksums.
+
+        checksum_dtype: see `TrainerRank.export_weights`
+        """
+        return self._call("export_weights", checksum_dtype)[0]
 
     def send_weights(
-        self, version: int, group: WeightGroup, *, with_base: bool = True
+        self,
+        version: int,
+        group: WeightGroup,
+        *,
+        with_base: bool = True,
+        checksum_dtype: DtypeName | None = None,
     ) -> dict[Any, str]:
         """The calls by which every rank sends its part of the weights, with the ranks' names.
 
-        with_base: see `TrainerRank.send_weights`
+        with_base, checksum_dtype: see `TrainerRank.send_weights`
         """
         return {
-            rank.call.remote("send_weights", version, group, with_base): name
+            rank.call.remote("send_weights", version, group, with_base, checksum_dtype): name
             for rank, name in zip(self._ranks, self._names(), strict=True)
         }
 

@@ -37,6 +37,7 @@ from plugin.launch.step_records import StepRecords
 from plugin.launch.teachers import Teachers
 from plugin.launch.trainer_group import TrainerGroup
 from plugin.launch.weight_sync import WeightSync
+from plugin.launch.weight_verification import WeightVerification
 from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
 from plugin.observe.run_files import RunFiles
 from plugin.rollout.rewards.scorers import Scorer
@@ -100,6 +101,9 @@ class TrainingLoop:
         teachers = Teachers.of(config, parts, trainer) if config.teacher_specs else None
         self._log_prob_passes = LogProbPasses(config, parts, trainer, teachers)
         self._critic = CriticSteps(config, trainer) if parts.critic is not None else None
+        self._verification = WeightVerification(
+            config, parts, trainer, engines, weights, files, console
+        )
 
     def run(self, interrupts: Interrupts) -> None:
         """All rollouts that are left; an interrupted job is saved where it stands."""
@@ -146,6 +150,8 @@ class TrainingLoop:
             return
         at = self._at
         self._let_engines_generate()
+        if not self._config.colocate:  # otherwise the trainer has no memory now
+            self._verification.check(at.version, at.updates)
         with self._weights.trainer_holds_still(self._devices.sending):
             self._queue.settle()
             record = self._evaluations.run(at.updates, at.rollouts, at.version)
@@ -189,6 +195,7 @@ class TrainingLoop:
             self._devices.train()
         self._queue.pump()
         generated = time.monotonic()
+        self._verification.check(self._at.version, self._at.updates)
         rollouts, masked = joined(groups), {}
         if config.max_token_staleness is not None:
             oldest = self._at.version - config.max_token_staleness
@@ -237,11 +244,14 @@ class TrainingLoop:
         config, rollouts = self._config, self._at.rollouts
         last = rollouts == config.num_rollouts
         due = config.save_interval and rollouts % config.save_interval == 0
-        if due or (last and config.saves_at_end):
-            # A run that goes on from this checkpoint does not repeat the steps before it.
-            self._records.write()
-            self._save()
+        due = due or (last and config.saves_at_end)
         hf_due = config.save_hf_interval and rollouts % config.save_hf_interval == 0
+        if due or hf_due:
+            # A run that goes on from this checkpoint does not repeat the steps before it, and a
+            # finding that ends the job keeps these weights from being saved.
+            self._records.write()
+        if due:
+            self._save()
         if hf_due and not (last and config.save_hf):
             # One of the same step is this run's own, from before it went back to a checkpoint.
             self._save_hf(f"{MODELS}/step_{self._at.updates:07d}", replace=True)

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from plugin.config import JobConfig
+from plugin.config.trainer_flags import DtypeName
 from plugin.errors import EngineError
 from plugin.launch.console import Console
 from plugin.launch.engine_pool import EnginePool
@@ -26,6 +27,7 @@ from plugin.launch.pulse import Pulse
 from plugin.launch.trainer_group import TrainerGroup
 from plugin.launch.weight_transfer import Member, Transfer
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS
+from plugin.rollout.engines.weight_checksums import Checksums
 from plugin.rollout.engines.weight_meeting import WeightGroup, call_off, forget_version, open_store
 
 _POLL_SECONDS = 0.02
@@ -48,6 +50,8 @@ class WeightSync:
         self._who: tuple[Any, ...] = ()
         self._store: Any = None
         self._seconds, self._bytes = 0.0, 0
+        #: The trainer's checksums of the newest version, where an engine was asked for its own.
+        self.checksums: Checksums = {}
         # Engines that have the weights which adapters (--lora-sync) belong to.
         self._have_base: set[Any] = set()
         # An engine may have responses to end first; one that hangs is found as in generation.
@@ -69,18 +73,27 @@ class WeightSync:
         """
         began = time.monotonic()
         # Engines may have parts of it even if this fails, so the number is taken.
-        self.version = version
+        self.version, self.checksums = version, {}
         self._engines.begin_version(version)
         if self._way in ("broadcast", "ipc"):
             self._send_to_lagging()
             if wait:
                 self._wait_for_lagging()
         else:
-            buckets, self._bytes = self._trainer.export_weights()
+            buckets, self._bytes, self.checksums = self._trainer.export_weights(
+                self._checksum_dtype()
+            )
             self._engines.send_weights(buckets)
             if wait:
                 self._engines.finish_loads()
         self._seconds = time.monotonic() - began
+
+    def _checksum_dtype(self) -> DtypeName | None:
+        """The dtype of the checksums that engines report now; None if they do not."""
+        config = self._config
+        reports = config.engine_traits.reports_checksums and not config.syncs_adapters
+        exact = reports and config.rollout_quantization == "none"
+        return config.rollout_dtype if exact and self._engines.any_probe_due else None
 
     @contextmanager
     def trainer_holds_still(
@@ -171,13 +184,17 @@ class WeightSync:
             for member in members
         }
         with_base = any(member.actor not in self._have_base for member in members)
-        calls |= self._trainer.send_weights(self.version, group, with_base=with_base)
+        calls |= self._trainer.send_weights(
+            self.version, group, with_base=with_base, checksum_dtype=self._checksum_dtype()
+        )
         transfer = Transfer(calls, self._patience, self._console)
         try:
             self._finished(transfer, group)
         finally:
-            for member in transfer.received:
-                self._engines.has_received(member.engine, member.actor)
+            for part in transfer.sent:
+                self.checksums = {**self.checksums, **part.checksums}
+            for member, answers in transfer.received.items():
+                self._engines.has_received(member.engine, member.actor, answers)
                 self._have_base.add(member.actor)
             if transfer.trouble is not None:
                 self._group = None

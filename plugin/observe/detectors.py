@@ -21,10 +21,16 @@ from plugin.config import JobConfig
 from plugin.config.import_paths import load_called_with
 from plugin.errors import HookLoadError
 from plugin.observe.findings import Finding, Step, StepTokens, join_tokens
+from plugin.observe.next_commands import bisect_command
 from plugin.observe.routing_agreement import routing_finding
 
 #: Detectors that need log-probs are run on at least this many tokens.
 MIN_TOKENS = 256
+#: What no healthy job has is seen on fewer.
+FEW_TOKENS = 32
+#: A KL per token, and a mean |log-prob difference|, that no rounding, kernel or routing explains.
+#: The second keeps one outlier, whose ratio may be e^20, from standing for the others.
+UNMISTAKABLE_K3, UNMISTAKABLE_DIFFERENCE = 0.5, 0.25
 #: Systematic errors are small against noise, so recent steps are pooled: from this many tokens to
 #: four times as many.
 MIN_WEIGHT_TOKENS = 8192
@@ -41,12 +47,14 @@ class Detector:
 
     needs: columns (of `RolloutBatch`) without which it is not run
     unless: detectors further up that explain what this one would find; it is not run after them
+    min_tokens: on which it is run, where it needs log-probs
     """
 
     find: FindFunction
     needs: tuple[str, ...] = ()
     unless: tuple[str, ...] = ()
     path: str = ""
+    min_tokens: int = MIN_TOKENS
 
     @property
     def name(self) -> str:
@@ -59,7 +67,7 @@ class Detector:
     def can_run(self, step: Step) -> bool:
         if not all(name in step.columns for name in self.needs):
             return False
-        return "rollout_log_probs" not in self.needs or len(step.tokens) >= MIN_TOKENS
+        return "rollout_log_probs" not in self.needs or len(step.tokens) >= self.min_tokens
 
 
 def zero_filled(step: Step, memory: Memory) -> Finding | None:
@@ -148,6 +156,36 @@ def temperature(step: Step, memory: Memory) -> Finding | None:
         else "set --rollout-temperature to the sampling temperature, and make the engine return "
         "log-probs after temperature",
         {"scale": scale, "correlation": correlation},
+    )
+
+
+def another_model(step: Step, memory: Memory) -> Finding | None:
+    """A KL above 0.5, or responses that the trainer finds impossible, without old weights.
+
+    Truncated sampling is left to its own detector: it only raises log-probs.
+    """
+    tokens, config = step.tokens.fresh(), step.config
+    if len(tokens) < FEW_TOKENS:
+        return None
+    k3, ratio = tokens.k3(), tokens.log_ratio
+    if k3 < UNMISTAKABLE_K3 or np.abs(ratio).mean() < UNMISTAKABLE_DIFFERENCE:
+        return None
+    truncates = config is None or (config.truncates_sampling and not config.replays_sampling_mask)
+    if truncates and (ratio > 0.003).mean() < 0.01:
+        return None
+    return Finding(
+        "the engine computes with another model than the trainer",
+        "error",
+        f"the mismatch KL (k3) is {k3:.2g} per token on {len(tokens)} tokens without staleness, "
+        f"where rounding gives 1e-3 and no healthy job {UNMISTAKABLE_K3:g}; the engine gives its "
+        f"tokens a log-prob of {tokens.rollout.mean():.2f} on average and the trainer "
+        f"{tokens.train.mean():.2f}",
+        "weights that did not reach the engine (a tied LM head, a missing or misplaced tensor), a "
+        "wrong rope, or log-probs of other tokens or another distribution",
+        f"{bisect_command(config)} names the layer"
+        + ("; --on-finding warn trains on regardless" if config else ""),
+        {"k3": k3, "mean_difference": float(np.abs(ratio).mean()), "tokens": float(len(tokens))},
+        unmistakable=True,
     )
 
 
@@ -353,24 +391,28 @@ def routing(step: Step, memory: Memory) -> Finding | None:
 
 
 _LOG_PROBS = ("rollout_log_probs", "log_probs")
-_FAULTS = ("zero_filled", "one_token_shift", "temperature", "truncation")
+_FAULTS = ("zero_filled", "one_token_shift", "temperature", "another_model", "truncation")
 
 #: Run in this order.
 DETECTORS: tuple[Detector, ...] = (
     Detector(zero_filled, _LOG_PROBS),
     Detector(one_token_shift, _LOG_PROBS, unless=_FAULTS),
     Detector(temperature, _LOG_PROBS, unless=_FAULTS),
+    # Those above name a cause of the same effect; those below would only describe it.
+    Detector(another_model, _LOG_PROBS, unless=_FAULTS, min_tokens=FEW_TOKENS),
     Detector(truncation, _LOG_PROBS, unless=_FAULTS),
     Detector(staleness, (*_LOG_PROBS, "weight_versions")),
     Detector(different_weights, (*_LOG_PROBS, "unconcat_tokens"), unless=(*_FAULTS, "staleness")),
     Detector(frozen_weights, ("weight_versions",)),
-    Detector(growing_mismatch, _LOG_PROBS),
+    Detector(growing_mismatch, _LOG_PROBS, unless=("another_model",)),
     Detector(
         uncorrected,
         _LOG_PROBS,
         unless=(*_FAULTS, "staleness", "different_weights", "growing_mismatch"),
     ),
-    Detector(routing, ("rollout_routed_experts", "train_routed_experts")),
+    Detector(
+        routing, ("rollout_routed_experts", "train_routed_experts"), unless=("another_model",)
+    ),
 )
 
 
@@ -413,7 +455,7 @@ class MismatchDetectors:
                 finding = detector.find(seen, self._memories[detector.name])
                 if finding is not None:
                     found[detector.name] = replace(finding, detector=detector.name)
-        return list(found.values())
+        return sorted(found.values(), key=lambda finding: not finding.unmistakable)
 
     def news(self, findings: Sequence[Finding], step: int) -> list[Finding]:
         """The findings worth reporting: new ones, and old ones every `repeat_every` steps."""

@@ -23,6 +23,7 @@ class Finding:
     """Evidence, likely cause and advice; `numbers` holds the evidence for machines.
 
     detector: name of the detector, filled in by `MismatchDetectors`
+    unmistakable: no healthy job has it, so it ends the job (--on-finding) and is reported first
     """
 
     title: str
@@ -32,15 +33,21 @@ class Finding:
     what_to_try: str
     numbers: dict[str, float] = field(default_factory=dict)
     detector: str = ""
+    unmistakable: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """The finding for a person, without its severity."""
         return (
-            f"{self.severity}: {self.title}\n  evidence: {self.evidence}\n"
+            f"{self.title}\n  evidence: {self.evidence}\n"
             f"  likely cause: {self.likely_cause}\n  what to try: {self.what_to_try}"
         )
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.text}"
 
 
 @dataclass(frozen=True)

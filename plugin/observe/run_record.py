@@ -57,11 +57,13 @@ def read_run(run_dir: str | Path) -> RunRecord:
     metrics = path / "metrics.jsonl"
     if not path.is_dir():
         raise ConfigError(f"{path} is not a run directory; give one that has a metrics.jsonl")
-    if not metrics.exists():
+    findings = path / "findings.jsonl"
+    if not metrics.exists() and not findings.exists():
         raise ConfigError(f"{path} has no metrics.jsonl; give the run directory of a job")
     record = RunRecord(name=path.resolve().name, path=path)
     numbered = []
-    for line in _read_lines(metrics, record.problems):
+    # A job that ended before its first step has findings only.
+    for line in _read_lines(metrics, record.problems) if metrics.exists() else ():
         step = line.get("step")
         if isinstance(step, (int, float)) and abs(step) < 1 << 53:
             numbered.append(((int(step), _is_evaluation(line)), line))
@@ -70,8 +72,8 @@ def read_run(run_dir: str | Path) -> RunRecord:
     course = _last_course(numbered)
     record.steps = [line for line in course if not _is_evaluation(line)]
     record.evaluations = [line for line in course if _is_evaluation(line)]
-    if (path / "findings.jsonl").exists():
-        record.findings = list(_read_lines(path / "findings.jsonl", record.problems))
+    if findings.exists():
+        record.findings = list(_read_lines(findings, record.problems))
     record.config = _read_config(path / "config.yaml", record.problems)
     return record
 
@@ -115,7 +117,7 @@ def _last_course(numbered: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, A
 
 
 def group_findings(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per kind of finding, as it was found first, the gravest first.
+    """One entry per kind of finding, as it was found first: the unmistakable, then the gravest.
 
     records: as in findings.jsonl. An entry also has its `last_step` and the number of its `steps`.
     """
@@ -129,8 +131,19 @@ def group_findings(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
     order = ("error", "warning", "info")
     return sorted(
         groups.values(),
-        key=lambda entry: order.index(s) if (s := entry.get("severity")) in order else len(order),
+        key=lambda entry: (
+            not entry.get("unmistakable"),
+            order.index(s) if (s := entry.get("severity")) in order else len(order),
+        ),
     )
+
+
+def unmistakable_titles(run_dir: Path) -> list[str]:
+    """The findings of a run that no healthy job has, each once, with their steps."""
+    path = run_dir / "findings.jsonl"
+    records = _read_lines(path, []) if path.exists() else ()
+    found = [entry for entry in group_findings(records) if entry.get("unmistakable")]
+    return [f"{entry.get('title')} ({steps_text(entry)})" for entry in found]
 
 
 def steps_text(entry: Mapping[str, Any]) -> str:

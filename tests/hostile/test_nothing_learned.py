@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from plugin.config import JobConfig
-from plugin.errors import TrainingError
+from plugin.errors import FindingError, TrainingError
 from plugin.launch import job, ray_cluster, train_command
 from plugin.launch.console import Console
 from plugin.launch.job import JobResult
+from plugin.observe.findings import Finding
 from plugin.observe.html_report import report_html
 from plugin.observe.learning import any_step_applied, learning_findings
 from plugin.observe.run_files import RunFiles
@@ -64,6 +65,39 @@ def test_a_run_that_learned_nothing_is_not_called_a_success(
     page = report_html([read_run(tmp_path / "run")])
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert data and title in json.loads(data.group(1))["findings"][0]["title"]
+
+
+def test_a_job_that_an_unmistakable_finding_ends_says_that_first_and_gives_no_advice_on_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_job(_config: Any, _console: Any, _connected: Any, ended: Any) -> None:
+        equal = IDLE["all rewards are equal"]
+        ended(JobResult(tmp_path, steps(equal), checkpoint=tmp_path / "step_1"))
+        raise FindingError("step 1: the engine computes with another model")
+
+    monkeypatch.setattr(job, "run_job", run_job)
+    monkeypatch.setattr(ray_cluster, "cluster", lambda _: nullcontext(lambda: None))
+    printed = io.StringIO()
+    monkeypatch.setattr(train_command, "Console", lambda: Console(printed, printed))
+    assert train_command.run(argparse.Namespace()) == 1
+    lines = [line for line in printed.getvalue().splitlines() if line]
+    del lines[0]  # how long torch took to load
+    assert lines[0] == "error: step 1: the engine computes with another model"
+    assert lines[1].startswith("reward 0.000") and "nothing is learned" not in printed.getvalue()
+
+
+def test_a_job_that_went_on_with_one_names_it_before_what_was_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Finding("another model", "error", "k3 3.4", "a head", "bisect", unmistakable=True)
+    with RunFiles(tmp_path, {}, tensorboard=False) as files:
+        files.log_findings(1, [found])
+    ended = JobResult(tmp_path, steps(IDLE["all rewards are equal"]))
+    monkeypatch.setattr(job, "run_job", lambda *_: ended)
+    monkeypatch.setattr(ray_cluster, "cluster", lambda _: nullcontext(lambda: None))
+    train_command.run(argparse.Namespace())
+    printed = capsys.readouterr().out
+    assert 0 < printed.index("error: another model (step 1)") < printed.index("nothing is learned")
 
 
 def test_a_job_that_ends_in_an_error_still_says_how_far_it_came(

@@ -47,7 +47,7 @@ class SingleTurnPlayer:
         done: list[PlayedGroup] = []
         for ticket, place, answer in self._stream.step():
             request, trajectories = self._groups[ticket]
-            trajectories[place] = _trajectory(request.prompt, answer)
+            trajectories[place] = trajectory_of(request.prompt, answer)
             if len(trajectories) == len(request.seeds):
                 del self._groups[ticket]
                 done.append(PlayedGroup(ticket, [trajectories[i] for i in sorted(trajectories)]))
@@ -67,7 +67,8 @@ def run_single_turn(
     return play_all(SingleTurnPlayer(ResponseStream(engine, most)), requests, parameters)
 
 
-def _trajectory(prompt: tuple[int, ...], answer: Answer) -> Trajectory:
+def trajectory_of(prompt: tuple[int, ...], answer: Answer) -> Trajectory:
+    """The trajectory of one response; a failed one if there is nothing to train on."""
     if isinstance(answer, GenerationFailure):
         return failed(answer.reason)
     if answer.tokens.numel() == 0:

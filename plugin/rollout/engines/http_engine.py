@@ -21,6 +21,7 @@ from plugin.errors import ConfigError
 from plugin.rollout.engines.choice import api_key
 from plugin.rollout.engines.expert_routes import RouteShape
 from plugin.rollout.engines.protocol import (
+    Answer,
     Finished,
     GenerationRequest,
     SamplingParameters,
@@ -28,7 +29,7 @@ from plugin.rollout.engines.protocol import (
 from plugin.rollout.engines.response_stream import GeneratesBySteps
 from plugin.rollout.engines.server_calls import ServerSession
 from plugin.rollout.engines.server_dialects import DIALECTS, Dialect, ResponseShape
-from plugin.rollout.engines.server_pool import ServerPool
+from plugin.rollout.engines.server_pool import Server, ServerPool
 from plugin.rollout.engines.server_responses import ServerResponses
 from plugin.rollout.engines.server_updates import ServerUpdates
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, weight_ledger
@@ -182,6 +183,26 @@ class HttpEngine(GeneratesBySteps):
         if not self._running:
             self._events.run_until_complete(self._disconnect())
         return self._counted(finished)
+
+    def probe(
+        self, request: GenerationRequest, parameters: SamplingParameters
+    ) -> list[tuple[str, list[Answer]]]:
+        """Every server in service with its responses, while no other is under way."""
+
+        async def ask(server: Server) -> list[Answer]:
+            found: list[Finished] = []
+            async with self._session() as session:
+                await self._responses.ask_for_group(
+                    session, 0, request, parameters, found.append, only=server
+                )
+            return [finished.answer for finished in sorted(found, key=lambda one: one.place)]
+
+        async def ask_all() -> list[tuple[str, list[Answer]]]:
+            servers = self.pool.in_service
+            answers = await asyncio.gather(*map(ask, servers))
+            return [(server.url, got) for server, got in zip(servers, answers, strict=True)]
+
+        return self._events.run_until_complete(ask_all())
 
     def abort(self) -> None:
         """Forget the responses under way and close their connections."""

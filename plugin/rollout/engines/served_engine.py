@@ -20,7 +20,12 @@ import torch
 from plugin.config import JobConfig
 from plugin.rollout.engines.http_engine import HttpEngine
 from plugin.rollout.engines.model_config import with_architecture
-from plugin.rollout.engines.protocol import Finished
+from plugin.rollout.engines.protocol import (
+    Answer,
+    Finished,
+    GenerationRequest,
+    SamplingParameters,
+)
 from plugin.rollout.engines.server_commands import ServerCommand, sglang_command, vllm_command
 from plugin.rollout.engines.server_process import ServerEnded, ServerProcess, free_port
 from plugin.rollout.engines.weight_meeting import WeightGroup
@@ -110,6 +115,14 @@ class ServedEngine(HttpEngine):
         finished = super().step()
         self.server.require_alive()
         return finished
+
+    def probe(
+        self, request: GenerationRequest, parameters: SamplingParameters
+    ) -> list[tuple[str, list[Answer]]]:
+        """As `HttpEngine.probe`; `ServerEnded` if the server is gone."""
+        found = super().probe(request, parameters)
+        self.server.require_alive()
+        return found
 
     def close(self) -> None:
         """End the server."""

@@ -83,13 +83,19 @@ class ServerPool:
         """Whether a server is getting weights, after which it may be asked."""
         return any(server.updating.locked() for server in self.servers)
 
-    def pick(self, avoid: Server | None = None, prefix: Hashable | None = None) -> Server | None:
+    def pick(
+        self,
+        avoid: Server | None = None,
+        prefix: Hashable | None = None,
+        only: Server | None = None,
+    ) -> Server | None:
         """The server in service to ask, `avoid` only if there is no other; None if none is.
 
         prefix: what the request shares with others, which then go to the same server unless that
             is much busier than the least busy one
+        only: no other server may be asked
         """
-        candidates = self.in_service
+        candidates = [s for s in self.in_service if only is None or s is only]
         others = [server for server in candidates if server is not avoid] or candidates
         by_url = {server.url: server for server in others}
         url = self._router.choose(prefix, {url: s.in_flight for url, s in by_url.items()})

@@ -80,10 +80,12 @@ class ServerResponses:
         request: GenerationRequest,
         parameters: SamplingParameters,
         take: Callable[[Finished], None],
+        only: Server | None = None,
     ) -> None:
         """Ask for the responses to one prompt; when one has finally failed, cancel the others.
 
         take: is given every response as it is complete
+        only: the one server that is asked; None = any
         """
         room = self._shape.max_model_len - len(request.prompt)
         asks = [
@@ -108,7 +110,7 @@ class ServerResponses:
         # Later turns of an episode have the same prompt index and begin with the same tokens.
         prefix = (request.prompt_index, request.prompt[:_TOKENS_OF_A_PREFIX])
         open_tasks = {
-            asyncio.create_task(self._response(session, ask, prefix)): place
+            asyncio.create_task(self._response(session, ask, prefix, only)): place
             for place, ask in enumerate(asks)
         }
         failed: GenerationFailure | None = None
@@ -129,18 +131,20 @@ class ServerResponses:
             for place in open_tasks.values():
                 take(Finished(ticket, place, GenerationFailure(reason)))
 
-    async def _response(self, session: ServerSession, ask: Ask, prefix: Hashable) -> Answer:
+    async def _response(
+        self, session: ServerSession, ask: Ask, prefix: Hashable, only: Server | None
+    ) -> Answer:
         """One response, after as many attempts as it takes and is allowed.
 
         New weights may cut it into pieces; those cost no attempt.
 
-        prefix: see `ServerPool.pick`
+        prefix, only: see `ServerPool.pick`
         """
         troubled: Server | None = None
         pieces: list[Generation] = []
         last, attempt, waited = "", 0, False
         while attempt <= self._retries:
-            server = self._pool.pick(avoid=troubled, prefix=prefix)
+            server = self._pool.pick(avoid=troubled, prefix=prefix, only=only)
             if server is None and self._pool.is_updating:
                 await asyncio.sleep(UPDATE_POLL_SECONDS)
                 continue

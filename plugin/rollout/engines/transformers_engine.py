@@ -34,6 +34,7 @@ from plugin.rollout.engines.route_recorder import RouteRecorder
 from plugin.rollout.engines.sampling import draw, kept_ids, sampling_log_probs
 from plugin.rollout.engines.sleep import EnginePart, SleepingModel
 from plugin.rollout.engines.weight_buckets import NO_WEIGHTS, WeightLoader
+from plugin.rollout.engines.weight_checksums import Checksums
 from plugin.rollout.engines.weight_handover import receiver_of
 from plugin.rollout.engines.weight_meeting import WeightGroup
 from plugin.rollout.engines.weight_members import Membership
@@ -149,6 +150,10 @@ class TransformersEngine(GeneratesBySteps):
                 self._weights.begin(version)
                 receiver.receive(version, self._weights.take)
                 self._weights.end()
+
+    def weight_checksums(self) -> Checksums | None:
+        """Of the weights that it computes with; see `answer_probe`."""
+        return self._weights.checksums()
 
     def sleep(self, level: int) -> None:
         """Give up the model's memory, and with it the version."""

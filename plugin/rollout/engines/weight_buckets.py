@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from plugin.errors import EngineError, WeightError
 from plugin.rollout.engines.engine_adapters import EngineAdapters, is_adapter
 from plugin.rollout.engines.int8_weights import Int8Linear, through_int8
+from plugin.rollout.engines.weight_checksums import Checksums, checksum
 
 #: Version of an engine that has received no weights yet; the first real one is 0.
 NO_WEIGHTS = -1
@@ -141,6 +142,21 @@ class WeightLoader:
                 f"{missing[0]}"
             )
         self._loading, self.version = None, version
+
+    def checksums(self) -> Checksums | None:
+        """Checksums of what the model computes with, by name; None with int8 or adapters.
+
+        Only of tensors in the dtype that most of the model has: the trainer sums in that one.
+        """
+        if self._int8 or self._adapters is not None:
+            return None
+        dtype = next(iter(self._targets.values())).dtype
+        tensors = {name: self._slice(name) for name in self._expected}
+        head = getattr(self._model, "lm_head", None)
+        if head is not None:  # of a tied one the checkpoint holds no tensor
+            tensors["lm_head.weight"] = head.weight
+        alike = {name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype}
+        return {name: checksum(tensor, dtype) for name, tensor in alike.items()}
 
     def _missing(self) -> set[str]:
         if self._adapters is None:

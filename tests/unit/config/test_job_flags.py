@@ -57,6 +57,24 @@ def test_a_loss_that_compares_with_the_rollout_policy_takes_old_samples(
     assert JobConfig(async_rollouts=True, **settings).corrects_mismatch
 
 
+@pytest.mark.parametrize(
+    "value", ["every", "every:0", "every:-1", "every:x", "always", "First", ""]
+)
+def test_a_rule_for_verifying_weights_that_means_nothing_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="choose first, off, or every:N"):
+        JobConfig(verify_weights=value)
+
+
+def test_weights_are_verified_once_or_at_every_nth_version() -> None:
+    first, every, off = (JobConfig(verify_weights=value) for value in ("first", "every:3", "off"))
+    for version, again in enumerate((True, False, False, True)):
+        assert first.verifies_weights(version, verified=False)
+        assert not first.verifies_weights(version, verified=True)
+        assert every.verifies_weights(version, verified=False)
+        assert every.verifies_weights(version, verified=True) is again
+        assert not off.verifies_weights(version, verified=False)
+
+
 def test_insisting_on_nothing_is_refused() -> None:
     idle = {"async_rollouts": True, "use_tis": True, "allow_biased_correction": True}
     with pytest.raises(ConfigError, match="--allow-biased-correction would do nothing"):

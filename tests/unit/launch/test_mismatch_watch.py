@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from plugin.config import JobConfig
+from plugin.errors import FindingError
 from plugin.launch.mismatch_watch import MismatchWatch
 from plugin.observe.run_files import RunFiles
-from tests.unit.observe.test_detectors import LANGUAGE, rollout, routes
+from plugin.observe.run_record import read_run
+from tests.unit.observe.test_detectors import LANGUAGE, Language, rollout, routes
 
 
 def watch(
@@ -35,6 +39,24 @@ def test_a_fault_is_written_at_every_step_and_said_once(tmp_path: Path) -> None:
     assert len(said) == 1 and said[0].startswith("step 1: error:")
     assert [line["detector"] for line in written] == ["one_token_shift"] * 3
     assert [line["step"] for line in written] == [1, 2, 3]
+
+
+def test_an_unmistakable_finding_ends_the_job_before_anything_else_is_said(tmp_path: Path) -> None:
+    columns = rollout(Language(seed=5), LANGUAGE)
+    said: list[str] = []
+    with RunFiles(tmp_path, {}, tensorboard=False) as files:
+        job = MismatchWatch(JobConfig(), files, said.append)
+        with pytest.raises(FindingError, match="step 1: the engine computes with another model"):
+            job.check(1, columns, 0)
+    assert said == []
+    assert [line["detector"] for line in read_run(tmp_path).findings] == ["another_model"]
+
+
+def test_it_is_a_warning_like_others_where_the_user_wants_that(tmp_path: Path) -> None:
+    columns = rollout(Language(seed=5), LANGUAGE)
+    said, written = watch(tmp_path, columns, on_finding="warn")
+    assert len(said) == 1 and said[0].startswith("step 1: error: the engine computes with another")
+    assert len(written) == 3
 
 
 def test_clean_steps_are_silent(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from plugin.config import JobConfig
+from plugin.doctor.run_diagnosis import diagnose
 from plugin.errors import ParallelError
 from plugin.launch.shared_devices import OwnDevices
 from plugin.launch.step_records import StepRecords
 from plugin.launch.training_loop import Position, TrainingLoop
 from plugin.observe.run_files import RunFiles
 from plugin.observe.run_record import read_prompts, read_run, read_samples
+from tests.unit.observe.test_detectors import LANGUAGE, Language, rollout
 
 
 def records_in(directory: Path) -> StepRecords:
@@ -40,6 +42,31 @@ def test_nothing_is_written_before_it_is_asked_for_and_nothing_twice(tmp_path: P
         assert [record["trained"] for record in read_prompts(tmp_path / "run")] == [[4, 5]]
 
 
+def test_another_model_is_found_before_anything_is_said_about_rewards(tmp_path: Path) -> None:
+    """Both are due at the same step, and --on-finding warn lets both be said."""
+    said: list[str] = []
+    config = JobConfig(on_finding="warn")
+    console: Any = SimpleNamespace(say=said.append, step=lambda *_: None)
+    files = RunFiles(tmp_path, config.as_dict())
+    idle = {"reward": 0.0, "reward_std": 0.0, "grad_norm": 0.0}
+    history: list[dict[str, Any]] = [{"step": i, **idle} for i in range(1, 20)]
+    records = StepRecords(config, files, SimpleNamespace(), console, history)  # type: ignore[arg-type]
+    columns = rollout(Language(seed=5), LANGUAGE)
+    trained: Any = SimpleNamespace(
+        log_probs=columns.pop("log_probs"), skipped=None, overflow=False, live_routes=None
+    )
+    batch: Any = SimpleNamespace(columns=columns)
+    line = {"step": 20, "weight_version": 0, **idle}
+    records.add(line, batch, trained, of_rollout_weights=True)
+    records.write()
+    assert [text.splitlines()[0] for text in said] == [
+        "step 20: error: the engine computes with another model than the trainer",
+        "step 20: error: nothing is learned: all rewards are equal",
+    ]
+    titles = [finding["title"] for finding in diagnose(tmp_path)["findings"]]
+    assert titles[0] == "the engine computes with another model than the trainer"
+
+
 def job_that_tells(told: list[str], **settings: Any) -> TrainingLoop:
     """A job of two rollouts before its first, whose parts only say what they are asked to do."""
 
@@ -55,6 +82,7 @@ def job_that_tells(told: list[str], **settings: Any) -> TrainingLoop:
     job._devices = OwnDevices()
     job._records = SimpleNamespace(write=say("records"))
     job._save, job._send_weights = say("checkpoint"), say("weights")
+    job._save_hf = say("model")
 
     def train_on(*_: Any) -> None:
         told.append("training")
@@ -67,6 +95,7 @@ def job_that_tells(told: list[str], **settings: Any) -> TrainingLoop:
 @pytest.mark.parametrize(
     "settings, order",
     [
+        ({"save_hf_interval": 1}, "training records model weights prompts records"),
         ({}, "training weights prompts records"),
         ({"save_interval": 1}, "training records checkpoint weights prompts records"),
         # An evaluation comes before the next prompts; asynchronous engines have theirs.

@@ -38,6 +38,8 @@ class Engines:
         self.catch_up = None
         self.frozen: set[str] = set()
         self.devices = {0: ["GPU-a", "GPU-b"], 1: ["GPU-c"]}
+        self.any_probe_due = False
+        self.probed: dict[int, Any] = {}
 
     def begin_version(self, version: int) -> None:
         self.newest = version
@@ -62,9 +64,10 @@ class Engines:
     def ping(self, actor: str) -> Call:
         return Call(None if actor in self.frozen else lambda: None)
 
-    def has_received(self, engine: int, actor: Any) -> None:
+    def has_received(self, engine: int, actor: Any, answers: Any) -> None:
         if self.actors[engine] == actor:
             self.versions[engine] = self.newest
+            self.probed[engine] = answers
 
     def replace_unless_done(self, engine: int, actor: Any, reason: str) -> None:
         self.replaced.append(engine)
@@ -78,6 +81,7 @@ class Trainer:
     def __init__(self, script: dict[int, Any] | None = None) -> None:
         self.script, self.sent = script or {}, 0
         self.with_base: list[bool] = []
+        self.checksum_dtypes: list[str | None] = []
 
     def rank_ids(self) -> list[str]:
         return ["rank"]
@@ -85,9 +89,12 @@ class Trainer:
     def while_idle(self) -> None:
         pass
 
-    def send_weights(self, version: int, group: WeightGroup, *, with_base: bool) -> dict[Call, str]:
+    def send_weights(
+        self, version: int, group: WeightGroup, *, with_base: bool, checksum_dtype: str | None
+    ) -> dict[Call, str]:
         self.sent += 1
         self.with_base.append(with_base)
+        self.checksum_dtypes.append(checksum_dtype)
         return {Call(self.script.get(self.sent, lambda: SentPart(0, 100, 2))): "rank 0"}
 
 
@@ -111,6 +118,28 @@ def raising(error: Exception) -> Callable[[], Any]:
 def sync_of(engines: Engines, trainer: Trainer, **settings: Any) -> WeightSync:
     config = JobConfig(**{"weight_sync": "broadcast"} | settings)
     return WeightSync(config, trainer, engines, SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_answers_to_the_probe_and_checksums_come_with_the_transfer_that_they_belong_to() -> None:
+    engines = Engines({(1, 0): lambda: ["answer"], (1, 1): list})
+    trainer = Trainer({1: lambda: SentPart(0, 100, 2, {"a": 7})})
+    sync = sync_of(engines, trainer, rollout_dtype="bfloat16")
+    engines.any_probe_due = True
+    sync.send(0, wait=True)
+    assert engines.probed == {0: ["answer"], 1: []}
+    assert sync.checksums == {"a": 7}
+    engines.any_probe_due = False
+    sync.send(1, wait=True)
+    assert trainer.checksum_dtypes == ["bfloat16", None]
+    assert sync.checksums == {}
+
+
+@pytest.mark.parametrize("settings", [{"rollout_quantization": "int8"}, {"rollout_engine": "vllm"}])
+def test_no_checksums_are_computed_for_engines_that_have_none(settings: dict[str, str]) -> None:
+    engines, trainer = Engines({}), Trainer()
+    engines.any_probe_due = True
+    sync_of(engines, trainer, **settings).send(0, wait=True)
+    assert trainer.checksum_dtypes == [None]
 
 
 def test_every_engine_gets_a_version_over_one_group_that_is_kept_for_the_next() -> None:

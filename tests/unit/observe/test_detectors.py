@@ -13,6 +13,7 @@ from torch import Tensor
 from plugin.batch_types import FIELDS
 from plugin.cli import main
 from plugin.compare.log_prob_dump import LogProbDump
+from plugin.config import JobConfig
 from plugin.errors import HookLoadError
 from plugin.observe.detectors import DETECTORS, Detector, MismatchDetectors, load_detectors
 from plugin.observe.findings import Finding, Step
@@ -126,6 +127,68 @@ def test_truncated_log_probs_are_found() -> None:
 def test_weights_that_differ_are_told_from_rounding_noise() -> None:
     assert found(rollout(LANGUAGE.perturbed(0.03), LANGUAGE)) == ["different_weights"]
     assert found(rollout(LANGUAGE, LANGUAGE, noise=0.03)) == []
+
+
+def cut(columns: dict[str, list[Any]], samples: int) -> dict[str, list[Any]]:
+    return {name: values[:samples] for name, values in columns.items()}
+
+
+@pytest.mark.parametrize("samples", [1, 128])
+def test_an_engine_with_another_model_is_found_on_few_tokens_and_explains_the_rest(
+    samples: int,
+) -> None:
+    columns = cut(rollout(Language(seed=5), LANGUAGE), samples)
+    [finding] = MismatchDetectors(config=JobConfig()).check(columns, step=0, trainer_version=0)
+    assert finding.detector == "another_model" and finding.unmistakable
+    assert finding.severity == "error" and finding.numbers["k3"] > 0.5
+    assert "doctor --bisect --embedded-model qwen3 --rollout-dtype float32" in finding.what_to_try
+
+
+def test_its_table_row_runs_on_32_tokens_and_not_on_fewer() -> None:
+    columns = rollout(Language(seed=5), LANGUAGE)
+    short = {n: [v[0][:LENGTH] if isinstance(v[0], Tensor) else v[0]] for n, v in columns.items()}
+    for length, expected in ((32, ["another_model"]), (31, [])):
+        mask = torch.zeros(LENGTH, dtype=torch.int64)
+        mask[:length] = 1
+        assert (
+            found(
+                {**short, "unconcat_tokens": columns["unconcat_tokens"][:1], "loss_masks": [mask]}
+            )
+            == expected
+        )
+
+
+def test_old_weights_are_never_called_another_model() -> None:
+    columns = rollout(Language(seed=5), LANGUAGE)
+    assert "another_model" not in found(columns, trainer_version=1)
+
+
+def test_one_outlier_is_no_other_model() -> None:
+    # 8,192 tokens of which one has a ratio of e^12: k3 is 163,000 / 8,192 = 20, mean |d| 0.01
+    columns = rollout(LANGUAGE, LANGUAGE, noise=0.001)
+    columns["rollout_log_probs"][0][3] = columns["log_probs"][0][3] - 12
+    assert "another_model" not in found(columns)
+
+
+def test_a_more_specific_cause_is_named_instead() -> None:
+    columns = rollout(LANGUAGE, LANGUAGE)
+    zeros = {**columns, "rollout_log_probs": [v * 0 for v in columns["rollout_log_probs"]]}
+    assert found(zeros) == ["zero_filled"]
+    shifted = [v.roll(1) for v in columns["rollout_log_probs"]]
+    assert found({**columns, "rollout_log_probs": shifted}) == ["one_token_shift"]
+
+
+def test_heavy_truncation_is_no_other_model_where_sampling_may_be_truncated() -> None:
+    # a policy of 40 equally likely tokens, of which the engine keeps 8: d = ln(8/40) = -1.6
+    flat = Language()
+    flat.logits = flat.logits * 1e-3
+    columns = rollout(flat, flat, top_p=0.19)
+    truncating = JobConfig(
+        rollout_top_p=0.19, use_rollout_sampling_mask="off", allow_biased_correction=True
+    )
+    for config, names in ((None, []), (truncating, []), (JobConfig(), ["another_model"])):
+        checked = MismatchDetectors(config=config).check(columns, step=0, trainer_version=0)
+        assert [f.detector for f in checked if f.unmistakable] == names
 
 
 def test_small_steps_are_pooled_before_weights_are_judged() -> None:

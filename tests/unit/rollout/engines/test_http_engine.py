@@ -27,6 +27,7 @@ from plugin.rollout.engines.protocol import (
     SamplingParameters,
     check_generations,
 )
+from plugin.rollout.engines.weight_probe import WeightProbe, answer_probe
 from tests.parallel.tiny_models import FAMILIES, hf_state_dict
 from tests.unit.rollout.engines import misbehaving_server as server_kinds
 from tests.unit.rollout.engines.misbehaving_server import (
@@ -103,6 +104,23 @@ def test_a_good_answer_becomes_a_generation(start: Any, tmp_path: Path, kind: st
     asked = server.asked[0]
     assert asked.get("prompt", asked.get("input_ids")) == [10, 11]
     assert asked.get("seed", asked.get("sampling_params", {}).get("sampling_seed")) == 7
+
+
+def test_a_probe_asks_every_server_in_service_whichever_has_the_prompt(
+    start: Any, tmp_path: Path
+) -> None:
+    servers = [start(), start()]
+    engine = engine_for(tmp_path, *servers)
+    request = GenerationRequest((10, 11), (7, 8))
+    answers = answer_probe(engine, WeightProbe(request, PARAMETERS, checksums=True))
+    assert [answer.server for answer in answers] == [server.url for server in servers]
+    for server, answer in zip(servers, answers, strict=True):
+        assert [asked["seed"] for asked in server.asked if "seed" in asked] in ([7, 8], [8, 7])
+        assert [one.tokens.tolist() for one in answer.answers] == [TOKENS, TOKENS]
+        assert answer.checksums is None
+    engine.pool.take_out(engine.pool.servers[0], "a test")
+    [only_one] = answer_probe(engine, WeightProbe(request, PARAMETERS))
+    assert only_one.server == servers[1].url
 
 
 MALFORMED = {
