@@ -98,6 +98,7 @@ class TransformersEngine(GeneratesBySteps):
             quantize_linears(model)
         self._takes_blocks = use_decode_attention(model)
         self._model = model.eval().requires_grad_(False).to(self._device)
+        self._last_position = torch.tensor([-1], device=self._device)
         weights = WeightLoader(self._model, int8=quantization == "int8", lora_scale=lora_scale)
         super().__init__(name, weights)
         self._memory = SleepingModel(self._model)
@@ -297,6 +298,8 @@ class TransformersEngine(GeneratesBySteps):
             position_ids=positions.to(self._device),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=1,
+            # As an index, not as the number 1: the slice that a number takes has strides for which
+            # `matmul` copies the LM head once per row.
+            logits_to_keep=self._last_position,
             **further,
         )

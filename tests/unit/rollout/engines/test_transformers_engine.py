@@ -216,3 +216,13 @@ def test_the_growing_cache_holds_what_the_one_it_replaces_holds() -> None:
                 layer.batch_select_indices(torch.tensor(kept))
         assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
         assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+def test_reading_prompts_multiplies_the_lm_head_once_for_all_of_them() -> None:
+    """Rows with gaps between them would make torch copy the head for each: gigabytes on a real vocabulary."""
+    engine, strides = loaded_engine(), []
+    head = engine.model.get_submodule("lm_head")
+    head.register_forward_pre_hook(lambda _, inputs: strides.append(inputs[0].stride(0)))
+    engine.generate(REQUESTS, PARAMETERS)
+    assert len(REQUESTS) > 1 and min(len(request.prompt) for request in REQUESTS) > 1
+    assert set(strides) == {engine.model.config.hidden_size}
