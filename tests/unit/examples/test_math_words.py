@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +92,28 @@ def test_make_train_math_runs_the_three_parts_and_the_job_reads_what_they_write(
         assert 'default=Path("runs/math_words")' in (EXAMPLE / script).read_text()
     assert config.hf_checkpoint == "runs/math_words/model"
     assert config.prompt_data == "runs/math_words/train.jsonl"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_reaches_the_accuracy_that_the_readme_names(tmp_path: Path) -> None:
+    """With the seed of `make train-math`, at least the lower end of what its three seeds reached."""
+    seeds = json.loads((ROOT / "docs/images/math_words.json").read_text())
+    lowest = min(run["evaluations"][-1]["mean/ci_low"] for run in seeds)
+    make_data.main(["--output", str(tmp_path)])
+    warm_up.main(["--data", str(tmp_path), "--output", str(tmp_path / "model")])
+    changes = {
+        "hf-checkpoint": tmp_path / "model",
+        "prompt-data": tmp_path / "train.jsonl",
+        "eval-data": f"held-out:{tmp_path / 'eval.jsonl'}",
+        "eval-interval": 40,
+        "run-dir": tmp_path / "run",
+    }
+    command = [sys.executable, "-m", "plugin", "train", "--config", str(EXAMPLE / "dapo.yaml")]
+    for name, value in changes.items():
+        command += [f"--{name}", str(value)]
+    subprocess.run(command, check=True, cwd=ROOT)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    accuracy = [line["eval/held-out/mean"] for line in lines if "eval/held-out/mean" in line]
+    assert len(accuracy) == 2
+    assert accuracy[0] < 0.5 and accuracy[-1] >= lowest
