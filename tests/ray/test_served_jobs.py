@@ -27,6 +27,17 @@ def starts(run_dir: Path) -> list[dict[str, int]]:
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
+def received(run_dir: Path) -> list[list[int]]:
+    """Per server of engine 0: how many tensors it had whenever its weights got a version."""
+    counts: list[list[int]] = []
+    for line in (run_dir / "engine_0.log").read_text().splitlines():
+        if line.startswith("{"):
+            counts.append([])
+        elif line.startswith("received "):
+            counts[-1].append(int(line.split()[1]))
+    return counts
+
+
 def test_a_server_that_is_killed_is_replaced_and_none_is_left(tmp_path: Path) -> None:
     run_dir, packages = tmp_path / "run", install(tmp_path / "packages")
     path = os.pathsep.join((ROOT, str(packages)))
@@ -58,6 +69,8 @@ def test_a_server_that_is_killed_is_replaced_and_none_is_left(tmp_path: Path) ->
     assert lines[-1]["engine_restarts"] == 1
     servers = starts(run_dir)
     assert len(servers) == 2
+    first, second = received(run_dir)
+    assert first and second and len(set(first + second)) == 1
     left = {s[kind] for s in servers for kind in ("pid", "child")}
     deadline = time.monotonic() + 20  # the guard of the last one outlives the job by a moment
     while any(map(psutil.pid_exists, left)) and time.monotonic() < deadline:

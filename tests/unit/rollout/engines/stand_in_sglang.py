@@ -8,13 +8,17 @@ _LAUNCH = """
 import json, os, random, subprocess, sys, threading
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tests.unit.rollout.engines.misbehaving_server import Handler, MisbehavingServer
+from tests.unit.rollout.engines.stand_in_weights import ReceivingHandler, ReceivingServer
 
-def load(self, directory):
-    assert list(Path(directory).glob("*.safetensors")), directory
-    print("loaded", directory, flush=True)
+class Handler(ReceivingHandler):
+    def load(self, directory):
+        assert list(Path(directory).glob("*.safetensors")), directory
+        print("loaded", directory, flush=True)
 
-Handler.load = load
+    def answer_update(self, success, message, **more):
+        if "new_version" in more:
+            print("received", len(self.server.loaded), "tensors", self.server.label, flush=True)
+        super().answer_update(success, message, **more)
 
 def sample(handler):
     # Other tokens for every seed, of the whole vocabulary.
@@ -39,7 +43,9 @@ def main():
     config = json.loads((model / "config.json").read_text())
     about = dict(arguments=given, pid=os.getpid(), child=child.pid, config=config["model_type"])
     print(json.dumps(about), flush=True)
-    server = MisbehavingServer(port=port)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    size = int(given[given.index("--tp-size") + 1]) if "--tp-size" in given else 1
+    server = ReceivingServer(port, Handler, model_path=str(model), tp_size=size)
     if "--chunked-prefill-size" in given:  # by this argument a test asks for it
         vocabulary = config["vocab_size"]
         server.always = sample
