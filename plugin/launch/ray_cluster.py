@@ -7,6 +7,7 @@ has no clusters, and the switch for that has to be in the environment before Ray
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import shutil
@@ -167,7 +168,7 @@ def _start_private(cpu_slots: int) -> str:
         )
     for attempt in range(_START_ATTEMPTS):
         try:
-            with _fewer_processes():
+            with _private_settings():
                 context: Any = ray.init(
                     address="local",
                     num_cpus=max(cpu_slots, os.cpu_count() or 1),
@@ -195,23 +196,31 @@ def _start_private(cpu_slots: int) -> str:
 
 
 @contextlib.contextmanager
-def _fewer_processes() -> Iterator[None]:
-    """Start Ray without its autoscaler, log forwarder and dashboard server.
+def _private_settings() -> Iterator[None]:
+    """Start Ray without its autoscaler, log forwarder and dashboard server, on free ports only.
 
     A private Ray uses none of them, and each is a Python process that imports Ray while the ranks
-    and engines want to import theirs. Not needed any more once `ray.init` can leave them out.
+    and engines want to import theirs. Its node agent would listen on Ray's well-known port 52365:
+    `ray start --head` on this machine then has no job agent, and `ray job submit` fails.
+    Not needed any more once `ray.init` has arguments for these.
     """
+    from ray._private import parameter
     from ray._private.node import Node
 
     unused = ("start_monitor", "start_log_monitor", "start_api_server")
-    stock = {name: getattr(Node, name) for name in unused if hasattr(Node, name)}
-    for name in stock:
-        setattr(Node, name, lambda *_, **__: None)
+    changes: list[tuple[Any, str, Any]] = [
+        (Node, name, lambda *_, **__: None) for name in unused if hasattr(Node, name)
+    ]
+    params = functools.partial(parameter.RayParams, dashboard_agent_listen_port=0)
+    changes.append((parameter, "RayParams", params))
+    stock = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        for name, method in stock.items():
-            setattr(Node, name, method)
+        for owner, name, value in stock:
+            setattr(owner, name, value)
 
 
 def check_address(address: str) -> None:

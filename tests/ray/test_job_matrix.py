@@ -10,12 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 
 from plugin.config import JobConfig
 from plugin.config.policy_loss_traits import traits_of
@@ -238,7 +240,8 @@ def _listening_addresses() -> list[str]:
 def test_ray_job_submit_runs_a_job(tmp_path: Path) -> None:
     """`ray job submit` needs a head node with its dashboard; both listen on loopback here."""
     ray_command = str(Path(sys.executable).parent / "ray")
-    port, dashboard = _free_port(), _free_port()
+    # Another Ray on this machine may have the agent's well-known port, and ours would start without.
+    port, dashboard, agent = _free_port(), _free_port(), _free_port()
     # A token of this cluster's own, shared by the head node and the client.
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     environment = {**os.environ, **token}
@@ -246,14 +249,16 @@ def test_ray_job_submit_runs_a_job(tmp_path: Path) -> None:
         [
             *(ray_command, "start", "--head", "--block", f"--port={port}", "--num-cpus=4"),
             *("--include-dashboard=true", "--dashboard-host=127.0.0.1"),
-            f"--dashboard-port={dashboard}",
+            *(f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"),
         ],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
-        _wait_for_port(dashboard, head)
+        # The dashboard waits 10 s for the agent that runs jobs; on a busy machine it starts later.
+        _wait_until_healthy(f"http://127.0.0.1:{dashboard}/api/gcs_healthz", head)
+        _wait_until_healthy(f"http://127.0.0.1:{agent}/api/healthz", head)
         submit = (ray_command, "job", "submit", "--address", f"http://127.0.0.1:{dashboard}", "--")
         address = ("--address", f"127.0.0.1:{port}")
         sizes = ("--num-rollouts", "2", "--rollout-batch-size", "4")
@@ -278,11 +283,29 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
-        assert process.poll() is None, "the head node ended"
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.5)
-    raise AssertionError(f"nothing listens on port {port}")
+def _wait_until_healthy(url: str, head: subprocess.Popen[bytes]) -> None:
+    deadline, trouble = time.monotonic() + 180, None
+    while time.monotonic() < deadline:
+        assert head.poll() is None, "the head node ended"
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError as error:
+            trouble = error
+            time.sleep(0.5)
+    raise AssertionError(f"{url} is not healthy after 180 s: {trouble}")
+
+
+def test_a_private_ray_leaves_the_port_of_ray_agents_to_others() -> None:
+    """Whoever runs `ray start --head` beside a job needs it for `ray job submit`."""
+    script = (
+        "from plugin.config import JobConfig\n"
+        "from plugin.launch.ray_cluster import cluster\n"
+        "with cluster(JobConfig()) as connected:\n"
+        "    connected()\n"
+        "    import ray._private.worker\n"
+        "    print('port', ray._private.worker._global_node.dashboard_agent_listen_port)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    [port] = [int(s.split()[1]) for s in done.stdout.splitlines() if s.startswith("port ")]
+    assert port > 0 and port != DEFAULT_DASHBOARD_AGENT_LISTEN_PORT, done.stdout + done.stderr

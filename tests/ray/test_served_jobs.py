@@ -35,11 +35,10 @@ def test_a_server_that_is_killed_is_replaced_and_none_is_left(tmp_path: Path) ->
         "sglang-args": "chunked_prefill_size=512",
         "num-rollouts": "6",
         "rollout-batch-size": "4",
-        "no-detect-mismatch": None,
     }
     command = [sys.executable, "-m", "plugin", "train", "--run-dir", str(run_dir)]
     for name, value in flags.items():
-        command += [f"--{name}", *([] if value is None else [value])]
+        command += [f"--{name}", value]
 
     def kill() -> None:
         os.kill(starts(run_dir)[0]["pid"], signal.SIGKILL)
@@ -56,6 +55,9 @@ def test_a_server_that_is_killed_is_replaced_and_none_is_left(tmp_path: Path) ->
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert lines[-1]["engine_restarts"] == 1
+    # Both servers received the weights: the stand-in computes with them.
+    assert done.stdout.count("computes with the trainer's weights") == 2, done.stdout
+    assert all(line["train_rollout_logprob_abs_diff"] < 1e-5 for line in lines)
     servers = starts(run_dir)
     assert len(servers) == 2
     left = {s[kind] for s in servers for kind in ("pid", "child")}

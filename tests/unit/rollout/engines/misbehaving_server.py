@@ -27,8 +27,10 @@ class MisbehavingServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, *script: Behavior, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), Handler)
+    def __init__(
+        self, *script: Behavior, port: int = 0, handler: type[Handler] | None = None
+    ) -> None:
+        super().__init__(("127.0.0.1", port), handler or Handler)
         self.script = deque(script)
         self.always: Behavior | None = None
         self.label = "default"

@@ -5,28 +5,43 @@ from __future__ import annotations
 from pathlib import Path
 
 _LAUNCH = """
-import json, os, random, subprocess, sys, threading
+import json, os, subprocess, sys, threading
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tests.unit.rollout.engines.misbehaving_server import Handler, MisbehavingServer
+from tests.unit.rollout.engines.stand_in_weights import ReceivingHandler, ReceivingServer
 
-def load(self, directory):
-    assert list(Path(directory).glob("*.safetensors")), directory
-    print("loaded", directory, flush=True)
+class Handler(ReceivingHandler):
+    def load(self, directory):
+        assert list(Path(directory).glob("*.safetensors")), directory
+        print("loaded", directory, flush=True)
 
-Handler.load = load
+def sampler(directory):
+    # Samples from the model with the weights that were received, all of them.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-def sample(handler):
-    # Other tokens for every seed, of the whole vocabulary.
-    sampling = handler.payload["sampling_params"]
-    draw = random.Random(sampling["sampling_seed"])
-    tokens = [draw.randrange(vocabulary) for _ in range(sampling["max_new_tokens"])]
-    stops = [n for n, token in enumerate(tokens) if token in sampling["stop_token_ids"]]
-    tokens = tokens[: stops[0] + 1] if stops else tokens
-    handler.answer_with(tokens, [-3.0] * len(tokens), "stop" if stops else "length")
+    torch.set_num_threads(1)
+    config = AutoConfig.from_pretrained(directory)
+    model, lock = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), threading.Lock()
+
+    @torch.no_grad()
+    def sample(handler):
+        sampling, prompt = handler.payload["sampling_params"], handler.payload["input_ids"]
+        random = torch.Generator().manual_seed(sampling["sampling_seed"])
+        tokens, log_probs, reason = [], [], "length"
+        with lock:
+            model.load_state_dict(handler.server.loaded)
+            while reason == "length" and len(tokens) < sampling["max_new_tokens"]:
+                logits = model(torch.tensor([prompt + tokens])).logits[0, -1]
+                row = (logits / sampling["temperature"]).log_softmax(-1)
+                tokens.append(int(row.exp().multinomial(1, generator=random)))
+                log_probs.append(float(row[tokens[-1]]))
+                reason = "stop" if tokens[-1] in sampling["stop_token_ids"] else "length"
+        handler.answer_with(tokens, log_probs, reason)
+
+    return sample
 
 def main():
-    global vocabulary
     given = sys.argv[1:]
     port = int(given[given.index("--port") + 1])
     model = Path(given[given.index("--model-path") + 1])
@@ -39,10 +54,12 @@ def main():
     config = json.loads((model / "config.json").read_text())
     about = dict(arguments=given, pid=os.getpid(), child=child.pid, config=config["model_type"])
     print(json.dumps(about), flush=True)
-    server = MisbehavingServer(port=port)
-    if "--chunked-prefill-size" in given:  # by this argument a test asks for it
-        vocabulary = config["vocab_size"]
-        server.always = sample
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    size = int(given[given.index("--tp-size") + 1]) if "--tp-size" in given else 1
+    # By this argument a test asks for it.
+    always = sampler(model) if "--chunked-prefill-size" in given else None
+    server = ReceivingServer(port, Handler, model_path=str(model), tp_size=size)
+    server.always = always
     threading.Event().wait()
 
 main()
