@@ -107,6 +107,12 @@ GPU_ONLY = (
         "that of CUDA",
     ),
     GpuOnly(
+        "rollout/engines/server_commands.py",
+        (),
+        "servers that start on CPU (`make test-vllm`, `make test-real`)",
+        "the memory share that vLLM and SGLang choose on a GPU",
+    ),
+    GpuOnly(
         "host_storage.py",
         (),
         "with tensors of the CPU",

@@ -159,9 +159,7 @@ _DYNAMIC = Needs(
 class OptimizerFlags(FlagGroup):
     title: ClassVar[str] = "optimizer"
 
-    lr: float = flag(
-        1e-6, "learning rate; a job with --lora-rank that does not set it uses 1e-5", above=0
-    )
+    lr: float = flag(1e-6, "learning rate; 1e-5 with --lora-rank", above=0)
     min_lr: float = flag(
         0.0,
         "learning rate at the end of the decay",

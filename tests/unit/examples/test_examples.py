@@ -27,6 +27,7 @@ JOBS = sorted(EXAMPLES.glob("*.yaml"))
 #: What runs every file of examples/: this module, or the one that is named.
 COVERED_ELSEWHERE = {
     *("own_megatron_loop.py", "mismatch_experiment.py"),
+    "plot_evaluations.py",  # test_math_words.py
     *("tiny_tool_task.py", "calculator_tool_task.py"),  # test_multi_turn_examples.py
 }
 

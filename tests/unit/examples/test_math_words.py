@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from examples import plot_evaluations
 from examples.math_words import make_data, warm_up
 from plugin.config import JobConfig
 
@@ -92,6 +93,28 @@ def test_make_train_math_runs_the_three_parts_and_the_job_reads_what_they_write(
         assert 'default=Path("runs/math_words")' in (EXAMPLE / script).read_text()
     assert config.hf_checkpoint == "runs/math_words/model"
     assert config.prompt_data == "runs/math_words/train.jsonl"
+
+
+def test_the_picture_of_several_seeds_comes_with_its_data_and_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, after in ((1, 0.5), (2, 0.75)):
+        run = tmp_path / str(seed)
+        run.mkdir()
+        (run / "config.yaml").write_text(f"name: x\nseed: {seed}\n")
+        lines: list[dict[str, float]] = [
+            {"step": step} | {f"eval/held-out/{name}": value for name in plot_evaluations.NAMES}
+            for step, value in ((0, 0.25), (4, after))
+        ]
+        lines.insert(1, {"step": 1, "reward": 0.5})
+        (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    picture = tmp_path / "seeds.svg"
+    plot_evaluations.main([str(picture), str(tmp_path / "1"), str(tmp_path / "2")])
+    first, drawn = capsys.readouterr().out, picture.read_bytes()
+    assert "| 2 | 25.0% [25.0%, 25.0%] | 75.0% [75.0%, 75.0%] |" in first
+    assert "| all | 25.0% to 25.0% | 50.0% to 75.0% |" in first
+    plot_evaluations.main([str(picture)])  # again, from the data beside it
+    assert capsys.readouterr().out == first and picture.read_bytes() == drawn
 
 
 @pytest.mark.slow
