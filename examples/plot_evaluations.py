@@ -72,7 +72,7 @@ def draw(runs: Sequence[dict[str, Any]], file: Path) -> None:
     accuracy.set_ylim(0, 1.05)
     accuracy.set_title("accuracy on held-out problems, greedy, 95 % interval", fontsize=10)
     accuracy.legend(loc="lower right", fontsize=8)
-    length.set_ylim(bottom=0)
+    length.set_ylim(0, 1.15 * length.get_ylim()[1])
     length.set_title("tokens of a held-out answer", fontsize=10)
     for axes in (accuracy, length):
         axes.set_xlabel("optimizer step")
