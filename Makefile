@@ -26,7 +26,7 @@ venv: .venv/ready ## build .venv with pinned CPU dependencies
 	@touch $@
 
 # One process has the ranks, one the Ray cluster; both wait a lot, and the third has the rest.
-test: venv ## the whole default suite on CPU: unit, hostile, parallel (gloo ranks), Ray
+test: venv ## the whole default suite on CPU: unit, parallel (gloo ranks), Ray
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 3
 
 .venv-mcore-latest/ready: requirements/mcore-latest.txt

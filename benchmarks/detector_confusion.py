@@ -18,8 +18,8 @@ import torch
 
 from benchmarks import mismatch_data as data
 from benchmarks.mismatch_data import Rollouts
+from plugin.engines.transformers.int8_weights import quantize_linears
 from plugin.observe.detectors import DETECTORS, MismatchDetectors
-from plugin.rollout.engines.int8_weights import quantize_linears
 
 MARKERS = ("<!-- confusion table: begin -->", "<!-- confusion table: end -->")
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from plugin.rollout.engines.protocol import Finished, GenerationRequest, SamplingParameters
-from plugin.rollout.engines.transformers_engine import TransformersEngine
-from plugin.rollout.engines.weight_buckets import pack_buckets
+from plugin.engines.protocol import Finished, GenerationRequest, SamplingParameters
+from plugin.engines.transformers.engine import TransformersEngine
+from plugin.weights.buckets import pack_buckets
 
 SHORTEST, LONGEST = 16, 512
 STOP = LONGEST + 1

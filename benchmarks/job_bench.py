@@ -275,7 +275,7 @@ def _answers(samples: int, length: int) -> list[list[Any]]:
     import torch
 
     from plugin.batch_types import RolloutSample
-    from plugin.rollout.conversation.trajectory import Trajectory
+    from plugin.environments.trajectory import Trajectory
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(15, (samples, length + 4), generator=generator)
@@ -300,12 +300,12 @@ def _answers(samples: int, length: int) -> list[list[Any]]:
 
 def _driver_pass(answers: Sequence[Sequence[Any]], ranks: int) -> dict[str, float]:
     """The one place that follows the way of a batch from the engines' answers to a rank's microbatches."""
+    from plugin.cluster.array_transport import share_from_arrays, share_to_arrays
     from plugin.config import JobConfig
-    from plugin.launch.array_transport import share_from_arrays, share_to_arrays
-    from plugin.launch.batch_preparation import describe_batch, prepare_batch
+    from plugin.controller.batch.preparation import describe_batch, prepare_batch
+    from plugin.environments.trajectory import Rollouts
     from plugin.megatron_backend.step.batch_share import cut_share, plan_batch
     from plugin.megatron_backend.step.loss_scaling import total_weight
-    from plugin.rollout.conversation.trajectory import Rollouts
 
     config = JobConfig.from_sources({"micro_batch_size": 64})
     rollouts = Rollouts.of(answers)

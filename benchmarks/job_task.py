@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plugin.config import JobConfig
-from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
-from plugin.rollout.tasks.copy_digits import ALPHABET, CopyDigitsTask
-from plugin.rollout.tasks.protocol import Prompt
+from plugin.tasks.character_tokenizer import CharacterTokenizer
+from plugin.tasks.copy_digits import ALPHABET, CopyDigitsTask
+from plugin.tasks.protocol import Prompt
 
 SEED = 1234
 _CHARACTERS = CharacterTokenizer(ALPHABET)

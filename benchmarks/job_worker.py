@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.job_task import SEED, EndlessDigits
-from plugin.rollout.tasks.protocol import Prompt
+from plugin.tasks.protocol import Prompt
 
 _POLL_SECONDS = 0.02
 
@@ -81,8 +81,8 @@ class Turns:
 def run_ours(spec: JobSpec, turns: Turns) -> None:
     """`megatron-tis train` with the flags of the quick start, in this process."""
     from plugin.config import JobConfig
-    from plugin.launch.console import Console
-    from plugin.launch.job import run_job
+    from plugin.controller.job import run_job
+    from plugin.observe.console import Console
 
     class TimedConsole(Console):
         def step(self, metrics: Mapping[str, Any], total: int) -> None:

@@ -46,8 +46,8 @@ def main() -> None:
 
 
 def _trainer() -> Any:
+    from plugin.cluster.model_source import policy_source
     from plugin.config import JobConfig
-    from plugin.launch.model_source import policy_source
     from plugin.megatron_backend.parallel_groups import init_parallel
     from plugin.megatron_backend.trainer import MegatronTrainer
 

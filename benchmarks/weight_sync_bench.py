@@ -91,13 +91,13 @@ def measure_weight_sync(quick: bool) -> list[dict[str, Any]]:
 
 
 def _measure(model: str, engines: int, rounds: int) -> list[dict[str, Any]]:
+    from plugin.cluster.model_source import policy_source
+    from plugin.cluster.ray_cluster import cluster
     from plugin.config import JobConfig
-    from plugin.launch.console import Console
-    from plugin.launch.interrupts import Interrupts
-    from plugin.launch.job import _running
-    from plugin.launch.model_source import policy_source
-    from plugin.launch.ray_cluster import cluster
-    from plugin.launch.weight_sync import WeightSync
+    from plugin.controller.interrupts import Interrupts
+    from plugin.controller.job import _running
+    from plugin.controller.weight_sync.sync import WeightSync
+    from plugin.observe.console import Console
 
     config = JobConfig(
         hf_checkpoint=model, num_rollout_engines=engines, task_path="benchmarks.job_task:make_task"
@@ -157,7 +157,7 @@ def _through_files(trainer: Any) -> None:
     import ray
     from safetensors.torch import load_file
 
-    from plugin.rollout.engines.weight_directory import WeightDirectory
+    from plugin.weights.directory import WeightDirectory
 
     buckets, _ = trainer.export_weights()
     with tempfile.TemporaryDirectory() as root:

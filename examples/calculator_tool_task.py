@@ -18,8 +18,8 @@ import operator
 import random
 from typing import Any
 
-from plugin.rollout.conversation.environment_protocol import Ending, Message
-from plugin.rollout.conversation.tool_environment import ToolEnvironment
+from plugin.environments.environment_protocol import Ending, Message
+from plugin.environments.tool_environment import ToolEnvironment
 
 CALCULATOR = {
     "type": "function",

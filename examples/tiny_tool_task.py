@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from plugin.rollout.conversation.environment_protocol import Ending, Message, Reply, Step
+from plugin.environments.environment_protocol import Ending, Message, Reply, Step
 
 DIGITS = "0123456789"
 TEMPLATE = """\

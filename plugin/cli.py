@@ -19,32 +19,32 @@ from plugin.errors import ConfigError, MegatronTisError
 
 #: name -> module, one line of help
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("plugin.launch.train_command", "run a complete RL job, on this machine or a cluster"),
+    "train": ("plugin.commands.train", "run a complete RL job, on this machine or a cluster"),
     "eval": (
-        "plugin.launch.eval_command",
+        "plugin.commands.eval",
         "evaluate a run, a checkpoint or a Hugging Face model",
     ),
     "export": (
-        "plugin.launch.export_command",
+        "plugin.commands.export",
         "write a checkpoint of a run as a Hugging Face model",
     ),
     "plan": (
-        "plugin.launch.plan_command",
+        "plugin.commands.plan",
         "say what every kind of rank of a job would hold, send and wait for, without running it",
     ),
     "doctor": (
-        "plugin.doctor.doctor_command",
+        "plugin.commands.doctor",
         "check packages and devices, a hook, a configuration, that parallel layouts agree; or say "
         "what went wrong in a run",
     ),
     "compare": (
-        "plugin.compare.compare_command",
+        "plugin.commands.compare",
         "replay every loss and correction on dumped log-probs, offline",
     ),
-    "report": ("plugin.observe.report_command", "write the HTML report of one or several runs"),
-    "samples": ("plugin.observe.samples_command", "print what the policy of a run said and earned"),
+    "report": ("plugin.commands.report", "write the HTML report of one or several runs"),
+    "samples": ("plugin.commands.samples", "print what the policy of a run said and earned"),
     "corrections": (
-        "plugin.compare.corrections_command",
+        "plugin.commands.corrections",
         "list or draw every policy loss and correction",
     ),
 }

@@ -35,7 +35,7 @@ settings.load_profile("suite")
 
 
 #: Directories whose tests share what is expensive to start: ranks, and a Ray cluster.
-_OF_ONE_PROCESS = {"tests/parallel": "ranks", "tests/hostile/jobs": "ranks", "tests/ray": "ray"}
+_OF_ONE_PROCESS = {"tests/parallel": "ranks", "tests/ray": "ray"}
 
 
 class _Schedule(LoadScopeScheduling):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plugin.config import JobConfig
-from plugin.rollout.engines.transformers_engine import TransformersEngine
+from plugin.engines.transformers.engine import TransformersEngine
 
 
 def _layers(model: Any) -> list[Any]:

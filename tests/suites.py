@@ -31,7 +31,6 @@ CPU_SUITES = (
     Suite("unit", ".venv/bin/python -m pytest tests/unit", 30),
     Suite("parallel", ".venv/bin/python -m pytest tests/parallel", 60),
     Suite("ray", ".venv/bin/python -m pytest tests/ray", 45),
-    Suite("hostile", ".venv/bin/python -m pytest tests/hostile", 30),
     Suite("slow", "make test-slow", 60),
     Suite("adapters", "make test-adapters", 30),
     Suite("kernels", "make test-kernels", 20),

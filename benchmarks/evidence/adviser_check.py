@@ -23,9 +23,9 @@ from benchmarks.evidence.grid import CHECK, SETTINGS, read_rows, results, settin
 from benchmarks.evidence.policy import LENGTH
 from benchmarks.evidence.simulation import run
 from benchmarks.evidence.summary import BEGIN, PAGE, Results, by_cell, interval, setting_name
-from plugin.compare.advice import advise_dump
-from plugin.compare.log_prob_dump import LogProbDump
 from plugin.config import LossConfig
+from plugin.observe.log_prob_dump import LogProbDump
+from plugin.tools.compare.advice import advise_dump
 
 #: The dump holds these rollouts of the uncorrected run: what a user has who asks early.
 FIRST_DUMPED, LAST_DUMPED = 20, 24

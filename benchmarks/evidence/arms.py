@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 from benchmarks.evidence.engine import Setting
-from plugin.compare.replay import method_pairs
 from plugin.config import LossConfig
+from plugin.tools.compare.replay import method_pairs
 
 WIDE = (("eps_clip", 1.0), ("eps_clip_high", 4.0))
 ROLLOUT_KL = (("use_rollout_kl_loss", True), ("rollout_kl_loss_coef", 0.1))

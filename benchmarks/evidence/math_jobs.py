@@ -23,20 +23,20 @@ from benchmarks.evidence.grid import Row, read_rows, record
 from examples.math_words import make_data, warm_up
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
-from plugin.launch.batch_preparation import describe_batch, prepare_batch
-from plugin.launch.evaluation import Evaluator
-from plugin.launch.groups import joined
-from plugin.launch.local_engine import LocalEngine
-from plugin.launch.log_prob_passes import LogProbPasses
-from plugin.launch.mini_batches import mini_batches
-from plugin.launch.preflight import check_job, choose_player
-from plugin.launch.rollout_queue import RolloutQueue
+from plugin.controller.batch.mini_batches import mini_batches
+from plugin.controller.batch.preparation import describe_batch, prepare_batch
+from plugin.controller.evaluation import Evaluator
+from plugin.controller.local_engine import LocalEngine
+from plugin.controller.passes.log_prob_passes import LogProbPasses
+from plugin.controller.preflight.job_checks import check_job, choose_player
+from plugin.controller.queue.groups import joined
+from plugin.controller.queue.rollout_queue import RolloutQueue
+from plugin.engines.choice import make_engine
+from plugin.engines.response_stream import ResponseStream
 from plugin.megatron_backend.parallel_groups import ParallelGroups, one_process
 from plugin.megatron_backend.trainer import MegatronTrainer
 from plugin.ragged import Ragged
-from plugin.rollout.engines.choice import make_engine
-from plugin.rollout.engines.response_stream import ResponseStream
-from plugin.rollout.engines.weight_buckets import pack_buckets
+from plugin.weights.buckets import pack_buckets
 
 DATA = Path(__file__).with_name("math_data.jsonl")
 RECIPE = Path(__file__).parents[2] / "examples/math_words/dapo.yaml"

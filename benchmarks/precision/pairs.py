@@ -15,14 +15,14 @@ from torch import Tensor
 from benchmarks.precision.sharpened_model import random_tokens
 from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
+from plugin.engines.protocol import Generation, GenerationRequest, SamplingParameters
+from plugin.engines.transformers.engine import TransformersEngine
 from plugin.megatron_backend.parallel_groups import one_process
 from plugin.megatron_backend.trainer import MegatronTrainer
 from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarize
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from plugin.ragged import Ragged
-from plugin.rollout.engines.protocol import Generation, GenerationRequest, SamplingParameters
-from plugin.rollout.engines.transformers_engine import TransformersEngine
-from plugin.rollout.engines.weight_buckets import pack_buckets
+from plugin.weights.buckets import pack_buckets
 
 DTYPES = ("float32", "bfloat16", "float16")
 SAMPLES, PROMPT, RESPONSE = 24, 32, 224

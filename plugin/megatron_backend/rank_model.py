@@ -25,13 +25,13 @@ from plugin.megatron_backend.checkpoint.save_load import (
     load_checkpoint,
     save_checkpoint,
 )
+from plugin.megatron_backend.hf_weights.export import export_hf_weights, export_own_part
+from plugin.megatron_backend.hf_weights.loading import load_hf_weights
+from plugin.megatron_backend.lora.adapters import adapters_off, attach_adapters
+from plugin.megatron_backend.lora.peft import export_own_adapters, load_adapters
 from plugin.megatron_backend.model.builder import build_model, build_optimizer, wrap_with_ddp
 from plugin.megatron_backend.model.device_settings import on_this_device
-from plugin.megatron_backend.model.lora import adapters_off, attach_adapters
 from plugin.megatron_backend.model.model_chunks import unwrap
-from plugin.megatron_backend.model.peft_adapters import export_own_adapters, load_adapters
-from plugin.megatron_backend.model.weight_export import export_hf_weights, export_own_part
-from plugin.megatron_backend.model.weight_loading import load_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.microbatch_routes import MicrobatchRoutes, routes_of
 from plugin.megatron_backend.routing.routed_model import RoutedModel

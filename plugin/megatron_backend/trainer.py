@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
 from plugin.errors import BatchError, ReplayError
-from plugin.megatron_backend.model.lora import adapters_off
+from plugin.megatron_backend.lora.adapters import adapters_off
 from plugin.megatron_backend.rank_model import PreparedStep, RankModel
 from plugin.megatron_backend.routing.live_routes import LiveRoutes
 from plugin.megatron_backend.routing.microbatch_routes import (

@@ -1,6 +1,6 @@
 """CUDA IPC between two processes on one GPU: what a rank lends arrives, and a dead worker releases the rank.
 
-The bodies are those of `tests/unit/rollout/engines/test_weight_handover.py`, with the borrower in a process of its own: CUDA does not
+The bodies are those of `tests/unit/weights/test_weight_handover.py`, with the borrower in a process of its own: CUDA does not
 open a handle in the process that made it.
 """
 
@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from plugin.errors import TransferError
-from plugin.rollout.engines.lent_memory import device_id
-from plugin.rollout.engines.weight_handover import HandoverReceiver, HandoverSender
-from plugin.rollout.engines.weight_meeting import WeightGroup, call_off, open_store
+from plugin.weights.ipc import HandoverReceiver, HandoverSender
+from plugin.weights.ipc_buffer import device_id
+from plugin.weights.store import WeightGroup, call_off, open_store
 
 NUM_GPUS = 1
 

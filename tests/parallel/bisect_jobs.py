@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from plugin.doctor.bisect.bisection import Bisection
-from plugin.doctor.bisect.engine_trace import trace_engine
-from plugin.doctor.bisect.layer_trace import load_trace, save_trace
-from plugin.doctor.bisect.runs import bisect_passes, random_sequences, verdict_of
+from plugin.engines.transformers.int8_weights import through_int8
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.rollout.engines.int8_weights import through_int8
+from plugin.tools.doctor.bisect.bisection import Bisection
+from plugin.tools.doctor.bisect.engine_trace import trace_engine
+from plugin.tools.doctor.bisect.layer_trace import load_trace, save_trace
+from plugin.tools.doctor.bisect.runs import bisect_passes, random_sequences, verdict_of
 from tests.parallel import tiny_models
 
 Fault = tuple[Any, ...]

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
-from plugin.compare.dump_reading import open_dump
-from plugin.compare.log_prob_dump import LogProbDump
-from plugin.compare.routing_mismatch import measured, routed_batch
 from plugin.config import TrainerConfig
-from plugin.launch.local_engine import load_tensors
+from plugin.controller.local_engine import load_tensors
+from plugin.engines.protocol import GenerationRequest, SamplingParameters
+from plugin.engines.transformers.engine import TransformersEngine
+from plugin.environments.single_turn import run_single_turn
+from plugin.environments.trajectory import Rollouts
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.rollout.conversation.single_turn import run_single_turn
-from plugin.rollout.conversation.trajectory import Rollouts
-from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
-from plugin.rollout.engines.transformers_engine import TransformersEngine
+from plugin.observe.log_prob_dump import LogProbDump
+from plugin.tools.compare.dump_reading import open_dump
+from plugin.tools.compare.routing_mismatch import measured, routed_batch
 
 
 def sampled(

@@ -11,8 +11,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from plugin.config import TrainerConfig
+from plugin.megatron_backend.hf_weights.loading import load_hf_weights
 from plugin.megatron_backend.model.builder import build_model, build_optimizer, wrap_with_ddp
-from plugin.megatron_backend.model.weight_loading import load_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.megatron_backend import cpu_runtime
-from plugin.megatron_backend.model.weight_export import export_hf_weights
+from plugin.megatron_backend.hf_weights.export import export_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel.rank_pool import RankPool
 from tests.parallel.schedule_runs import loaded_model, train_one_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plugin.doctor.layout_agreement import parse_layout, run_layouts
+from plugin.tools.doctor.layout_agreement import parse_layout, run_layouts
 
 
 @pytest.mark.timeout(600)

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from plugin.config import TrainerConfig
+from plugin.engines.transformers.engine import TransformersEngine
 from plugin.errors import ConfigError
+from plugin.megatron_backend.hf_weights.export import export_hf_weights
+from plugin.megatron_backend.lora.targets import check_lora
 from plugin.megatron_backend.model.families import FAMILIES
 from plugin.megatron_backend.model.family_layers import layer_spec
 from plugin.megatron_backend.model.layout_rules import check_model
-from plugin.megatron_backend.model.lora_targets import check_lora
-from plugin.megatron_backend.model.weight_export import export_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.microbatch_routes import MicrobatchRoutes
 from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.routing.router_replay import RouterReplaySession
 from plugin.megatron_backend.trainer import MegatronTrainer
-from plugin.rollout.engines.transformers_engine import TransformersEngine
 from tests.parallel import family_table
 from tests.parallel.schedule_runs import forward_log_probs, loaded_model, train_one_step
 from tests.parallel.tiny_models import (

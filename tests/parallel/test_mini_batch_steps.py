@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
+from plugin.controller.batch.mini_batches import mini_batches
+from plugin.environments.trajectory import Rollouts
 from plugin.errors import ReplayError
-from plugin.launch.mini_batches import mini_batches
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.rollout.conversation.trajectory import Rollouts
 from tests.parallel import tiny_models
 from tests.parallel.training_jobs import SMOOTH_ADAM, RunRanks, Start, exported, new_trainer
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.errors import ConfigError, WeightError
+from plugin.megatron_backend.hf_weights.export import export_hf_weights
+from plugin.megatron_backend.hf_weights.loading import load_hf_weights
+from plugin.megatron_backend.hf_weights.saving import save_hf_checkpoint
 from plugin.megatron_backend.model import families
 from plugin.megatron_backend.model.builder import build_model
-from plugin.megatron_backend.model.weight_export import export_hf_weights
-from plugin.megatron_backend.model.weight_loading import load_hf_weights
-from plugin.megatron_backend.model.weight_saving import save_hf_checkpoint
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel.rank_pool import RankError
 from tests.parallel.schedule_runs import forward_log_probs, loaded_model, train_one_step

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from plugin.plan.planned_rank import MeasuredRank, World
+from plugin.tools.plan.planned_rank import MeasuredRank, World
 from tests.parallel.plan_jobs import PlanCase, plan_rank, run_for_real
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from plugin.compare.log_prob_dump import LogProbDump
+from plugin.observe.log_prob_dump import LogProbDump
 from tests.parallel import routing_jobs, tiny_models
 
 

@@ -16,13 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from plugin.config import TrainerConfig
-from plugin.megatron_backend.model.weight_export import export_own_part, sends_own_part
-from plugin.megatron_backend.model.weight_saving import save_hf_checkpoint
+from plugin.engines.transformers.engine import TransformersEngine
+from plugin.megatron_backend.hf_weights.export import export_own_part, sends_own_part
+from plugin.megatron_backend.hf_weights.saving import save_hf_checkpoint
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.rollout.engines.transformers_engine import TransformersEngine
-from plugin.rollout.engines.weight_buckets import pack_buckets
-from plugin.rollout.engines.weight_meeting import WeightGroup, open_store
-from plugin.rollout.engines.weight_stream import WeightSender
+from plugin.weights.broadcast import WeightSender
+from plugin.weights.buckets import pack_buckets
+from plugin.weights.store import WeightGroup, open_store
 from tests.parallel.schedule_runs import loaded_model
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3_moe
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugin.launch.array_transport import share_from_arrays, share_to_arrays
+from plugin.cluster.array_transport import share_from_arrays, share_to_arrays
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel.training_jobs import Layout, RunRanks, Start, new_trainer
 

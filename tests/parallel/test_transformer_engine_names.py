@@ -19,9 +19,9 @@ from torch import nn
 
 from plugin.config import TrainerConfig
 from plugin.megatron_backend.checkpoint.sharded_state import load_sharded_state, sharded_state
+from plugin.megatron_backend.hf_weights.export import export_hf_weights
+from plugin.megatron_backend.hf_weights.loading import load_hf_weights
 from plugin.megatron_backend.model.builder import build_model
-from plugin.megatron_backend.model.weight_export import export_hf_weights
-from plugin.megatron_backend.model.weight_loading import load_hf_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.routed_model import RoutedModel
 from tests.parallel import tiny_models

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from plugin.batch_types import RolloutBatch
+from plugin.engines.protocol import GenerationRequest, SamplingParameters
+from plugin.engines.transformers.engine import TransformersEngine
+from plugin.environments.single_turn import run_single_turn
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.rollout.conversation.single_turn import run_single_turn
-from plugin.rollout.engines.protocol import GenerationRequest, SamplingParameters
-from plugin.rollout.engines.transformers_engine import TransformersEngine
 from tests.parallel import tiny_models
 from tests.parallel.training_jobs import RunRanks, Start, exported, new_trainer
-from tests.unit.rollout.engines.tiny_engines import load
+from tests.unit.engines.tiny_engines import load
 
 STEPS = 3
 UNTRUNCATED = SamplingParameters(max_response_length=12)

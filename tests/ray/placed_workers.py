@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plugin.launch.remote_calls import ReportingActor
-from plugin.rollout.engines.protocol import EngineHealth
+from plugin.cluster.remote_calls import ReportingActor
+from plugin.engines.protocol import EngineHealth
 
 
 class StandIn(ReportingActor):

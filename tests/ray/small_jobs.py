@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from plugin.config import JobConfig
-from plugin.launch.job import JobResult, run_job
+from plugin.controller.job import JobResult, run_job
 
 SIZES = {
     "num_nodes": 2,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from plugin.cluster.model_source import policy_source
 from plugin.config import JobConfig
-from plugin.launch.job import run_job
-from plugin.launch.model_source import policy_source
+from plugin.controller.job import run_job
 from tests.ray.tokenizer_files import save_character_tokenizer
-from tests.unit.rollout.teachers.stand_in_teacher import StandInTeacher
+from tests.unit.teachers.stand_in_teacher import StandInTeacher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from plugin.cluster import engine_pool
+from plugin.cluster.engine_pool import EnginePool
+from plugin.cluster.placement import plan_on_cluster, reserve
+from plugin.cluster.remote_calls import wait_for_all
 from plugin.config import JobConfig
-from plugin.launch import engine_pool
-from plugin.launch.console import Console
-from plugin.launch.engine_pool import EnginePool
-from plugin.launch.placement import plan_on_cluster, reserve
-from plugin.launch.remote_calls import wait_for_all
+from plugin.observe.console import Console
 from tests.ray.placed_workers import StandIn
 
 pytestmark = pytest.mark.slow

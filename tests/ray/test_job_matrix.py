@@ -21,7 +21,7 @@ from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 
 from plugin.config import JobConfig
 from plugin.config.policy_loss_traits import traits_of
-from plugin.launch.job import run_job
+from plugin.controller.job import run_job
 from plugin.observe.run_record import read_samples
 from tests.ray.small_jobs import SIZES, run_small
 from tests.ray.tokenizer_files import save_character_tokenizer
@@ -300,7 +300,7 @@ def test_a_private_ray_leaves_the_port_of_ray_agents_to_others() -> None:
     """Whoever runs `ray start --head` beside a job needs it for `ray job submit`."""
     script = (
         "from plugin.config import JobConfig\n"
-        "from plugin.launch.ray_cluster import cluster\n"
+        "from plugin.cluster.ray_cluster import cluster\n"
         "with cluster(JobConfig()) as connected:\n"
         "    connected()\n"
         "    import ray._private.worker\n"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from plugin.batch_types import RolloutBatch
+from plugin.controller import training_loop
+from plugin.controller.batch.preparation import prepare_batch
+from plugin.controller.job import JobResult
 from plugin.errors import ClusterError
-from plugin.launch import training_loop
-from plugin.launch.batch_preparation import prepare_batch
-from plugin.launch.job import JobResult
 from plugin.observe.run_record import read_run
 from tests.ray.small_jobs import run_small
 from tests.unit.observe.test_html_report import drawn_metrics
@@ -23,7 +23,7 @@ from tests.unit.observe.test_html_report import drawn_metrics
 OWN_PARTS = """
 import warnings
 import torch
-from plugin.rollout.engines.transformers_engine import TransformersEngine
+from plugin.engines.transformers.engine import TransformersEngine
 
 class Engine(TransformersEngine):
     def load_weights(self, version, bucket, *, last):

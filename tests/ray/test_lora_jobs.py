@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from plugin.cluster.model_source import policy_source
+from plugin.commands.export import export
 from plugin.config import JobConfig
-from plugin.launch.export_command import export
-from plugin.launch.model_source import policy_source
 from plugin.observe.run_record import read_run
 from tests.ray.small_jobs import run_small
 from tests.ray.tokenizer_files import save_character_tokenizer
@@ -106,7 +106,7 @@ def highest_reward(head: Tensor, norm: Tensor) -> float:
 
 
 TASK = """
-from plugin.rollout.tasks.copy_digits import CopyDigitsTask
+from plugin.tasks.copy_digits import CopyDigitsTask
 
 
 def make(config, tokenizer):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plugin.rollout.engines.transformers_engine import TransformersEngine
+from plugin.engines.transformers.engine import TransformersEngine
 from tests.ray.small_jobs import run_small
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plugin.config import JobConfig
-from plugin.launch.job import run_job
+from plugin.controller.job import run_job
 
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 SHORT = {"num_rollouts": 2, "eval_data": ("copy:4",), "eval_interval": 1, "start_timeout": 250.0}

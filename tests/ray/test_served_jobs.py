@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.ray.casualties import AfterSteps
-from tests.unit.rollout.engines.stand_in_sglang import install
+from tests.unit.engines.servers.stand_in_sglang import install
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
+from plugin.commands.eval import evaluate
+from plugin.controller.job import JobResult
+from plugin.controller.weight_sync.sync import WeightSync
 from plugin.errors import EngineError, ParallelError
-from plugin.launch.console import Console
-from plugin.launch.eval_command import evaluate
-from plugin.launch.job import JobResult
-from plugin.launch.weight_sync import WeightSync
+from plugin.observe.console import Console
 from plugin.observe.run_record import read_run
 from tests.ray.casualties import (
     AfterSteps,
@@ -187,7 +187,7 @@ def test_an_engine_that_always_dies_ends_the_job_with_a_reason(
 
 DEADLY_TASK = """
 import os, signal
-from plugin.rollout.tasks.copy_digits import CopyDigitsTask
+from plugin.tasks.copy_digits import CopyDigitsTask
 from tests.ray.casualties import workers
 
 class Deadly(CopyDigitsTask):

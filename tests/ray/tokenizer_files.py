@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plugin.rollout.tasks.copy_digits import ALPHABET
+from plugin.tasks.copy_digits import ALPHABET
 
 
 def save_character_tokenizer(directory: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
-from plugin.megatron_backend.model.lora import adapters_off
+from plugin.megatron_backend.lora.adapters import adapters_off
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.trainer import MegatronTrainer
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from plugin.cluster.model_source import load_tokenizer, policy_source
 from plugin.config import JobConfig
-from plugin.launch.local_engine import load_directory
-from plugin.launch.model_source import load_tokenizer, policy_source
-from plugin.launch.weight_verification import make_probe, probe_batch, scores_of
+from plugin.controller.local_engine import load_directory
+from plugin.controller.weight_sync.verification import make_probe, probe_batch, scores_of
+from plugin.engines.protocol import Generation, SamplingParameters
+from plugin.engines.transformers.engine import TransformersEngine
+from plugin.engines.weight_probe import answer_probe
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.observe.findings import Finding
 from plugin.observe.probe_diagnosis import ProbedModel, limit_for, probe_finding
-from plugin.rollout.engines.protocol import Generation, SamplingParameters
-from plugin.rollout.engines.transformers_engine import TransformersEngine
-from plugin.rollout.engines.weight_probe import answer_probe
-from plugin.rollout.tasks.protocol import Prompt
+from plugin.tasks.protocol import Prompt
 from tests.planted_faults import FAULTS
 
 MODEL = Path(__file__).parents[2] / "runs" / "real_model" / "model"

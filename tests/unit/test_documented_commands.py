@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from plugin.cluster.placement import check_cluster, check_machine, plan_resources
 from plugin.config import JobConfig
-from plugin.launch.placement import check_cluster, check_machine, plan_resources
 
 ROOT = Path(__file__).parents[2]
 NODE = {"CPU": 128.0, "GPU": 8.0}

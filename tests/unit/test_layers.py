@@ -27,6 +27,10 @@ CORE = {
     "logprobs",
     "loss",
 }
+#: What everybody who makes samples sees of the core.
+TYPES = {"errors", "json_lines", "host_storage", "ragged", "batch_types", "config"}
+TASKS = {*TYPES, "tasks", "rewards", "environments", "engines", "weights"}
+ROLLOUT = {"tasks", "rewards", "environments", "engines", "teachers", "weights"}
 #: What the modules of a layer may import of this package, at the top or inside a function: a lazy import must not
 #: hide a cycle. Commands name their module by path, so that `--help` stays instant.
 ALLOWED: dict[str, set[str]] = {
@@ -43,13 +47,16 @@ ALLOWED: dict[str, set[str]] = {
     "logprobs": {"errors", "ragged", "batch_types", "config", "sharding", "ppo_utils"},
     "loss": CORE,
     "megatron_backend": CORE,
-    "rollout": {"errors", "json_lines", "host_storage", "ragged", "batch_types", "config"},
     "adapters": CORE,
     "observe": CORE,
-    "compare": {*CORE, "observe", "megatron_backend"},
-    "plan": {*CORE, "megatron_backend", "observe"},
-    "launch": {*CORE, "megatron_backend", "rollout", "observe", "compare", "plan"},
-    "doctor": {*CORE, "observe", "compare", "megatron_backend", "rollout", "launch"},
+    "weights": {"errors"},
+    **dict.fromkeys(("tasks", "rewards", "environments"), TASKS),
+    "engines": {*TYPES, "weights"},
+    "teachers": {*TYPES, "engines"},
+    "cluster": {*CORE, "megatron_backend", *ROLLOUT, "observe", "controller"},
+    "controller": {*CORE, "megatron_backend", *ROLLOUT, "observe", "cluster"},
+    "tools": {*CORE, "megatron_backend", *ROLLOUT, "observe", "cluster", "controller"},
+    "commands": {*CORE, "megatron_backend", *ROLLOUT, "observe", "cluster", "controller", "tools"},
     "cli": {"errors", "config"},
     "__main__": {"cli"},
     "__init__": set(),
@@ -58,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
 #: Libraries that belong to one layer; everywhere else they are imported inside functions or not at all.
 OUTSIDE = {
     "megatron": {"megatron_backend"},
-    "ray": {"launch"},
+    "ray": {"cluster"},
     "mbridge": {"megatron_backend"},
     **{name: {"adapters"} for name in ("trl", "verl", "skyrl", "prime_rl")},
 }

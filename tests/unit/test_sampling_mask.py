@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugin.batch_types import Microbatch, RolloutBatch, RolloutSample
+from plugin.cluster.array_transport import batch_from_arrays, batch_to_arrays
 from plugin.errors import BatchError
-from plugin.launch.array_transport import batch_from_arrays, batch_to_arrays
 from plugin.ragged import Ragged
 from plugin.sampling_mask import kept_rows
 from plugin.sharding.parallel_context import ParallelContext

@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from plugin.errors import EngineError, TransferError
-from plugin.rollout.engines.weight_meeting import WeightGroup, call_off, open_store
-from plugin.rollout.engines.weight_members import Membership
-from plugin.rollout.engines.weight_stream import WeightSender
+from plugin.weights.broadcast import WeightSender
+from plugin.weights.members import Membership
+from plugin.weights.store import WeightGroup, call_off, open_store
 from tests.parallel.tiny_models import hf_model, hf_state_dict
-from tests.unit.rollout.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs
+from tests.unit.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs
 from tests.vllm_rollouts.small_job import check_steps, train
 from tests.vllm_rollouts.small_model import vllm_config
 
@@ -99,9 +99,9 @@ def _log_probs(engine: Any) -> list[tuple[list[int], list[float]]]:
 
 def _versions_both_ways(directory: str, family: str, workers: int, versions: int) -> Any:
     """Every version by broadcast and from a directory; then a transfer that is cut off, and a killed worker."""
-    from plugin.rollout.engines.vllm_engine import VllmEngine
-    from plugin.rollout.engines.weight_buckets import pack_buckets
-    from plugin.rollout.engines.weight_directory import WeightDirectory
+    from plugin.engines.vllm.engine import VllmEngine
+    from plugin.weights.buckets import pack_buckets
+    from plugin.weights.directory import WeightDirectory
 
     config = vllm_config(family, tie_word_embeddings=True)
     engine = VllmEngine(

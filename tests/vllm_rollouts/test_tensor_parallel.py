@@ -40,9 +40,9 @@ def _listening(process: int) -> list[Any]:
 
 def _serve(pipe: Connection) -> None:
     """Builds an engine over two workers, reports its log-probs with those of transformers, and obeys."""
-    from plugin.rollout.engines.vllm_engine import VllmEngine
+    from plugin.engines.vllm.engine import VllmEngine
     from tests.parallel.tiny_models import hf_model, hf_state_dict
-    from tests.unit.rollout.engines.tiny_engines import (
+    from tests.unit.engines.tiny_engines import (
         PARAMETERS,
         REQUESTS,
         load,

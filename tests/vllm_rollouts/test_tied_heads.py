@@ -30,7 +30,7 @@ NOT_RUN = {
 def _largest_error(engine: Any, config: Any, seed: int, version: int) -> float:
     """Of the log-probs with new weights, against transformers."""
     from tests.parallel.tiny_models import hf_model, hf_state_dict
-    from tests.unit.rollout.engines.tiny_engines import (
+    from tests.unit.engines.tiny_engines import (
         PARAMETERS,
         REQUESTS,
         load,
@@ -50,7 +50,7 @@ def _largest_error(engine: Any, config: Any, seed: int, version: int) -> float:
 @contextmanager
 def _engine(config: Any) -> Iterator[Any]:
     """An engine that is gone before the next one starts in this process."""
-    from plugin.rollout.engines.vllm_engine import VllmEngine
+    from plugin.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(config.to_dict(), max_batch=16)
     try:
@@ -75,7 +75,7 @@ def _error_without_norm(engine: Any, config: Any) -> str:
     """What loading says when vLLM passes over a tensor; the engine then has no weights."""
     from plugin.errors import EngineError, WeightError
     from tests.parallel.tiny_models import hf_state_dict
-    from tests.unit.rollout.engines.tiny_engines import PARAMETERS, REQUESTS, load
+    from tests.unit.engines.tiny_engines import PARAMETERS, REQUESTS, load
 
     engine._llm.llm_engine.collective_rpc(_drop_norm)
     with pytest.raises(WeightError) as raised:

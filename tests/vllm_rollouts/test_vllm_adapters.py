@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from plugin.engines.vllm.adapters import AdapterShape
 from plugin.errors import EngineError
-from plugin.rollout.engines.vllm_adapters import AdapterShape
-from plugin.rollout.engines.weight_meeting import WeightGroup, open_store
-from plugin.rollout.engines.weight_members import Membership
-from plugin.rollout.engines.weight_stream import WeightSender
+from plugin.weights.broadcast import WeightSender
+from plugin.weights.members import Membership
+from plugin.weights.store import WeightGroup, open_store
 from tests.parallel.tiny_models import hf_model, hf_state_dict
-from tests.unit.rollout.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs
+from tests.unit.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs
 from tests.vllm_rollouts.small_job import check_steps, train
 from tests.vllm_rollouts.small_model import vllm_config
 from tests.vllm_rollouts.test_broadcast import _in_a_process
@@ -39,7 +39,7 @@ def _adapters(model: torch.nn.Module, version: int) -> dict[str, torch.Tensor]:
 
 def _versions_of_adapters() -> Any:
     """Log-probs against a merged model; the base comes with versions 0 and 2."""
-    from plugin.rollout.engines.vllm_engine import VllmEngine
+    from plugin.engines.vllm.engine import VllmEngine
 
     config = vllm_config(tie_word_embeddings=True)
     store, member = open_store("127.0.0.1"), Membership()

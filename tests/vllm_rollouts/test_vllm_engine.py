@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from plugin.errors import ConfigError, EngineError, WeightError
-from plugin.rollout.engines.protocol import (
+from plugin.engines.protocol import (
     Generation,
     GenerationFailure,
     GenerationRequest,
     SamplingParameters,
     check_generations,
 )
-from plugin.rollout.engines.vllm_engine import VllmEngine
-from plugin.rollout.engines.weight_buckets import pack_buckets
+from plugin.engines.vllm.engine import VllmEngine
+from plugin.errors import ConfigError, EngineError, WeightError
+from plugin.weights.buckets import pack_buckets
 from tests.parallel.tiny_models import hf_model, hf_state_dict
-from tests.unit.rollout.engines.tiny_engines import PARAMETERS, REQUESTS, STOPS, reference_log_probs
-from tests.unit.rollout.engines.tiny_engines import load as load_version
+from tests.unit.engines.tiny_engines import PARAMETERS, REQUESTS, STOPS, reference_log_probs
+from tests.unit.engines.tiny_engines import load as load_version
 from tests.vllm_rollouts.small_model import vllm_config
 
 VERSIONS = count()

@@ -12,16 +12,16 @@ import torch
 
 from plugin.batch_types import RolloutBatch
 from plugin.config.teacher_flags import TeacherSpec
-from plugin.rollout.engines.http_engine import HttpEngine
-from plugin.rollout.engines.protocol import (
+from plugin.engines.protocol import (
     Generation,
     GenerationRequest,
     SamplingParameters,
     check_generations,
 )
-from plugin.rollout.teachers.http_teacher import HttpTeacher
+from plugin.engines.servers.http_engine import HttpEngine
+from plugin.teachers.http_teacher import HttpTeacher
 from tests.parallel.tiny_models import hf_model, hf_state_dict
-from tests.unit.rollout.engines.tiny_engines import load, reference_log_probs
+from tests.unit.engines.tiny_engines import load, reference_log_probs
 from tests.vllm_rollouts.server_process import vllm_server
 from tests.vllm_rollouts.small_job import check_steps, save_prompts, train
 from tests.vllm_rollouts.small_model import vllm_config

@@ -14,10 +14,10 @@ from megatron.core.utils import (
 )
 from torch import Tensor, nn
 
+from plugin.megatron_backend.hf_weights.parameter_names import canonical_name
+from plugin.megatron_backend.lora.adapters import lora_settings, low_ranks
 from plugin.megatron_backend.model.builder import real_vocab_rows
-from plugin.megatron_backend.model.lora import lora_settings, low_ranks
 from plugin.megatron_backend.model.model_chunks import model_tensors, unwrap
-from plugin.megatron_backend.model.parameter_names import canonical_name
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 _BITS = {4: torch.int32, 2: torch.int16}

@@ -24,7 +24,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from plugin.errors import CheckpointError
 from plugin.megatron_backend.checkpoint.adapter_state import load_adapter_tensors, sharded_adapters
-from plugin.megatron_backend.model.lora import lora_settings
+from plugin.megatron_backend.lora.adapters import lora_settings
 from plugin.megatron_backend.model.model_chunks import gather_updated_weights, unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 

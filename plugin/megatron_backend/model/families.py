@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugin.errors import ConfigError
-from plugin.megatron_backend.model import checkpoint_names as names
+from plugin.megatron_backend.hf_weights import checkpoint_names as names
 from plugin.megatron_backend.model import family_arguments as arguments
 from plugin.megatron_backend.model.family_arguments import decoder_arguments
 
@@ -26,7 +26,7 @@ _WINDOW = (
 )
 _SOFT_CAP = "Megatron-Core has no cap on logits; choose a model without it"
 
-_OWN_TABLES = "plugin.megatron_backend.model.weight_tables"
+_OWN_TABLES = "plugin.megatron_backend.hf_weights.tables"
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 _SHAPE_FIELDS = (

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from plugin.cluster.model_source import policy_source
 from plugin.config import JobConfig, TrainerConfig
 from plugin.errors import ConfigError
-from plugin.launch.model_source import policy_source
-from plugin.megatron_backend.model.lora_targets import chosen_targets
+from plugin.megatron_backend.lora.targets import chosen_targets
 from tests.parallel import tiny_models
 
 LORA = {"lora_rank": 4}

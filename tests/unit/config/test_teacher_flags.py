@@ -73,7 +73,7 @@ def test_what_cannot_work_is_refused(given: dict[str, Any], message: str) -> Non
 
 
 def test_a_teacher_alone_needs_neither_rewards_nor_groups() -> None:
-    from plugin.rollout.rewards.reward_set import RewardSet
+    from plugin.rewards.reward_set import RewardSet
 
     alone = {**SERVED, "advantage_estimator": "none", "n_samples_per_prompt": 1}
     config = JobConfig.from_sources(alone)

@@ -9,24 +9,24 @@ from typing import Any
 
 import pytest
 
+from plugin.cluster.model_source import load_tokenizer
 from plugin.config import JobConfig
-from plugin.launch.model_source import load_tokenizer
-from plugin.launch.preflight import (
+from plugin.controller.preflight.job_checks import (
     check_job,
     choose_player,
     load_task,
     sampling_parameters,
 )
-from plugin.rollout.conversation.environment_protocol import Reply
-from plugin.rollout.conversation.group_loop import play_all
-from plugin.rollout.conversation.multi_turn import MultiTurnPlayer, run_multi_turn
-from plugin.rollout.conversation.single_turn import SingleTurnPlayer
-from plugin.rollout.conversation.trajectory import Trajectory
-from plugin.rollout.engines.choice import make_engine
-from plugin.rollout.engines.protocol import GenerationRequest
-from plugin.rollout.engines.response_stream import ResponseStream
-from plugin.rollout.engines.weight_buckets import pack_buckets
-from tests.unit.rollout.conversation.conversations import (
+from plugin.engines.choice import make_engine
+from plugin.engines.protocol import GenerationRequest
+from plugin.engines.response_stream import ResponseStream
+from plugin.environments.environment_protocol import Reply
+from plugin.environments.group_loop import play_all
+from plugin.environments.multi_turn import MultiTurnPlayer, run_multi_turn
+from plugin.environments.single_turn import SingleTurnPlayer
+from plugin.environments.trajectory import Trajectory
+from plugin.weights.buckets import pack_buckets
+from tests.unit.environments.conversations import (
     STOP,
     ScriptedEngine,
     chat_tokenizer,

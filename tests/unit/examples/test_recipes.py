@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from plugin.cluster.placement import check_cluster, plan_resources
 from plugin.config import JobConfig
 from plugin.errors import ClusterError
-from plugin.launch.placement import check_cluster, plan_resources
 
 ROOT = Path(__file__).parents[3]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
+from plugin.engines.protocol import SamplingParameters
+from plugin.engines.transformers.sampling import kept_ids, sampling_log_probs
 from plugin.errors import BatchError
 from plugin.loss import policy_loss_function
 from plugin.ragged import Ragged
-from plugin.rollout.engines.protocol import SamplingParameters
-from plugin.rollout.engines.sampling import kept_ids, sampling_log_probs
-from tests.hostile.test_slime_flags import slime
+from tests.unit.config.test_slime_flags import slime
 from tests.unit.loss.sample_batches import VOCABULARY, random_batch
 from tests.unit.loss.test_bandit_expectation import UNBIASED, UNBOUNDED, correction
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from plugin.batch_types import FIELDS
 from plugin.cli import main
-from plugin.compare.log_prob_dump import LogProbDump
 from plugin.config import JobConfig
 from plugin.errors import HookLoadError
 from plugin.observe.detectors import DETECTORS, Detector, MismatchDetectors, load_detectors
 from plugin.observe.findings import Finding, Step
+from plugin.observe.log_prob_dump import LogProbDump
 from plugin.observe.routing_agreement import routing_finding
 
 MISMATCH_PAGE = Path(__file__).parents[3] / "docs" / "mismatch.md"

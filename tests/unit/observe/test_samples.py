@@ -13,13 +13,13 @@ import torch
 
 from plugin.batch_types import RolloutSample
 from plugin.cli import main
+from plugin.controller.records.sample_log import chosen, readable_samples
+from plugin.environments.trajectory import Rollouts, Trajectory
 from plugin.errors import ConfigError
-from plugin.launch.sample_log import chosen, readable_samples
 from plugin.observe.html_report import MAX_SAMPLES, report_html
 from plugin.observe.run_files import RunFiles
 from plugin.observe.run_record import read_run, read_samples
-from plugin.rollout.conversation.trajectory import Rollouts, Trajectory
-from plugin.rollout.tasks.character_tokenizer import CharacterTokenizer
+from plugin.tasks.character_tokenizer import CharacterTokenizer
 from tests.unit.observe.test_html_report import BROWSER, browse
 
 TOKENIZER = CharacterTokenizer("0123456789=")

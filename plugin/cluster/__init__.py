@@ -1,0 +1,1 @@
+"""Ray: placement, actors, arrays, remote calls."""

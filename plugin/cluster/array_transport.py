@@ -1,0 +1,97 @@
+"""Batches, shares and rollouts as a few flat arrays, which Ray moves without copying them.
+
+An array that comes out of the object store is a view of memory that all processes of a node share.
+It is read-only: code that wants to write makes a copy.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plugin.batch_types import FIELDS, PER_RESPONSE_TOKEN, RolloutBatch
+from plugin.environments.trajectory import Rollouts
+from plugin.megatron_backend.step.batch_share import BatchShare
+from plugin.ragged import Ragged
+from plugin.sampling_mask import KEPT_COUNTS
+
+Arrays = dict[str, np.ndarray]
+#: Fields of long stretches of equal values, which travel as [2, stretches]: values and lengths.
+_IN_STRETCHES = ("weight_versions",)
+
+
+def batch_to_arrays(batch: RolloutBatch) -> Arrays:
+    """One array per column: scalars as they are, per-token columns end to end."""
+    arrays = {
+        name: (values.values if isinstance(values, Ragged) else values).numpy()
+        for name, values in batch.columns.items()
+    }
+    return arrays | {name: _stretches(arrays[name]) for name in _IN_STRETCHES if name in arrays}
+
+
+def _stretches(values: np.ndarray) -> np.ndarray:
+    """[2, n] of values [T]: those that differ from the one before, and how often each comes."""
+    starts = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: len(values)])
+    return np.stack([values[starts], np.diff(np.append(starts, len(values)))])
+
+
+def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> RolloutBatch:
+    """The batch that `batch_to_arrays` took apart; its tensors are views of the arrays."""
+    columns: dict[str, Any] = {}
+    for name, array in arrays.items():
+        array = np.repeat(*array) if name in _IN_STRETCHES else array
+        shape, values = FIELDS[name].shape, tensor_view(array)
+        if shape == "scalar":
+            columns[name] = values
+        elif shape == "kept":
+            counts = Ragged(tensor_view(arrays[KEPT_COUNTS]), arrays["response_lengths"])
+            columns[name] = Ragged(values, counts.sums())
+        else:
+            lengths = arrays["response_lengths" if shape in PER_RESPONSE_TOKEN else "total_lengths"]
+            columns[name] = Ragged(values, lengths)
+    return RolloutBatch(columns)
+
+
+def tensor_view(array: np.ndarray) -> Tensor:
+    """A tensor on the array's own memory, also where that must not be written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(array)
+
+
+def share_to_arrays(share: BatchShare) -> Arrays:
+    """A rank's share: its samples as a batch, and what it knows of the whole."""
+    mine = {
+        f"/{field.name}": np.asarray(getattr(share, field.name))
+        for field in fields(BatchShare)
+        if field.name != "batch"
+    }
+    return batch_to_arrays(share.batch) | mine
+
+
+def share_from_arrays(arrays: Mapping[str, np.ndarray]) -> BatchShare:
+    """The share that `share_to_arrays` took apart; its tensors are views of the arrays."""
+    batch = batch_from_arrays({name: a for name, a in arrays.items() if name[0] != "/"})
+    rest: dict[str, Any] = {
+        name[1:]: a if a.ndim else a.item() for name, a in arrays.items() if name[0] == "/"
+    }
+    return BatchShare(batch, **rest)
+
+
+def rollouts_to_arrays(rollouts: Rollouts) -> Arrays:
+    """The samples as a batch, and one array per property of a trajectory."""
+    mine = {f"/{field.name}": getattr(rollouts, field.name) for field in fields(Rollouts)}
+    del mine["/batch"]
+    return batch_to_arrays(rollouts.batch) | mine
+
+
+def rollouts_from_arrays(arrays: Mapping[str, np.ndarray]) -> Rollouts:
+    """The rollouts that `rollouts_to_arrays` took apart."""
+    batch = batch_from_arrays({name: a for name, a in arrays.items() if name[0] != "/"})
+    return Rollouts(batch, **{name[1:]: a for name, a in arrays.items() if name[0] == "/"})

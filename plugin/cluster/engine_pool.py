@@ -1,0 +1,467 @@
+"""The driver's handle on the rollout engines, which are Ray actors."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from plugin.cluster.array_transport import rollouts_from_arrays
+from plugin.cluster.directory_lock import OwnedDirectory
+from plugin.cluster.engine_actor import ANSWERS, WEIGHTS, EngineActor
+from plugin.cluster.placement import Reservation, ResourcePlan
+from plugin.cluster.remote_calls import result_of, wait_for_all
+from plugin.cluster.trainer_actor import RankPlace
+from plugin.config import JobConfig
+from plugin.controller.queue.groups_in_flight import Arrival
+from plugin.engines.choice import api_key
+from plugin.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters
+from plugin.engines.sleep import EnginePart
+from plugin.engines.weight_probe import ProbeAnswer, WeightProbe
+from plugin.errors import (
+    ClusterError,
+    EngineError,
+    ParallelError,
+    SenderLost,
+)
+from plugin.observe.console import Console
+from plugin.weights.buckets import NO_WEIGHTS
+from plugin.weights.store import WeightGroup
+
+_IDLE_SECONDS = 0.2
+_LOAD_POLL_SECONDS = 0.005
+
+
+@dataclass
+class _Running:
+    """One engine's present actor.
+
+    birth: the call that answers when it has started; None once it has
+    failures_in_a_row: restarts in a row without an answer in between
+    weights: its own directory below --rollout-weights-dir
+    version: of the weights that it got from the ranks; NO_WEIGHTS = none, or half of a version
+    is_verified: whether it has shown that it computes with the trainer's weights
+    """
+
+    actor: Any
+    birth: Any | None
+    deadline: float
+    failures_in_a_row: int = 0
+    weights: OwnedDirectory | None = None
+    version: int = NO_WEIGHTS
+    is_verified: bool = False
+
+    def end(self) -> None:
+        """End the process and remove the weights that it wrote for its servers."""
+        import ray
+
+        ray.kill(self.actor)
+        if self.weights is not None:
+            self.weights.remove()
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What an engine answered to the probe."""
+
+    engine: int
+    actor: Any
+    answers: list[ProbeAnswer]
+
+
+class EnginePool:
+    """Starts the engines; sends groups and weights, and receives groups as they are done.
+
+    A group begins with the weights that were sent before it, or newer ones. Weights wait for the
+    responses under way, not for groups that wait; with --partial-rollouts they wait for nothing.
+
+    At each engine that has groups one call waits for those that are done. An engine that dies,
+    breaks or hangs is replaced by a new actor that gets the newest weights before any group. What
+    it had comes back as lost: send it again.
+
+    trainer_places: where the ranks are whose GPUs the engines share with --colocate
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        hf_config: Mapping[str, Any],
+        plan: ResourcePlan,
+        reservation: Reservation,
+        console: Console,
+        trainer_places: Callable[[], Sequence[RankPlace]] = tuple,
+    ) -> None:
+        self._trainer_places = trainer_places
+        self._config, self._hf_config, self._console = config, hf_config, console
+        self._plan, self._reservation = plan, reservation
+        key = api_key(config)
+        self._secrets = {str(config.rollout_api_key_env): key} if key else {}
+        # Whether engines get their weights from the ranks themselves, and not through the store.
+        self._from_ranks = config.weight_way in ("broadcast", "ipc")
+        self._newest: int | None = None
+        self._buckets: list[Any] = []
+        #: Gives engines without the newest weights these; None while the trainer cannot.
+        self.catch_up: Callable[[], None] | None = None
+        #: What engines are asked with new weights until they are verified; None = nothing.
+        self.probe: WeightProbe | None = None
+        self._probed: list[Probed] = []
+        self._is_asleep = False
+        self._loads: dict[Any, tuple[int, Any]] = {}
+        self._asked: dict[int, int] = {}  # ticket -> engine
+        self._tickets = itertools.count()
+        self._collects: dict[Any, tuple[int, Any]] = {}
+        self._arrived: list[Arrival] = []
+        self._era = 0  # ends when every group is dropped
+        self.restarts = 0
+        self._engines = [self._start(number) for number in range(config.num_rollout_engines)]
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def _start(self, number: int, failures_in_a_row: int = 0) -> _Running:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        size, environment = self._plan.bundles_per_engine, dict(self._secrets)
+        group, bundle = self._reservation.engines, number * size
+        if size > 1:
+            bundles = range(bundle, bundle + size)
+            environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, bundles))
+        if group is None:
+            nodes = self._reservation.trainer_nodes
+            group, bundle = self._reservation.trainer, nodes[number % len(nodes)]
+            if "GPU" in self._plan.rank:
+                first, devices = self._shared_gpus(number)
+                bundle = nodes[first // self._config.ranks_per_node]
+                environment["CUDA_VISIBLE_DEVICES"] = devices
+        config, weights = self._config, None
+        if config.rollout_weights_dir is not None:
+            root = Path(config.rollout_weights_dir)
+            weights = OwnedDirectory(root, "megatron_tis_", "--rollout-weights-dir")
+            config = replace(config, rollout_weights_dir=str(weights.path))
+        # Calls are begun in the order in which they were made, those of a group also ended.
+        remote: Any = ray.remote
+        body: Any = remote(concurrency_groups={WEIGHTS: 1, ANSWERS: 1})(EngineActor)
+        actor = body.options(
+            num_cpus=self._plan.engine["CPU"],
+            num_gpus=self._plan.engine.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+        ).remote(config, self._hf_config, f"engine {number}", environment)
+        deadline = time.monotonic() + config.start_timeout
+        return _Running(actor, actor.call.remote("health"), deadline, failures_in_a_row, weights)
+
+    def _shared_gpus(self, number: int) -> tuple[int, str]:
+        """The first of the ranks whose GPUs engine `number` uses with --colocate, and the GPUs."""
+        size = self._config.rollout_num_gpus_per_engine
+        first = number * size
+        places = self._trainer_places()[first : first + size]
+        return first, ",".join(str(place.device) for place in places)
+
+    def wait_until_ready(self) -> list[EngineHealth]:
+        """Every engine's health, once all have started."""
+        calls = [engine.actor.call.remote("health") for engine in self._engines]
+        names = [f"engine {number}" for number in range(len(self))]
+        healths = wait_for_all(calls, names, self._console, timeout=self._config.start_timeout)
+        for engine in self._engines:
+            engine.birth = None
+        return healths
+
+    def available(self) -> list[int]:
+        """Numbers of the engines that have started, and have weights."""
+        return [
+            number
+            for number, engine in enumerate(self._engines)
+            if engine.birth is None and (not self._from_ranks or engine.version != NO_WEIGHTS)
+        ]
+
+    def send(
+        self, engine: int, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+    ) -> list[int]:
+        """Tickets of the groups that engine number `engine` gets."""
+        actor = self._engines[engine].actor
+        tickets = [next(self._tickets) for _ in requests]
+        at_least = NO_WEIGHTS if self._newest is None else self._newest
+        actor.call.remote("submit", tickets, list(requests), parameters, at_least)
+        self._asked |= dict.fromkeys(tickets, engine)
+        self._collect_from(engine)
+        return tickets
+
+    def _collect_from(self, number: int) -> None:
+        """Have one call wait at an engine that has groups."""
+        actor = self._engines[number].actor
+        if number in self._asked.values() and (number, actor) not in self._collects.values():
+            call = actor.call.options(concurrency_group=ANSWERS).remote("collect", self._era)
+            self._collects[call] = (number, actor)
+
+    def receive(self, *, wait_seconds: float) -> list[Arrival]:
+        """Groups that are done, or lost with their engine; waits so long for the first.
+
+        Our own errors (a wrong answer, a configuration that cannot work) are not tried again.
+        """
+        import ray
+
+        self.poll()
+        calls = list(self._collects)
+        if not calls and not self._arrived:
+            time.sleep(min(wait_seconds, _IDLE_SECONDS))
+            return []
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=0) if calls else ([], [])
+        if not done and not self._arrived and wait_seconds:
+            done, _ = ray.wait(calls, num_returns=1, timeout=wait_seconds)
+        for call in done:
+            self._receive_from(call)
+        arrivals, self._arrived = self._arrived, []
+        return arrivals
+
+    def _receive_from(self, call: Any) -> None:
+        number, actor = self._collects.pop(call)
+        try:
+            tickets, arrays = result_of(call, f"engine {number}", self._console)
+        except ParallelError as error:
+            self.replace_unless_done(number, actor, str(error))
+            return
+        if self._engines[number].actor is not actor:
+            return
+        for ticket in tickets:
+            self._asked.pop(ticket, None)
+        if tickets:
+            self._engines[number].failures_in_a_row = 0
+            self._arrived.append(Arrival(tickets, rollouts_from_arrays(arrays)))
+        self._collect_from(number)
+
+    def replace(self, engine: int, reason: str) -> None:
+        """End an engine and start another for it; an `EngineError` if that keeps happening."""
+        old = self._engines[engine]
+        if old.failures_in_a_row >= self._config.max_restarts:
+            raise EngineError(
+                f"engine {engine} was restarted {old.failures_in_a_row} times without answering a "
+                f"request, the limit of --max-restarts; the last time it {reason}"
+            )
+        self._console.say(f"engine {engine} is replaced: {reason.splitlines()[0]}")
+        old.end()
+        self.restarts += 1
+        self._loads = {ref: owner for ref, owner in self._loads.items() if owner[0] != engine}
+        self._collects = {ref: owner for ref, owner in self._collects.items() if owner[0] != engine}
+        self._asked = {ticket: owner for ticket, owner in self._asked.items() if owner != engine}
+        self._engines[engine] = self._start(engine, old.failures_in_a_row + 1)
+        self._load(engine)
+
+    def replace_unless_done(self, number: int, actor: Any, reason: str) -> None:
+        """Replace an engine, whichever of its calls failed first, and report its groups as lost."""
+        if self._engines[number].actor is not actor:
+            return
+        lost = [ticket for ticket, owner in self._asked.items() if owner == number]
+        self.replace(number, reason)
+        if lost:
+            self._arrived.append(Arrival(lost, None))
+
+    def begin_version(self, version: int) -> None:
+        """Have all engines lack the newest weights, which are `version` from now on."""
+        self._newest, self._buckets = version, []
+
+    def send_weights(self, buckets: Sequence[Any]) -> None:
+        """Have every engine load the newest weights when it can; `finish_loads` waits for them."""
+        self._buckets = list(buckets)
+        for number in range(len(self)):
+            self._load(number)
+
+    def _load(self, number: int) -> None:
+        actor = self._engines[number].actor
+        for place, bucket in enumerate(self._buckets):
+            last = place == len(self._buckets) - 1
+            probe = self._probe_for(number) if last else None
+            call = self._call_for_weights(actor, "load_weights", self._newest, bucket, last, probe)
+            self._loads[call] = (number, actor)
+
+    def _probe_for(self, number: int) -> WeightProbe | None:
+        """What an engine is asked right after it has the newest weights.
+
+        One on shared devices has no memory for a response at that time, see `wake`.
+        """
+        return None if self._is_asleep or not self._is_probe_due(number) else self.probe
+
+    def _is_probe_due(self, number: int) -> bool:
+        if self.probe is None or self._newest is None:
+            return False
+        verified = self._engines[number].is_verified
+        return self._config.verifies_weights(self._newest, verified=verified)
+
+    @property
+    def any_probe_due(self) -> bool:
+        """Whether an engine has to show that it computes with the newest weights."""
+        return any(map(self._is_probe_due, range(len(self))))
+
+    def take_probed(self) -> list[Probed]:
+        """What present engines answered to the probe since the last call."""
+        probed, self._probed = self._probed, []
+        return [p for p in probed if self._engines[p.engine].actor is p.actor]
+
+    def set_verified(self, probed: Probed) -> None:
+        """Note that an engine computes with the trainer's weights."""
+        engine = self._engines[probed.engine]
+        engine.is_verified |= engine.actor is probed.actor
+
+    def _note_probed(self, number: int, actor: Any, answers: list[ProbeAnswer]) -> None:
+        if answers:
+            self._probed.append(Probed(number, actor, answers))
+
+    def _call_for_weights(self, actor: Any, method: str, *arguments: Any) -> Any:
+        return actor.call.options(concurrency_group=WEIGHTS).remote(method, *arguments)
+
+    def lagging(self) -> list[int]:
+        """Numbers of the engines that lack the newest weights, where they get them from ranks."""
+        if self._newest is None or not self._from_ranks:
+            return []
+        return [n for n, engine in enumerate(self._engines) if engine.version != self._newest]
+
+    def lagging_and_started(self) -> list[int]:
+        """Those of them that can get them."""
+        return [number for number in self.lagging() if self._engines[number].birth is None]
+
+    def ask_lagging(self, method: str) -> list[tuple[int, Any, Any]]:
+        """Number, actor and call of a method of the engines that can get the newest weights."""
+        asked = [(number, self._engines[number].actor) for number in self.lagging_and_started()]
+        return [(n, actor, self._call_for_weights(actor, method)) for n, actor in asked]
+
+    def ping(self, actor: Any) -> Any:
+        """A call that an engine answers at once, whatever its other threads do."""
+        return actor.call.remote("ping")
+
+    def receive_weights(self, engine: int, actor: Any, group: WeightGroup, first: int) -> Any:
+        """The call by which an engine receives the newest weights; until then it has none."""
+        self._engines[engine].version = NO_WEIGHTS
+        probe = self._probe_for(engine)
+        return self._call_for_weights(actor, "receive_weights", self._newest, group, first, probe)
+
+    def has_received(self, engine: int, actor: Any, answers: list[ProbeAnswer]) -> None:
+        """Note that an engine has the newest weights, unless it was replaced.
+
+        answers: its own to the probe
+        """
+        if self._engines[engine].actor is actor:
+            self._engines[engine].version = int(self._newest or 0)
+            self._note_probed(engine, actor, answers)
+
+    def poll(self) -> None:
+        """Notice engines that have started, died while loading, or cannot start.
+
+        Waits for nothing but engines that catch up.
+        """
+        import ray
+
+        watched = [*self._loads, *(e.birth for e in self._engines if e.birth is not None)]
+        if watched:
+            self._note_finished(ray.wait(watched, num_returns=len(watched), timeout=0)[0])
+        if self.catch_up is not None and self.lagging():
+            self.catch_up()
+
+    def _note_finished(self, done: list[Any]) -> None:
+        import ray
+
+        for reference in done:
+            if reference not in self._loads:
+                continue
+            number, actor = self._loads.pop(reference)
+            try:
+                answers = result_of(reference, f"engine {number}", self._console)
+                self._note_probed(number, actor, answers)
+            except SenderLost:
+                # A trainer rank died while it sent its weights: no engine would get them.
+                raise
+            except ParallelError as error:
+                self.replace_unless_done(number, actor, str(error))
+        for number, engine in enumerate(self._engines):
+            if engine.birth in done:
+                birth, engine.birth = engine.birth, None
+                try:
+                    result_of(birth, f"engine {number}", self._console)
+                except ParallelError as error:
+                    self.replace_unless_done(number, engine.actor, str(error))
+            elif engine.birth is not None and time.monotonic() > engine.deadline:
+                slots = ray.cluster_resources().get("CPU", 0)
+                raise ClusterError(
+                    f"engine {number} did not start within {self._config.start_timeout:g} s; the "
+                    f"cluster has no room for it any more ({slots:g} CPU slots in all), or it is "
+                    "overloaded; add nodes, or raise --start-timeout"
+                )
+
+    def finish_loads(self) -> None:
+        """Wait until every engine has the weights sent last; one that hangs is replaced."""
+        patience = self._config.engine_patience
+        # An engine may still have requests to serve that were sent before the weights.
+        deadline = time.monotonic() + 3 * patience
+        while self._loads:
+            self.poll()
+            if time.monotonic() > deadline:
+                for number in {owner[0] for owner in self._loads.values()}:
+                    self.replace(number, "did not load its weights in time")
+                deadline = time.monotonic() + self._config.start_timeout + patience
+            time.sleep(_LOAD_POLL_SECONDS)
+
+    def sleep(self, level: int) -> None:
+        """Have every engine give up its device's memory, and with it its weights."""
+        self._is_asleep = True
+        self._tell_all("sleep", level)
+        for engine in self._engines:
+            engine.version = NO_WEIGHTS
+
+    def wake(self, part: EnginePart) -> None:
+        """Have every engine take memory for `part` again; with all of it they answer the probe."""
+        self._tell_all("wake", part)
+        if part == "cache":
+            self._is_asleep = False
+            self._probe_awake()
+
+    def _probe_awake(self) -> None:
+        """Ask the engines whose weights came while they had no memory for a response."""
+        due = [(n, self._engines[n].actor) for n in range(len(self)) if self._is_probe_due(n)]
+        calls = [self._call_for_weights(actor, "answer_probe", self.probe) for _, actor in due]
+        for (number, actor), call in zip(due, calls, strict=True):
+            try:
+                patience, name = self._config.engine_patience, f"engine {number}"
+                [answers] = wait_for_all([call], [name], self._console, timeout=patience)
+                self._note_probed(number, actor, answers)
+            except ParallelError as error:
+                self.replace_unless_done(number, actor, str(error))
+
+    def _tell_all(self, method: str, argument: Any) -> None:
+        """Call every engine and wait; one that is lost is replaced, and the new one is told."""
+        left = set(range(len(self)))
+        patience = self._config.start_timeout + self._config.engine_patience
+        while left:
+            calls = {n: self._engines[n].actor.call.remote(method, argument) for n in left}
+            for number, call in calls.items():
+                try:
+                    wait_for_all([call], [f"engine {number}"], self._console, timeout=patience)
+                except ParallelError as error:
+                    self.replace_unless_done(number, self._engines[number].actor, str(error))
+                else:
+                    left.remove(number)
+
+    def forget(self) -> None:
+        """Drop every group and load under way: the trainer goes back to an earlier state."""
+        self._loads.clear()
+        self._asked.clear()
+        self._collects.clear()
+        self._arrived.clear()
+        self._probed.clear()
+        self._newest, self._buckets = None, []
+        self._era += 1
+        for engine in self._engines:
+            engine.actor.call.remote("cancel", self._era)
+
+    def require_version(self, version: int) -> None:
+        """An `EngineError` unless every engine generates with `version`."""
+        for health in self.wait_until_ready():
+            if health.weight_version != version:
+                raise EngineError(
+                    f"{health.name} has weight version {health.weight_version}, expected {version}"
+                )
+
+    def close(self) -> None:
+        """End the actors."""
+        for engine in self._engines:
+            engine.end()

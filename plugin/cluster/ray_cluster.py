@@ -1,0 +1,260 @@
+"""Starts a private Ray on this machine, or joins a running one.
+
+The private one listens on loopback only: Ray binds to loopback when it believes that the platform
+has no clusters, and the switch for that has to be in the environment before Ray is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from plugin.cluster.placement import most_cpu_slots, plan_resources
+from plugin.config import JobConfig
+from plugin.errors import ClusterError, ConfigError
+
+_LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_START_ATTEMPTS = 3
+_CONNECT_SECONDS = 5.0
+_REMOVAL_SECONDS = 5.0
+
+
+@contextlib.contextmanager
+def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
+    """A connection to Ray for the time of a job, made while the caller goes on.
+
+    Yields a function that waits until it is there, and raises what went wrong with it.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ranks fail together; the first one's error is shown, and not the tracebacks of the others.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # Inherited by the actors: threads that wait for each other give up their core. Ranks, engines
+    # and other jobs share the cores, and one thread that spins in vain holds up all the others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if config.address is None:
+        # Ray starts workers with a niceness of 15: on a shared machine all of the job but its
+        # driver would wait for everybody else.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        if "ray" not in sys.modules:
+            os.environ[_LOOPBACK_SWITCH] = "0"
+    import ray
+
+    slots = plan_resources(config, use_gpus=False).cpu_slots
+    tried, over = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+    sessions: list[str] = []
+
+    def connect() -> None:
+        try:
+            if config.address is None:
+                sessions.append(_start_private(slots))
+            else:
+                _join(config.address)
+        except BaseException as error:
+            failures.append(error)
+        tried.set()
+        # The processes of a private Ray die with the thread that started them.
+        over.wait()
+
+    thread = threading.Thread(target=connect, name="ray", daemon=True)
+
+    def connected() -> None:
+        if not thread.ident:
+            thread.start()
+        tried.wait()
+        if failures:
+            raise failures[0]
+
+    # Ray starts a process per slot: of more than fit here, the checks of the job come first.
+    if slots <= most_cpu_slots(os.cpu_count() or 1):
+        thread.start()
+    try:
+        yield connected
+    except Exception:
+        sessions.clear()  # its logs may tell why
+        raise
+    finally:
+        if thread.ident:
+            tried.wait()
+            if not failures:
+                ray.shutdown()
+            over.set()
+            thread.join()
+        for session in sessions:
+            remove_session(Path(session))
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process now, and with it a private Ray that is still starting, or dead in part.
+
+    Such a start cannot be interrupted and takes many seconds on a busy machine.
+    """
+    from ray._common.utils import get_default_ray_temp_dir
+
+    for children in Path("/proc/self/task").glob("*/children"):
+        for child in children.read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(child), signal.SIGKILL)
+    for session in Path(get_default_ray_temp_dir()).glob(f"session_*_{os.getpid()}"):
+        remove_session(session)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def remove_session(session: Path) -> None:
+    """Remove the directory of a private Ray that has ended, and end what still writes there.
+
+    Ray's agents outlive it by seconds and would write the directory anew.
+    """
+    deadline = time.monotonic() + _REMOVAL_SECONDS
+    while time.monotonic() < deadline:
+        writers = _writers(session)
+        for process in writers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        shutil.rmtree(session, ignore_errors=True)
+        if not writers and not session.exists():
+            return
+        time.sleep(0.01)
+
+
+def _writers(directory: Path) -> list[int]:
+    """The other processes of this user that hold a file below `directory` open for writing."""
+    found = set()
+    for files in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            for file in files.iterdir():
+                writable = file.lstat().st_mode & stat.S_IWUSR
+                if writable and os.readlink(file).startswith(f"{directory}/"):
+                    found.add(int(files.parent.name))
+    return sorted(found - {os.getpid()})
+
+
+def private_ray_is_gone() -> bool:
+    """Whether Ray was started by this process and has died: a signal to a process group kills it.
+
+    Whoever calls Ray then waits a minute, and is ended by it.
+    """
+    import ray._private.worker
+
+    node = ray._private.worker._global_node
+    return node is not None and bool(node.dead_processes())
+
+
+def _start_private(cpu_slots: int) -> str:
+    """Start Ray with at least `cpu_slots` slots, however few cores the machine has.
+
+    Returns the directory of its logs and sockets.
+    """
+    import ray
+
+    if ray.is_initialized():
+        raise ClusterError(
+            "this process already talks to a Ray cluster; call ray.shutdown() or pass --address"
+        )
+    for attempt in range(_START_ATTEMPTS):
+        try:
+            with _private_settings():
+                context: Any = ray.init(
+                    address="local",
+                    num_cpus=max(cpu_slots, os.cpu_count() or 1),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                )
+            break
+        except Exception as error:
+            # Ray gives itself 30 seconds and raises a bare Exception; a busy machine needs more.
+            ray.shutdown()
+            if "timed out" not in str(error) or attempt + 1 == _START_ATTEMPTS:
+                raise ClusterError(
+                    f"Ray did not start on this machine: {error}; is it overloaded, or /tmp full?"
+                ) from error
+    addresses = [node["NodeManagerAddress"] for node in ray.nodes()]
+    outside = [address for address in addresses if not address.startswith("127.")]
+    if outside and os.environ.get(_LOOPBACK_SWITCH) != "1":
+        warnings.warn(
+            f"Ray was imported before megatron-tis could restrict it and listens on {outside[0]}; "
+            f"set {_LOOPBACK_SWITCH}=0 before importing ray to keep it on loopback",
+            stacklevel=4,
+        )
+    return str(context.address_info["session_dir"])
+
+
+@contextlib.contextmanager
+def _private_settings() -> Iterator[None]:
+    """Start Ray without its autoscaler, log forwarder and dashboard server, on free ports only.
+
+    A private Ray uses none of them, and each is a Python process that imports Ray while the ranks
+    and engines want to import theirs. Its node agent would listen on Ray's well-known port 52365:
+    `ray start --head` on this machine then has no job agent, and `ray job submit` fails.
+    Not needed any more once `ray.init` has arguments for these.
+    """
+    from ray._private import parameter
+    from ray._private.node import Node
+
+    unused = ("start_monitor", "start_log_monitor", "start_api_server")
+    changes: list[tuple[Any, str, Any]] = [
+        (Node, name, lambda *_, **__: None) for name in unused if hasattr(Node, name)
+    ]
+    params = functools.partial(parameter.RayParams, dashboard_agent_listen_port=0)
+    changes.append((parameter, "RayParams", params))
+    stock = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in stock:
+            setattr(owner, name, value)
+
+
+def check_address(address: str) -> None:
+    """Refuse an address where nothing listens; Ray itself would try for more than a minute."""
+    import ray
+    from ray._private.services import canonicalize_bootstrap_address
+
+    if ray.is_initialized():
+        return
+    try:
+        # What `ray.init` makes of it: RAY_ADDRESS, the newest cluster of this machine, its address.
+        found = canonicalize_bootstrap_address(address.removeprefix("ray://"))
+        if found is None:
+            raise ConnectionError("no cluster runs on this machine, and RAY_ADDRESS is not set")
+        host, _, port = found.rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(_no_cluster(address, error)) from error
+
+
+def _join(address: str) -> None:
+    import ray
+
+    if ray.is_initialized():
+        return
+    check_address(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ClusterError(_no_cluster(address, error)) from error
+
+
+def _no_cluster(address: str, error: Exception) -> str:
+    return (
+        f"--address {address}: no Ray cluster answers there ({error}); start one with "
+        "`ray start --head`, or drop --address for a private one"
+    )

@@ -1,0 +1,147 @@
+"""Calls of Ray actors: the first failure at once; warnings and prints along with the results."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TextIO, cast
+
+import torch
+
+from plugin.cluster.placement import torch_threads
+from plugin.config import JobConfig
+from plugin.errors import ActorLost, MegatronTisError, ParallelError, SenderLost
+from plugin.observe.console import Console, PrintedLines, capture_warnings
+
+_POLL_SECONDS = 0.05
+_MESSAGES = "megatron_tis_messages"
+
+
+#: How many lines that an actor prints during one call are shown.
+_LINES_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What an actor has warned of and printed since the call before."""
+
+    warnings: list[str]
+    printed: list[str]
+
+    def show(self, console: Console, name: str) -> None:
+        """Show them on the driver's console with the name of the actor."""
+        for text in self.warnings:
+            console.warn(text, name)
+        shown = self.printed[:_LINES_SHOWN]
+        if len(self.printed) > len(shown):
+            shown.append(f"... and {len(self.printed) - len(shown)} more lines")
+        for line in shown:
+            console.say(f"{name}: {line}")
+
+
+@dataclass(frozen=True)
+class Reported:
+    """The value of a call, with the messages of its actor."""
+
+    value: Any
+    messages: Messages
+
+
+class ReportingActor:
+    """Base of the job's actors. The driver calls every method through `call`."""
+
+    def __init__(self) -> None:
+        self._warnings: list[str] = []
+        self._printed: list[str] = []
+        self._taking = threading.Lock()
+        capture_warnings(self._warnings.append)
+        sys.stdout = cast(TextIO, PrintedLines(sys.stdout, self._printed.append))
+
+    def use_threads(
+        self, config: JobConfig, kind: Literal["rank", "engine"], hf_config: Mapping[str, Any]
+    ) -> None:
+        """Set torch's threads for a model on CPU; on a GPU they stay as they are."""
+        if torch.cuda.is_available():
+            return
+        linux = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
+        hidden = int(hf_config["hidden_size"])
+        torch.set_num_threads(torch_threads(config, kind, hidden_size=hidden, cores=cores))
+
+    def call(self, method: str, *arguments: Any) -> Reported:
+        """The result of `method` with the messages so far; an error carries them, too."""
+        try:
+            value = getattr(self, method)(*arguments)
+        except Exception as error:
+            error.__dict__[_MESSAGES] = self._take_messages()
+            raise
+        return Reported(value, self._take_messages())
+
+    def _take_messages(self) -> Messages:
+        with self._taking:
+            taken = Messages(self._warnings[:], self._printed[:])
+            del self._warnings[: len(taken.warnings)]
+            del self._printed[: len(taken.printed)]
+            return taken
+
+
+def wait_for_all(
+    references: Sequence[Any],
+    names: Sequence[str],
+    console: Console,
+    *,
+    timeout: float,
+    while_waiting: Callable[[], None] | None = None,
+) -> list[Any]:
+    """Results in order; raises the first failure as soon as it is known, whatever the others do.
+
+    names: who is called, for messages; while_waiting: called until all have answered
+    """
+    import ray
+
+    deadline = time.monotonic() + timeout
+    waiting = dict(zip(references, names, strict=True))
+    results: dict[Any, Any] = {}
+    while waiting:
+        pause = _POLL_SECONDS if while_waiting else min(5.0, max(0.0, deadline - time.monotonic()))
+        done, _ = ray.wait(list(waiting), num_returns=1, timeout=pause)
+        for reference in done:
+            results[reference] = result_of(reference, waiting.pop(reference), console)
+        if while_waiting is not None:
+            while_waiting()
+        if waiting and time.monotonic() > deadline:
+            raise ActorLost(
+                f"{', '.join(waiting.values())} did not answer within {timeout:g} s; look for a "
+                "hang there, or raise --step-timeout (--start-timeout while starting)"
+            )
+    return [results[reference] for reference in references]
+
+
+def result_of(reference: Any, name: str, console: Console) -> Any:
+    """The value of a finished `ReportingActor.call`, or the error that ended it.
+
+    Our own errors come as themselves, those of other code as `ParallelError` with the traceback;
+    `ActorLost` means that the process, or the data on its way to or from it, is gone.
+    """
+    import ray
+
+    try:
+        reported = ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        messages = getattr(cause, _MESSAGES, None)
+        if messages is not None:
+            messages.show(console, name)
+        if isinstance(cause, MegatronTisError):
+            raise cause from error
+        if isinstance(cause, ray.exceptions.ObjectLostError):
+            raise SenderLost(f"{name} did not get its data, the sender is gone: {cause}") from error
+        raise ParallelError(f"{name} failed:\n{error}") from error
+    except ray.exceptions.RayError as error:
+        raise ActorLost(f"{name} died: {error}") from error
+    reported.messages.show(console, name)
+    return reported.value

@@ -1,0 +1,465 @@
+"""One trainer rank: the body of a Ray actor around `MegatronTrainer`.
+
+Every method is called on all ranks at once. Of a batch each gets its own share, and one rank per
+share returns what came of it; what is the same everywhere is returned by rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plugin.cluster.array_transport import Arrays, share_from_arrays
+from plugin.cluster.directory_lock import OwnedDirectory
+from plugin.cluster.model_source import ModelSource
+from plugin.cluster.remote_calls import ReportingActor
+from plugin.config import JobConfig
+from plugin.config.trainer_flags import DtypeName
+from plugin.errors import CheckpointError
+from plugin.megatron_backend.checkpoint.directory import resolve
+from plugin.megatron_backend.cpu_runtime import import_megatron
+from plugin.megatron_backend.model.device_settings import set_cuda_environment
+from plugin.weights.checksums import Checksums, with_checksums
+from plugin.weights.ipc import sender_of
+from plugin.weights.ipc_buffer import device_id
+from plugin.weights.members import Membership
+from plugin.weights.store import BUCKET_BYTES, WeightGroup
+
+if TYPE_CHECKING:
+    from plugin.megatron_backend.offloading import TrainerPart
+    from plugin.megatron_backend.step.sequence_packing import SequenceLayout
+
+#: Where a checkpoint keeps the critic, and where that waits until the checkpoint is complete.
+_CRITIC, _CRITIC_WAITS = "critic", ".critic"
+
+#: policy, reference, critic, or what `teacher_policy` makes of a teacher's name.
+PolicyName = str
+_TEACHER = "teacher/"
+
+
+def teacher_policy(name: str) -> PolicyName:
+    """What the ranks call a teacher."""
+    return f"{_TEACHER}{name}"
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where an actor landed: for the order of the ranks and for messages."""
+
+    address: str
+    node_id: str
+    device: int
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """Which part of a batch a rank works on.
+
+    dp_rank: whose samples; pp_rank: whose layers
+    reports: whether this rank returns results of its samples: one of each share does
+    """
+
+    dp_rank: int
+    pp_rank: int
+    reports: bool
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """What the driver gets of an optimizer step.
+
+    skipped: why no weight was changed, if so
+    log_probs: the step's own, where watched: a share's end to end from the actor, [response] per
+        sample on the driver
+    live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose
+    overflow: skipped for a float16 loss scale that is still being lowered
+    """
+
+    metrics: dict[str, float]
+    skipped: str | None
+    log_probs: Any
+    live_routes: list[Tensor] | None
+    overflow: bool = False
+
+
+@dataclass(frozen=True)
+class SentPart:
+    """What a rank has sent of a version, and in how many messages.
+
+    checksums: of the tensors it sent, where they were asked for
+    """
+
+    sender: int
+    nbytes: int
+    messages: int
+    checksums: Checksums = field(default_factory=dict)
+
+
+class TrainerRank(ReportingActor):
+    """Holds the policy and, where they are needed, the reference, teachers and the critic."""
+
+    def __init__(self, config: JobConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._trainers: dict[PolicyName, Any] = {}
+        self._memory: dict[PolicyName, Any] = {}
+        self._rank = -1
+        self._store: Any = None
+        if config.weight_way == "ipc":
+            # Memory in expandable segments is lent through calls that containers often forbid.
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+        set_cuda_environment(config)
+        self._membership = Membership()
+        import_megatron()
+        # While other actors still import theirs, and before `join`, which waits for all of them.
+        import plugin.megatron_backend.trainer  # noqa: F401
+
+    def place(self) -> RankPlace:
+        """The node and the device of this actor."""
+        import ray
+
+        devices = ray.get_gpu_ids()
+        context = ray.get_runtime_context()
+        address = ray.util.get_node_ip_address()
+        return RankPlace(address, context.get_node_id(), int(devices[0]) if devices else 0)
+
+    def open_rendezvous(self) -> str:
+        """An address at which all ranks can meet; called on rank 0.
+
+        On one node that is a file, which the driver removes. Across nodes it is a TCP store that
+        listens on this node's address only; torch's own would listen on every interface.
+        """
+        if self._config.num_nodes == 1:
+            root = Path(tempfile.gettempdir())
+            self._meeting = OwnedDirectory(root, "megatron_tis_", "TMPDIR", 0o700)
+            return f"file://{self._meeting.path}/rendezvous"
+        from torch.distributed import TCPStore
+
+        address = self.place().address
+        listener = socket.socket()
+        listener.bind((address, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        # multi_tenant: init_process_group opens the same store in this process and finds this.
+        options: dict[str, Any] = {
+            "is_master": True,
+            "wait_for_workers": False,
+            "multi_tenant": True,
+        }
+        self._store = TCPStore(
+            address, port, self._config.world_size, master_listen_fd=listener.detach(), **options
+        )
+        return f"tcp://{address}:{port}"
+
+    def join(self, rank: int, rendezvous: str) -> RankPart:
+        """Become rank `rank` of the process group."""
+        from plugin.megatron_backend.parallel_groups import init_parallel
+
+        self._rank = rank
+        interface = self._config.network_interface
+        if interface is None and (rendezvous.startswith(("file:", "tcp://127."))):
+            interface = "lo"
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        # Ray shows each actor its own GPU only.
+        os.environ["LOCAL_RANK"] = "0"
+        config = self._config
+        self._groups = init_parallel(
+            rank,
+            config.world_size,
+            init_method=rendezvous,
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+            timeout_seconds=config.step_timeout,
+        )
+        groups = self._groups
+        first = groups.tp_rank == 0 and groups.cp_rank == 0
+        self._reports = first and groups.is_last_stage
+        return RankPart(groups.dp_rank, groups.pp_rank, self._reports)
+
+    def build(self, name: PolicyName, source: ModelSource) -> list[int] | None:
+        """Build one of the models and load its weights; policy and critic can be trained.
+
+        Returns the MoE layers whose routes this rank wants, None if it replays none.
+        """
+        from plugin.megatron_backend.model.device_settings import on_this_device
+        from plugin.megatron_backend.offloading import TrainerMemory
+        from plugin.megatron_backend.rank_model import RankModel
+        from plugin.megatron_backend.trainer import MegatronTrainer
+
+        config = self._config
+        if name == "policy":
+            self.use_threads(config, "rank", source.hf_config)
+        # Megatron's local attention would compute all pairs of a packed row, so its rows are
+        # padded. Context parallelism exists for packed rows only, and the interleaved schedule
+        # wants all microbatches of one shape, which packed rows are filled up to.
+        packs = (
+            config.max_tokens_per_gpu is not None
+            or config.context_parallel_size > 1
+            or config.virtual_pipeline_model_parallel_size is not None
+            or on_this_device(config).transformer_impl == "transformer_engine"
+        )
+        layout: SequenceLayout = "packed" if packs else "padded"
+        weights = source.directory or source.random_weights()
+        hf_config, groups = source.as_config(), self._groups
+        if name == "critic":
+            from plugin.megatron_backend.critic import CriticTrainer
+
+            trainer: RankModel = CriticTrainer(
+                *(config, hf_config, groups, weights),
+                value_clip=config.value_clip,
+                layout=layout,
+                seed=config.seed,
+            )
+        elif name.startswith(_TEACHER):
+            from plugin.megatron_backend.teacher import TeacherTrainer
+
+            trainer = TeacherTrainer(
+                *(config, hf_config, groups, weights),
+                vocab_size=self._trainers["policy"].hf_config.vocab_size,
+                layout=layout,
+                seed=config.seed,
+            )
+        else:
+            trainable = name == "policy"
+            trainer = MegatronTrainer(
+                config, hf_config, groups, layout=layout, trainable=trainable, seed=config.seed
+            )
+            trainer.load_hf_weights(weights)
+            if trainable and config.lora_path is not None:
+                trainer.load_adapters(config.lora_path)
+        self._trainers[name] = trainer
+        optimizer = None if trainer.optimizer is None else trainer.optimizer.optimizer
+        self._memory[name] = TrainerMemory(trainer.chunks, optimizer)
+        if self._rests(name):
+            self._memory[name].offload(("weights",))
+        return None if trainer.routed_model is None else trainer.routed_model.route_layers
+
+    def log_probs(self, share: Arrays, name: PolicyName, keep_routes: bool) -> Any:
+        """Log-probs of the share's responses, end to end; None where another rank reports them."""
+        if name == "reference" and self._config.reference_is_base:
+            policy = self._trainers["policy"]
+            results = policy.compute_base_log_probs(share_from_arrays(share))
+            return results.values.numpy() if self._reports else None
+        with self._in_memory(name):
+            results = self._trainers[name].compute_log_probs(
+                share_from_arrays(share), keep_routes=keep_routes
+            )
+        return results.values.numpy() if self._reports else None
+
+    def scores(self, share: Arrays, name: PolicyName) -> dict[str, np.ndarray] | None:
+        """What a teacher says of the share's responses, end to end; None where another reports."""
+        with self._in_memory(name):
+            found = self._trainers[name].compute_scores(share_from_arrays(share))
+        if not self._reports:
+            return None
+        return {column: values.values.numpy() for column, values in found.items()}
+
+    def train(
+        self, share: Arrays, version: int, progress: float, learning_rate: float
+    ) -> TrainedStep:
+        """One optimizer step.
+
+        version: of the weights before the rollout's first update, counted in weight syncs; ages
+            refer to it
+        progress: share of the rollout's updates that have been made since
+        """
+        trainer = self._trainers["policy"]
+        trainer.version, trainer.version_progress = version, progress
+        trainer.set_learning_rate(learning_rate)
+        watch = self._config.detect_mismatch or self._config.dump_log_probs is not None
+        result = trainer.train_step(
+            share_from_arrays(share),
+            with_log_probs=watch and "rollout_log_probs" in share,
+            with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in share,
+        )
+        skipped, log_probs = None, None
+        if not result.updated:
+            skipped = _why_skipped(result, self._config.skip_on_grad_norm)
+        if result.log_probs is not None and self._reports:
+            log_probs = result.log_probs.values.numpy()
+        live_routes = result.live_routes if self._rank == 0 else None
+        return TrainedStep(result.metrics, skipped, log_probs, live_routes, result.overflow)
+
+    def values(self, share: Arrays) -> Any:
+        """The critic's values of the share's responses, end to end; None where another reports."""
+        results = self._trainers["critic"].compute_values(share_from_arrays(share))
+        return results.values.numpy() if self._reports else None
+
+    def train_critic(self, share: Arrays, learning_rate: float) -> TrainedStep:
+        """One optimizer step of the critic."""
+        trainer = self._trainers["critic"]
+        trainer.set_learning_rate(learning_rate)
+        result = trainer.train_critic(share_from_arrays(share))
+        skipped = None
+        if not result.updated:
+            skipped = f"the gradient norm of the critic is {result.grad_norm:.4g}"
+        return TrainedStep(result.metrics, skipped, None, None, result.overflow)
+
+    def device(self) -> str:
+        """The device of this rank; see `lent_memory.device_id`."""
+        return device_id()
+
+    def send_weights(
+        self,
+        version: int,
+        group: WeightGroup,
+        with_base: bool = True,
+        checksum_dtype: DtypeName | None = None,
+    ) -> SentPart | None:
+        """Send this rank's part of the policy; None on ranks that only help to gather it.
+
+        Where weights are handed over within devices, a rank sends all of them.
+
+        with_base: where adapters are sent, also the weights that they belong to
+        checksum_dtype: also report checksums of the tensors in this dtype
+        """
+        from plugin.megatron_backend.hf_weights.export import sends_own_part
+
+        trainer, groups = self._trainers["policy"], self._groups
+        if group.lenders:
+            exported = trainer.export_hf_weights()
+            number, sends = self._rank, self._rank in group.lenders
+        else:
+            if self._config.syncs_adapters:
+                exported = trainer.export_adapters(with_base=with_base, round_bytes=BUCKET_BYTES)
+            else:
+                exported = trainer.export_own_part(round_bytes=BUCKET_BYTES)
+            number = groups.pp_rank * groups.ep_size + groups.ep_rank
+            sends = sends_own_part(groups)
+        try:
+            if not sends:
+                return None
+            sums: dict[str, int] = {}
+            if checksum_dtype is not None:
+                exported = with_checksums(exported, getattr(torch, checksum_dtype), sums)
+            with self._membership.of(group, lambda: sender_of(group, number)) as sender:
+                nbytes, messages = sender.send(version, exported)
+                return SentPart(number, nbytes, messages, sums)
+        finally:
+            # Also after an error: the others of the stage would wait in the next gather.
+            for _ in exported:
+                pass
+
+    def export_weights(
+        self, checksum_dtype: DtypeName | None = None
+    ) -> tuple[list[Any], int, Checksums] | None:
+        """The policy in the object store, one reference per bucket, its size, and checksums.
+
+        None besides rank 0.
+
+        checksum_dtype: of the checksums; None = there are none
+        """
+        import ray
+
+        from plugin.weights.buckets import pack_buckets
+
+        exported = self._trainers["policy"].export_hf_weights()
+        if self._rank != 0:
+            for _ in exported:
+                pass
+            return None
+        references, size, sums = [], 0, dict[str, int]()
+        if checksum_dtype is not None:
+            exported = with_checksums(exported, getattr(torch, checksum_dtype), sums)
+        for bucket in pack_buckets(exported):
+            # Ray copies arrays once, into shared memory, and bytes on the way in and out.
+            references.append(ray.put(np.frombuffer(bucket, np.uint8)))
+            size += len(bucket)
+        return references, size, sums
+
+    def offload(self, parts: Sequence[TrainerPart]) -> int:
+        """Give up the device memory of `parts` of every model; its bytes."""
+        return sum(memory.offload(parts) for memory in self._memory.values())
+
+    def onload(self, parts: Sequence[TrainerPart]) -> None:
+        """Take memory for `parts` of every model that does not rest again."""
+        for name, memory in self._memory.items():
+            if not self._rests(name):
+                memory.onload(parts)
+
+    def _rests(self, name: PolicyName) -> bool:
+        """Whether a model has device memory only while it is asked."""
+        rests = name == "reference" or name.startswith(_TEACHER)
+        return self._config.reference_offload and rests
+
+    def _in_memory(self, name: PolicyName) -> AbstractContextManager[None]:
+        """Have a model's weights on the device while it is asked."""
+        return self._memory[name].used("weights") if self._rests(name) else nullcontext()
+
+    def save_hf(self, directory: str, tokenizer_from: str | None, replace: bool) -> None:
+        """Write the policy as a Hugging Face directory, from rank 0."""
+        from plugin.megatron_backend.hf_weights.saving import save_hf_checkpoint
+
+        chunks = self._trainers["policy"].chunks
+        save_hf_checkpoint(
+            directory, chunks, self._groups, tokenizer_from=tokenizer_from, replace=replace
+        )
+
+    def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any], keep: int) -> None:
+        """Write `<root>/step_<step>` with the driver's state in it and keep the last `keep`."""
+        critic, waiting = self._trainers.get("critic"), Path(root) / _CRITIC_WAITS
+        saved = None
+        if critic is not None:
+            saved = critic.save_checkpoint(waiting, step, {}, keep_last=1)
+        whole = self._trainers["policy"].save_checkpoint(root, step, user_state, keep_last=keep)
+        if saved is not None and self._rank == 0:
+            saved.rename(whole / _CRITIC)
+            shutil.rmtree(waiting)
+
+    def load_checkpoint(self, root: str) -> dict[str, Any] | None:
+        """Load the newest checkpoint in `root`; the driver's state, None besides rank 0."""
+        _, user_state = self._trainers["policy"].load_checkpoint(root)
+        if "critic" in self._trainers:
+            self._trainers["critic"].load_checkpoint(_critic_of(resolve(Path(root))))
+        return user_state if self._rank == 0 else None
+
+    def leave(self) -> None:
+        """Leave the process group."""
+        from plugin.megatron_backend.parallel_groups import destroy_parallel
+
+        destroy_parallel()
+
+
+def _critic_of(checkpoint: Path) -> Path:
+    """The critic's part of a checkpoint; it waits elsewhere if a job died before it was moved."""
+    places = (checkpoint / _CRITIC, checkpoint.parent / _CRITIC_WAITS / checkpoint.name)
+    for place in places:
+        if place.is_dir():
+            return place
+    raise CheckpointError(
+        f"{checkpoint} holds no critic; resume from a checkpoint of a run with "
+        "--advantage-estimator gae, or start a new run"
+    )
+
+
+def _why_skipped(result: Any, largest: float | None) -> str:
+    if math.isfinite(result.grad_norm):
+        return f"the gradient norm is {result.grad_norm:.4g}, above --skip-on-grad-norm {largest}"
+    if result.cause is not None:
+        return f"{result.cause}; the gradient norm is {result.grad_norm}"
+    if result.overflow:
+        return (
+            f"gradients overflow float16 at a loss scale of {result.metrics['loss_scale']:g}, "
+            f"which is being lowered; the first is that of {result.bad_parameter}"
+        )
+    return (
+        f"the gradient norm is {result.grad_norm} although the loss and its inputs are finite; the "
+        f"first such gradient is that of {result.bad_parameter}"
+    )

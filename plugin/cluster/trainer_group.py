@@ -1,0 +1,320 @@
+"""All trainer ranks as one object on the driver."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from plugin.batch_types import RolloutBatch
+from plugin.cluster.array_transport import share_to_arrays
+from plugin.cluster.model_source import ModelSource
+from plugin.cluster.placement import Reservation, ResourcePlan
+from plugin.cluster.remote_calls import wait_for_all
+from plugin.cluster.trainer_actor import PolicyName, RankPart, TrainedStep, TrainerRank
+from plugin.config import JobConfig
+from plugin.config.trainer_flags import DtypeName
+from plugin.megatron_backend.offloading import TrainerPart
+from plugin.megatron_backend.step.batch_share import cut_share, plan_batch, with_stage_routes
+from plugin.megatron_backend.step.loss_scaling import weigh_samples
+from plugin.megatron_backend.step.microbatching import MicrobatchPlan
+from plugin.observe.console import Console
+from plugin.ragged import Ragged, as_integers, ragged_range
+from plugin.weights.checksums import Checksums
+from plugin.weights.store import WeightGroup
+
+#: How long Ray may take to notice that a process is gone.
+_DEATH_SECONDS = 5.0
+
+
+class TrainerGroup:
+    """Starts the ranks, orders them by node and device, and calls all of them together."""
+
+    def __init__(
+        self, config: JobConfig, plan: ResourcePlan, reservation: Reservation, console: Console
+    ) -> None:
+        self._config, self._console = config, console
+        self._plan, self._reservation = plan, reservation
+        self._idle: Callable[[], None] | None = None
+        self._rendezvous = ""
+        self._built: dict[PolicyName, ModelSource] = {}
+        self._ranks = self._start()
+
+    def _start(self) -> list[Any]:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        actor: Any = ray.remote(TrainerRank)
+        group = self._reservation.trainer
+        return [
+            actor.options(
+                num_cpus=self._plan.rank["CPU"],
+                num_gpus=self._plan.rank.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+            ).remote(self._config)
+            for bundle in self._reservation.trainer_nodes
+            for _ in range(self._config.ranks_per_node)
+        ]
+
+    def restart(self) -> None:
+        """End every rank and build the models anew, on other nodes if some have left."""
+        self.close()
+        idle, self._idle = self._idle, None
+        self._reservation.wait_for_nodes(self._config.start_timeout)
+        self._ranks = self._start()
+        self.join()
+        for name, source in self._built.items():
+            self.build(name, source)
+        self._idle = idle
+
+    def dead_ranks(self) -> list[str]:
+        """Names of the ranks whose process is gone; one that is busy or blocked counts as alive."""
+        import ray
+
+        calls = {r.call.remote("place"): n for r, n in zip(self._ranks, self._names(), strict=True)}
+        done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_DEATH_SECONDS)
+        dead = []
+        for call in done:
+            try:
+                ray.get(call)
+            except ray.exceptions.RayError:
+                dead.append(calls[call])
+        return dead
+
+    def join(self) -> None:
+        """Number the ranks by node and device, and connect them."""
+        names = [f"trainer actor {number}" for number in range(len(self._ranks))]
+        places = self._wait([rank.call.remote("place") for rank in self._ranks], names)
+        nodes = list(dict.fromkeys(place.node_id for place in places))
+        order = sorted(
+            range(len(places)), key=lambda i: (nodes.index(places[i].node_id), places[i].device, i)
+        )
+        self._ranks = [self._ranks[i] for i in order]
+        self.places = [places[i] for i in order]
+        [self._rendezvous] = self._wait([self._ranks[0].call.remote("open_rendezvous")], ["rank 0"])
+        calls = [
+            rank.call.remote("join", i, self._rendezvous) for i, rank in enumerate(self._ranks)
+        ]
+        self._parts: list[RankPart] = self._wait(calls, self._names())
+
+    def _wait(self, calls: list[Any], names: list[str]) -> list[Any]:
+        return wait_for_all(calls, names, self._console, timeout=self._config.start_timeout)
+
+    def build(self, name: PolicyName, source: ModelSource) -> None:
+        """Build a model on every rank and load its weights."""
+        import ray
+
+        self._built[name] = source
+        layers = self._call("build", name, ray.put(source), timeout=self._config.start_timeout)
+        if name == "policy":
+            self._route_layers: list[list[int] | None] = layers
+
+    def while_waiting(self, pump: Callable[[], None] | None) -> None:
+        """Set what the driver does while the ranks work: keep the engines busy."""
+        self._idle = pump
+
+    def log_probs(
+        self, name: PolicyName, batch: RolloutBatch, *, keep_routes: bool = False
+    ) -> Ragged:
+        """One [response] tensor per sample, by a forward-only pass of one of the policies.
+
+        keep_routes: see `MegatronTrainer.compute_log_probs`
+        """
+        plan, shares = self._delivered(batch)
+        results = self._call("log_probs", name, keep_routes, shares=shares)
+        return self._merged(results, plan, batch)
+
+    def scores(self, name: PolicyName, batch: RolloutBatch) -> dict[str, Ragged]:
+        """The columns that the teacher `name` fills in."""
+        plan, shares = self._delivered(batch)
+        results = self._call("scores", name, shares=shares)
+        columns = next(found for found in results if found is not None)
+        return {
+            column: self._merged([found and found[column] for found in results], plan, batch)
+            for column in columns
+        }
+
+    def train(
+        self, batch: RolloutBatch, version: int, progress: float, learning_rate: float
+    ) -> TrainedStep:
+        """One optimizer step; the arguments are those of `TrainerRank.train`."""
+        plan, shares = self._delivered(batch)
+        results = self._call("train", version, progress, learning_rate, shares=shares)
+        log_probs = [result.log_probs for result in results]
+        if all(values is None for values in log_probs):
+            return results[0]
+        return replace(results[0], log_probs=self._merged(log_probs, plan, batch))
+
+    def values(self, batch: RolloutBatch) -> Ragged:
+        """The critic's values, one [response] tensor per sample."""
+        plan, shares = self._delivered(batch)
+        return self._merged(self._call("values", shares=shares), plan, batch)
+
+    def train_critic(self, batch: RolloutBatch, learning_rate: float) -> TrainedStep:
+        """One optimizer step of the critic."""
+        _, shares = self._delivered(batch)
+        return self._call("train_critic", learning_rate, shares=shares)[0]
+
+    def _delivered(self, batch: RolloutBatch) -> tuple[MicrobatchPlan, list[Any]]:
+        """Put one share per data-parallel rank into the object store; a reference for every rank.
+
+        Ranks of one share (tensor, context and pipeline parallel ones) get the same object; where
+        stages replay routes, one object per stage.
+        """
+        import ray
+
+        config, hf_config = self._config, self._built["policy"].hf_config
+        stages = config.pipeline_model_parallel_size
+        plan = plan_batch(
+            batch,
+            config,
+            dp_size=1 + max(part.dp_rank for part in self._parts),
+            cp_size=config.context_parallel_size,
+            round_size=stages if config.virtual_pipeline_model_parallel_size else 1,
+            hidden_size=hf_config["hidden_size"],
+            longest=hf_config["max_position_embeddings"],
+        )
+        batch, weight = weigh_samples(batch, config)
+        if "rollout_routed_weights" in batch and not config.replays_route_weights:
+            batch = batch.without_column("rollout_routed_weights")  # they are for the dump only
+        objects: dict[Any, Any] = {}
+        references = []
+        for part, layers in zip(self._parts, self._route_layers, strict=True):
+            cut = config.use_rollout_routing_replay and layers is not None
+            key = (part.dp_rank, tuple(layers or ()) if cut else None)
+            if key not in objects:
+                stage = with_stage_routes(batch, layers) if cut and layers else batch
+                share = cut_share(stage, plan, part.dp_rank, weight=weight)
+                objects[key] = ray.put(share_to_arrays(share))
+            references.append(objects[key])
+        return plan, references
+
+    def _merged(self, results: list[Any], plan: MicrobatchPlan, batch: RolloutBatch) -> Ragged:
+        """Put the responses [R, ...] of every share where they belong in the batch."""
+        lengths = as_integers(batch.columns["response_lengths"])
+        like = next(values for values in results if values is not None)
+        flat = np.zeros((lengths.sum(), *like.shape[1:]), like.dtype)
+        starts = np.cumsum(lengths) - lengths
+        for part, values in zip(self._parts, results, strict=True):
+            if part.reports:
+                rank = plan.ranks[part.dp_rank]
+                samples = np.array([i for microbatch in rank for i in microbatch], np.int64)
+                flat[ragged_range(starts[samples], lengths[samples])] = values
+        return Ragged(torch.from_numpy(flat), lengths)
+
+    @property
+    def dtype(self) -> DtypeName:
+        """Of the ranks' weights and activations."""
+        if self._config.train_dtype != "auto":
+            return self._config.train_dtype
+        return "bfloat16" if self.on_gpu else "float32"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the ranks compute on GPUs."""
+        return "GPU" in self._plan.rank
+
+    def export_weights(
+        self, checksum_dtype: DtypeName | None = None
+    ) -> tuple[list[Any], int, Checksums]:
+        """References to the policy's weight buckets in the object store, their size, checksums.
+
+        checksum_dtype: see `TrainerRank.export_weights`
+        """
+        return self._call("export_weights", checksum_dtype)[0]
+
+    def send_weights(
+        self,
+        version: int,
+        group: WeightGroup,
+        *,
+        with_base: bool = True,
+        checksum_dtype: DtypeName | None = None,
+    ) -> dict[Any, str]:
+        """The calls by which every rank sends its part of the weights, with the ranks' names.
+
+        with_base, checksum_dtype: see `TrainerRank.send_weights`
+        """
+        return {
+            rank.call.remote("send_weights", version, group, with_base, checksum_dtype): name
+            for rank, name in zip(self._ranks, self._names(), strict=True)
+        }
+
+    def devices(self) -> list[str]:
+        """The device of every rank, by which those of engines are found that share it."""
+        return self._call("device")
+
+    def rank_ids(self) -> list[Any]:
+        """What tells the present ranks from those of an earlier start."""
+        return list(self._ranks)
+
+    def while_idle(self) -> None:
+        """Do what the driver does while the ranks work."""
+        if self._idle is not None:
+            self._idle()
+
+    def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any]) -> None:
+        """Write policy, optimizer and the driver's state as the newest checkpoint in `root`."""
+        self._call("save_checkpoint", root, step, user_state, self._config.keep_checkpoints)
+
+    def load_checkpoint(self, root: str) -> dict[str, Any]:
+        """Load the newest checkpoint in `root` and return the driver's state."""
+        return self._call("load_checkpoint", root, timeout=self._config.start_timeout)[0]
+
+    def offload(self, parts: Sequence[TrainerPart]) -> None:
+        """Give up the device memory of `parts` on every rank."""
+        self._call("offload", tuple(parts))
+
+    def onload(self, parts: Sequence[TrainerPart]) -> None:
+        """Take memory for `parts` again."""
+        self._call("onload", tuple(parts))
+
+    def save_hf(self, directory: str, tokenizer_from: str | None, *, replace: bool) -> None:
+        """Write the policy as a Hugging Face directory."""
+        self._call("save_hf", directory, tokenizer_from, replace)
+
+    def close(self) -> None:
+        """End the actors; what they compute is lost."""
+        import ray
+
+        for rank in self._ranks:
+            ray.kill(rank)
+        if self._rendezvous.startswith("file://"):
+            # On a machine other than the driver's, the next job there removes it.
+            directory = Path(self._rendezvous.removeprefix("file://")).parent
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _call(
+        self,
+        method: str,
+        *arguments: Any,
+        shares: list[Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Results of all ranks; with `shares`, each rank's own comes first of its arguments."""
+        own = [()] * len(self._ranks) if shares is None else [(share,) for share in shares]
+        calls = [
+            rank.call.remote(method, *mine, *arguments)
+            for rank, mine in zip(self._ranks, own, strict=True)
+        ]
+        return wait_for_all(
+            calls,
+            self._names(),
+            self._console,
+            timeout=timeout or self._config.step_timeout,
+            while_waiting=self._idle,
+        )
+
+    def places_as_text(self) -> str:
+        """How many ranks are where, for people."""
+        counts = Counter(place.address for place in self.places)
+        return ", ".join(f"{count} on {address}" for address, count in counts.items())
+
+    def _names(self) -> list[str]:
+        return [f"rank {i} on {place.address}" for i, place in enumerate(self.places)]

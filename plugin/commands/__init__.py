@@ -1,0 +1,1 @@
+"""The subcommands of `megatron-tis`, one module each."""

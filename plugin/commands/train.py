@@ -1,0 +1,177 @@
+"""`megatron-tis train`: run a job. Nothing heavy is imported before the arguments are read."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plugin.config import JobConfig
+from plugin.errors import (
+    ConfigError,
+    FindingError,
+    HookLoadError,
+    MegatronTisError,
+    ParallelError,
+)
+from plugin.observe.console import Console, capture_warnings
+
+if TYPE_CHECKING:
+    from plugin.controller.job import JobResult
+
+#: What most people set; `--help-all` shows the rest.
+COMMON_FLAGS = (
+    *("hf_checkpoint", "prompt_data", "reward"),
+    *("policy_loss", "use_tis", "custom_tis_function_path"),
+    *("lr", "num_rollouts", "rollout_batch_size", "n_samples_per_prompt"),
+    *("max_response_length", "rollout_engine", "async_rollouts"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("eval_data", "num_gpus_per_node", "address"),
+    *("run_dir", "resume", "save_hf"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One argument per setting, and the YAML file below them."""
+    parser.usage = "megatron-tis train [-h | --help-all] [--config FILE] [--FLAG VALUE ...]"
+    parser.epilog = "These are the flags that most people set; --help-all shows every flag."
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with settings; flags on the command line win"
+    )
+    JobConfig.add_arguments(parser, in_short_help=COMMON_FLAGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 0 at the end, 2 for a mistake of the user, 1 for a failure, 130 after Ctrl-C.
+
+    A job whose steps were all skipped or without gradient has failed.
+    """
+    console = Console()
+    known = {item for group in JobConfig.groups() for item in vars(group)["__annotations__"]}
+    flags = {name: value for name, value in vars(args).items() if name in known}
+    with capture_warnings(console.warn):
+        try:
+            config = JobConfig.from_sources(flags, getattr(args, "config", None))
+            from plugin.cluster.ray_cluster import cluster
+
+            # Ray starts while torch is imported and the job is checked.
+            with cluster(config) as connected:
+                return _run(config, console, connected, args)
+        except MegatronTisError as error:
+            return _complain(error, console, args)
+
+
+def _run(
+    config: JobConfig, console: Console, connected: Callable[[], None], args: argparse.Namespace
+) -> int:
+    from plugin.cluster.ray_cluster import end_process, private_ray_is_gone
+
+    owns_process = getattr(args, "owns_process", False)
+    results: list[JobResult] = []
+
+    def ended(result: JobResult) -> None:
+        results.append(result)
+        if result.interrupted:
+            _summarize(result, config, console, finished=False)
+            if owns_process and private_ray_is_gone():
+                end_process(130)
+
+    try:
+        with console.phase("loading torch"):
+            from plugin.controller.job import run_job
+        result = run_job(config, console, connected, ended)
+    except FindingError as error:
+        # First of all: what the rewards say follows from it.
+        code = _complain(error, console, args)
+        for result in results:
+            _summarize(result, config, console, finished=False, advises=False)
+        return code
+    except MegatronTisError as error:
+        for result in results:
+            if not result.interrupted:
+                _summarize(result, config, console, finished=False)
+        if isinstance(error, ParallelError):
+            raise  # through the cluster, which then keeps Ray's logs
+        # Here, so that nobody waits for Ray's end to read it.
+        code = _complain(error, console, args)
+        if owns_process and not results:
+            end_process(code)
+        return code
+    if result.interrupted:
+        # What is left is the end of Ray.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return 130
+    return 0 if _summarize(result, config, console) else 1
+
+
+def _summarize(
+    result: JobResult,
+    config: JobConfig,
+    console: Console,
+    *,
+    finished: bool = True,
+    advises: bool = True,
+) -> bool:
+    """Say how far a job came and where its weights are; whether these can have changed.
+
+    advises: also say why nothing was learned, if so
+    """
+    learned = True
+    if result.history:
+        learned = _say_what_was_learned(result, config, console, advises=advises)
+    if result.evaluations:
+        from plugin.controller.evaluation import describe
+
+        console.say(
+            f"last evaluation, after rollout {result.evaluations[-1]['rollout']}: "
+            f"{describe(result.evaluations[-1])}"
+        )
+    if result.best_checkpoint is not None:
+        console.say(f"best checkpoint: {result.best_checkpoint} (--checkpoint best)")
+    if result.checkpoint is not None:
+        longer = f" --num-rollouts {2 * config.num_rollouts}"
+        if config.num_epochs is not None:
+            longer = f" --num-epochs {2 * config.num_epochs:g}"
+        more = longer if finished else ""
+        _say_how_to_go_on(result.checkpoint, shlex.quote(str(result.run_dir)), more, console)
+    return learned
+
+
+def _say_what_was_learned(
+    result: JobResult, config: JobConfig, console: Console, *, advises: bool
+) -> bool:
+    from plugin.observe.learning import any_step_applied, learning_findings
+    from plugin.observe.run_record import unmistakable_titles
+
+    first, last = result.history[0], result.history[-1]
+    skipped = int(last.get("skipped_steps") or 0)
+    console.say(
+        f"reward {first['reward']:.3f} -> {last['reward']:.3f} in {last['step']} steps"
+        f"{f', {skipped} of them skipped' if skipped else ''}; "
+        f"report: {result.run_dir / 'report.html'}"
+    )
+    if advises:
+        for title in unmistakable_titles(result.run_dir):
+            console.say(f"error: {title}; megatron-tis doctor {result.run_dir} shows it again")
+        for finding in learning_findings(result.history, config):
+            console.say(str(finding))
+    return any_step_applied(result.history)
+
+
+def _say_how_to_go_on(checkpoint: Path, run_dir: str, more: str, console: Console) -> None:
+    console.say(
+        f"weights: {checkpoint}\n"
+        f"  go on:  megatron-tis train --config {run_dir}/config.yaml --run-dir {run_dir} "
+        f"--resume{more}\n"
+        f"  export: megatron-tis export {run_dir} {run_dir}/model_{checkpoint.name}"
+    )
+
+
+def _complain(error: MegatronTisError, console: Console, args: argparse.Namespace) -> int:
+    if getattr(args, "traceback", False):
+        raise error
+    console.complain("error", str(error))
+    return 2 if isinstance(error, (ConfigError, HookLoadError)) else 1

@@ -1,0 +1,1 @@
+"""From groups of responses to the batches of the optimizer steps."""

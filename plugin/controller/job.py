@@ -1,0 +1,203 @@
+"""A whole job: checks, Ray, ranks and engines, the training loop, and the report at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from plugin.cluster.engine_pool import EnginePool
+from plugin.cluster.placement import plan_on_cluster, reserve
+from plugin.cluster.ray_cluster import cluster
+from plugin.cluster.trainer_actor import teacher_policy
+from plugin.cluster.trainer_group import TrainerGroup
+from plugin.config import JobConfig
+from plugin.controller.interrupts import Interrupts, ignored_interrupts
+from plugin.controller.job_paths import with_absolute_paths
+from plugin.controller.preflight.job_checks import JobParts, check_job
+from plugin.controller.queue.scoring import make_scorer
+from plugin.controller.records.resuming import (
+    CHECKPOINTS,
+    RunCheckpoints,
+    changed_settings,
+    earlier_evaluations,
+    earlier_steps,
+)
+from plugin.controller.records.run_directory import check_run_dir, claimed_run_dir
+from plugin.controller.training_loop import TrainingLoop
+from plugin.controller.weight_sync.sync import WeightSync
+from plugin.observe.console import Console
+from plugin.observe.run_files import RunFiles, new_run_dir
+
+
+@dataclass
+class JobResult:
+    """How a job ended.
+
+    history: the metrics of the first and the latest steps, without their slices by position, age
+        and probability
+    evaluations: what metrics.jsonl has of them
+    checkpoint: the newest one; best_checkpoint: that of --keep-best
+    """
+
+    run_dir: Path
+    history: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    interrupted: bool = False
+    checkpoint: Path | None = None
+    best_checkpoint: Path | None = None
+
+
+def run_job(
+    config: JobConfig,
+    console: Console | None = None,
+    connected: Callable[[], None] | None = None,
+    ended: Callable[[JobResult], None] = lambda _: None,
+) -> JobResult:
+    """Run a whole job; Ctrl-C ends it early with its report written.
+
+    connected: waits for the `cluster` that the caller has begun to start; none = start one
+    ended: told how far the job came, also when it ends in an error
+    """
+    if connected is None:
+        with cluster(config) as connected:
+            return run_job(config, console, connected, ended)
+    console = console or Console()
+    config = with_absolute_paths(config)
+    run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
+    check_run_dir(run_dir, config)
+    with console.phase("checking the job"):
+        parts = check_job(config, console.say)
+    if parts.data is not None:
+        config = _with_epochs(config, len(parts.data))
+    with claimed_run_dir(run_dir, config):
+        result = JobResult(run_dir, [])
+        _run_in(result, config, parts, console, connected, ended)
+        return result
+
+
+def _with_epochs(config: JobConfig, rows: int) -> JobConfig:
+    """--num-epochs as the number of rollouts in which every row is asked so often."""
+    if config.num_epochs is None:
+        return config
+    rollouts = max(1, math.ceil(config.num_epochs * rows / config.rollout_batch_size))
+    return replace(config, num_rollouts=rollouts, num_epochs=None)
+
+
+def _run_in(
+    result: JobResult,
+    config: JobConfig,
+    parts: JobParts,
+    console: Console,
+    connected: Callable[[], None],
+    ended: Callable[[JobResult], None],
+) -> None:
+    run_dir = result.run_dir
+    if config.resumes:
+        result.history, problems = earlier_steps(run_dir)
+        result.evaluations = earlier_evaluations(run_dir)
+        for problem in problems:
+            console.warn(problem)
+        for change in changed_settings(run_dir, config):
+            console.say(f"resumed with another setting: {change}")
+    # How this part of the run was started is no setting of the run.
+    settings = config.as_dict() | {"resume": False, "resume_from": None, "overwrite": False}
+    files = RunFiles(run_dir, settings)
+    checkpoints = RunCheckpoints((run_dir / CHECKPOINTS).resolve())
+    interrupts = Interrupts(console.say)
+
+    @functools.cache
+    def finish() -> None:
+        """Write the report and say how the job ended; once."""
+        with ignored_interrupts():
+            result.checkpoint, result.best_checkpoint = checkpoints.newest(), checkpoints.best()
+            if result.history:
+                files.write_report()
+            files.close()
+            ended(result)
+
+    try:
+        with (
+            # Its processes start while Ray does.
+            contextlib.closing(make_scorer(config, parts.task)) as scorer,
+            _running(config, parts, run_dir, console, connected, interrupts) as running,
+        ):
+            trainer, engines, weights = running
+            console.say(
+                f"trainer ranks: {trainer.places_as_text()}; engines: {len(engines)}; started in "
+                f"{time.monotonic() - console.began:.0f} s; run directory: {run_dir}"
+            )
+            loop = TrainingLoop(
+                *(config, parts, trainer, engines, weights, scorer),
+                *(files, checkpoints, console, result.history, result.evaluations),
+            )
+            try:
+                loop.run(interrupts)
+            except KeyboardInterrupt:
+                result.interrupted = True
+                console.say("interrupted")
+            finally:
+                # A signal to the whole process group kills Ray, too: ending the actors may then
+                # fail, or take a minute.
+                finish()
+    except KeyboardInterrupt:
+        if not result.interrupted:
+            result.interrupted = True
+            console.say("interrupted")
+    finally:
+        finish()
+
+
+@contextlib.contextmanager
+def _running(
+    config: JobConfig,
+    parts: JobParts,
+    run_dir: Path,
+    console: Console,
+    connected: Callable[[], None],
+    interrupts: Interrupts,
+) -> Iterator[tuple[TrainerGroup, EnginePool, WeightSync]]:
+    """The ranks and the engines of a job, ready to work; ended whatever happens."""
+    with console.phase("starting Ray"):
+        connected()
+    # The handler comes after Ray's own, which ends the process without a word.
+    with interrupts.handled(), contextlib.ExitStack() as cleanup:
+        plan = plan_on_cluster(config)
+        reservation = reserve(plan, config.start_timeout)
+        cleanup.callback(reservation.release)
+        trainer = TrainerGroup(config, plan, reservation, console)
+        cleanup.callback(trainer.close)
+        # Servers write their logs there.
+        of_engines = config.unchecked_copy(run_dir=str(run_dir.resolve()))
+        if config.colocate:
+            trainer.join()
+        engines = EnginePool(
+            *(of_engines, parts.policy.hf_config, plan, reservation, console),
+            trainer_places=lambda: trainer.places,
+        )
+        cleanup.callback(engines.close)
+        if config.colocate:
+            # An engine measures what memory is free when it starts, so the trainer comes after it.
+            with console.phase("waiting for engines"):
+                engines.wait_until_ready()
+                engines.sleep(config.colocate_sleep_level)
+        else:
+            with console.phase(f"starting ranks ({config.world_size})"):
+                trainer.join()
+        with console.phase("building models"):
+            trainer.build("policy", parts.policy)
+            if parts.reference is not None and not config.reference_is_base:
+                trainer.build("reference", parts.reference)
+            for name, teacher in parts.teachers.items():
+                trainer.build(teacher_policy(name), teacher)
+            if parts.critic is not None:
+                trainer.build("critic", parts.critic)
+        with console.phase("waiting for engines"):
+            engines.wait_until_ready()
+        weights = WeightSync(config, trainer, engines, console)
+        yield trainer, engines, weights

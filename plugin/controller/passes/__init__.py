@@ -1,0 +1,1 @@
+"""What is computed on a rollout before its updates: log-probs, values, teachers' scores."""

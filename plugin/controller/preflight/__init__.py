@@ -1,0 +1,1 @@
+"""What can be found wrong before an actor starts."""

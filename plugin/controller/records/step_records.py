@@ -1,0 +1,164 @@
+"""What a run keeps of its steps: metrics, samples, prompts, findings and log-probs.
+
+Nothing waits for these files. The job's loop hands the records over and has them written later,
+while the engines work on the next batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from plugin.batch_types import RolloutBatch
+from plugin.cluster.trainer_actor import TrainedStep
+from plugin.config import JobConfig
+from plugin.controller.records.mismatch_watch import MismatchWatch
+from plugin.controller.records.resuming import RunCheckpoints
+from plugin.errors import TrainingError
+from plugin.observe.console import Console
+from plugin.observe.findings import Finding
+from plugin.observe.learning import learning_findings
+from plugin.observe.run_files import RunFiles, without_slices
+
+_STEPS_KEPT = 2000
+#: After so many steps a person is told if nothing is learned; once more at the end.
+_STEPS_JUDGED = 20
+
+
+class StepRecords:
+    """Takes records in the order of the run; `write` writes those that it has not written yet."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        files: RunFiles,
+        checkpoints: RunCheckpoints,
+        console: Console,
+        history: list[dict[str, Any]],
+    ) -> None:
+        self._config, self._files, self._checkpoints = config, files, checkpoints
+        self._console, self._history = console, history
+        self._watch = MismatchWatch(config, files, console.say)
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._skipped_in_a_row = 0
+        self._wandb: Any = None
+        self._dump: Any = None
+        if config.use_wandb:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=config.wandb_project, name=config.name, config=config.as_dict()
+            )
+        if config.dump_log_probs is not None:
+            from plugin.observe.log_prob_dump import LogProbDump
+
+            self._dump = LogProbDump(
+                config.dump_log_probs, force=config.resumes, with_routes=config.dump_routes
+            )
+
+    def add(
+        self,
+        line: dict[str, Any],
+        batch: RolloutBatch,
+        trained: TrainedStep,
+        *,
+        of_rollout_weights: bool,
+    ) -> None:
+        """An optimizer step.
+
+        line: its metrics
+        of_rollout_weights: whether it started from the weights of the rollout
+        """
+
+        def write() -> None:
+            self._write_step(line, batch, trained, of_rollout_weights=of_rollout_weights)
+            self._note_skipped(line["step"], trained.skipped, searching=trained.overflow)
+
+        self._waiting.append(write)
+
+    def log_samples(self, step: int, samples: Callable[[], list[dict[str, Any]]]) -> None:
+        """Responses to read, made when they are written."""
+        self._waiting.append(lambda: self._files.log_samples(step, samples()))
+
+    def log_prompts(self, rollout: int, trained: list[int], dropped: dict[str, list[int]]) -> None:
+        """The prompts of a rollout."""
+        self._waiting.append(lambda: self._files.log_prompts(rollout, trained, dropped))
+
+    def write(self) -> None:
+        """Write what waits; a `TrainingError` after too many skipped steps in a row."""
+        while self._waiting:
+            self._waiting.popleft()()
+
+    def log_evaluation(self, record: dict[str, Any], step: int) -> None:
+        """Write an evaluation at once."""
+        self._files.log_evaluation(record)
+        if self._wandb is not None:
+            self._wandb.log(record, step=step)
+
+    def go_back(self, step: int) -> None:
+        """Forget what came after `step`: the run goes on from there."""
+        self._history[:] = [line for line in self._history if line["step"] <= step]
+        if self._dump is not None:
+            self._dump.remove_after(step)
+
+    def _write_step(
+        self,
+        line: dict[str, Any],
+        batch: RolloutBatch,
+        trained: TrainedStep,
+        *,
+        of_rollout_weights: bool,
+    ) -> None:
+        step, version = line["step"], line["weight_version"]
+        # All of it is in the file; kept here it would fill the driver of a long run.
+        self._history.append(without_slices(line))
+        if len(self._history) > _STEPS_KEPT:
+            del self._history[1]
+        self._files.log_step(line)
+        self._console.step(line, self._config.total_updates)
+        if self._wandb is not None:
+            self._wandb.log(line, step=step)
+        columns, comparable = batch.columns, False
+        if trained.log_probs is not None:
+            # After an update the step's own log-probs are of other weights than the samples'.
+            comparable = of_rollout_weights or "log_probs" in columns
+            columns = {"log_probs": trained.log_probs, **columns}
+        if self._dump is not None:
+            current = {} if trained.log_probs is None else {"cur_log_probs": trained.log_probs}
+            self._dump.write(step, {**columns, **current}, trainer_version=version)
+        if comparable:
+            self._watch.check(step, columns, version, trained.live_routes)
+        # After the watch: rewards say nothing while engine and trainer disagree.
+        if len(self._history) == _STEPS_JUDGED:
+            for finding in learning_findings(self._history, self._config):
+                self._console.say(f"step {step}: {finding}")
+
+    def _note_skipped(self, step: int, cause: str | None, *, searching: bool = False) -> None:
+        """Report a step that changed nothing; a `TrainingError` after too many in a row.
+
+        searching: a dynamic loss scale is on its way down, which ends by itself
+        """
+        if cause is None:
+            self._skipped_in_a_row = 0
+            return
+        self._console.say(f"step {step} was skipped: {cause}")
+        if searching:
+            return
+        self._skipped_in_a_row += 1
+        found = Finding(
+            "steps were skipped",
+            "error",
+            cause,
+            "a value that is not finite reached the gradient, or the gradient exploded",
+            "repair what the evidence names",
+            detector="skipped_step",
+        )
+        self._files.log_findings(step, [found])
+        if self._skipped_in_a_row >= self._config.max_skipped_steps:
+            saved = self._checkpoints.newest() is not None
+            raise TrainingError(
+                f"the last {self._skipped_in_a_row} steps were skipped, the limit of "
+                f"--max-skipped-steps; the last one: {cause}. Repair that and "
+                f"{'go on from the last checkpoint with --resume' if saved else 'start again'}"
+            )

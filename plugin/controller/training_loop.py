@@ -1,0 +1,427 @@
+"""The loop of a job on its driver: rollouts, advantages, log-prob passes, updates, weight sync.
+
+Synchronous: engines generate, then the trainer trains, in turn. Asynchronous: the engines go on
+generating with the weights they have while the trainer works; the queue bounds how old those may
+be. A lost engine is replaced by the engine pool; a lost trainer rank sends the whole job back to
+its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from plugin.batch_types import RolloutBatch
+from plugin.cluster.engine_pool import EnginePool
+from plugin.cluster.trainer_group import TrainerGroup
+from plugin.config import JobConfig
+from plugin.controller.batch.mini_batches import mini_batches
+from plugin.controller.batch.preparation import describe_batch, prepare_batch, without_old_tokens
+from plugin.controller.evaluation import Evaluations, Evaluator, describe
+from plugin.controller.interrupts import Interrupts
+from plugin.controller.passes.critic_steps import CriticSteps
+from plugin.controller.passes.log_prob_passes import LogProbPasses
+from plugin.controller.passes.teachers import Teachers
+from plugin.controller.preflight.job_checks import JobParts
+from plugin.controller.queue.groups import Group, joined, reward_parts
+from plugin.controller.queue.rollout_queue import RolloutQueue
+from plugin.controller.queue.scoring import scorer_for
+from plugin.controller.records.resuming import RunCheckpoints, find_checkpoint, warn_of_other_rows
+from plugin.controller.records.run_directory import MODEL, MODELS
+from plugin.controller.records.sample_log import readable_samples
+from plugin.controller.records.step_records import StepRecords
+from plugin.controller.shared_devices import OwnDevices, SharedDevices, Turn
+from plugin.controller.weight_sync.sync import WeightSync
+from plugin.controller.weight_sync.verification import WeightVerification
+from plugin.errors import ActorLost, MegatronTisError, ParallelError
+from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
+from plugin.observe.console import Console
+from plugin.observe.run_files import RunFiles
+from plugin.rewards.scorers import Scorer
+
+
+@dataclass
+class Position:
+    """Rollouts trained on, optimizer updates made, and the version of the trainer's weights.
+
+    skipped, critic_skipped: of the updates, those that changed nothing
+    """
+
+    rollouts: int = 0
+    updates: int = 0
+    version: int = 0
+    skipped: int = 0
+    critic_skipped: int = 0
+
+
+class TrainingLoop:
+    """One run's loop and what it keeps between steps.
+
+    history, evaluations: what the job has of steps and evaluations so far; both are added to
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        parts: JobParts,
+        trainer: TrainerGroup,
+        engines: EnginePool,
+        weights: WeightSync,
+        scorer: Scorer,
+        files: RunFiles,
+        checkpoints: RunCheckpoints,
+        console: Console,
+        history: list[dict[str, Any]],
+        evaluations: list[dict[str, Any]],
+    ) -> None:
+        self._config, self._parts, self._trainer, self._engines = config, parts, trainer, engines
+        self._weights = weights
+        self._files, self._console = files, console
+        self._records = StepRecords(config, files, checkpoints, console, history)
+        evaluator = Evaluator(
+            *(config, parts.eval_sets, engines, parts.sampling, console.say),
+            scorer_of=lambda task: scorer_for(task, scorer, config),
+        )
+        self._evaluations = Evaluations(config, evaluator, evaluations)
+        self._devices: SharedDevices | OwnDevices = OwnDevices()
+        if config.colocate:
+            self._devices = SharedDevices(trainer, engines, config.colocate_sleep_level)
+        self._queue = RolloutQueue(parts.task, engines, parts.sampling, config, console.say, scorer)
+        self._start_of_queue = self._queue.state()
+        self._checkpoints = checkpoints
+        self._at = Position()
+        # What a checkpoint would hold now; None while the trainer's weights are between rollouts.
+        self._boundary: dict[str, Any] | None = None
+        self._reach_boundary()
+        self._saved = 0
+        self._restarts, self._restarts_in_a_row, self._furthest = 0, 0, -1
+        teachers = Teachers.of(config, parts, trainer) if config.teacher_specs else None
+        self._log_prob_passes = LogProbPasses(config, parts, trainer, teachers)
+        self._critic = CriticSteps(config, trainer) if parts.critic is not None else None
+        self._verification = WeightVerification(
+            config, parts, trainer, engines, weights, files, console
+        )
+
+    def run(self, interrupts: Interrupts) -> None:
+        """All rollouts that are left; an interrupted job is saved where it stands."""
+        try:
+            self._train(interrupts)
+        except KeyboardInterrupt:
+            if self._config.saves_at_end:
+                self._save_interrupted()
+            raise
+
+    def _train(self, interrupts: Interrupts) -> None:
+        """All rollouts that are left, through losses of engines and of trainer ranks."""
+        if self._config.resumes:
+            self._resume()
+        else:
+            self._send_weights(wait=True)
+        self._engines.require_version(self._at.version)
+        if self._config.async_rollouts:
+            self._trainer.while_waiting(self._queue.pump)
+        finished = False
+        while not finished:
+            try:
+                self._evaluate_if_due()
+                finished = self._at.rollouts >= self._config.num_rollouts
+                if not finished:
+                    self._one_rollout(interrupts)
+            except ParallelError as error:
+                self._recover(error)
+        if self._config.save_hf:
+            self._save_hf(MODEL, replace=self._config.resumes)
+
+    def _save_hf(self, name: str, *, replace: bool) -> None:
+        self._devices.train()
+        target = self._files.run_dir / name
+        self._trainer.save_hf(str(target.resolve()), self._config.hf_checkpoint, replace=replace)
+        self._console.say(f"model written to {target}")
+
+    def _evaluation_is_due(self) -> bool:
+        return bool(self._config.eval_data) and self._evaluations.is_due(self._at.rollouts)
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate between two rollouts; with --keep-best the best weights so far are saved."""
+        if not self._evaluation_is_due():
+            return
+        at = self._at
+        self._let_engines_generate()
+        if not self._config.colocate:  # otherwise the trainer has no memory now
+            self._verification.check(at.version, at.updates)
+        with self._weights.trainer_holds_still(self._devices.sending):
+            self._queue.settle()
+            record = self._evaluations.run(at.updates, at.rollouts, at.version)
+        self._records.log_evaluation(record, at.updates)
+        self._console.say(f"evaluation after rollout {at.rollouts}: {describe(record)}")
+        best = self._checkpoints.best()
+        if not self._config.keep_best or at.rollouts == 0:
+            return
+        if self._evaluations.last_is_best(None if best is None else step_of(best)):
+            if at.rollouts > self._saved:
+                self._save()
+            self._checkpoints.mark_best(at.updates)
+
+    def _let_engines_generate(self) -> None:
+        """Have the engines hold the newest weights, and on shared devices their memory."""
+        if self._weights.version != self._at.version or self._devices.turn is not Turn.GENERATING:
+            self._send_weights(wait=True)
+
+    def _one_rollout(self, interrupts: Interrupts) -> None:
+        began = time.monotonic()
+        if self._config.colocate:
+            self._let_engines_generate()
+        with self._weights.trainer_holds_still(self._devices.sending):
+            groups = self._queue.take(self._at.version)
+        with contextlib.ExitStack() as stack:
+            if self._config.saves_at_end:
+                until = "the job ends and saves after the training on this rollout"
+                stack.enter_context(interrupts.held_back(until))
+            try:
+                self._train_on(groups, began)
+                self._save_if_due()
+                self._go_on_generating()
+            finally:
+                self._records.write()
+
+    def _train_on(self, groups: list[Group], began: float) -> None:
+        """Train on a rollout."""
+        config, self._boundary = self._config, None
+        if config.colocate:
+            self._queue.settle()
+            self._devices.train()
+        self._queue.pump()
+        generated = time.monotonic()
+        self._verification.check(self._at.version, self._at.updates)
+        rollouts, masked = joined(groups), {}
+        if config.max_token_staleness is not None:
+            oldest = self._at.version - config.max_token_staleness
+            rollouts, masked["stale_token_share"] = without_old_tokens(rollouts, oldest)
+        batch = prepare_batch(config, rollouts, self._parts.route_shape)
+        described = describe_batch(config, batch, rollouts, self._at.version) | masked
+        parts = reward_parts(groups)
+        described |= {f"reward/{name}": float(values.mean()) for name, values in parts.items()}
+        trained, rollout = [group.index for group in groups], self._at.rollouts
+        if config.log_samples:
+            self._records.log_samples(
+                self._at.updates + 1,
+                lambda: readable_samples(
+                    *(rollouts, parts, trained, self._parts.tokenizer),
+                    *(config.log_samples, f"{config.seed}/{rollout}"),
+                ),
+            )
+        updates = mini_batches(config, rollouts, self._at.rollouts)
+        timings = {
+            "seconds_waiting": generated - began,
+            "seconds_preparing": time.monotonic() - generated,
+            **self._weights.metrics(),
+        }
+        if self._critic is not None:
+            batch, of_critic = self._critic.added_to(batch, rollouts)
+            described |= of_critic
+        batch, passes = self._log_prob_passes.added_to(batch, updates, trained)
+        timings |= passes
+        applied = 0
+        for update in updates:
+            place = {"update_epoch": update.epoch, "mini_batch": update.number}
+            progress = applied / len(updates)
+            applied += self._one_update(
+                update.of(batch), progress, described | timings | place, began
+            )
+            began, timings = time.monotonic(), {}
+            if update is not updates[-1]:
+                self._records.write()
+        self._records.log_prompts(rollout, trained, self._queue.take_dropped())
+        self._at.rollouts += 1
+        self._at.version += 1
+        self._reach_boundary()
+
+    def _save_if_due(self) -> None:
+        """Write a checkpoint and a model, if it is time to."""
+        config, rollouts = self._config, self._at.rollouts
+        last = rollouts == config.num_rollouts
+        due = config.save_interval and rollouts % config.save_interval == 0
+        due = due or (last and config.saves_at_end)
+        hf_due = config.save_hf_interval and rollouts % config.save_hf_interval == 0
+        if due or hf_due:
+            # A run that goes on from this checkpoint does not repeat the steps before it, and a
+            # finding that ends the job keeps these weights from being saved.
+            self._records.write()
+        if due:
+            self._save()
+        if hf_due and not (last and config.save_hf):
+            # One of the same step is this run's own, from before it went back to a checkpoint.
+            self._save_hf(f"{MODELS}/step_{self._at.updates:07d}", replace=True)
+
+    def _go_on_generating(self) -> None:
+        """Send the weights to the engines and, where these only wait for prompts, the next prompts.
+
+        What is recorded of the rollout is written while they are at work.
+        """
+        config = self._config
+        if self._at.rollouts == config.num_rollouts:
+            return
+        self._send_weights(wait=not config.async_rollouts)
+        if not (config.async_rollouts or config.colocate or self._evaluation_is_due()):
+            self._queue.begin()
+
+    def _reach_boundary(self) -> None:
+        # Prompts and seeds follow from numbers, so there is no generator state to save.
+        self._boundary = {"position": asdict(self._at), "queue": self._queue.state()}
+        if self._parts.data is not None:
+            self._boundary["data"] = self._parts.data.fingerprint
+
+    def _save(self) -> None:
+        assert self._boundary is not None
+        self._devices.train()
+        self._checkpoints.add(self._at.updates)
+        root = str(self._checkpoints.root)
+        self._trainer.save_checkpoint(root, self._at.updates, self._boundary)
+        self._saved = self._at.rollouts
+
+    def _save_interrupted(self) -> None:
+        """Save the weights after the last whole rollout, unless that has been done."""
+        if self._boundary is None:
+            self._console.say("what was trained since the last checkpoint is not saved")
+        elif self._at.rollouts > self._saved:
+            self._console.say(f"saves the weights after rollout {self._at.rollouts}")
+            # Engines on shared devices sleep only when nothing is under way.
+            self._engines.forget()
+            try:
+                self._save()
+            except MegatronTisError as error:
+                self._console.complain("error", f"the weights are not saved: {error}")
+
+    def _one_update(
+        self, batch: RolloutBatch, progress: float, described: dict[str, float], began: float
+    ) -> bool:
+        """Train on a mini-batch; return whether the weights were changed.
+
+        progress: share of the rollout's updates that have been made
+        """
+        started = time.monotonic()
+        # As in Megatron, a skipped step does not move the schedule.
+        rate = learning_rate(self._config, self._at.updates - self._at.skipped)
+        if self._critic is not None:
+            of_critic = self._critic.train(batch, self._at.updates - self._at.critic_skipped)
+            self._at.critic_skipped += int(of_critic["critic/skipped"])
+            described = described | of_critic
+            if self._at.rollouts < self._config.num_critic_only_rollouts:
+                rate = 0.0
+        trained = self._trainer.train(batch, self._at.version, progress, rate)
+        self._at.updates += 1
+        self._at.skipped += trained.skipped is not None
+        now = time.monotonic()
+        tokens = int(batch.columns["response_lengths"].sum())
+        line = {
+            "step": self._at.updates,
+            "rollout": self._at.rollouts,
+            "weight_version": self._at.version,
+            "lr": rate,
+            "tokens_per_second": tokens / max(now - began, 1e-9),
+            "seconds_training": now - started,
+            "seconds": now - began,
+            **self._queue.metrics(),
+            **self._epoch(),
+            "engine_restarts": self._engines.restarts,
+            "trainer_restarts": self._restarts,
+            **described,
+            **trained.metrics,
+        }
+        line["skipped"] = float(trained.skipped is not None)
+        self._records.add(line, batch, trained, of_rollout_weights=progress == 0)
+        return trained.skipped is None
+
+    def _epoch(self) -> dict[str, float]:
+        """Passes over --prompt-data so far, with the rows that were dropped."""
+        if self._parts.data is None:
+            return {}
+        asked = self._queue.counts.issued - self._queue.under_way
+        return {"epoch": asked / len(self._parts.data)}
+
+    def _send_weights(self, *, wait: bool) -> None:
+        with self._devices.sending():
+            self._weights.send(self._at.version, wait=wait)
+
+    def _recover(self, error: ParallelError) -> None:
+        """Restart the trainer from its last checkpoint if it lost a rank; else raise `error`."""
+        while True:
+            dead = self._trainer.dead_ranks()
+            if not dead and not isinstance(error, ActorLost):
+                raise error
+            self._count_restart(error)
+            who = ", ".join(dead) or str(error).splitlines()[0]
+            self._console.say(f"the trainer is restarted, it lost {who}")
+            self._boundary = None
+            try:
+                self._engines.forget()
+                with self._devices.restarting():
+                    self._trainer.restart()
+                self._go_back_to_checkpoint()
+                return
+            except ParallelError as again:
+                error = again
+
+    def _count_restart(self, error: ParallelError) -> None:
+        """Raise `error` without checkpoints, or after too many restarts without a new rollout."""
+        if self._config.save_interval is None and self._checkpoints.newest() is None:
+            raise ParallelError(
+                f"{error}\nThe job keeps no checkpoints and ends; with --save-interval it would "
+                "restart from the last one"
+            ) from error
+        rollouts = self._at.rollouts
+        if rollouts > self._furthest:
+            self._restarts_in_a_row, self._furthest = 0, rollouts
+        if self._restarts_in_a_row >= self._config.max_restarts:
+            raise ParallelError(
+                f"the trainer was restarted {self._restarts_in_a_row} times without getting "
+                f"further than rollout {rollouts}, the limit of --max-restarts; the last error: "
+                f"{error}"
+            ) from error
+        self._restarts_in_a_row += 1
+        self._restarts += 1
+
+    def _resume(self) -> None:
+        """Go on from the checkpoint that was asked for, or from the latest, if there is any."""
+        chosen = find_checkpoint(self._checkpoints.root, self._config.resume_from)
+        if chosen is not None:
+            self._checkpoints.add_until(chosen)
+        self._go_back_to_checkpoint()
+        if chosen is not None and self._config.resume_from is not None:
+            for path in set_aside_later(chosen):
+                self._console.say(f"a checkpoint after {chosen.name} is kept as {path}")
+
+    def _go_back_to_checkpoint(self) -> None:
+        """Load the run's newest checkpoint, or stand at the beginning if there is none yet."""
+        state: dict[str, Any] = {"position": {}, "queue": self._start_of_queue}
+        newest = self._checkpoints.newest()
+        if newest is not None:
+            state = self._trainer.load_checkpoint(str(newest))
+        warn_of_other_rows(self._parts.data, state, self._console.warn)
+        self._at = Position(**state["position"])
+        # A version names one set of weights: what was sent after the checkpoint keeps its number.
+        self._at.version = max(self._at.version, self._weights.version + 1)
+        self._queue.restore(state["queue"])
+        self._records.go_back(self._at.updates)
+        self._evaluations.go_back(self._at.rollouts)
+        self._console.say(
+            f"goes on after rollout {self._at.rollouts} of {self._config.num_rollouts}"
+        )
+        self._send_weights(wait=True)
+        self._saved = self._at.rollouts
+        self._reach_boundary()
+
+
+def learning_rate(config: JobConfig, update: int) -> float:
+    """Warm-up, then constant or a decay from lr to min-lr over the job; `update` counts from 0."""
+    if update < config.lr_warmup_steps:
+        return config.lr * (update + 1) / config.lr_warmup_steps
+    if config.lr_decay_style == "constant":
+        return config.lr
+    decays = max(1, config.total_updates - config.lr_warmup_steps)
+    done = min(1.0, (update - config.lr_warmup_steps) / decays)
+    share = 1 - done if config.lr_decay_style == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.min_lr + (config.lr - config.min_lr) * share

@@ -1,0 +1,1 @@
+"""The driver's side of weight sync: transfers, replaced engines, verification."""

@@ -1,0 +1,246 @@
+"""New weights from the trainer to the engines: from rank to worker, or through the object store.
+
+Process groups join every rank that sends a part of the model with the workers of all engines; on
+shared devices ranks hand the weights over within the device. The driver keeps the store at which
+they meet, watches all of them, and calls a transfer off when one is lost: the others stop waiting,
+a lost engine is replaced, and the weights are sent again to those that do not have them. A lost
+trainer rank is raised to the caller. An engine that was replaced gets the trainer's weights as soon
+as the trainer holds still, and no request before that.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from plugin.cluster.engine_pool import EnginePool
+from plugin.cluster.heartbeat import Pulse
+from plugin.cluster.trainer_group import TrainerGroup
+from plugin.config import JobConfig
+from plugin.config.trainer_flags import DtypeName
+from plugin.controller.weight_sync.transfer import Member, Transfer
+from plugin.errors import EngineError
+from plugin.observe.console import Console
+from plugin.weights.buckets import NO_WEIGHTS
+from plugin.weights.checksums import Checksums
+from plugin.weights.store import WeightGroup, call_off, forget_version, open_store
+
+_POLL_SECONDS = 0.02
+
+
+class WeightSync:
+    """Sends versions of the trainer's weights the way that --weight-sync says."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        trainer: TrainerGroup,
+        engines: EnginePool,
+        console: Console,
+    ) -> None:
+        self._config, self._trainer, self._engines = config, trainer, engines
+        self._console = console
+        self._way = config.weight_way
+        self._group: WeightGroup | None = None
+        self._who: tuple[Any, ...] = ()
+        self._store: Any = None
+        self._seconds, self._bytes = 0.0, 0
+        #: The trainer's checksums of the newest version, where an engine was asked for its own.
+        self.checksums: Checksums = {}
+        # Engines that have the weights which adapters (--lora-sync) belong to.
+        self._have_base: set[Any] = set()
+        # An engine may have responses to end first; one that hangs is found as in generation.
+        self._patience = min(config.step_timeout, 3 * config.engine_patience)
+        self.version = NO_WEIGHTS
+
+    def metrics(self) -> dict[str, Any]:
+        """How the newest version was sent, and what that took."""
+        return {
+            "weight_sync": self._way,
+            "weight_sync_bytes": self._bytes,
+            "seconds_weight_sync": self._seconds,
+        }
+
+    def send(self, version: int, *, wait: bool) -> None:
+        """Give the trainer's weights to the engines as `version`.
+
+        wait: until every engine has them, also those that are being replaced
+        """
+        began = time.monotonic()
+        # Engines may have parts of it even if this fails, so the number is taken.
+        self.version, self.checksums = version, {}
+        self._engines.begin_version(version)
+        if self._way in ("broadcast", "ipc"):
+            self._send_to_lagging()
+            if wait:
+                self._wait_for_lagging()
+        else:
+            buckets, self._bytes, self.checksums = self._trainer.export_weights(
+                self._checksum_dtype()
+            )
+            self._engines.send_weights(buckets)
+            if wait:
+                self._engines.finish_loads()
+        self._seconds = time.monotonic() - began
+
+    def _checksum_dtype(self) -> DtypeName | None:
+        """The dtype of the checksums that engines report now; None if they do not."""
+        config = self._config
+        reports = config.engine_traits.reports_checksums and not config.syncs_adapters
+        exact = reports and config.rollout_quantization == "none"
+        return config.rollout_dtype if exact and self._engines.any_probe_due else None
+
+    @contextmanager
+    def trainer_holds_still(
+        self, sending: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        """Let engines that were replaced catch up while the trainer has the weights sent last.
+
+        sending: has trainer and engines hold their weights; see `SharedDevices`
+        """
+        if self._way == "broadcast":
+            self._engines.catch_up = self._send_to_lagging
+        elif self._way == "ipc":
+            self._engines.catch_up = partial(self._send_again, sending)
+        try:
+            yield
+        finally:
+            self._engines.catch_up = None
+
+    def _send_again(self, sending: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have all engines wait while the trainer, which had given its memory away, sends again."""
+        if not self._engines.lagging_and_started():
+            return
+        catch_up, self._engines.catch_up = self._engines.catch_up, None
+        with sending():
+            self._wait_for_lagging()
+        self._engines.catch_up = catch_up
+
+    def _wait_for_lagging(self) -> None:
+        """Send to engines as they start, until all have the newest version."""
+        while self._engines.lagging():
+            self._engines.poll()
+            self._send_to_lagging()
+            time.sleep(_POLL_SECONDS)
+
+    def _send_to_lagging(self) -> None:
+        """Send the newest version to the engines that have started and do not have it."""
+        for _ in range(1 + self._config.max_restarts):
+            members = self._members()
+            if not members or self._transfer(members):
+                return
+        raise EngineError(
+            f"weights of version {self.version} could not be sent to engines "
+            f"{', '.join(map(str, self._engines.lagging()))} in {1 + self._config.max_restarts} "
+            "attempts, the limit of --max-restarts; look for what ends the transfers above"
+        )
+
+    def _members(self) -> list[Member]:
+        """The engines that have started and lack the newest version, with their workers."""
+        within_devices = self._way == "ipc"
+        asked = self._engines.ask_lagging(
+            "weight_devices" if within_devices else "weight_receivers"
+        )
+        calls: dict[Any, Member | str] = {
+            call: Member(number, actor) for number, actor, call in asked
+        }
+        counted = self._finished(Transfer(calls, self._patience, self._console))
+        members, first = [], 0
+        for member in sorted(counted.received, key=lambda member: member.engine):
+            answer = counted.received[member]
+            devices = tuple(answer) if within_devices else ()
+            workers = len(devices) if within_devices else answer
+            members.append(replace(member, first=first, workers=workers, devices=devices))
+            first += workers
+        return members
+
+    def _finished(self, transfer: Transfer, group: WeightGroup | None = None) -> Transfer:
+        """Wait for all calls, and call off the transfer in `group` when one fails."""
+        pulse = Pulse[Member](lambda member: self._engines.ping(member.actor))
+        while transfer.calls:
+            transfer.wait(_POLL_SECONDS)
+            for member in pulse.silent(transfer.awaited):
+                transfer.give_up(member)
+            if group is not None and transfer.trouble is not None and not transfer.is_called_off:
+                call_off(self._store, group, transfer.trouble)
+                transfer.is_called_off = True
+            self._trainer.while_idle()
+        for member, reason in transfer.lost.items():
+            self._engines.replace_unless_done(member.engine, member.actor, reason)
+        if transfer.error is not None:
+            raise transfer.error
+        return transfer
+
+    def _transfer(self, members: list[Member]) -> bool:
+        """Send the newest version to `members`; whether all of them have it."""
+        group = self._group_of(members)
+        calls: dict[Any, Member | str] = {
+            self._engines.receive_weights(member.engine, member.actor, group, member.first): member
+            for member in members
+        }
+        with_base = any(member.actor not in self._have_base for member in members)
+        calls |= self._trainer.send_weights(
+            self.version, group, with_base=with_base, checksum_dtype=self._checksum_dtype()
+        )
+        transfer = Transfer(calls, self._patience, self._console)
+        try:
+            self._finished(transfer, group)
+        finally:
+            for part in transfer.sent:
+                self.checksums = {**self.checksums, **part.checksums}
+            for member, answers in transfer.received.items():
+                self._engines.has_received(member.engine, member.actor, answers)
+                self._have_base.add(member.actor)
+            if transfer.trouble is not None:
+                self._group = None
+        if transfer.trouble is not None:
+            return False
+        self._bytes = sum(part.nbytes for part in transfer.sent)
+        messages = {part.sender: part.messages for part in transfer.sent}
+        forget_version(self._store, group, self.version, messages)
+        return True
+
+    def _group_of(self, members: list[Member]) -> WeightGroup:
+        """The group of the last transfer, or a new one if its members have changed since."""
+        import ray
+
+        who = (*self._trainer.rank_ids(), *members)
+        if self._store is None:
+            self._store = open_store(ray.util.get_node_ip_address())
+        if self._group is None or who != self._who:
+            self._who = who
+            self._group = WeightGroup(
+                self._store.host,
+                self._store.port,
+                f"megatron-tis-{secrets.token_hex(6)}",
+                receivers=sum(member.workers for member in members),
+                timeout=self._config.step_timeout,
+                **self._senders(members),
+            )
+        return self._group
+
+    def _senders(self, members: list[Member]) -> dict[str, Any]:
+        """Those of a group with `members`: the ranks on their devices, or all that have a part."""
+        config = self._config
+        if self._way == "broadcast":
+            stages, experts = config.pipeline_model_parallel_size, config.expert_model_parallel_size
+            traits = config.engine_traits
+            servers = traits.asks_servers or traits.starts_servers is not None
+            return {"senders": stages * experts, "per_stage": experts, "joins": not servers}
+        ranks: dict[str, int] = {}
+        for rank, device in enumerate(self._trainer.devices()):
+            ranks.setdefault(device, rank)
+        for member in members:
+            if missing := set(member.devices) - set(ranks):
+                raise EngineError(
+                    f"--weight-sync ipc: engine {member.engine} is on {sorted(missing)[0]}, where "
+                    "no trainer rank is that could hand it its weights; use --weight-sync "
+                    "object-store"
+                )
+        lenders = tuple(ranks[device] for member in members for device in member.devices)
+        return {"senders": len(set(lenders)), "lenders": lenders}

@@ -1,0 +1,81 @@
+"""The engine that a configuration names: built in, or the user's own by import path."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from plugin.config import JobConfig
+from plugin.config.engine_arguments import check_names
+from plugin.config.import_paths import load_function
+from plugin.engines.installed_arguments import installed_arguments
+from plugin.engines.protocol import RolloutEngine
+from plugin.errors import ConfigError
+
+
+def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> RolloutEngine:
+    """Build the engine in this process; its weights come with `load_weights`.
+
+    hf_config: the policy's Hugging Face configuration; name: for messages and health
+    """
+    return load_function(config.engine_traits.factory)(config, hf_config, name)
+
+
+def api_key(config: JobConfig) -> str | None:
+    """The servers' key in this process's environment; None where the job names no variable."""
+    return key_in_environment("--rollout-api-key-env", config.rollout_api_key_env)
+
+
+def key_in_environment(option: str, name: str | None) -> str | None:
+    """The key in the environment variable `name`, which `option` gives; None without a name."""
+    if name is None:
+        return None
+    key = os.environ.get(name, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(
+            f"{option} names {name}, which holds no key; export {name}=... before the job starts"
+        )
+    return key
+
+
+def check_engine_size(config: JobConfig, hf_config: Mapping[str, Any]) -> None:
+    """Refuse a tensor parallel size that does not divide the heads of the model."""
+    size = config.rollout_num_gpus_per_engine
+    if size == 1 or not config.engine_traits.tensor_parallel:
+        return
+    heads = int(hf_config["num_attention_heads"])
+    groups = int(hf_config.get("num_key_value_heads") or heads)
+    fits = [
+        n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)
+    ]
+    if size not in fits:
+        raise ConfigError(
+            f"--rollout-num-gpus-per-engine is {size}; the model has {heads} attention heads and "
+            f"{groups} of keys and values, which can be shared by {', '.join(map(str, fits))}"
+        )
+
+
+def check_engine(config: JobConfig) -> None:
+    """Refuse an engine without its API key, with arguments that it does not know, or whose package
+    is missing on this machine.
+
+    Another cluster may have the package.
+    """
+    api_key(config)
+    for package, names in (
+        ("vllm", config.vllm_arguments()),
+        ("sglang", config.sglang_arguments()),
+    ):
+        known = installed_arguments(package) if names else None
+        if known is not None:
+            check_names(f"--{package}-args", names, known)
+    if config.engine_traits.package is None or config.address is not None:
+        return
+    package, install = config.engine_traits.package
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise ConfigError(
+            f"--rollout-engine {config.rollout_engine}: {package} is not installed; {install}"
+        )

@@ -1,0 +1,205 @@
+"""Requests in, responses out, one decode step at a time, over any engine.
+
+Engines that batch continuously are fed as room gets free. One that only has a blocking `generate`
+is given as much as fits, and nothing more until all of it is answered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from plugin.engines.protocol import (
+    Answer,
+    EngineHealth,
+    Finished,
+    Generation,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParameters,
+    SteppingEngine,
+    check_answer,
+    check_generations,
+)
+from plugin.engines.transformers.weight_loader import WeightLoader
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Seeds of a request that join together; the first of them is seed `start` of the request."""
+
+    ticket: int
+    start: int
+    request: GenerationRequest
+    parameters: SamplingParameters
+
+
+class ResponseStream:
+    """Feeds an engine in the order in which requests come; answers leave as they finish.
+
+    The responses of one request join together, so that their prompt is read once; a request with
+    more seeds than fit is split. What is in the batch at any time follows from the order of the
+    requests, so equal requests to an idle engine give equal responses to the last digit.
+
+    max_batch: responses at once of an engine without a batch of its own
+    lockstep: whether the engine answers everything it was given before it takes more
+    """
+
+    def __init__(self, engine: RolloutEngine, max_batch: int) -> None:
+        self.lockstep = not _batches_continuously(engine)
+        self._engine: SteppingEngine = (
+            _Lockstep(engine, max_batch) if self.lockstep else cast(SteppingEngine, engine)
+        )
+        self.max_batch = self._engine.room
+        self._waiting: deque[_Part] = deque()
+        self._running: dict[int, _Part] = {}
+        self._left: dict[int, int] = {}
+        self._numbers = 0
+
+    @property
+    def open(self) -> int:
+        """Responses that were asked for and have not finished."""
+        return self._engine.running + sum(len(part.request.seeds) for part in self._waiting)
+
+    def has_room(self, request: GenerationRequest, parameters: SamplingParameters) -> bool:
+        """Whether the request would join the batch at the next step, with all that wait for it."""
+        if not self._waiting:
+            return self._fits(request, parameters)
+        ahead = sum(len(part.request.seeds) for part in self._waiting)
+        alike = self._waiting[0].parameters == parameters
+        return alike and ahead + len(request.seeds) <= self._engine.room
+
+    def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
+        """Take a request; `step` returns its responses under `ticket`."""
+        for start in range(0, len(request.seeds), self.max_batch):
+            seeds = request.seeds[start : start + self.max_batch]
+            part = GenerationRequest(request.prompt, seeds, request.prompt_index)
+            self._waiting.append(_Part(ticket, start, part, parameters))
+
+    def step(self) -> list[Finished]:
+        """Let in what fits and go one step; the responses that finished, checked."""
+        while self._waiting and self._fits(self._waiting[0].request, self._waiting[0].parameters):
+            part = self._waiting.popleft()
+            self._numbers += 1
+            self._running[self._numbers] = part
+            self._left[self._numbers] = len(part.request.seeds)
+            self._engine.add(self._numbers, part.request, part.parameters)
+        if not self._running:
+            return []
+        return [self._finished(*finished) for finished in self._engine.step()]
+
+    def abort(self) -> None:
+        """Forget everything that was asked for."""
+        self._waiting.clear()
+        self._running.clear()
+        self._left.clear()
+        self._engine.abort()
+
+    def _fits(self, request: GenerationRequest, parameters: SamplingParameters) -> bool:
+        if not self._running:
+            return True
+        alike = next(iter(self._running.values())).parameters == parameters
+        return alike and min(len(request.seeds), self.max_batch) <= self._engine.room
+
+    def _finished(self, number: int, place: int, answer: Answer) -> Finished:
+        part = self._running[number]
+        check_answer(part.request.prompt_index, part.request, answer, part.parameters)
+        self._left[number] -= 1
+        if not self._left[number]:
+            del self._running[number], self._left[number]
+        return Finished(part.ticket, part.start + place, answer)
+
+
+def generate_by_steps(
+    engine: SteppingEngine, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+) -> list[list[Answer]]:
+    """`RolloutEngine.generate` of an engine that batches continuously."""
+    stream = ResponseStream(cast(RolloutEngine, engine), engine.room)
+    answers: list[dict[int, Answer]] = [{} for _ in requests]
+    for number, request in enumerate(requests):
+        stream.add(number, request, parameters)
+    try:
+        while stream.open:
+            for number, place, answer in stream.step():
+                answers[number][place] = answer
+    except BaseException:
+        stream.abort()
+        raise
+    return [[group[place] for place in sorted(group)] for group in answers]
+
+
+class GeneratesBySteps:
+    """What the built-in engines that batch continuously have in common.
+
+    name: of the engine, for errors
+    weights: which of them it has
+    """
+
+    def __init__(self, name: str, weights: WeightLoader) -> None:
+        self._name, self._weights = name, weights
+        self._generated_tokens = 0
+
+    def health(self) -> EngineHealth:
+        """Version of the weights and tokens generated so far."""
+        return EngineHealth(self._name, self._weights.version, self._generated_tokens)
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+    ) -> list[list[Answer]]:
+        """For each request, one answer per seed, in order."""
+        return generate_by_steps(cast(SteppingEngine, self), requests, parameters)
+
+    def _counted(self, finished: list[Finished]) -> list[Finished]:
+        """`finished`, with its tokens added to those generated."""
+        answers = [done.answer for done in finished]
+        self._generated_tokens += sum(
+            answer.tokens.numel() for answer in answers if isinstance(answer, Generation)
+        )
+        return finished
+
+
+class _Lockstep:
+    """A `SteppingEngine` over an engine's blocking `generate`."""
+
+    def __init__(self, engine: RolloutEngine, max_batch: int) -> None:
+        self._engine, self._max_batch = engine, max_batch
+        self._asked: list[tuple[int, GenerationRequest]] = []
+        self._parameters = SamplingParameters()
+
+    @property
+    def running(self) -> int:
+        return sum(len(request.seeds) for _, request in self._asked)
+
+    @property
+    def room(self) -> int:
+        return self._max_batch - self.running
+
+    def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
+        self._asked.append((ticket, request))
+        self._parameters = parameters
+
+    def step(self) -> list[Finished]:
+        asked, self._asked = self._asked, []
+        requests = [request for _, request in asked]
+        answers = self._engine.generate(requests, self._parameters)
+        check_generations(requests, answers, self._parameters)
+        return [
+            Finished(ticket, place, answer)
+            for (ticket, _), group in zip(asked, answers, strict=True)
+            for place, answer in enumerate(group)
+        ]
+
+    def abort(self) -> None:
+        self._asked = []
+
+
+def _batches_continuously(engine: RolloutEngine) -> bool:
+    """Whether `engine` has `step`; a subclass that only has its own `generate` wants that used."""
+    for kind in type(engine).__mro__:
+        if "step" in vars(kind):
+            return True
+        if "generate" in vars(kind):
+            return False
+    return False

@@ -1,0 +1,249 @@
+"""The `http` engine: a client of vLLM or SGLang servers that run elsewhere.
+
+Every response is a call of its own, so servers batch as they like (`server_responses`). Weights get
+to the servers by `server_updates`. No task or connection outlives the responses under way.
+
+With `interrupts` one thread may call `load_weights` while another generates. Servers then cut their
+running responses short, load the weights, and are asked for the rest of each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from plugin.config import JobConfig
+from plugin.engines.choice import api_key
+from plugin.engines.expert_routes import RouteShape
+from plugin.engines.protocol import (
+    Answer,
+    Finished,
+    GenerationRequest,
+    SamplingParameters,
+)
+from plugin.engines.response_stream import GeneratesBySteps
+from plugin.engines.servers.calls import ServerSession
+from plugin.engines.servers.dialects import DIALECTS, Dialect, ResponseShape
+from plugin.engines.servers.pool import Server, ServerPool
+from plugin.engines.servers.responses import ServerResponses
+from plugin.engines.servers.updates import ServerUpdates
+from plugin.engines.transformers.weight_loader import weight_ledger
+from plugin.errors import ConfigError
+from plugin.weights.buckets import NO_WEIGHTS
+from plugin.weights.directory import WeightDirectory
+from plugin.weights.store import WeightGroup
+
+#: How long a step waits for a response, and how often it looks.
+_STEP_SECONDS, _LOOK_SECONDS = 0.05, 0.005
+
+
+def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> HttpEngine:
+    """The engine with the settings of a job."""
+    return HttpEngine(
+        config.rollout_urls,
+        hf_config,
+        weights_dir=config.rollout_weights_dir if config.weight_way == "directory" else None,
+        server=config.rollout_server,
+        request_timeout=config.rollout_request_timeout,
+        update_timeout=config.step_timeout,
+        start_timeout=config.start_timeout,
+        retries=config.rollout_request_retries,
+        api_key=api_key(config),
+        max_batch=config.rollout_max_batch,
+        max_answer_bytes=config.max_answer_bytes,
+        max_model_len=config.max_context_length,
+        interrupts=config.partial_rollouts,
+        name=name,
+    )
+
+
+class HttpEngine(GeneratesBySteps):
+    """A `RolloutEngine` that asks servers.
+
+    hf_config: of the model that the servers run
+    weights_dir: a directory that they see under the same path; None = weights come by broadcast
+    request_timeout: seconds for one response to its last byte
+    update_timeout: seconds for loading weights
+    start_timeout: seconds within which a server has to answer for the first time; None = ever
+    retries: attempts after a failed one, `backoff` seconds later at first, then twice as long each
+        time
+    api_key: sent with every call as a bearer token
+    max_batch: responses asked for at the same time
+    max_answer_bytes: of one answer, decompressed
+    interrupts: responses are cut short and continued when weights arrive; see above
+    pool: the servers and their state
+    updates: gives them weights
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        hf_config: Mapping[str, Any],
+        *,
+        weights_dir: str | None,
+        server: str = "vllm",
+        request_timeout: float = 600.0,
+        update_timeout: float = 1800.0,
+        start_timeout: float | None = None,
+        retries: int = 3,
+        backoff: float = 0.5,
+        api_key: str | None = None,
+        max_batch: int = 256,
+        max_answer_bytes: int = 16 << 20,
+        max_model_len: int | None = None,
+        interrupts: bool = False,
+        name: str = "engine",
+    ) -> None:
+        if not urls:
+            raise ConfigError("--rollout-engine http needs at least one URL; give --rollout-url")
+        super().__init__(name, weight_ledger(hf_config))
+        dialect: Dialect = DIALECTS[server]()
+        self.pool = ServerPool(urls)
+        self._session = partial(ServerSession, max_answer_bytes, api_key)
+        self.updates = ServerUpdates(
+            dialect,
+            self.pool,
+            self._weights,
+            None if weights_dir is None else WeightDirectory(weights_dir, hf_config),
+            self._session,
+            timeout=update_timeout,
+            interrupts=interrupts,
+            patience=start_timeout,
+        )
+        positions = int(hf_config.get("max_position_embeddings") or 1 << 20)
+        shape = ResponseShape(
+            vocab_size=int(hf_config["vocab_size"]),
+            max_model_len=min(max_model_len or positions, positions),
+            num_layers=int(hf_config["num_hidden_layers"]),
+            routes=RouteShape.of(hf_config),
+        )
+        self._responses = ServerResponses(
+            dialect,
+            self.pool,
+            shape,
+            timeout=request_timeout,
+            retries=retries,
+            backoff=backoff,
+            interrupts=interrupts,
+        )
+        self._update_timeout, self._max_batch = update_timeout, max_batch
+        self._interrupts = interrupts
+        self._events = asyncio.new_event_loop()
+        self._connection: tuple[ServerSession, asyncio.Event, asyncio.Task[None]] | None = None
+        self._new: list[tuple[int, GenerationRequest, SamplingParameters]] = []
+        self._groups: set[asyncio.Task[None]] = set()
+        self._finished: list[Finished] = []
+        self._running = 0
+
+    # -- weights
+
+    def load_weights(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
+        """Take a bucket of version `version`; the last one has every server load it from disk."""
+        self.updates.load(version, bucket, last=last)
+
+    def weight_receivers(self) -> int:
+        """The workers of all servers that answer."""
+        return self.updates.count_workers()
+
+    def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
+        """Have the servers take all of `version`; see `BroadcastEngine`."""
+        self.updates.receive(version, group, first)
+
+    # -- generation
+
+    @property
+    def running(self) -> int:
+        """Responses that were added and have not finished."""
+        return self._running
+
+    @property
+    def room(self) -> int:
+        """How many more may be asked for."""
+        return self._max_batch - self._running
+
+    def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
+        """Ask for the responses to a request at the next step; see `SteppingEngine`."""
+        self._new.append((ticket, request, parameters))
+        self._running += len(request.seeds)
+
+    def step(self) -> list[Finished]:
+        """Wait a moment for responses; those that are complete."""
+        if not self._interrupts or self._weights.version == NO_WEIGHTS:
+            self._weights.require_complete(self._name)
+        try:
+            self._events.run_until_complete(self._advance())
+        except BaseException:
+            self.abort()
+            raise
+        finished, self._finished = self._finished, []
+        self._running -= len(finished)
+        if not self._running:
+            self._events.run_until_complete(self._disconnect())
+        return self._counted(finished)
+
+    def probe(
+        self, request: GenerationRequest, parameters: SamplingParameters
+    ) -> list[tuple[str, list[Answer]]]:
+        """Every server in service with its responses, while no other is under way."""
+
+        async def ask(server: Server) -> list[Answer]:
+            found: list[Finished] = []
+            async with self._session() as session:
+                await self._responses.ask_for_group(
+                    session, 0, request, parameters, found.append, only=server
+                )
+            return [finished.answer for finished in sorted(found, key=lambda one: one.place)]
+
+        async def ask_all() -> list[tuple[str, list[Answer]]]:
+            servers = self.pool.in_service
+            answers = await asyncio.gather(*map(ask, servers))
+            return [(server.url, got) for server, got in zip(servers, answers, strict=True)]
+
+        return self._events.run_until_complete(ask_all())
+
+    def abort(self) -> None:
+        """Forget the responses under way and close their connections."""
+        self._new.clear()
+        self._events.run_until_complete(self._disconnect())
+        self._finished.clear()
+        self._running = 0
+
+    async def _advance(self) -> None:
+        """Ask for what is new, and wait until responses are complete, or for a moment."""
+        if self._connection is None:
+            session = self._session()
+            end = asyncio.Event()
+            await self.updates.revive_due(session)
+            reviver = asyncio.create_task(self.updates.keep_reviving(session, end))
+            self._connection = (session, end, reviver)
+        session = self._connection[0]
+        for ticket, request, parameters in self._new:
+            group = self._responses.ask_for_group(session, ticket, request, parameters, self._note)
+            self._groups.add(asyncio.create_task(group))
+        self._new.clear()
+        deadline = self._events.time() + _STEP_SECONDS
+        while not self._finished and self._events.time() < deadline:
+            done, self._groups = await asyncio.wait(
+                self._groups, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            for group_task in done:
+                group_task.result()
+
+    def _note(self, finished: Finished) -> None:
+        self._finished.append(finished)
+
+    async def _disconnect(self) -> None:
+        for task in self._groups:
+            task.cancel()
+        await asyncio.gather(*self._groups, return_exceptions=True)
+        self._groups.clear()
+        if self._connection is not None:
+            session, end, reviver = self._connection
+            self._connection = None
+            end.set()
+            await reviver
+            await session.close()

@@ -1,0 +1,129 @@
+"""The `sglang` and `vllm_server` engines: a server of the job's own, and the client that asks it.
+
+The engine's actor starts the server on loopback, with random weights, and gives it every version
+through a directory that both see, or has it join the trainer's process groups. The server ends with
+the actor. When the server ends or falls silent, the engine raises, and the pool replaces both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from plugin.config import JobConfig
+from plugin.engines.model_config import with_architecture
+from plugin.engines.protocol import (
+    Answer,
+    Finished,
+    GenerationRequest,
+    SamplingParameters,
+)
+from plugin.engines.servers.commands import ServerCommand, sglang_command, vllm_command
+from plugin.engines.servers.http_engine import HttpEngine
+from plugin.engines.servers.process import ServerEnded, ServerProcess, free_port
+from plugin.weights.store import WeightGroup
+
+
+def make_sglang_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> ServedEngine:
+    """An SGLang server and its client, with the settings of a job."""
+    return ServedEngine(config, hf_config, name, "sglang", sglang_command)
+
+
+def make_vllm_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> ServedEngine:
+    """A vLLM server and its client, with the settings of a job."""
+    return ServedEngine(config, hf_config, name, "extended vllm", vllm_command)
+
+
+class ServedEngine(HttpEngine):
+    """An `HttpEngine` whose one server is a child of this process.
+
+    server: the dialect
+    command: (config, model directory, port, longest sequence) -> what starts the server
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        hf_config: Mapping[str, Any],
+        name: str,
+        server: str,
+        command: Callable[[JobConfig, str, int, int], ServerCommand],
+    ) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="megatron_tis_server_"))
+        (directory / "config.json").write_text(json.dumps(with_architecture(hf_config)))
+        positions = int(hf_config.get("max_position_embeddings") or 4096)
+        longest = min(config.max_context_length or positions, positions)
+        weights = config.rollout_weights_dir or str(directory / "weights")
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        super().__init__(
+            [url],
+            hf_config,
+            weights_dir=weights if config.weight_way == "directory" else None,
+            server=server,
+            request_timeout=config.rollout_request_timeout,
+            update_timeout=config.step_timeout,
+            retries=config.rollout_request_retries,
+            max_batch=config.rollout_max_batch,
+            max_answer_bytes=config.max_answer_bytes,
+            max_model_len=longest,
+            interrupts=config.partial_rollouts,
+            name=name,
+        )
+        start = command(config, str(directory), port, longest)
+        environment = dict(os.environ) | dict(start.environment)
+        if not torch.cuda.is_available():
+            environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        self.server = ServerProcess(
+            start.command,
+            environment,
+            url,
+            directory=directory,
+            log=Path(config.run_dir or directory) / f"{name.replace(' ', '_')}.log",
+        )
+        self.server.wait_until_ready(config.start_timeout)
+
+    def load_weights(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
+        """As `HttpEngine.load_weights`; `ServerEnded` if the server is gone or did not load."""
+        self.server.require_alive()
+        try:
+            super().load_weights(version, bucket, last=last)
+        finally:
+            self.server.require_alive()
+        [only] = self.pool.servers
+        if last and only.out_because is not None:
+            raise ServerEnded(f"weight version {version}: {only.out_because}")
+
+    def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
+        """As `HttpEngine.receive_weights`; `ServerEnded` if the server is gone."""
+        self.server.require_alive()
+        try:
+            super().receive_weights(version, group, first)
+        finally:
+            self.server.require_alive()
+
+    def step(self) -> list[Finished]:
+        """As `HttpEngine.step`; `ServerEnded` if the server is gone, before or after it."""
+        self.server.require_alive()
+        finished = super().step()
+        self.server.require_alive()
+        return finished
+
+    def probe(
+        self, request: GenerationRequest, parameters: SamplingParameters
+    ) -> list[tuple[str, list[Answer]]]:
+        """As `HttpEngine.probe`; `ServerEnded` if the server is gone."""
+        found = super().probe(request, parameters)
+        self.server.require_alive()
+        return found
+
+    def close(self) -> None:
+        """End the server."""
+        self.server.close()

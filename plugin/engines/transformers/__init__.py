@@ -1,0 +1,1 @@
+"""The `transformers` engine: continuous batching with exact log-probs."""

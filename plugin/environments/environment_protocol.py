@@ -1,0 +1,98 @@
+"""What a multi-turn task is: conversations that an environment continues and scores.
+
+A task of several turns is named with `--task-path` like any other, called as `factory(config,
+tokenizer)`, and returns an object with the members of `MultiTurnTask`. It runs in the engines'
+processes; the driver only asks it for the first messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from plugin.environments.tool_calls import (
+    MalformedToolCall,
+    ToolCall,
+    answer_of,
+    parse_tool_calls,
+)
+
+#: A chat message as chat templates know it: `role`, `content`, and whatever else the template
+#: reads.
+Message = Mapping[str, Any]
+
+#: Why a conversation is over: the environment said so, a reply was cut at --max-response-length,
+#: --max-turns replies were given, or the next reply would not fit into --max-context-length.
+Ending = Literal["done", "reply_cut", "max_turns", "max_context"]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the policy said in one turn.
+
+    text: all of it, thinking included, without the token that ended the turn
+    """
+
+    text: str
+
+    @property
+    def answer(self) -> str:
+        """The text after the thinking."""
+        return answer_of(self.text)
+
+    @property
+    def tool_calls(self) -> list[ToolCall | MalformedToolCall]:
+        """The `<tool_call>` blocks of the answer, in order."""
+        return parse_tool_calls(self.text)
+
+
+@dataclass(frozen=True)
+class Step:
+    """How the environment answers a reply.
+
+    messages: what follows the reply: tool output, or a user's message
+    done: the conversation is over; `messages` are then ignored
+    history: context compaction: replaces all messages so far, the reply included; `messages` follow
+        it
+    """
+
+    messages: Sequence[Message] = ()
+    done: bool = False
+    history: Sequence[Message] | None = None
+
+
+class Environment(Protocol):
+    """One conversation's other side. Calls come one after the other, each from a thread of its own.
+
+    An exception, or a call that takes longer than --environment-timeout, fails this trajectory
+    only. If there is a method `close()`, it is called once at the end, whatever happened.
+    """
+
+    def step(self, reply: Reply, history: Sequence[Message]) -> Step:
+        """The answer to `reply`, which is the last message of `history`."""
+        ...
+
+    def reward(self, ending: Ending) -> float:
+        """What the whole conversation is worth; asked once, when it is over."""
+        ...
+
+
+@runtime_checkable
+class MultiTurnTask(Protocol):
+    """Conversations by number.
+
+    stop_token_ids: what ends a reply, usually the template's end-of-turn token
+    tools: JSON schemas of the tools, for the chat template; may be empty
+    """
+
+    stop_token_ids: tuple[int, ...]
+    tools: Sequence[Mapping[str, Any]]
+
+    def messages(self, index: int) -> Sequence[Message]:
+        """The first messages of conversation `index`, from 0 on without end; always the same."""
+        ...
+
+    def environment(self, index: int, seed: int) -> Environment:
+        """A fresh environment; what is random in it follows from `seed`."""
+        ...

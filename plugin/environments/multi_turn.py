@@ -1,0 +1,348 @@
+"""Rollouts of several turns: the policy and an environment speak in turn until one of them ends it.
+
+Conversations do not wait for each other: each asks for its next reply when its environment has
+answered, and replies join the engine's batch as they are asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from plugin.config import JobConfig
+from plugin.engines.protocol import (
+    Answer,
+    GenerationFailure,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParameters,
+)
+from plugin.engines.response_stream import ResponseStream
+from plugin.environments.chat_rendering import ChatRenderer, kept_thinking
+from plugin.environments.conversation import Conversation
+from plugin.environments.deadline_calls import CallFailure, DeadlineCalls
+from plugin.environments.environment_protocol import (
+    Ending,
+    Environment,
+    MultiTurnTask,
+    Reply,
+    Step,
+)
+from plugin.environments.group_loop import PlayedGroup, play_all
+from plugin.environments.trajectory import Trajectory, failed
+from plugin.errors import BatchError
+from plugin.tasks.protocol import Prompt, as_reward
+
+#: How long an idle engine waits for an environment before it looks for new requests.
+_LOOK_SECONDS = 0.05
+
+T = TypeVar("T")
+
+
+def run_multi_turn(
+    engine: RolloutEngine,
+    requests: Sequence[GenerationRequest],
+    parameters: SamplingParameters,
+    *,
+    task: MultiTurnTask,
+    tokenizer: Any,
+    config: JobConfig,
+) -> list[list[Trajectory]]:
+    """For each request, one trajectory per seed; what goes wrong in one leaves the others alone.
+
+    The request's `prompt_index` says which conversation is played. A trajectory follows from the
+    weights, that number and its seed, so a request can be played again, also by another engine.
+    """
+    most = sum(len(request.seeds) for request in requests)
+    stream = ResponseStream(engine, most)
+    player = MultiTurnPlayer(stream, task=task, tokenizer=tokenizer, config=config)
+    try:
+        return play_all(player, requests, parameters)
+    finally:
+        player.finish_calls()
+
+
+def renderer_of(task: MultiTurnTask, tokenizer: Any, config: JobConfig) -> ChatRenderer:
+    """How the task's conversations are rendered under these flags."""
+    return ChatRenderer(
+        tokenizer,
+        tools=task.tools,
+        keep=kept_thinking(config),
+        arguments=config.template_arguments(),
+    )
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The seed of one reply, in [0, 2^62): the same in every process and order of the batch."""
+    digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
+class OpeningPrompts:
+    """A multi-turn task as the driver sees it: prompts; rewards come with the trajectories."""
+
+    def __init__(self, task: MultiTurnTask, tokenizer: Any, config: JobConfig) -> None:
+        self._task = task
+        self._renderer = renderer_of(task, tokenizer, config)
+        self.stop_token_ids = task.stop_token_ids
+
+    def prompt(self, index: int) -> Prompt:
+        """The context of the first reply of conversation `index`."""
+        text = self._renderer.render(self._task.messages(index))
+        return Prompt(tuple(self._renderer.encode(text)))
+
+    def reward(self, prompt: Prompt, response: Sequence[int]) -> float:
+        """Refuse: only the environment has seen the whole conversation."""
+        raise BatchError("a response of a multi-turn task has no reward of its own")
+
+
+@dataclass(eq=False)
+class _Episode:
+    """One trajectory while it is played.
+
+    environment, conversation: set when the episode begins
+    result: the trajectory, once there is one
+    """
+
+    index: int
+    seed: int
+    parameters: SamplingParameters
+    environment: Environment | None = None
+    conversation: Conversation = field(init=False)
+    result: Trajectory | None = None
+
+    @property
+    def next_seed(self) -> int:
+        """Of the reply that comes next."""
+        return turn_seed(self.seed, self.conversation.turns)
+
+
+class MultiTurnPlayer:
+    """A `Player` of conversations: each goes on as soon as its own environment has answered.
+
+    Environments are called in threads. One that takes its time holds up its own episode; the engine
+    generates the replies of the others meanwhile. Over an engine that answers whole batches, all
+    open conversations get their next reply in one call, then all environments take their step.
+    """
+
+    def __init__(
+        self, stream: ResponseStream, *, task: MultiTurnTask, tokenizer: Any, config: JobConfig
+    ) -> None:
+        self._stream, self._task, self._config = stream, task, config
+        self._renderer = renderer_of(task, tokenizer, config)
+        self._groups: dict[int, list[_Episode]] = {}
+        self._unasked: list[_Episode] = []
+        self._asked: dict[int, dict[int, _Episode]] = {}
+        self._asks = 0
+        self._calls = DeadlineCalls(
+            seconds=config.environment_timeout, threads=config.environment_threads
+        )
+        #: What becomes of the result of a call; none for those of `close`.
+        self._awaited: dict[int, tuple[_Episode, str, Callable[[_Episode, Any], None]]] = {}
+
+    @property
+    def open(self) -> int:
+        """Groups that were begun and are not done."""
+        return len(self._groups)
+
+    def has_room(self, request: GenerationRequest, parameters: SamplingParameters) -> bool:
+        """Whether no more episodes would be open than the engine generates at once."""
+        episodes = [episode for group in self._groups.values() for episode in group]
+        alike = all(episode.parameters == parameters for episode in episodes[:1])
+        fits = len(episodes) + len(request.seeds) <= self._stream.max_batch
+        return alike and (fits or not episodes)
+
+    def begin(
+        self, ticket: int, request: GenerationRequest, parameters: SamplingParameters
+    ) -> None:
+        """Start the environments of a group."""
+        episodes = [_Episode(request.prompt_index, seed, parameters) for seed in request.seeds]
+        self._groups[ticket] = episodes
+        for episode in episodes:
+            start = partial(self._task.environment, episode.index, episode.seed)
+            self._call(episode, start, "starting the environment", self._open)
+
+    def step(self) -> list[PlayedGroup]:
+        """Go on with every episode that can; the groups that are done now."""
+        self._collect(0.0)
+        while self._awaited and self._stream.lockstep:
+            self._collect(_LOOK_SECONDS)
+        self._ask()
+        if self._stream.open:
+            for number, place, answer in self._stream.step():
+                episodes = self._asked[number]
+                self._answered(episodes.pop(place), answer)
+                if not episodes:
+                    del self._asked[number]
+        elif self._awaited:
+            self._collect(_LOOK_SECONDS)
+        return [PlayedGroup(ticket, self._take(ticket)) for ticket in self._done()]
+
+    def abort(self) -> None:
+        """Forget what is open and close its environments."""
+        self._stream.abort()
+        # What is being started has to be closed.
+        starting = {n: awaited for n, awaited in self._awaited.items() if awaited[2] == self._open}
+        self._awaited = starting
+        for group in self._groups.values():
+            for episode in group:
+                if episode.result is None:
+                    self._end(episode, failed("not finished"))
+        self._groups.clear()
+        self._unasked.clear()
+        self._asked.clear()
+
+    def finish_calls(self) -> None:
+        """Wait for the environments that are being closed."""
+        while self._calls.open:
+            self._collect(_LOOK_SECONDS)
+
+    def _done(self) -> list[int]:
+        return [
+            ticket
+            for ticket, group in self._groups.items()
+            if all(episode.result is not None for episode in group)
+        ]
+
+    def _take(self, ticket: int) -> list[Trajectory]:
+        return [e.result for e in self._groups.pop(ticket) if e.result is not None]
+
+    # -- replies
+
+    def _ask(self) -> None:
+        """Ask for the replies that are due; episodes with the same context are one request."""
+        by_context: dict[tuple[int, tuple[int, ...]], list[_Episode]] = {}
+        # In the order of the groups, whichever environment answered first.
+        due = {id(episode) for episode in self._unasked}
+        for group in self._groups.values() if due else ():
+            for episode in group:
+                if id(episode) in due:
+                    what = (episode.index, episode.conversation.context)
+                    by_context.setdefault(what, []).append(episode)
+        self._unasked.clear()
+        for (index, context), episodes in by_context.items():
+            seeds = tuple(episode.next_seed for episode in episodes)
+            self._asks += 1
+            self._asked[self._asks] = dict(enumerate(episodes))
+            request = GenerationRequest(context, seeds, index)
+            self._stream.add(self._asks, request, episodes[0].parameters)
+
+    def _answered(self, episode: _Episode, answer: Answer) -> None:
+        if isinstance(answer, GenerationFailure):
+            self._end(episode, failed(answer.reason))
+        elif answer.tokens.numel() == 0:
+            self._end(episode, failed("empty response"))
+        else:
+            reply = self._guarded(episode, partial(episode.conversation.add_reply, answer))
+            if reply is not None and answer.finish_reason == "length":
+                self._score(episode, "reply_cut")
+            elif reply is not None:
+                self._step_environment(episode, reply)
+
+    # -- environments
+
+    def _open(self, episode: _Episode, environment: Environment) -> None:
+        episode.environment = environment
+        if episode.result is None:
+            self._guarded(episode, partial(self._open_conversation, episode))
+        else:
+            self._end(episode, episode.result)
+
+    def _open_conversation(self, episode: _Episode) -> None:
+        messages = self._task.messages(episode.index)
+        talk = Conversation(messages, self._renderer, self._task.stop_token_ids)
+        episode.conversation = talk
+        if self._fits(episode):
+            self._unasked.append(episode)
+        else:
+            self._end(
+                episode,
+                failed(
+                    f"the first context has {len(talk.context)} tokens, which leaves no room for a "
+                    f"reply within --max-context-length {self._config.max_context_length}"
+                ),
+            )
+
+    def _step_environment(self, episode: _Episode, reply: Reply) -> None:
+        assert episode.environment is not None
+        step = partial(episode.environment.step, reply, tuple(episode.conversation.messages))
+        self._call(episode, step, "the environment's step", self._stepped)
+
+    def _stepped(self, episode: _Episode, step: Any) -> None:
+        """The next turn, or the end."""
+        if not isinstance(step, Step):
+            kind = type(step).__name__
+            self._end(episode, failed(f"the environment's step is a {kind}; it must be a Step"))
+        elif step.done:
+            self._score(episode, "done")
+        elif episode.conversation.turns >= self._config.max_turns:
+            self._score(episode, "max_turns")
+        else:
+            self._guarded(episode, partial(episode.conversation.follow, step))
+            if episode.result is not None:
+                return
+            if self._fits(episode):
+                self._unasked.append(episode)
+            else:
+                self._score(episode, "max_context")
+
+    def _score(self, episode: _Episode, ending: Ending) -> None:
+        assert episode.environment is not None
+        reward = partial(episode.environment.reward, ending)
+        self._call(episode, reward, "the environment's reward", self._scored)
+
+    def _scored(self, episode: _Episode, reward: Any) -> None:
+        value = as_reward(reward) if isinstance(reward, (int, float)) else None
+        if value is None:
+            text = reprlib.repr(reward)
+            reason = f"the environment's reward is {text}; it must be a finite number"
+            self._end(episode, failed(reason))
+            return
+        talk = episode.conversation
+        played = Trajectory(talk.samples(), value, turns=talk.turns, truncated=talk.truncated)
+        self._end(episode, played)
+
+    def _end(self, episode: _Episode, result: Trajectory) -> None:
+        """Record the result and close the environment, whose failure to do so changes nothing."""
+        episode.result = result
+        close = getattr(episode.environment, "close", None)
+        if close is not None:
+            self._calls.submit(close)
+
+    def _call(
+        self,
+        episode: _Episode,
+        call: Callable[[], Any],
+        what: str,
+        then: Callable[[_Episode, Any], None],
+    ) -> None:
+        """Make a call in a thread and go on with its result; a failure ends the episode."""
+        self._awaited[self._calls.submit(call)] = (episode, what, then)
+
+    def _collect(self, wait_seconds: float) -> None:
+        for number, result in self._calls.finished(wait_seconds):
+            awaited = self._awaited.pop(number, None)
+            if awaited is None:
+                continue
+            episode, what, then = awaited
+            if isinstance(result, CallFailure):
+                self._end(episode, failed(f"{what}: {result.reason}"))
+            else:
+                then(episode, result)
+
+    def _fits(self, episode: _Episode) -> bool:
+        longest = self._config.max_context_length
+        reply = episode.parameters.max_response_length
+        return longest is None or len(episode.conversation.context) + reply <= longest
+
+    def _guarded(self, episode: _Episode, action: Callable[[], T]) -> T | None:
+        """`action`'s result; its exception (from template or tokenizer) fails the episode."""
+        try:
+            return action()
+        except Exception as error:
+            self._end(episode, failed(f"{type(error).__name__}: {error}"))
+            return None

@@ -1,0 +1,86 @@
+"""Rollouts of one turn: a prompt, a response, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from plugin.batch_types import RolloutSample
+from plugin.engines.protocol import (
+    Answer,
+    GenerationFailure,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParameters,
+)
+from plugin.engines.response_stream import ResponseStream
+from plugin.environments.group_loop import PlayedGroup, play_all
+from plugin.environments.trajectory import Trajectory, failed
+
+
+class SingleTurnPlayer:
+    """A `Player` whose groups are done when the last of their responses is."""
+
+    def __init__(self, stream: ResponseStream) -> None:
+        self._stream = stream
+        self._groups: dict[int, tuple[GenerationRequest, dict[int, Trajectory]]] = {}
+
+    @property
+    def open(self) -> int:
+        """Groups that were begun and are not done."""
+        return len(self._groups)
+
+    def has_room(self, request: GenerationRequest, parameters: SamplingParameters) -> bool:
+        """Whether the responses would be generated at once."""
+        return self._stream.has_room(request, parameters)
+
+    def begin(
+        self, ticket: int, request: GenerationRequest, parameters: SamplingParameters
+    ) -> None:
+        """Ask for the responses to a request."""
+        self._groups[ticket] = (request, {})
+        self._stream.add(ticket, request, parameters)
+
+    def step(self) -> list[PlayedGroup]:
+        """Go on with what is open; the groups that are done now."""
+        done: list[PlayedGroup] = []
+        for ticket, place, answer in self._stream.step():
+            request, trajectories = self._groups[ticket]
+            trajectories[place] = trajectory_of(request.prompt, answer)
+            if len(trajectories) == len(request.seeds):
+                del self._groups[ticket]
+                done.append(PlayedGroup(ticket, [trajectories[i] for i in sorted(trajectories)]))
+        return done
+
+    def abort(self) -> None:
+        """Forget what is open."""
+        self._groups.clear()
+        self._stream.abort()
+
+
+def run_single_turn(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+) -> list[list[Trajectory]]:
+    """For each request, one trajectory per seed; a failed generation is a failed trajectory."""
+    most = sum(len(request.seeds) for request in requests)
+    return play_all(SingleTurnPlayer(ResponseStream(engine, most)), requests, parameters)
+
+
+def trajectory_of(prompt: tuple[int, ...], answer: Answer) -> Trajectory:
+    """The trajectory of one response; a failed one if there is nothing to train on."""
+    if isinstance(answer, GenerationFailure):
+        return failed(answer.reason)
+    if answer.tokens.numel() == 0:
+        return failed("empty response")
+    sample = RolloutSample(
+        tokens=torch.cat([torch.tensor(prompt), answer.tokens]),
+        response_length=answer.tokens.numel(),
+        loss_mask=torch.ones_like(answer.tokens),
+        weight_version=answer.token_versions(),
+        rollout_log_probs=answer.log_probs,
+        routed_experts=answer.routed_experts,
+        sampling_mask=answer.sampling_mask,
+        routed_weights=answer.routed_weights,
+    )
+    return Trajectory((sample,), truncated=answer.finish_reason == "length")

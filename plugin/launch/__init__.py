@@ -1,1 +1,0 @@
-"""Placement, Ray actors and the driver loop of `megatron-tis train`."""

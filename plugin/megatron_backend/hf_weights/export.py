@@ -1,0 +1,177 @@
+"""Weights out of Megatron-Core chunks, by their Hugging Face names: all of them, or a rank's part.
+
+One tensor is gathered at a time, and names are exchanged once for the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plugin.megatron_backend.hf_weights.bridge import weight_bridge
+from plugin.megatron_backend.hf_weights.expert_tensors import joined_experts
+from plugin.megatron_backend.hf_weights.gathered import (
+    Entry,
+    entry_of,
+    joined_shards,
+    on_all_stages,
+    whole_tensor,
+)
+from plugin.megatron_backend.hf_weights.parameter_names import GROUPED_EXPERT, LAYER, canonical_name
+from plugin.megatron_backend.model.families import FAMILIES
+from plugin.megatron_backend.model.model_chunks import (
+    experts_per_rank,
+    gather_updated_weights,
+    model_tensors,
+    unwrap,
+)
+from plugin.megatron_backend.parallel_groups import ParallelGroups
+
+
+def export_hf_weights(
+    chunks: Sequence[torch.nn.Module], groups: ParallelGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, full tensor) of every Hugging Face parameter, complete on every rank.
+
+    Collective: all ranks must iterate to the end. One tensor (per expert rank) is gathered at a
+    time; where a checkpoint holds all experts of a layer in one tensor, that one is kept until it
+    is complete. A tensor may share memory with the model; copy it if it must outlive the next
+    update.
+    """
+    gather_updated_weights(chunks)
+    models = [unwrap(chunk) for chunk in chunks]
+    exported = _export(models, groups)
+    if FAMILIES[models[0].hf_config.model_type].fused_experts:
+        exported = joined_experts(exported, models[0].config.num_moe_experts)
+    yield from exported
+
+
+def _export(models: Sequence[Any], groups: ParallelGroups) -> Iterator[tuple[str, Tensor]]:
+    bridge = weight_bridge(models[0], groups)
+    local: dict[Entry, Tensor] = {}
+    for model in models:
+        for name, parameter in model_tensors(model):
+            canonical = canonical_name(name, model, first_expert=0)
+            if canonical != "output_layer.weight" or not model.hf_config.tie_word_embeddings:
+                local[entry_of(canonical, parameter, groups)] = parameter
+    stages: dict[int, Any] = {groups.pp_rank: list(local)}
+    if groups.pp_size > 1:
+        gathered: list[Any] = [None] * groups.pp_size
+        dist.all_gather_object(gathered, list(local), group=groups.pp_group)
+        stages = dict(enumerate(gathered))
+    for stage, entries in stages.items():
+        for entry in entries:
+            own = local[entry] if stage == groups.pp_rank else None
+            whole = whole_tensor(entry, own, bridge, groups)
+            if len(stages) > 1:
+                whole = on_all_stages(whole, stage, groups)
+            parts = {entry.name: whole}
+            if GROUPED_EXPERT.search(entry.name):
+                parts = _by_expert(entry.name, whole, models[0], groups)
+            for name, tensor in parts.items():
+                yield from zip(*bridge._weight_to_hf_format(name, tensor), strict=True)
+
+
+def sends_own_part(groups: ParallelGroups) -> bool:
+    """Whether this rank has a part of `export_own_part`: one of those with the same experts does.
+
+    The first rank of a pipeline stage is one of them; it also has what is not an expert.
+    """
+    return groups.etp_rank == 0 and groups.collection.expt_dp.rank() == 0
+
+
+def export_own_part(
+    chunks: Sequence[torch.nn.Module], groups: ParallelGroups, *, round_bytes: int
+) -> Iterator[tuple[str, Tensor] | None]:
+    """Yield (name, whole tensor) of what this rank sends of the model; None ends a round.
+
+    Collective: all ranks must iterate to the end. The first rank of a pipeline stage has what the
+    stage's ranks share, every expert parallel rank its own experts: nothing is gathered but the
+    tensor parallel shards of a tensor, by the ranks that have them. Where a checkpoint holds all
+    experts of a layer in one tensor, the stage's first rank has to gather that one.
+
+    round_bytes: with expert parallelism the layers of a stage come in rounds of about this size, so
+        that the experts of a layer can be taken from all their ranks before the next layers
+    """
+    gather_updated_weights(chunks)
+    models = [unwrap(chunk) for chunk in chunks]
+    bridge = weight_bridge(models[0], groups)
+    fuses = FAMILIES[models[0].hf_config.model_type].fused_experts
+    is_first = groups.dp_rank == 0 and groups.cp_rank == 0
+    has_experts = groups.collection.expt_dp.rank() == 0
+    for tensors in _rounds(models, groups, round_bytes):
+        if is_first:
+            for name, parameter in tensors:
+                if not GROUPED_EXPERT.search(name):
+                    entry = entry_of(name, parameter, groups)
+                    whole = joined_shards(entry, parameter, bridge, groups)
+                    if groups.tp_rank == 0:
+                        yield from zip(*bridge._weight_to_hf_format(name, whole), strict=True)
+        if has_experts:
+            experts = [entry for entry in tensors if GROUPED_EXPERT.search(entry[0])]
+            gather = _fused_experts if fuses else _own_experts
+            yield from gather(experts, models[0], bridge, groups)
+        yield None
+
+
+def _rounds(
+    models: Sequence[Any], groups: ParallelGroups, round_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors of this rank by canonical name, whole layers at a time; alike within a stage."""
+    first_expert = groups.ep_rank * experts_per_rank(models[0], groups)
+    held: list[tuple[str, Tensor]] = []
+    size, last = 0, None
+    for model in models:
+        for name, parameter in model_tensors(model):
+            canonical = canonical_name(name, model, first_expert)
+            if canonical == "output_layer.weight" and model.hf_config.tie_word_embeddings:
+                continue
+            match = LAYER.match(canonical)
+            layer = match and match.group(1)
+            if held and layer != last and groups.ep_size > 1 and size >= round_bytes:
+                yield held
+                held, size = [], 0
+            held.append((canonical, parameter))
+            copies = groups.ep_size if GROUPED_EXPERT.search(canonical) else groups.tp_size
+            size, last = size + parameter.nbytes * copies, layer
+    if held:
+        yield held
+
+
+def _own_experts(
+    experts: Sequence[tuple[str, Tensor]], model: Any, bridge: Any, groups: ParallelGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """The experts of this rank, on the first of the ranks that share them."""
+    for name, parameter in experts:
+        whole = joined_shards(entry_of(name, parameter, groups), parameter, bridge, groups)
+        if groups.etp_rank == 0:
+            yield from zip(*bridge._weight_to_hf_format(name, whole), strict=True)
+
+
+def _fused_experts(
+    experts: Sequence[tuple[str, Tensor]], model: Any, bridge: Any, groups: ParallelGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """The experts of all ranks in one tensor per layer, on the stage's first rank."""
+
+    def numbered() -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in experts:
+            whole = whole_tensor(entry_of(name, parameter, groups), parameter, bridge, groups)
+            for part, tensor in _by_expert(name, whole, model, groups).items():
+                yield from zip(*bridge._weight_to_hf_format(part, tensor), strict=True)
+
+    for name, tensor in joined_experts(numbered(), model.config.num_moe_experts):
+        if groups.etp_rank == 0 and groups.ep_rank == 0:
+            yield name, tensor
+
+
+def _by_expert(name: str, stacked: Tensor, model: Any, groups: ParallelGroups) -> dict[str, Tensor]:
+    """The experts of all expert ranks, stacked in front, by their canonical names."""
+    match = GROUPED_EXPERT.search(name)
+    assert match is not None
+    per_rank = experts_per_rank(model, groups)
+    prefix, number = name[: match.start(3)], int(match.group(3)) % per_rank
+    return {f"{prefix}{rank * per_rank + number}": own for rank, own in enumerate(stacked)}

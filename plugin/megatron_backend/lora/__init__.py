@@ -1,0 +1,1 @@
+"""LoRA adapters on Megatron-Core linear layers, and PEFT's format."""

@@ -1,0 +1,186 @@
+"""How vLLM and SGLang servers are asked for the log-probs of given tokens.
+
+Both report log-probs of the whole distribution at temperature 1, whatever they sample with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from plugin.engines.servers.answers import MalformedAnswer, field, log_probs, shown
+from plugin.engines.servers.dialects import ServerCall
+
+
+@dataclass(frozen=True)
+class ScoreAsk:
+    """A prompt and a response whose tokens are to be scored.
+
+    topk: how many of the likeliest ids are wanted in the place of every token; 0 = none
+    """
+
+    tokens: tuple[int, ...]
+    response_length: int
+    topk: int = 0
+
+    @property
+    def response(self) -> tuple[int, ...]:
+        return self.tokens[len(self.tokens) - self.response_length :]
+
+
+class Scores(NamedTuple):
+    """Log-probs [response] of the tokens; ids and log-probs [response, k] of the likeliest ids."""
+
+    log_probs: Tensor
+    topk_ids: Tensor
+    topk_log_probs: Tensor
+
+
+class ScoreDialect(Protocol):
+    """A kind of server."""
+
+    def call(self, ask: ScoreAsk) -> ServerCall:
+        """The call for one sample."""
+        ...
+
+    def parse(self, body: Any, ask: ScoreAsk, vocab_size: int) -> Scores:
+        """The scores in `body`, or `MalformedAnswer`."""
+        ...
+
+
+class VllmScores:
+    """`prompt_logprobs` of vLLM's completions; one token is generated and thrown away."""
+
+    def call(self, ask: ScoreAsk) -> ServerCall:
+        payload = {
+            "prompt": list(ask.tokens),
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": ask.topk,
+            "return_token_ids": True,
+            "stream": False,
+        }
+        return ServerCall("/v1/completions", payload)
+
+    def parse(self, body: Any, ask: ScoreAsk, vocab_size: int) -> Scores:
+        choice = field(body, "choices", 0)
+        echoed = choice.get("prompt_token_ids") if isinstance(choice, dict) else None
+        if echoed is not None and echoed != list(ask.tokens):
+            raise MalformedAnswer("the answer is for another prompt")
+        rows = field(choice, "prompt_logprobs")
+        if not isinstance(rows, list) or len(rows) != len(ask.tokens):
+            found = len(rows) if isinstance(rows, list) else "no"
+            raise MalformedAnswer(
+                f"{found} rows of prompt log-probs came back for {len(ask.tokens)} tokens"
+            )
+        rows = rows[len(rows) - ask.response_length :]
+        own, likeliest = [], []
+        for position, (row, token) in enumerate(zip(rows, ask.response, strict=True)):
+            entries = _vllm_entries(row, position)
+            if token not in entries:
+                raise MalformedAnswer(
+                    f"the log-prob of token {token} at position {position} is missing"
+                )
+            own.append(entries[token])
+            likeliest.append(list(entries.items()))
+        return _scores(own, likeliest, ask, vocab_size)
+
+
+class SglangScores:
+    """`input_token_logprobs` and `input_top_logprobs` of SGLang's native server."""
+
+    def call(self, ask: ScoreAsk) -> ServerCall:
+        payload = {
+            "input_ids": list(ask.tokens),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            # The position before the response predicts its first token.
+            "logprob_start_len": max(0, len(ask.tokens) - ask.response_length - 1),
+            "top_logprobs_num": ask.topk,
+            "stream": False,
+        }
+        return ServerCall("/generate", payload)
+
+    def parse(self, body: Any, ask: ScoreAsk, vocab_size: int) -> Scores:
+        meta = field(body, "meta_info")
+        read = field(meta, "prompt_tokens")
+        if read != len(ask.tokens):
+            raise MalformedAnswer(
+                f"the server read {shown(read)} tokens instead of {len(ask.tokens)}"
+            )
+        own = _sglang_rows(field(meta, "input_token_logprobs"), ask, "log-probs")
+        entries = [_sglang_entry(row, n) for n, row in enumerate(own)]
+        for position, ((found, _), token) in enumerate(zip(entries, ask.response, strict=True)):
+            if found != token:
+                raise MalformedAnswer(
+                    f"the log-prob at position {position} is of token {shown(found)}, not {token}"
+                )
+        likeliest: list[list[tuple[Any, Any]]] = [[] for _ in entries]
+        if ask.topk:
+            rows = _sglang_rows(field(meta, "input_top_logprobs"), ask, "rows of likeliest ids")
+            likeliest = [
+                [_sglang_entry(entry, n) for entry in row] if isinstance(row, list) else []
+                for n, row in enumerate(rows)
+            ]
+        return _scores([number for _, number in entries], likeliest, ask, vocab_size)
+
+
+SCORE_DIALECTS: dict[str, type[VllmScores] | type[SglangScores]] = {
+    "vllm": VllmScores,
+    "sglang": SglangScores,
+}
+
+
+def _vllm_entries(row: Any, position: int) -> dict[int, Any]:
+    """id -> log-prob of one position."""
+    if not isinstance(row, dict) or not all(str(key).isdecimal() for key in row):
+        raise MalformedAnswer(f"the log-probs at position {position} are {shown(row)}")
+    return {int(key): field(entry, "logprob") for key, entry in row.items()}
+
+
+def _sglang_rows(rows: Any, ask: ScoreAsk, what: str) -> list[Any]:
+    """The last rows, one per response token; SGLang has one without a value before them."""
+    if not isinstance(rows, list) or len(rows) < ask.response_length:
+        found = len(rows) if isinstance(rows, list) else "no"
+        raise MalformedAnswer(f"{found} {what} came back for {ask.response_length} tokens")
+    return rows[len(rows) - ask.response_length :]
+
+
+def _sglang_entry(row: Any, position: int) -> tuple[Any, Any]:
+    """(id, log-prob) of SGLang's (log-prob, id, text)."""
+    if not isinstance(row, list) or len(row) < 2:
+        raise MalformedAnswer(f"the log-prob at position {position} is {shown(row)}")
+    return row[1], row[0]
+
+
+def _scores(
+    own: list[Any], likeliest: Sequence[list[tuple[Any, Any]]], ask: ScoreAsk, vocab_size: int
+) -> Scores:
+    ids, numbers = [], []
+    for position, entries in enumerate(likeliest if ask.topk else ()):
+        if len(entries) < ask.topk:
+            raise MalformedAnswer(
+                f"{len(entries)} ids came back at position {position} where {ask.topk} were asked "
+                "for; a vLLM server gives as many as its --max-logprobs"
+            )
+        bad = [n for n, _ in entries if type(n) is not int or not 0 <= n < vocab_size]
+        if bad:
+            raise MalformedAnswer(
+                f"token {shown(bad[0])} at position {position} is not among the policy's "
+                f"{vocab_size}: the teacher has another vocabulary"
+            )
+        log_probs([number for _, number in entries], len(entries))  # are numbers, at most 0
+        # A server that adds the sampled token to the likeliest ones adds it below them.
+        best = sorted(entries, key=lambda entry: -entry[1])[: ask.topk]
+        ids.append([number for number, _ in best])
+        numbers.append([number for _, number in best])
+    shape = (ask.response_length, ask.topk)
+    return Scores(
+        log_probs(own, ask.response_length),
+        torch.tensor(ids, dtype=torch.int32).reshape(shape),
+        torch.tensor(numbers, dtype=torch.float32).clamp(max=0.0).reshape(shape),
+    )

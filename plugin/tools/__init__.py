@@ -1,0 +1,1 @@
+"""Tools that read the core and are never imported by it."""

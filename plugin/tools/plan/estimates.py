@@ -1,0 +1,184 @@
+"""Seconds and bytes that follow from a plan by formula; nothing here was measured.
+
+Times are for comparing layouts: a share of the GPU's peak for products, link bandwidth for
+messages, nothing hidden but what --overlap-grad-reduce and --overlap-param-gather hide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from plugin.config import JobConfig
+from plugin.tools.plan.gpus import Gpu
+from plugin.tools.plan.job_plan import JobPlan, RankKind
+
+#: Share of the GPU's peak that matrix products and attention reach.
+ASSUMED_UTILIZATION = 0.4
+#: Share of an engine's GPU memory that weights and KV cache may take: vLLM's default.
+ENGINE_MEMORY_SHARE = 0.9
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+#: Megatron's names of groups -> ours
+GROUP_NAMES = {
+    "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
+    "CONTEXT_PARALLEL_GROUP": "context",
+    "DATA_PARALLEL_GROUP": "data",
+    "DATA_PARALLEL_GROUP_WITH_CP": "data x context",
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "optimizer",
+    "EXPERT_MODEL_PARALLEL_GROUP": "expert",
+    "EXPERT_DATA_PARALLEL_GROUP": "expert data",
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "expert x expert tensor",
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "expert x pipeline",
+    "MODEL_PARALLEL_GROUP": "model",
+}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step; per planned stage.
+
+    bubble: share of the step that a stage waits for others
+    """
+
+    compute: list[float]
+    messages: list[float]
+    step: float
+    bubble: float
+    balance: float
+
+
+def group_span(config: JobConfig, name: str, world_size: int) -> tuple[int, int]:
+    """(ranks, distance between neighbors) of a group, by Megatron's order of ranks."""
+    tp, pp, cp = (
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        config.context_parallel_size,
+    )
+    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
+    stage = world_size // pp
+    spans = {
+        "tensor": (tp, 1),
+        "context": (cp, tp),
+        "data": (stage // (tp * cp), tp * cp),
+        "data x context": (stage // tp, tp),
+        "pipeline": (pp, stage),
+        "expert": (ep, etp),
+        "expert x expert tensor": (ep * etp, 1),
+        "expert data": (stage // (ep * etp), ep * etp),
+    }
+    return spans.get(name, (world_size, 1))
+
+
+def message_seconds(plan: JobPlan, kind: RankKind, gpu: Gpu) -> dict[str, float]:
+    """Seconds that one rank's messages of a step take on their links, one after the other.
+
+    By what they are, such as `expert all_to_all over the network`. Without those between data
+    parallel ranks where they are overlapped with computation.
+    """
+    found: dict[str, float] = {}
+    fill = _mean_fill(plan)
+    for (group, operation), (_, most) in kind.collectives.items():
+        name = GROUP_NAMES.get(group, "world")
+        if "data" in name and plan.config.overlap_grad_reduce:
+            continue
+        ranks, distance = group_span(plan.config, name, plan.world_size)
+        if operation in ("send", "receive"):
+            # Pairs of neighboring stages, also where Megatron sends through the world's group.
+            ranks, distance = group_span(plan.config, "pipeline", plan.world_size)
+        near = (ranks - 1) * distance < plan.config.ranks_per_node
+        share = (ranks - 1) / max(1, ranks)
+        factor = {
+            "all_reduce": 2 * share,
+            "all_gather": float(ranks - 1),
+            "reduce_scatter": share,
+            "all_to_all": share,
+            "receive": 0.0,  # the same message as the neighbor's send
+        }.get(operation, 1.0)
+        what = f"{name} {operation} {'within nodes' if near else 'over the network'}"
+        # Gradients and weights are as large as ever; the others grow with a microbatch's tokens.
+        size = most if "data" in name else most * fill
+        seconds = size * factor / (gpu.link if near else gpu.network)
+        found[what] = found.get(what, 0.0) + seconds
+    return found
+
+
+def step_time(plan: JobPlan, gpu: Gpu) -> StepTime:
+    """The slowest stage sets the pace; the pipeline fills and drains once per step."""
+    rate = gpu.tflops * 1e12 * ASSUMED_UTILIZATION
+    fill = _mean_fill(plan)
+    compute = [kind.flops * fill / rate for kind in plan.stages]
+    messages = [sum(message_seconds(plan, kind, gpu).values()) for kind in plan.stages]
+    busy = [c + m for c, m in zip(compute, messages, strict=True)]
+    stages = plan.config.pipeline_model_parallel_size
+    chunks = plan.config.virtual_pipeline_model_parallel_size or 1
+    waiting = (stages - 1) / (chunks * plan.batching.microbatches)
+    step = max(busy) * (1 + waiting)
+    return StepTime(
+        compute, messages, step, waiting / (1 + waiting), max(busy) / (sum(busy) / len(busy))
+    )
+
+
+def _mean_fill(plan: JobPlan) -> float:
+    """Tokens of the mean microbatch over those of the largest, which was planned."""
+    if plan.config.virtual_pipeline_model_parallel_size:
+        return 1.0  # the interleaved schedule wants all of one shape, so they are filled up
+    room = plan.batching.microbatches * sum(plan.batching.largest)
+    return min(1.0, max(plan.batching.tokens) / room)
+
+
+def weight_sync(plan: JobPlan) -> dict[str, Any]:
+    """Bytes of new weights for the engines, and the way they take."""
+    config = plan.config
+    size = _BYTES[config.train_dtype]
+    way = config.weight_way
+    links = {
+        "broadcast": "NVLink or network, from trainer ranks straight to engine ranks",
+        "ipc": "memory of the device that a trainer rank and an engine rank share",
+        "directory": "the file system of trainers and servers",
+        "object-store": "shared memory of a node; the network to engines of other nodes",
+    }[way]
+    if config.syncs_adapters:
+        links += "; once, then adapters alone"
+    return {
+        "bytes": plan.total_parameters * size,
+        "way": way,
+        "links": links,
+        "engines": config.num_rollout_engines,
+        "largest_tensor_bytes": plan.model.vocab_size * plan.model.hidden_size * size,
+    }
+
+
+def rollout_memory(plan: JobPlan) -> dict[str, Any]:
+    """The KV cache of an engine and how many sequences it holds (formulas)."""
+    config, model, gpu = plan.config, plan.model, plan.gpu
+    width = _BYTES[config.rollout_dtype]
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    heads, numbers = model.num_key_value_heads, 2 * model.num_key_value_heads * head_dim
+    if getattr(model, "kv_lora_rank", None):
+        # Latent attention caches one compressed vector for all heads, on every GPU.
+        heads, numbers = 1, model.kv_lora_rank + model.qk_rope_head_dim
+    per_token = model.num_hidden_layers * numbers * width
+    gpus = getattr(config, "rollout_num_gpus_per_engine", 1)
+    report: dict[str, Any] = {
+        "kv_bytes_per_token": per_token,
+        "gpus_per_engine": gpus,
+        "weight_bytes_per_gpu": plan.total_parameters * width // gpus,
+    }
+    if gpu is None:
+        return report
+    # Key and value heads are shared out at most once each; beyond that they are copied.
+    shards = min(gpus, heads)
+    free = gpu.memory * ENGINE_MEMORY_SHARE - report["weight_bytes_per_gpu"]
+    tokens = max(0, int(free / (per_token / shards)))
+    longest = min(
+        config.max_prompt_length + config.max_response_length, model.max_position_embeddings
+    )
+    return report | {
+        "kv_tokens": tokens,
+        "fits": free > per_token * longest / shards,
+        "sequences_of_mean_length": int(tokens / plan.lengths.totals.mean()),
+        "sequences_of_largest_length": tokens // longest,
+    }

@@ -1,0 +1,278 @@
+"""The plan of a job: every kind of rank measured without numbers, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from plugin.config import JobConfig
+from plugin.config.device_defaults import Capabilities, on_device
+from plugin.errors import ConfigError
+from plugin.tools.plan.batching import Batching, plan_batching
+from plugin.tools.plan.gpus import Gpu
+from plugin.tools.plan.planned_rank import Collectives, MeasuredRank, World, built_rank
+from plugin.tools.plan.resident import count_trained, shard_sizes
+from plugin.tools.plan.sample_lengths import SampleLengths
+from plugin.tools.plan.stage_run import StageRun
+from plugin.tools.plan.weight_coverage import Claims
+
+#: What the driver, the CUDA context and NCCL take of a GPU: assumed, because `meta` cannot know.
+RESERVED_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Models:
+    """Hugging Face configs of a job; reference and teacher where the loss needs them."""
+
+    policy: Any
+    copies: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankKind:
+    """Ranks that hold and do the same, by one of them.
+
+    stage: of the pipeline, from 0
+    bytes: parameters, gradients, main_parameters, optimizer, activations, logits, other (reference
+        and teacher, and what is reserved for driver and NCCL)
+    flops: of one step; layers: numbers of its first and last layer, from 1
+    extrapolated: whether more microbatches are in flight than were run
+    trained: those of the parameters that have gradients
+    """
+
+    kind: str
+    stage: int
+    count: int
+    example_rank: int
+    parameters: int
+    bytes: dict[str, int]
+    collectives: Collectives
+    flops: float
+    layers: tuple[int, int]
+    extrapolated: bool
+    trained: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """What a job needs; `report` turns it into text, JSON and a page."""
+
+    config: JobConfig
+    model: Any
+    world_size: int
+    total_parameters: int
+    kinds: list[RankKind]
+    batching: Batching
+    batch_bytes: int
+    gpu: Gpu | None
+    claims: Claims
+    lengths: SampleLengths
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every kind of rank fits; None without a GPU to compare with."""
+        if self.gpu is None:
+            return None
+        return all(kind.peak_bytes <= self.gpu.memory for kind in self.kinds)
+
+    @property
+    def stages(self) -> list[RankKind]:
+        """One kind of every planned stage; the others differ in their optimizer shard only."""
+        return list({kind.stage: kind for kind in reversed(self.kinds)}.values())[::-1]
+
+    @property
+    def fullest(self) -> RankKind:
+        return max(self.kinds, key=lambda kind: kind.peak_bytes)
+
+
+def decided(config: JobConfig, gpu: Gpu | None) -> JobConfig:
+    """The configuration with what unset flags mean on the planned device.
+
+    Transformer Engine's layers cannot be built here: the local ones are, in bfloat16 where it
+    computes in float8, and with its kernels' memory.
+    """
+    found = Capabilities(cuda=gpu is not None, transformer_engine=gpu is not None)
+    return on_device(config, found).unchecked_copy(transformer_impl="local", fp8=None)
+
+
+def does_not_build(error: Exception) -> str:
+    """What Megatron-Core or torch says of a rank that they cannot build or step, in one line."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"does not build: {type(error).__name__}: {lines[0]}"
+
+
+def plan_job(
+    config: JobConfig,
+    models: Models,
+    lengths: SampleLengths,
+    gpu: Gpu | None,
+    *,
+    ranks: Sequence[int] | None = None,
+    quick: bool = False,
+    begin: Callable[[str], None] = lambda _: None,
+) -> JobPlan:
+    """Build and step one rank of every kind.
+
+    ranks: these instead of one per kind; quick: run fewer microbatches, extrapolate more
+    begin: told what is planned next
+    """
+    from plugin.megatron_backend.hf_weights.sources import whole_parameters
+    from plugin.megatron_backend.model.layout_rules import check_model
+
+    config = decided(config, gpu)
+    check_model(models.policy, config)
+    batching = plan_batching(config, models.policy, lengths)
+    world = World.of(config, config.world_size)
+    stages = config.pipeline_model_parallel_size
+    per_stage = world.size // stages
+    # Of a context parallel group the first rank has the prompts, the last only responses to score.
+    place = config.tensor_model_parallel_size * (config.context_parallel_size - 1)
+    examples = list(ranks or range(place, world.size, per_stage))
+    for rank in examples:
+        if not 0 <= rank < world.size:
+            raise ConfigError(f"--ranks names {rank}, the job has ranks 0 to {world.size - 1}")
+    kinds: list[RankKind] = []
+    claims, object_bytes = Claims(), 0
+    batch_bytes = total = 0
+    # The last stage first: the others hear its metrics.
+    for rank in sorted(examples, reverse=True):
+        stage = rank // per_stage
+        begin(f"rank {rank} (stage {stage + 1} of {stages})")
+        with built_rank(
+            rank, world, config, models.policy, _layout(config, gpu), on_gpu=gpu is not None
+        ) as planned:
+            planned.traffic.object_bytes = object_bytes
+            run = StageRun(planned, config, models.policy, lengths, batching, quick)
+            measured, extrapolated = run.measure(stages - stage)
+            heard = measured.collectives.get(("PIPELINE_MODEL_PARALLEL_GROUP", "broadcast"))
+            if stage == stages - 1 and heard:
+                object_bytes = heard[1] - 8
+            trainer = planned.trainer
+            claims.add(trainer.chunks, trainer.groups)
+            total += whole_parameters(trainer.chunks, trainer.groups)
+            batch_bytes = max(batch_bytes, run.batch_bytes)
+            kind = _kind(run, models, measured, stage, extrapolated, gpu)
+            kinds = ([kind] if ranks else _kinds_of_stage(kind, planned, config)) + kinds
+    return JobPlan(
+        config,
+        models.policy,
+        world.size,
+        total if not ranks else 0,
+        kinds,
+        batching,
+        batch_bytes,
+        gpu,
+        claims,
+        lengths,
+    )
+
+
+def _kind(
+    run: StageRun,
+    models: Models,
+    measured: MeasuredRank,
+    stage: int,
+    extrapolated: bool,
+    gpu: Gpu | None,
+) -> RankKind:
+    trainer = run.planned.trainer
+    numbers = [
+        layer.layer_number for chunk in trainer.chunks for layer in chunk.module.decoder.layers
+    ]
+    copies = _copy_bytes(run, models, measured)
+    trained = count_trained(trainer.chunks)
+    if run.config.trains_critic:
+        copies += _critic_bytes(measured, trained)
+    stages = run.config.pipeline_model_parallel_size
+    parts = ["embedding"] if stage == 0 else []
+    first, last = (min(numbers), max(numbers)) if numbers else (0, 0)
+    parts.append(f"layers {first}-{last}")
+    parts += ["loss"] if stage == stages - 1 else []
+    return RankKind(
+        f"stage {stage}: {', '.join(parts)}",
+        stage,
+        1,
+        measured.rank,
+        measured.parameters,
+        {
+            **measured.resident,
+            "activations": measured.activations,
+            "logits": measured.logits,
+            "other": copies + (RESERVED_BYTES if gpu is not None else 0),
+        },
+        measured.collectives,
+        float(measured.flops + measured.attention_flops),
+        (first, last),
+        extrapolated,
+        trained,
+    )
+
+
+def _copy_bytes(run: StageRun, models: Models, measured: MeasuredRank) -> int:
+    """What reference and teacher add to the peak.
+
+    Where they are offloaded, one at a time is on the device while it is asked, before the step.
+    """
+    sizes = [run.planned.copy_bytes(run.config, other) for other in models.copies.values()]
+    if sizes and run.config.reference_offload:
+        return run.beyond_step(max(sizes), measured)
+    return sum(sizes)
+
+
+def _critic_bytes(measured: MeasuredRank, trained: int) -> int:
+    """A model of the policy's size, all of which is trained."""
+    resident = measured.resident
+    state = sum(resident.values()) - resident["parameters"]
+    return resident["parameters"] + state * measured.parameters // max(1, trained)
+
+
+def _kinds_of_stage(kind: RankKind, planned: Any, config: JobConfig) -> list[RankKind]:
+    """All kinds of a stage's ranks, by that of one of them.
+
+    Every layout that is accepted cuts heads, hidden sizes, experts and the padded vocabulary
+    evenly; only the shards of a distributed optimizer can differ.
+    """
+    ranks = planned.trainer.groups.world_size // config.pipeline_model_parallel_size
+    if not config.use_distributed_optimizer:
+        return [replace(kind, count=ranks)]
+    chunks, tensor = planned.trainer.chunks, config.tensor_model_parallel_size
+    expert = config.expert_model_parallel_size * config.expert_tensor_parallel_size
+    dense, experts = shard_sizes(chunks, experts=False), shard_sizes(chunks, experts=True)
+    # Ranks are numbered tensor, context, data; of experts: tensor, expert, data.
+    places = np.arange(ranks)
+    held = dense[places // tensor % len(dense)] + experts[places // expert % len(experts)]
+    first, place = kind.example_rank - kind.example_rank % ranks, kind.example_rank % ranks
+    found = [replace(kind, count=int((held == held[place]).sum()))]
+    for numbers in dict.fromkeys(held[held != held[place]].tolist()):
+        same = np.flatnonzero(held == numbers)
+        shard = {
+            part: kind.bytes[part] * numbers // int(held[place])
+            for part in ("main_parameters", "optimizer")
+        }
+        found.append(
+            replace(
+                kind,
+                kind=f"{kind.kind}, optimizer shard of {numbers:,}",
+                count=len(same),
+                example_rank=first + int(same[0]),
+                bytes=kind.bytes | shard,
+            )
+        )
+    return found
+
+
+def _layout(config: JobConfig, gpu: Gpu | None) -> str:
+    packs = (
+        gpu is not None
+        or config.max_tokens_per_gpu is not None
+        or config.context_parallel_size > 1
+        or config.virtual_pipeline_model_parallel_size is not None
+    )
+    return "packed" if packs else "padded"

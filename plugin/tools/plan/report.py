@@ -1,0 +1,219 @@
+"""A plan as JSON and as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plugin.observe.text_table import aligned
+from plugin.tools.plan.advice import Advice
+from plugin.tools.plan.estimates import (
+    ASSUMED_UTILIZATION,
+    GROUP_NAMES,
+    rollout_memory,
+    step_time,
+    weight_sync,
+)
+from plugin.tools.plan.job_plan import RESERVED_BYTES, JobPlan
+from plugin.tools.plan.layouts import describe, layout_settings
+
+_PARTS = (
+    *("parameters", "gradients", "main_parameters", "optimizer"),
+    *("activations", "logits", "other"),
+)
+#: What of a plan is a formula or an assumption, because shapes do not tell.
+FORMULAS = (
+    f"seconds: {ASSUMED_UTILIZATION:.0%} of the GPU's bfloat16 peak, messages at link speed; only "
+    "those of data parallel ranks are hidden, where overlapped",
+    "attention, norms and SwiGLU keep what fused kernels keep; context parallel attention is a "
+    "ring of keys and values",
+    f"{RESERVED_BYTES >> 30} GiB of every GPU for the driver, CUDA and NCCL",
+    "experts get equal numbers of tokens",
+    "--fp8 is planned in bfloat16: neither its faster products nor its float8 copies of weights (1 "
+    "or 2 bytes each) are counted",
+    "a critic (--advantage-estimator gae) holds what the policy holds; its messages and time are "
+    "not counted",
+    "KV cache: vLLM's 90 % of the memory, weights in the engine's dtype",
+)
+
+
+def as_json(plan: JobPlan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
+    """The whole plan as plain values."""
+    gpu, batching = plan.gpu, plan.batching
+    report: dict[str, Any] = {
+        "model_type": plan.model.model_type,
+        "total_parameters": plan.total_parameters,
+        "world_size": plan.world_size,
+        "layout": layout_settings(plan.config) | {"short": describe(plan.config)},
+        "gpu": None if gpu is None else {"name": gpu.name, "memory_bytes": gpu.memory},
+        "fits": plan.fits,
+        "ranks": [
+            {
+                "kind": kind.kind,
+                "count": kind.count,
+                "example_rank": kind.example_rank,
+                "parameters": kind.parameters,
+                "trained_parameters": kind.trained,
+                "bytes": {part: kind.bytes[part] for part in _PARTS},
+                "peak_bytes": kind.peak_bytes,
+                "flops": kind.flops,
+                "extrapolated": kind.extrapolated,
+            }
+            for kind in plan.kinds
+        ],
+        "collectives": [
+            {
+                "kind": kind.kind,
+                "group": GROUP_NAMES.get(group, "world"),
+                "operation": operation,
+                "count": count,
+                "bytes": size,
+            }
+            for kind in plan.stages
+            for (group, operation), (count, size) in sorted(kind.collectives.items())
+        ],
+        "weight_sync": weight_sync(plan),
+        "batch": {
+            "samples": batching.samples,
+            "microbatches": batching.microbatches,
+            "padding_microbatches": batching.padding,
+            "padding_microbatch_share": batching.padding_share,
+            "samples_beyond_the_budget": batching.oversize,
+            "tokens_of_the_fullest_rank": max(batching.tokens),
+            "work_balance": batching.balance,
+            "bytes_per_rank": plan.batch_bytes,
+        },
+        "rollout": rollout_memory(plan),
+        "formulas": list(FORMULAS),
+        "advice": [vars(item) for item in advice],
+    }
+    if gpu is not None:
+        time = step_time(plan, gpu)
+        report["time"] = {
+            "step_seconds": time.step,
+            "bubble": time.bubble,
+            "stage_balance": time.balance,
+            "compute_seconds": time.compute,
+            "message_seconds": time.messages,
+            "flops": sum(kind.flops * kind.count for kind in plan.kinds),
+        }
+    return report
+
+
+def as_text(report: dict[str, Any]) -> list[str]:
+    """Lines for a terminal, of what `as_json` gives."""
+    gpu, batch, sync = report["gpu"], report["batch"], report["weight_sync"]
+    lines = [
+        f"{report['model_type']}, {_count(report['total_parameters'])} parameters, on "
+        f"{report['world_size']} ranks: {report['layout']['short']}",
+        "",
+        *_memory_table(report),
+        "",
+        _verdict(report, gpu),
+    ]
+    lines += [
+        f"  {a['flags']}: {_gib(a['peak_bytes'])}{' (fits)' if a['fits'] else ''}"
+        for a in report["advice"]
+    ]
+    lines += ["", "messages of a step, per rank of a kind (what it puts in):", *_traffic(report)]
+    lines += [
+        "",
+        f"batch: {batch['samples']} samples in {batch['microbatches']} microbatches per rank, "
+        f"{batch['padding_microbatch_share']:.1%} of them padding; the busiest data parallel rank "
+        f"works {batch['work_balance']:.3f} times the mean; {_size(batch['bytes_per_rank'])} to "
+        "each rank",
+        f"weight sync: {_size(sync['bytes'])} to {sync['engines']} "
+        f"engine{'' if sync['engines'] == 1 else 's'} through {sync['way']} ({sync['links']})",
+        _rollout_line(report["rollout"]),
+    ]
+    if "time" in report:
+        time = report["time"]
+        lines.append(
+            f"step: about {time['step_seconds']:.1f} s, {time['bubble']:.1%} of it bubble; "
+            f"the slowest stage takes {time['stage_balance']:.2f} times the mean; "
+            f"{time['flops']:.3g} FLOPs in all"
+        )
+    return [*lines, "", "by formula or assumption:", *(f"  {line}" for line in report["formulas"])]
+
+
+def _verdict(report: dict[str, Any], gpu: dict[str, Any] | None) -> str:
+    if gpu is None:
+        return "no GPU to compare with (--gpu none)"
+    peak = max(rank["peak_bytes"] for rank in report["ranks"])
+    share = f"{_gib(peak)} of the {_gib(gpu['memory_bytes'])} of a {gpu['name']}"
+    if report["fits"]:
+        return f"it fits: the fullest rank takes {share}"
+    tail = "; these flags help most:" if report["advice"] else ""
+    return f"it does NOT fit: the fullest rank needs {share}{tail}"
+
+
+def _memory_table(report: dict[str, Any]) -> list[str]:
+    # Where all numbers are trained, the column would say nothing.
+    freezes = any(rank["trained_parameters"] < rank["parameters"] for rank in report["ranks"])
+    head = [
+        "kind of rank",
+        "ranks",
+        "numbers",
+        *(["trained"] if freezes else []),
+        *(p.replace("_", " ") for p in _PARTS),
+        "peak",
+    ]
+    rows = [
+        [
+            rank["kind"],
+            str(rank["count"]),
+            _count(rank["parameters"]),
+            *([_count(rank["trained_parameters"])] if freezes else []),
+            *(_gib(rank["bytes"][part]) for part in _PARTS),
+            _gib(rank["peak_bytes"]),
+        ]
+        for rank in report["ranks"]
+    ]
+    return aligned([head, *rows])
+
+
+def _traffic(report: dict[str, Any]) -> list[str]:
+    rows = [["  kind of rank", "group", "operation", "count", "bytes"]]
+    for entry in report["collectives"]:
+        rows.append(
+            [
+                f"  {entry['kind'].split(':')[0]}",
+                entry["group"],
+                entry["operation"],
+                str(entry["count"]),
+                _size(entry["bytes"]),
+            ]
+        )
+    return aligned(rows)
+
+
+def _rollout_line(rollout: dict[str, Any]) -> str:
+    line = (
+        f"rollout: {rollout['gpus_per_engine']} GPU per engine, "
+        f"{_size(rollout['weight_bytes_per_gpu'])} of weights on each, "
+        f"{_size(rollout['kv_bytes_per_token'])} of KV cache per token"
+    )
+    if "kv_tokens" not in rollout:
+        return line
+    if not rollout["fits"]:
+        return f"{line}: an engine does NOT hold its weights and one sequence"
+    return (
+        f"{line}: room for {rollout['kv_tokens']} tokens, {rollout['sequences_of_mean_length']} "
+        f"sequences of mean length, {rollout['sequences_of_largest_length']} of the largest"
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 1 << 27 or not size else _size(size)
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.3f} M"
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

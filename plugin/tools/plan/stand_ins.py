@@ -1,0 +1,215 @@
+"""What stands in for parts of a step that need numbers, or that only a GPU runs.
+
+Shapes and bytes stay those of a real rank: routes are even, messages of other ranks look like this
+rank's own, attention keeps what a flash kernel keeps. `use_gpu_kernels` also lets norms and
+activations keep what fused kernels keep: formulas, not measurements.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from plugin.logprobs.lm_head_tiles import Tiles
+from plugin.logprobs.separable_lm_head import separable_lm_head
+from plugin.tools.plan.counted_group import Traffic
+from plugin.tools.plan.shape_mode import LiveMemory, ShapesOnly
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Keeps query, key, value, output and one number per row, as every flash kernel does.
+
+    ring: ranks whose keys and values the queries meet one after the other
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: int = 1) -> Tensor:
+        # [B, n, S, d]; kernels write [B, S, n, d]
+        output = query.new_empty(
+            (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        ).transpose(1, 2)
+        rows = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, rows)
+        ctx.ring = ring
+        # Scores; weighted values.
+        _count_attention(query, key, ring, query.shape[3] + value.shape[3])
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, _, _ = ctx.saved_tensors
+        # Scores again, gradients of queries and keys; of weights and values.
+        _count_attention(query, key, ctx.ring, 3 * query.shape[3] + 2 * value.shape[3])
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _count_attention(query: Tensor, key: Tensor, ring: int, width: int) -> None:
+    """Count products over all pairs of a row; `StageRun` knows which share of the pairs exists."""
+    mode = ShapesOnly.active
+    if mode is not None:
+        pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * ring
+        mode.attention_flops += 2 * pairs * width
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+@functools.cache
+def even_routes(tokens: int, experts: int, topk: int) -> Tensor:
+    """[tokens, topk] distinct experts of each token; all experts get the same number of tokens."""
+    first = torch.arange(tokens) * topk % experts
+    return (first[:, None] + torch.arange(topk)) % experts
+
+
+@functools.cache
+def _even_map(tokens: int, experts: int, topk: int) -> Tensor:
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool)
+    return chosen.scatter_(1, even_routes(tokens, experts, topk), True)
+
+
+@contextmanager
+def numbers_left_out(traffic: Traffic, memory: LiveMemory) -> Iterator[None]:
+    """Within it, a trainer's step runs without numbers."""
+    from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from plugin.megatron_backend import trainer
+    from plugin.megatron_backend.step import microbatch_loss
+
+    route, make_tensor = TopKRouter.routing, torch.tensor
+
+    def evenly(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        weights, chosen = route(self, logits, *args, **kwargs)
+        return weights, _even_map(chosen.shape[0], chosen.shape[1], self.topk)
+
+    def tensor_of(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(data, (list, tuple)):
+            data = tree_map_only(Tensor, lambda t: 1.0 if t.is_meta else t, data)
+        return make_tensor(data, *args, **kwargs)
+
+    def flash(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        return _FlashAttention.apply(query, key, value)
+
+    def all_finite(self: Any) -> bool:
+        # As in Megatron: ranks agree on one number.
+        group = self.get_grad_stats_parallel_group()
+        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)
+        return False
+
+    # Megatron-Core 0.19 asks all ranks once whether a parameter has a gradient norm of its own.
+    ask = getattr(MegatronOptimizer, "has_grad_norm_group", None)
+
+    def none_apart(self: Any, grad_norm_group: str) -> bool:
+        assert ask is not None
+        ask(self, grad_norm_group)
+        return False
+
+    spread = trainer.spread_from_last_stage
+
+    def spread_nothing(value: Any, groups: Any) -> Any:
+        if groups.is_last_stage:
+            return spread(value, groups)
+        # Its size, then the pickled object.
+        source = dist.get_global_rank(groups.pp_group, groups.pp_size - 1)
+        for size in (8, traffic.object_bytes):
+            message = torch.zeros(size, dtype=torch.uint8)
+            dist.broadcast(message, src=source, group=groups.pp_group)
+        return {}
+
+    with ExitStack() as patches:
+        for target, name, replacement in (
+            (TopKRouter, "routing", evenly),
+            (torch, "tensor", tensor_of),
+            (MixedPrecisionOptimizer, "_unscale_main_grads_and_check_for_nan", all_finite),
+            *([(MegatronOptimizer, "has_grad_norm_group", none_apart)] if ask else []),
+            (torch.nn.functional, "scaled_dot_product_attention", flash),
+            (trainer, "spread_from_last_stage", spread_nothing),
+            (Tiles, "statistics", _as_logits(Tiles.statistics, memory)),
+            (Tiles, "gradients", _as_logits(Tiles.gradients, memory)),
+            (microbatch_loss, "separable_lm_head", _as_logits(separable_lm_head, memory)),
+        ):
+            patches.enter_context(patch.object(target, name, replacement))
+        yield
+
+
+def _as_logits(function: Any, memory: LiveMemory) -> Any:
+    """The function with what it creates counted as logits: tiles of them, and their gradients."""
+
+    @functools.wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with memory.labelled("logits"):
+            return function(*args, **kwargs)
+
+    return counted
+
+
+def use_gpu_kernels(chunks: Sequence[Any]) -> None:
+    """Let layers keep what the kernels on a GPU keep: flash attention, fused norm and SwiGLU."""
+    from plugin.megatron_backend.model.local_layers import (
+        LocalCoreAttention,
+        SequenceParallelRMSNorm,
+    )
+
+    for chunk in chunks:
+        chunk.config.bias_activation_fusion = (
+            chunk.config.activation_func is torch.nn.functional.silu
+        )
+        for module in chunk.modules():
+            if isinstance(module, LocalCoreAttention):
+                module.__dict__["forward"] = _attention_of(module)
+            elif isinstance(module, SequenceParallelRMSNorm):
+                module.__dict__["forward"] = _norm_of(module)
+
+
+def _norm_of(module: Any) -> Any:
+    return lambda x: _FusedNorm.apply(x, module.weight)
+
+
+def _attention_of(module: Any) -> Any:
+    group = module.cp_group
+
+    class Ring(torch.autograd.Function):
+        """Keys and values pass every rank of the ring, and in the backward pass their gradients."""
+
+        @staticmethod
+        def forward(ctx: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            _pass_around((key, value), 1)
+            return key.view_as(key), value.view_as(value)
+
+        @staticmethod
+        def backward(ctx: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            _pass_around((key, value), 2)
+            return key, value
+
+    def _pass_around(tensors: tuple[Tensor, Tensor], times: int) -> None:
+        for _ in range(times * (group.size() - 1)):
+            group.send([torch.cat([t.reshape(-1) for t in tensors])], 0)
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        if query.dim() == 3:
+            query, key, value = (x[:, None] for x in (query, key, value))
+        if group.size() > 1:
+            key, value = Ring.apply(key, value)
+        parts = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return _FlashAttention.apply(*parts, group.size()).permute(2, 0, 1, 3).flatten(2)
+
+    return forward

@@ -1,0 +1,95 @@
+"""Whether checkpoint and layout belong together: each tensor read once, each parameter fed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from plugin.errors import ConfigError
+
+
+@dataclass
+class Claims:
+    """Which parameters read which tensor of the checkpoint; filled stage by stage.
+
+    readers: tensor -> parameters by their names in the whole model; parameters: how many stages
+        hold each
+    """
+
+    readers: dict[str, list[str]] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
+
+    def add(
+        self, chunks: Sequence[Any], groups: Any, shapes: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Take up one stage, with the experts of all of its expert ranks."""
+        from plugin.megatron_backend.hf_weights.sources import weight_sources
+
+        for parameter, tensors in weight_sources(chunks, groups, shapes):
+            self.parameters[parameter] = self.parameters.get(parameter, 0) + 1
+            for tensor in tensors:
+                self.readers.setdefault(tensor, []).append(parameter)
+
+    def problems(self, hf_config: Any, names: Iterable[str] | None = None) -> list[str]:
+        """What is wrong, in sentences; the checkpoint's names, or those its config promises."""
+        from plugin.megatron_backend.hf_weights.expert_tensors import numbered_experts
+        from plugin.megatron_backend.model.families import family_of, is_extra_layer
+
+        family = family_of(hf_config)
+        held = set(family.tensor_names(hf_config) if names is None else names)
+        unknown, _ = family.misfits(hf_config, held)
+        held = {name for name in held if not is_extra_layer(name, hf_config)}
+        if family.fused_experts:
+            experts = family.transformer_arguments(hf_config)["num_moe_experts"]
+            held = {one for name in held for one in numbered_experts(name, experts)}
+        unread = {n for n in held - self.readers.keys() if not n.endswith(".rotary_emb.inv_freq")}
+        if hf_config.tie_word_embeddings:
+            unread.discard("lm_head.weight")
+        found = [f"{name} is read by no rank" for name in sorted(unread | set(unknown))]
+        for tensor, readers in sorted(self.readers.items()):
+            if tensor not in held:
+                found.append(f"{tensor}, which {readers[0]} is made of, is not in the checkpoint")
+            elif len(readers) > 1 and not _tied(tensor, readers, hf_config):
+                found.append(f"{tensor} is read by {len(readers)} places: {', '.join(readers)}")
+        found += [
+            f"{parameter} is held by {count} stages"
+            for parameter, count in sorted(self.parameters.items())
+            if count > 1
+        ]
+        return found
+
+
+def _tied(tensor: str, readers: Sequence[str], hf_config: Any) -> bool:
+    both = {"embedding.word_embeddings.weight", "output_layer.weight"}
+    return bool(hf_config.tie_word_embeddings) and set(readers) == both and "embed" in tensor
+
+
+def index_names(index: Path) -> set[str]:
+    """The tensors that a `model.safetensors.index.json` lists."""
+    try:
+        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(table, dict) or not table:
+            raise ValueError("its weight_map is empty")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"--hf-index {index} is not a model.safetensors.index.json ({error!r}); give the "
+            "checkpoint's own, which has a weight_map"
+        ) from error
+    # The scales of block-wise float8 belong to a weight of the same name.
+    return {name for name in table if not name.endswith("_scale_inv")}
+
+
+def require_coverage(claims: Claims, hf_config: Any, names: Iterable[str] | None) -> None:
+    """Refuse a checkpoint of which a tensor would be ignored, or from which one is missing."""
+    problems = claims.problems(hf_config, names)
+    if problems:
+        more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ConfigError(
+            f"the checkpoint and the layout do not belong together: {problems[0]}{more}; give "
+            "the config.json and the index of one model"
+        )

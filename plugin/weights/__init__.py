@@ -1,0 +1,1 @@
+"""Transports of weights, sender and receiver side by side."""

@@ -1,0 +1,202 @@
+"""Weights over process groups: from the trainer's ranks to the workers of all engines.
+
+Every sender has a group of its own, in which it is rank 0 and every worker is a receiver: gloo on
+CPU, NCCL on CUDA. It sends what it holds itself: the first rank of a pipeline stage what the
+stage's ranks share, every expert parallel rank its own experts. That happens bucket by bucket, with
+one broadcast per large tensor and one for the small ones, which would cost more by their number
+than by their size. Receivers take the senders of a stage in turns, some layers from each, so that
+no layer waits long for its last expert.
+
+Keys in the store are those of torch's own groups, so that SGLang's servers can join.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import compress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plugin.errors import TransferError
+from plugin.weights.members import Receiver, Sender
+from plugin.weights.store import (
+    MeetingPoint,
+    NamedTensors,
+    TensorNote,
+    WeightGroup,
+    padded_sizes,
+    tensors_in,
+)
+
+_JOINED_BELOW = 1 << 20
+
+#: gloo cannot end an operation that is under way, and its group cannot be freed before.
+_abandoned: list[Any] = []
+
+
+class _SenderGroup:
+    """This process's place in the group of one sender."""
+
+    def __init__(self, point: MeetingPoint, sender: int, rank: int) -> None:
+        self._point = point
+        self._connected = group_backend() == "gloo"  # NCCL connects at the first operation
+        name, size = point.group.sender_name(sender), point.group.receivers + 1
+        store = point.connection()
+        self._backend = point.wait_for(lambda: _connect(store, name, rank, size, point.group))
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """From rank 0 into the tensors of all others; returns when all are there."""
+        try:
+            for work in self._begin(tensors):
+                self._point.wait_until(work.is_completed)
+                work.wait()
+        except RuntimeError as error:
+            raise TransferError(f"weights did not arrive: {error}") from error
+
+    def _begin(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+
+        def begin() -> list[dist.Work]:
+            return [self._backend.broadcast([tensor], options) for tensor in tensors]
+
+        if self._connected:
+            return begin()
+        stream = torch.cuda.current_stream()
+
+        def connect_and_begin() -> list[dist.Work]:
+            with torch.cuda.stream(stream):
+                return begin()
+
+        works = self._point.wait_for(connect_and_begin)
+        self._connected = True
+        return works
+
+    def close(self, *, in_the_middle: bool) -> None:
+        """Leave; `in_the_middle` of an operation, without waiting for it."""
+        if in_the_middle and torch.cuda.is_available():
+            self._backend.abort()
+        elif in_the_middle:
+            _abandoned.append(self._backend)
+        self._backend = None
+
+
+def group_backend() -> str:
+    """The backend of the process groups."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _connect(store: dist.Store, name: str, rank: int, size: int, group: WeightGroup) -> Any:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    store = dist.PrefixStore(name, store)
+    store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", store))
+    timeout = timedelta(seconds=group.timeout)
+    backends: Any = dist
+    try:
+        if device == "cuda":
+            options = backends.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return backends.ProcessGroupNCCL(store, rank, size, options)
+        options = backends.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        address = _own_address(group.host)
+        options._devices = [backends.ProcessGroupGloo.create_device(hostname=address)]
+        return backends.ProcessGroupGloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise TransferError(f"the members of {name} did not connect: {error}") from error
+
+
+def _own_address(host: str) -> str:
+    """The address of this machine from which `host` is reached."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        return probe.getsockname()[0]
+
+
+class WeightSender(Sender):
+    """The end of a group at trainer rank number `number` of those that send."""
+
+    def __init__(self, group: WeightGroup, number: int) -> None:
+        super().__init__(group, number)
+        self._channel = _SenderGroup(self._point, number, rank=0)
+
+    def _pass_on(
+        self, version: int, number: int, bucket: NamedTensors, notes: list[TensorNote]
+    ) -> None:
+        self._point.announce(version, self._number, number, notes)
+        self._channel.broadcast(self._pieces(bucket, notes))
+
+    def _pieces(self, bucket: NamedTensors, notes: Sequence[TensorNote]) -> list[Tensor]:
+        """What is broadcast of a bucket: its large tensors, and the small ones in one piece."""
+        small = _small_ones(notes, self.group)
+        tensors = [tensor for _, tensor in bucket]
+        pieces = [tensor for tensor, is_small in zip(tensors, small, strict=True) if not is_small]
+        if any(small):
+            joined = list(compress(notes, small))
+            size = sum(padded_sizes(joined))
+            piece = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
+            for place, tensor in zip(
+                tensors_in(piece, joined), compress(tensors, small), strict=True
+            ):
+                place.copy_(tensor)
+            pieces.append(piece)
+        return pieces
+
+    def close(self, *, in_the_middle: bool = False) -> None:
+        """Leave the group."""
+        self._channel.close(in_the_middle=in_the_middle)
+
+
+def _small_ones(notes: Sequence[TensorNote], group: WeightGroup) -> list[bool]:
+    """Which tensors of a bucket travel together."""
+    return [group.joins and note.nbytes < _JOINED_BELOW for note in notes]
+
+
+class WeightReceiver(Receiver):
+    """One engine worker's end of a group; worker `number` of all engines' workers.
+
+    keeps: whether the taker keeps the tensors; otherwise their memory is used again for the next
+    """
+
+    def __init__(self, group: WeightGroup, number: int, *, keeps: bool = False) -> None:
+        super().__init__(group)
+        self._keeps = keeps
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._channels = [
+            _SenderGroup(self._point, sender, rank=1 + number) for sender in range(group.senders)
+        ]
+
+    def receive(self, version: int, take: Callable[[NamedTensors], None]) -> None:
+        """Hand every bucket of `version` to `take`, after `meet`."""
+        for sender, notes in self._point.buckets(version):
+            tensors, pieces = self._room_for(notes)
+            self._channels[sender].broadcast(pieces)
+            take([(note.name, tensor) for note, tensor in zip(notes, tensors, strict=True)])
+
+    def _room_for(self, notes: Sequence[TensorNote]) -> tuple[list[Tensor], list[Tensor]]:
+        """Memory for the tensors of a bucket, and the pieces of it that are broadcast."""
+        small = _small_ones(notes, self.group)
+        joined = list(compress(notes, small))
+        large = [note for note, is_small in zip(notes, small, strict=True) if not is_small]
+        size = sum(padded_sizes(joined))
+        memory = self._memory_of(size + sum(padded_sizes(large)))
+        pieces = tensors_in(memory[size:], large)
+        of_small, of_large = iter(tensors_in(memory[:size], joined)), iter(pieces)
+        tensors = [next(of_small if is_small else of_large) for is_small in small]
+        return tensors, [*pieces, memory[:size]] if joined else pieces
+
+    def _memory_of(self, size: int) -> Tensor:
+        if self._memory.numel() < size or self._keeps:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._memory
+
+    def close(self, *, in_the_middle: bool = False) -> None:
+        """Leave the group."""
+        for channel in self._channels:
+            channel.close(in_the_middle=in_the_middle)

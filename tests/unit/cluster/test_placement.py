@@ -1,0 +1,131 @@
+"""Which reservations a job makes, and what it says about a cluster that cannot hold them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plugin.cluster.placement import _numeric, check_cluster, plan_resources, torch_threads
+from plugin.config import JobConfig
+from plugin.errors import ClusterError, ConfigError
+
+SIZES = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+
+
+def test_ranks_are_packed_per_node_and_engines_have_their_own_slots() -> None:
+    plan = plan_resources(JobConfig(num_nodes=2, **SIZES), use_gpus=False)
+    assert plan.trainer_nodes == [{"CPU": 2.0}, {"CPU": 2.0}]
+    assert plan.engines == [{"CPU": 1.0}]
+    assert plan.cpu_slots == 5
+
+
+def test_each_rank_and_engine_has_a_gpu_where_there_are_gpus() -> None:
+    plan = plan_resources(JobConfig(num_rollout_engines=2, cpus_per_rank=3, **SIZES), use_gpus=True)
+    assert plan.trainer_nodes == [{"CPU": 12.0, "GPU": 4.0}]
+    assert plan.engines == [{"CPU": 3.0, "GPU": 1.0}] * 2
+
+
+def test_the_client_of_servers_takes_no_gpu() -> None:
+    servers = {"rollout_url": "http://127.0.0.1:8000", "rollout_weights_dir": "/shared"}
+    config = JobConfig(rollout_engine="http", **servers, **SIZES)
+    plan = plan_resources(config, use_gpus=True)
+    assert plan.rank["GPU"] == 1 and plan.engine == plan.engines[0] == {"CPU": 1.0}
+    check_cluster(plan, [{"CPU": 8.0, "GPU": 4.0}])  # as many as there are ranks
+
+
+def test_colocated_engines_reserve_nothing_and_have_gpus_of_one_node_each() -> None:
+    shared: dict[str, Any] = {"colocate": True, "rollout_engine": "vllm", **SIZES}
+    plan = plan_resources(JobConfig(**shared), use_gpus=True)
+    assert plan.engines == [] and plan.rank["GPU"] == 1 and plan.engine == {"CPU": 0.0}
+    plan_resources(
+        JobConfig(num_rollout_engines=2, rollout_num_gpus_per_engine=2, **shared), use_gpus=True
+    )
+    with pytest.raises(ConfigError, match="3 engines of 2 GPUs on 4 GPUs of the trainer"):
+        plan_resources(
+            JobConfig(num_rollout_engines=3, rollout_num_gpus_per_engine=2, **shared),
+            use_gpus=True,
+        )
+    with pytest.raises(ConfigError, match="engine 3 and 4 trainer ranks per node"):
+        plan_resources(JobConfig(rollout_num_gpus_per_engine=3, **shared), use_gpus=True)
+    # Without GPUs there is no memory to fight for.
+    plan_resources(JobConfig(num_rollout_engines=9, **shared), use_gpus=False)
+
+
+def test_a_cluster_that_fits_is_accepted() -> None:
+    plan = plan_resources(JobConfig(num_nodes=2, **SIZES), use_gpus=False)
+    check_cluster(plan, [{"CPU": 2.0}, {"CPU": 3.0}])
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [{"CPU": 8.0}],  # enough slots, but not two nodes
+        [{"CPU": 2.0}, {"CPU": 2.0}],  # no slot left for the engine
+        [{"CPU": 1.0}, {"CPU": 8.0}],  # one node too small
+    ],
+)
+def test_a_too_small_cluster_is_told_what_it_has_and_what_is_needed(
+    nodes: list[dict[str, float]],
+) -> None:
+    plan = plan_resources(JobConfig(num_nodes=2, **SIZES), use_gpus=False)
+    with pytest.raises(ClusterError) as caught:
+        check_cluster(plan, nodes)
+    message = str(caught.value)
+    assert f"has {len(nodes)} node" in message
+    assert f"{nodes[0]['CPU']:g} CPU" in message
+    assert "needs 2 x (2 CPU) on nodes of their own and 1 x (1 CPU) for engines" in message
+    assert "--num-nodes" in message
+
+
+def test_addresses_sort_as_numbers() -> None:
+    assert _numeric("10.0.0.9") < _numeric("10.0.0.10")
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_rank", "of_engine"),
+    [
+        # 8 cores; 2 ranks and 3 engines take turns: 8 // 2 and 8 // 3.
+        ({}, 4, 2),
+        # Together: 8 // (2 + 3).
+        ({"async_rollouts": True}, 1, 1),
+        ({"async_rollouts": True, "num_rollout_engines": 2}, 2, 2),
+        ({"num_rollout_engines": 9}, 4, 1),
+        ({"threads_per_rank": 5}, 5, 5),
+    ],
+)
+def test_threads_follow_the_cores_that_are_free_in_a_phase(
+    settings: dict[str, Any], of_rank: int, of_engine: int
+) -> None:
+    base = {"tensor_model_parallel_size": 2, "num_rollout_engines": 3, "use_tis": True}
+    config = JobConfig.from_sources({**base, **settings})
+    assert torch_threads(config, "rank", hidden_size=256, cores=8) == of_rank
+    assert torch_threads(config, "engine", hidden_size=256, cores=8) == of_engine
+
+
+def test_a_small_model_has_one_thread_unless_told_otherwise() -> None:
+    assert torch_threads(JobConfig(), "rank", hidden_size=255, cores=8) == 1
+    told = JobConfig.from_sources({"threads_per_rank": 2})
+    assert torch_threads(told, "rank", hidden_size=255, cores=8) == 2
+
+
+def test_an_engine_has_its_gpus_on_one_node() -> None:
+    config = JobConfig(rollout_engine="vllm", rollout_num_gpus_per_engine=4, num_rollout_engines=2)
+    plan = plan_resources(config, use_gpus=True, gpus_of_a_node=8)
+    assert plan.engines == [{"CPU": 4.0, "GPU": 4.0}] * 2
+    assert plan.engine == plan.engines[0] and plan.bundles_per_engine == 1
+    check_cluster(plan, [{"CPU": 16.0, "GPU": 8.0}, {"CPU": 16.0, "GPU": 4.0}])
+    with pytest.raises(ClusterError, match="--rollout-num-gpus-per-engine"):
+        # Enough GPUs in all, but no node has four left for the second engine.
+        check_cluster(plan, [{"CPU": 16.0, "GPU": 7.0}, {"CPU": 16.0, "GPU": 2.0}])
+    on_cpu = plan_resources(config, use_gpus=False)
+    assert on_cpu.engines == [{"CPU": 4.0}] * 2 and on_cpu.cpu_slots == 9
+
+
+def test_an_engine_larger_than_every_node_has_a_bundle_per_gpu() -> None:
+    config = JobConfig(rollout_engine="vllm", rollout_num_gpus_per_engine=4, num_rollout_engines=2)
+    plan = plan_resources(config, use_gpus=True, gpus_of_a_node=2)
+    assert plan.engines == [{"CPU": 1.0, "GPU": 1.0}] * 8
+    # The GPUs are taken by vLLM's workers, the actor of the engine has none.
+    assert plan.engine == {"CPU": 1.0} and plan.bundles_per_engine == 4
+    check_cluster(plan, [{"CPU": 4.0, "GPU": 2.0}] * 5)

@@ -1,0 +1,69 @@
+"""Values of a batch become advantages and returns, and the flags of the critic its learning rate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from plugin.batch_types import RolloutSample
+from plugin.cluster.trainer_actor import _critic_of
+from plugin.config import JobConfig
+from plugin.controller.batch.preparation import prepare_batch
+from plugin.controller.passes.critic_steps import with_gae
+from plugin.environments.trajectory import Rollouts, Trajectory
+from plugin.errors import CheckpointError, ConfigError
+from plugin.ragged import Ragged
+
+
+def sample(*mask: int) -> RolloutSample:
+    return RolloutSample(
+        torch.arange(2 + len(mask)),
+        response_length=len(mask),
+        loss_mask=torch.tensor(mask),
+        rollout_log_probs=torch.full((len(mask),), -1.0),
+    )
+
+
+def test_a_trajectory_of_two_samples_is_one_sequence_of_steps() -> None:
+    rollouts = Rollouts.of(
+        [[Trajectory((sample(1, 1), sample(0, 1)), 8.0), Trajectory((sample(1),), 1.0)]]
+    )
+    config = JobConfig.from_sources({"advantage_estimator": "gae", "gamma": 0.5, "lambd": 0.5})
+    batch = prepare_batch(config, rollouts)
+    assert "advantages" not in batch
+    values = Ragged(torch.tensor([1.0, 2.0, 99.0, 4.0, 0.5]), [2, 2, 1])
+    batch = with_gae(config, batch, rollouts, values)
+    # steps of the first: V = 1, 2, 4, reward 8 at the last. delta: 0, 0, 8 - 4 = 4;
+    # A = 0.25 * 1, 0.25 * 4, 4; the second: 1 - 0.5
+    assert [a.tolist() for a in batch.columns["advantages"]] == [[0.25, 1.0], [0.0, 4.0], [0.5]]
+    assert [r.tolist() for r in batch.columns["returns"]] == [[1.25, 3.0], [0.0, 8.0], [1.0]]
+    assert batch.columns["values"].values.tolist() == [1.0, 2.0, 99.0, 4.0, 0.5]
+
+
+def test_the_critics_learning_rate_warms_up_and_is_the_policys_unless_given() -> None:
+    gae = {"advantage_estimator": "gae"}
+    config = JobConfig.from_sources({**gae, "critic_lr": 0.4, "critic_lr_warmup_steps": 4})
+    rates = [config.critic_learning_rate(n) for n in range(6)]
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+    assert JobConfig.from_sources({**gae, "lr": 0.7}).critic_learning_rate(0) == 0.7
+
+
+@pytest.mark.parametrize(
+    "flag", [{"critic_lr": 1e-3}, {"value_clip": 0.3}, {"num_critic_only_rollouts": 2}]
+)
+def test_flags_of_a_critic_that_the_job_does_not_have_are_refused(flag: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="--advantage-estimator gae"):
+        JobConfig.from_sources(flag)
+
+
+def test_a_critic_is_found_in_its_checkpoint_or_where_it_waits(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step_0000004"
+    with pytest.raises(CheckpointError, match="step_0000004 holds no critic"):
+        _critic_of(checkpoint)
+    waiting = tmp_path / ".critic" / "step_0000004"
+    waiting.mkdir(parents=True)
+    assert _critic_of(checkpoint) == waiting
+    (checkpoint / "critic").mkdir(parents=True)
+    assert _critic_of(checkpoint) == checkpoint / "critic"

@@ -1,0 +1,125 @@
+"""When a run's records are written: late, in order, and before whatever makes them final."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from plugin.config import JobConfig
+from plugin.controller.records.step_records import StepRecords
+from plugin.controller.shared_devices import OwnDevices
+from plugin.controller.training_loop import Position, TrainingLoop
+from plugin.errors import ParallelError
+from plugin.observe.run_files import RunFiles
+from plugin.observe.run_record import read_prompts, read_run, read_samples
+from plugin.tools.doctor.run_diagnosis import diagnose
+from tests.unit.observe.test_detectors import LANGUAGE, Language, rollout
+
+
+def records_in(directory: Path) -> StepRecords:
+    config = JobConfig()
+    console: Any = SimpleNamespace(say=print, step=lambda *_: None)
+    checkpoints: Any = SimpleNamespace(newest=lambda: None)
+    return StepRecords(config, RunFiles(directory, config.as_dict()), checkpoints, console, [])
+
+
+def test_nothing_is_written_before_it_is_asked_for_and_nothing_twice(tmp_path: Path) -> None:
+    records = records_in(tmp_path / "run")
+    trained: Any = SimpleNamespace(log_probs=None, skipped=None, overflow=False)
+    batch: Any = SimpleNamespace(columns={})
+    records.log_samples(1, lambda: [{"prompt": "1="}])
+    records.add({"step": 1, "weight_version": 0}, batch, trained, of_rollout_weights=True)
+    records.log_prompts(0, [4, 5], {})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    for _ in range(2):
+        records.write()
+        assert [step["step"] for step in read_run(tmp_path / "run").steps] == [1]
+        assert [sample["prompt"] for sample in read_samples(tmp_path / "run")] == ["1="]
+        assert [record["trained"] for record in read_prompts(tmp_path / "run")] == [[4, 5]]
+
+
+def test_another_model_is_found_before_anything_is_said_about_rewards(tmp_path: Path) -> None:
+    """Both are due at the same step, and --on-finding warn lets both be said."""
+    said: list[str] = []
+    config = JobConfig(on_finding="warn")
+    console: Any = SimpleNamespace(say=said.append, step=lambda *_: None)
+    files = RunFiles(tmp_path, config.as_dict())
+    idle = {"reward": 0.0, "reward_std": 0.0, "grad_norm": 0.0}
+    history: list[dict[str, Any]] = [{"step": i, **idle} for i in range(1, 20)]
+    records = StepRecords(config, files, SimpleNamespace(), console, history)  # type: ignore[arg-type]
+    columns = rollout(Language(seed=5), LANGUAGE)
+    trained: Any = SimpleNamespace(
+        log_probs=columns.pop("log_probs"), skipped=None, overflow=False, live_routes=None
+    )
+    batch: Any = SimpleNamespace(columns=columns)
+    line = {"step": 20, "weight_version": 0, **idle}
+    records.add(line, batch, trained, of_rollout_weights=True)
+    records.write()
+    assert [text.splitlines()[0] for text in said] == [
+        "step 20: error: the engine computes with another model than the trainer",
+        "step 20: error: nothing is learned: all rewards are equal",
+    ]
+    titles = [finding["title"] for finding in diagnose(tmp_path)["findings"]]
+    assert titles[0] == "the engine computes with another model than the trainer"
+
+
+def job_that_tells(told: list[str], **settings: Any) -> TrainingLoop:
+    """A job of two rollouts before its first, whose parts only say what they are asked to do."""
+
+    def say(word: str) -> Any:
+        return lambda *_, **__: told.append(word)
+
+    job: Any = object.__new__(TrainingLoop)
+    job._config = JobConfig(num_rollouts=2, **settings)
+    job._at = Position()
+    job._evaluations = SimpleNamespace(is_due=lambda _: True)
+    job._queue = SimpleNamespace(take=lambda _: [], begin=say("prompts"))
+    job._weights = SimpleNamespace(trainer_holds_still=contextlib.nullcontext)
+    job._devices = OwnDevices()
+    job._records = SimpleNamespace(write=say("records"))
+    job._save, job._send_weights = say("checkpoint"), say("weights")
+    job._save_hf = say("model")
+
+    def train_on(*_: Any) -> None:
+        told.append("training")
+        job._at.rollouts += 1
+
+    job._train_on = train_on
+    return job
+
+
+@pytest.mark.parametrize(
+    "settings, order",
+    [
+        ({"save_hf_interval": 1}, "training records model weights prompts records"),
+        ({}, "training weights prompts records"),
+        ({"save_interval": 1}, "training records checkpoint weights prompts records"),
+        # An evaluation comes before the next prompts; asynchronous engines have theirs.
+        ({"eval_data": ("held:4",)}, "training weights records"),
+        ({"async_rollouts": True, "policy_loss": "icepop"}, "training weights records"),
+    ],
+)
+def test_records_are_written_while_the_engines_work_but_before_a_checkpoint(
+    settings: dict[str, Any], order: str
+) -> None:
+    told: list[str] = []
+    interrupts: Any = SimpleNamespace(held_back=lambda _: contextlib.nullcontext())
+    job_that_tells(told, **settings)._one_rollout(interrupts)
+    assert told == order.split()
+
+
+def test_a_step_is_recorded_though_its_weights_cannot_be_sent() -> None:
+    told: list[str] = []
+    job: Any = job_that_tells(told)
+
+    def fail(**_: Any) -> None:
+        raise ParallelError("rank 0 died")
+
+    job._send_weights = fail
+    with pytest.raises(ParallelError):
+        job._one_rollout(None)
+    assert told == ["training", "records"]

@@ -1,0 +1,288 @@
+"""Who gets weights again, who is replaced and who ends the job when a transfer breaks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from plugin.cluster import heartbeat as pulse
+from plugin.cluster.trainer_actor import SentPart
+from plugin.config import JobConfig
+from plugin.controller.weight_sync import transfer as weight_transfer
+from plugin.controller.weight_sync.sync import WeightSync
+from plugin.errors import ActorLost, EngineError, ParallelError, TransferError, WeightError
+from plugin.weights.store import MeetingPoint, WeightGroup
+
+
+class Call:
+    """A call that answers what `answer` returns or raises, or never if that is None."""
+
+    def __init__(self, answer: Callable[[], Any] | None) -> None:
+        self.answer = answer
+
+
+class Engines:
+    """Two engines; `script` maps the number of a transfer and an engine to what becomes of it."""
+
+    def __init__(self, script: dict[tuple[int, int], Any]) -> None:
+        self.script, self.transfers, self.groups = script, 0, []
+        self.versions: dict[int, int | None] = {0: None, 1: None}
+        self.replaced: list[int] = []
+        self.actors = {0: "actor 0", 1: "actor 1"}
+        self.newest = -1
+        self.catch_up = None
+        self.frozen: set[str] = set()
+        self.devices = {0: ["GPU-a", "GPU-b"], 1: ["GPU-c"]}
+        self.any_probe_due = False
+        self.probed: dict[int, Any] = {}
+
+    def begin_version(self, version: int) -> None:
+        self.newest = version
+
+    def lagging(self) -> list[int]:
+        return [n for n, version in self.versions.items() if version != self.newest]
+
+    def lagging_and_started(self) -> list[int]:
+        return self.lagging()
+
+    def ask_lagging(self, method: str) -> list[tuple[int, Any, Any]]:
+        answers = {"weight_receivers": lambda n: 1 + n, "weight_devices": self.devices.get}
+        return [(n, self.actors[n], Call(partial(answers[method], n))) for n in self.lagging()]
+
+    def receive_weights(self, engine: int, actor: Any, group: WeightGroup, first: int) -> Call:
+        if not self.groups or group is not self.groups[-1]:
+            self.transfers += 1
+            self.groups.append(group)
+        self.places = [*getattr(self, "places", []), (self.transfers, engine, first)]
+        return Call(self.script.get((self.transfers, engine), lambda: None))
+
+    def ping(self, actor: str) -> Call:
+        return Call(None if actor in self.frozen else lambda: None)
+
+    def has_received(self, engine: int, actor: Any, answers: Any) -> None:
+        if self.actors[engine] == actor:
+            self.versions[engine] = self.newest
+            self.probed[engine] = answers
+
+    def replace_unless_done(self, engine: int, actor: Any, reason: str) -> None:
+        self.replaced.append(engine)
+        self.actors[engine] = f"{actor}, again"
+
+    def poll(self) -> None:
+        pass
+
+
+class Trainer:
+    def __init__(self, script: dict[int, Any] | None = None) -> None:
+        self.script, self.sent = script or {}, 0
+        self.with_base: list[bool] = []
+        self.checksum_dtypes: list[str | None] = []
+
+    def rank_ids(self) -> list[str]:
+        return ["rank"]
+
+    def while_idle(self) -> None:
+        pass
+
+    def send_weights(
+        self, version: int, group: WeightGroup, *, with_base: bool, checksum_dtype: str | None
+    ) -> dict[Call, str]:
+        self.sent += 1
+        self.with_base.append(with_base)
+        self.checksum_dtypes.append(checksum_dtype)
+        return {Call(self.script.get(self.sent, lambda: SentPart(0, 100, 2))): "rank 0"}
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(calls: list[Call], *, num_returns: int, timeout: float) -> Any:
+        return [call for call in calls if call.answer is not None][:num_returns], []
+
+    node = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=wait, util=node))
+    monkeypatch.setattr(weight_transfer, "result_of", lambda call, name, console: call.answer())
+
+
+def raising(error: Exception) -> Callable[[], Any]:
+    def answer() -> Any:
+        raise error
+
+    return answer
+
+
+def sync_of(engines: Engines, trainer: Trainer, **settings: Any) -> WeightSync:
+    config = JobConfig(**{"weight_sync": "broadcast"} | settings)
+    return WeightSync(config, trainer, engines, SimpleNamespace())  # type: ignore[arg-type]
+
+
+def test_answers_to_the_probe_and_checksums_come_with_the_transfer_that_they_belong_to() -> None:
+    engines = Engines({(1, 0): lambda: ["answer"], (1, 1): list})
+    trainer = Trainer({1: lambda: SentPart(0, 100, 2, {"a": 7})})
+    sync = sync_of(engines, trainer, rollout_dtype="bfloat16")
+    engines.any_probe_due = True
+    sync.send(0, wait=True)
+    assert engines.probed == {0: ["answer"], 1: []}
+    assert sync.checksums == {"a": 7}
+    engines.any_probe_due = False
+    sync.send(1, wait=True)
+    assert trainer.checksum_dtypes == ["bfloat16", None]
+    assert sync.checksums == {}
+
+
+@pytest.mark.parametrize("settings", [{"rollout_quantization": "int8"}, {"rollout_engine": "vllm"}])
+def test_no_checksums_are_computed_for_engines_that_have_none(settings: dict[str, str]) -> None:
+    engines, trainer = Engines({}), Trainer()
+    engines.any_probe_due = True
+    sync_of(engines, trainer, **settings).send(0, wait=True)
+    assert trainer.checksum_dtypes == [None]
+
+
+def test_every_engine_gets_a_version_over_one_group_that_is_kept_for_the_next() -> None:
+    engines, trainer = Engines({}), Trainer()
+    sync = sync_of(engines, trainer)
+    for version in (0, 1):
+        sync.send(version, wait=True)
+        assert engines.versions == {0: version, 1: version}
+    # Engine 0 has one worker, so that engine 1 has the second and the third.
+    assert engines.places == [(1, 0, 0), (1, 1, 1)] * 2
+    [group] = engines.groups
+    assert (group.senders, group.receivers) == (1, 3)
+    assert sync.metrics()["weight_sync_bytes"] == 100
+
+
+def test_a_lost_engine_is_replaced_and_all_that_lack_the_version_get_it_again() -> None:
+    lost = {(1, 0): raising(ActorLost("died")), (1, 1): raising(TransferError("called off"))}
+    engines, trainer = Engines(lost), Trainer({1: raising(TransferError("called off"))})
+    sync_of(engines, trainer).send(0, wait=True)
+    assert engines.replaced == [0] and engines.versions == {0: 0, 1: 0}
+    assert trainer.sent == 2
+    with pytest.raises(TransferError, match="called off: engine 0: died"):
+        MeetingPoint(engines.groups[0]).meet("joined")
+
+
+def test_an_engine_that_has_the_version_does_not_get_it_twice() -> None:
+    engines = Engines({(1, 0): raising(ParallelError("broken"))})
+    sync_of(engines, Trainer()).send(0, wait=True)
+    assert engines.replaced == [0]
+    assert engines.places == [(1, 0, 0), (1, 1, 1), (2, 0, 0)]
+
+
+def test_the_base_of_adapters_is_sent_once_and_again_to_an_engine_that_was_replaced() -> None:
+    # version 2 is the third transfer; engine 0 is lost in it, and its successor has nothing yet
+    engines, trainer = Engines({}), Trainer()
+    sync = sync_of(engines, trainer, lora_rank=4, lora_sync="adapter")
+    for version in (0, 1):
+        sync.send(version, wait=True)
+    engines.script[(1, 0)] = raising(ParallelError("broken"))
+    sync.send(2, wait=True)
+    sync.send(3, wait=True)
+    assert engines.replaced == [0]
+    assert trainer.with_base == [True, False, False, True, False]
+
+
+def test_a_lost_rank_is_raised_when_the_engines_have_ended() -> None:
+    engines = Engines({(1, n): raising(TransferError("called off")) for n in (0, 1)})
+    with pytest.raises(ActorLost, match="rank died"):
+        sync_of(engines, Trainer({1: raising(ActorLost("rank died"))})).send(0, wait=True)
+    assert not engines.replaced and engines.versions == {0: None, 1: None}
+
+
+def test_weights_that_do_not_fit_end_the_job() -> None:
+    engines = Engines({(1, 1): raising(WeightError("no such tensor"))})
+    with pytest.raises(WeightError, match="no such tensor"):
+        sync_of(engines, Trainer()).send(0, wait=True)
+
+
+def test_an_engine_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_transfer, "_GRACE_SECONDS", 0.05)
+    engines = Engines({(1, 1): None})
+    sync_of(engines, Trainer(), step_timeout=0.05).send(0, wait=True)
+    assert engines.replaced == [1] and engines.versions == {0: 0, 1: 0}
+
+
+def test_answers_that_are_there_when_the_driver_looks_too_late_still_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_transfer, "_GRACE_SECONDS", 0.0)
+    engines = Engines({})
+    sync_of(engines, Trainer(), step_timeout=1e-9).send(0, wait=True)
+    assert not engines.replaced and engines.versions == {0: 0, 1: 0}
+    assert engines.transfers == 1
+
+
+def test_a_frozen_engine_is_replaced_long_before_a_transfer_has_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pulse, "SILENCE_SECONDS", 0.05)
+    engines = Engines({(1, 1): None})
+    engines.frozen = {"actor 1"}
+    sync = sync_of(engines, Trainer(), step_timeout=1e5)
+    sync.send(0, wait=True)
+    assert engines.replaced == [1] and engines.versions == {0: 0, 1: 0}
+    with pytest.raises(TransferError, match="called off: engine 1 did not react"):
+        MeetingPoint(engines.groups[0]).meet("joined")
+
+
+def test_a_slow_engine_that_reacts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "SILENCE_SECONDS", 0.02)
+    monkeypatch.setattr(weight_transfer, "_GRACE_SECONDS", 0.05)
+    engines = Engines({(1, 1): None})
+    sync = sync_of(engines, Trainer(), step_timeout=0.3)
+    sync.send(0, wait=True)
+    with pytest.raises(TransferError, match="called off: it took longer"):
+        MeetingPoint(engines.groups[0]).meet("joined")
+
+
+def test_transfers_that_always_break_end_the_job() -> None:
+    engines = Engines({(n, 0): raising(TransferError("network")) for n in range(1, 9)})
+    with pytest.raises(EngineError, match="could not be sent to engines 0 in 3 attempts"):
+        sync_of(engines, Trainer(), max_restarts=2).send(0, wait=True)
+
+
+def test_within_devices_every_worker_gets_the_weights_from_the_rank_on_its_own() -> None:
+    engines, trainer = Engines({}), Trainer()
+    # Two ranks share a GPU only on CPU, where the device is the machine; the first one lends.
+    trainer.devices = lambda: ["GPU-c", "GPU-b", "GPU-a", "GPU-a"]  # type: ignore[attr-defined]
+    sync_of(engines, trainer, weight_sync="ipc", colocate=True).send(0, wait=True)
+    [group] = engines.groups
+    assert group.lenders == (2, 1, 0) and (group.senders, group.receivers) == (3, 3)
+    assert engines.versions == {0: 0, 1: 0}
+
+
+def test_an_engine_on_a_device_without_a_rank_is_refused_with_the_reason() -> None:
+    engines, trainer = Engines({}), Trainer()
+    trainer.devices = lambda: ["GPU-a", "GPU-b"]  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="engine 1 is on GPU-c, where no trainer rank is"):
+        sync_of(engines, trainer, weight_sync="ipc", colocate=True).send(0, wait=True)
+
+
+def test_an_engine_replaced_while_all_generate_gets_weights_once_the_trainer_has_its_own_back() -> (
+    None
+):
+    engines, trainer, turns = Engines({}), Trainer(), []
+    trainer.devices = lambda: ["GPU-c", "GPU-b", "GPU-a"]  # type: ignore[attr-defined]
+    sync = sync_of(engines, trainer, weight_sync="ipc", colocate=True)
+    sync.send(0, wait=True)
+
+    @contextmanager
+    def sending() -> Any:
+        assert engines.catch_up is None, "catching up must not begin again inside itself"
+        engines.versions = dict.fromkeys(engines.versions)  # a sleeping engine has no version
+        turns.append("sending")
+        yield
+        turns.append(f"generating with {engines.versions}")
+
+    with sync.trainer_holds_still(sending):
+        engines.versions[1] = None
+        assert engines.catch_up is not None
+        engines.catch_up()
+        assert turns == ["sending", "generating with {0: 0, 1: 0}"]
+        engines.catch_up()  # nobody lacks weights
+        assert len(turns) == 2
+    assert engines.catch_up is None
