@@ -1,4 +1,4 @@
-"""The plan of a job: every kind of rank measured on `meta`, and flags that help if it is too big."""
+"""The plan of a job: every kind of rank measured on `meta`, and flags that help where it is full."""
 
 from __future__ import annotations
 
