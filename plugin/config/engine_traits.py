@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: How weights get from the trainer to the engines.
-WeightWay = Literal["broadcast", "ipc", "directory", "object-store"]
+WeightTransport = Literal["broadcast", "ipc", "directory", "object-store"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class EngineTraits:
     keeps_interrupted_routes: reports the routes that such a response was sampled with
     tensor_parallel: can be spread over several GPUs (--rollout-num-gpus-per-engine)
     spans_nodes: also over those of several nodes
-    weight_ways: how it can get weights (--weight-sync), the best one first
+    weight_transports: how it can get weights (--weight-sync), the best one first
     sleeps: can give its device's memory to the trainer (--colocate)
     takes_adapters: can get LoRA adapters without the weights they belong to (--lora-sync)
     starts_servers: what its servers are, where it starts them itself (`--rollout-server`'s names)
@@ -46,7 +46,7 @@ class EngineTraits:
     keeps_interrupted_routes: bool = True
     tensor_parallel: bool = False
     spans_nodes: bool = False
-    weight_ways: tuple[WeightWay, ...] = ("object-store",)
+    weight_transports: tuple[WeightTransport, ...] = ("object-store",)
     starts_servers: str | None = None
     sleeps: bool = False
     takes_adapters: bool = False
@@ -62,7 +62,7 @@ ENGINES: dict[str, EngineTraits] = {
         reads_views=True,
         reports_kept_ids=True,
         partial_rollout_modes=("recompute", "continue"),
-        weight_ways=("broadcast", "ipc", "object-store"),
+        weight_transports=("broadcast", "ipc", "object-store"),
         sleeps=True,
         takes_adapters=True,
         reports_checksums=True,
@@ -70,7 +70,7 @@ ENGINES: dict[str, EngineTraits] = {
     "vllm": EngineTraits(
         "plugin.engines.vllm.engine:make_engine",
         package=_VLLM,
-        weight_ways=("broadcast", "ipc", "object-store"),
+        weight_transports=("broadcast", "ipc", "object-store"),
         reports_kept_ids=True,
         lowest_temperature=0.01,
         smallest_head_dim=32,
@@ -89,7 +89,7 @@ ENGINES: dict[str, EngineTraits] = {
         smallest_head_dim=32,
         reports_route_weights=False,
         partial_rollout_modes=("recompute",),
-        weight_ways=("directory",),
+        weight_transports=("directory",),
     ),
     "sglang": EngineTraits(
         "plugin.engines.servers.served_engine:make_sglang_engine",
@@ -99,7 +99,7 @@ ENGINES: dict[str, EngineTraits] = {
         reports_route_weights=False,
         partial_rollout_modes=("recompute",),
         tensor_parallel=True,
-        weight_ways=("broadcast", "directory"),
+        weight_transports=("broadcast", "directory"),
         starts_servers="sglang",
     ),
     "vllm_server": EngineTraits(
@@ -111,7 +111,7 @@ ENGINES: dict[str, EngineTraits] = {
         reports_route_weights=False,
         partial_rollout_modes=("recompute",),
         tensor_parallel=True,
-        weight_ways=("directory",),
+        weight_transports=("directory",),
         starts_servers="vllm",
     ),
 }
