@@ -13,7 +13,7 @@ import torch
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
-from plugin.config.teacher_flags import TeacherSpec
+from plugin.config.teachers import TeacherSpec
 from plugin.engines.choice import key_in_environment
 from plugin.engines.servers.answers import MalformedAnswer, field, shown
 from plugin.engines.servers.calls import (

@@ -9,7 +9,7 @@ from typing import Any
 from plugin.cluster.model_source import ModelSource, directory_source, tokenizer_in
 from plugin.config import JobConfig
 from plugin.config.flags import expect
-from plugin.config.teacher_flags import TeacherSpec
+from plugin.config.teachers import TeacherSpec
 from plugin.errors import ConfigError
 from plugin.tasks.prompt_format import lookup, no_column
 from plugin.teachers.http_teacher import HttpTeacher
