@@ -1,6 +1,6 @@
 """CUDA IPC between two processes on one GPU: what a rank lends arrives, and a dead worker releases the rank.
 
-The bodies are those of `tests/unit/weights/test_weight_handover.py`, with the borrower in a process of its own: CUDA does not
+The bodies are those of `tests/unit/weights/test_weight_ipc.py`, with the borrower in a process of its own: CUDA does not
 open a handle in the process that made it.
 """
 
