@@ -1,4 +1,4 @@
-"""The plan of a job: every kind of rank measured on `meta`, and flags that help where it is full."""
+"""The plan of a job: each kind of rank measured on `meta`; flags that help if it does not fit."""
 
 from __future__ import annotations
 
@@ -130,9 +130,11 @@ def plan_job(
     """
     from plugin.megatron_backend.hf_weights.sources import whole_parameters
     from plugin.megatron_backend.model.layout_rules import check_model
+    from plugin.megatron_backend.step.sequence_packing import sequence_layout
 
     config = decided(config, gpu)
     check_model(models.policy, config)
+    layout = sequence_layout(config, transformer_engine=gpu is not None)
     batching = plan_batching(config, models.policy, lengths)
     world = World.of(config, config.world_size)
     stages = config.pipeline_model_parallel_size
@@ -151,7 +153,7 @@ def plan_job(
         stage = rank // per_stage
         begin(f"rank {rank} (stage {stage + 1} of {stages})")
         with built_rank(
-            rank, world, config, models.policy, _layout(config, gpu), on_gpu=gpu is not None
+            rank, world, config, models.policy, layout, on_gpu=gpu is not None
         ) as planned:
             planned.traffic.object_bytes = object_bytes
             run = StageRun(planned, config, models.policy, lengths, batching, quick)
@@ -271,16 +273,6 @@ def _kinds_of_stage(kind: RankKind, planned: Any, config: JobConfig) -> list[Ran
             )
         )
     return found
-
-
-def _layout(config: JobConfig, gpu: Gpu | None) -> str:
-    packs = (
-        gpu is not None
-        or config.max_tokens_per_gpu is not None
-        or config.context_parallel_size > 1
-        or config.virtual_pipeline_model_parallel_size is not None
-    )
-    return "packed" if packs else "padded"
 
 
 @dataclass(frozen=True)

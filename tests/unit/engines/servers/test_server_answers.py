@@ -112,7 +112,7 @@ def test_a_bad_answer_is_neither_used_nor_an_error_of_python(case: str) -> None:
     ("experts", "message"),
     [
         (numpy.zeros_like(EXPERTS), "name an expert twice"),
-        (EXPERTS + 2, "name expert 5"),
+        (EXPERTS + 2, "the model has experts 0..3"),
         (EXPERTS - 1, "negative"),
         (EXPERTS[:3], "96 bytes of routed experts where 4 x 4 x 2 int32 were expected"),
     ],
