@@ -22,8 +22,8 @@ import pytest
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 
 from plugin.config import JobConfig
-from plugin.config.estimator_traits import ESTIMATOR_TRAITS
-from plugin.config.policy_loss_traits import traits_of
+from plugin.config.loss.loss_config import ESTIMATOR_TRAITS
+from plugin.config.loss.policy_loss import traits_of
 from plugin.controller.job import run_job
 from plugin.loss import POLICY_LOSSES
 from plugin.observe.run_record import read_samples
