@@ -76,7 +76,7 @@ def load_dataset_task(
         bad_rows=config.bad_rows,
         shuffle=config.shuffle_data,
         seed=config.seed,
-        say=log,
+        log=log,
         option=option,
     )
     limits = enforced_limits(rewards)

@@ -169,7 +169,7 @@ class WeightVerification:
         finding = probe_finding(asked.name, scores, limit, model, self._config)
         if finding is None:
             checked = f"; {model.checked} tensors have its checksums" if model.checked else ""
-            self._console.say(
+            self._console.log(
                 f"{asked.name} computes with the trainer's weights: mean |log-prob difference| "
                 f"{scores.mean:.1e}, limit {limit.value:.0e}{checked}"
             )
