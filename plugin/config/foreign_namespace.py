@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from typing import Any
 
@@ -29,9 +28,9 @@ def loss_config_of(args: Any) -> LossConfig:
     if hasattr(args, "policy_loss"):
         return LossConfig.from_namespace(args)
     found = {
-        f.name: getattr(args, f.name)
-        for f in dataclasses.fields(LossConfig)
-        if getattr(args, f.name, None) is not None
+        name: getattr(args, name)
+        for name in LossConfig.setting_names()
+        if getattr(args, name, None) is not None
     }
     estimator = found.pop("advantage_estimator", None)
     named = getattr(args, "pg_loss_type", None) or estimator
@@ -51,7 +50,7 @@ def loss_config_of(args: Any) -> LossConfig:
         if found.get("use_tis"):
             masks_and_weights.append(found.get("custom_tis_function_path") or VANILLA_TIS)
         found |= {"use_tis": True, "custom_tis_function_path": ",".join(masks_and_weights)}
-    found.setdefault("calculate_per_token_loss", False)
+    found.setdefault("calculate_per_token_loss", False)  # reduced by the framework itself
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

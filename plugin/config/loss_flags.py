@@ -31,13 +31,10 @@ class LossConfig(
 
     @property
     def reduction(self) -> LossReduction:
-        """How the losses of tokens become one, by either flag."""
+        """How the losses of tokens become one: as asked for, or as the policy loss is defined."""
         if self.loss_reduction is not None:
             return self.loss_reduction
-        per_token = self.calculate_per_token_loss
-        if per_token is None:
-            per_token = self.loss_traits.per_token
-        return "token-mean" if per_token else "sample-mean"
+        return "token-mean" if self.loss_traits.per_token else "sample-mean"
 
     @property
     def per_token(self) -> bool:
@@ -66,17 +63,19 @@ class LossConfig(
         return (
             compares_with == "rollout"
             or (self.use_tis and not self._only_compares_with_cur())
-            or (self.old_log_probs == "rollout" and compares_with_old)
+            or (self.train_log_probs == "rollout" and compares_with_old)
         )
 
     def needs_rollout_log_probs(self) -> list[str]:
         """The features in use that cannot work without the engine's log-probs."""
+        old = self.train_log_probs
         wanted = {
             f"--policy-loss {self.policy_loss}": self.loss_traits.compares_with == "rollout",
             "--use-tis": self.use_tis,
             "--use-rollout-kl-loss": self.use_rollout_kl_loss,
-            "--use-rollout-logprobs": self.use_rollout_logprobs,
-            f"--train-log-probs {self.train_log_probs}": self.train_log_probs != "recompute",
+            "--train-log-probs rollout or --use-rollout-logprobs": self.train_log_probs
+            == "rollout",
+            "--train-log-probs approximate": self.train_log_probs == "approximate",
             "--get-mismatch-metrics": self.get_mismatch_metrics,
         }
         return [name for name, needed in wanted.items() if needed]
@@ -131,13 +130,6 @@ class LossConfig(
             warnings.warn(message, stacklevel=2)
 
     def _check_reduction(self) -> None:
-        per_token, reduction = self.calculate_per_token_loss, self.loss_reduction
-        given = f"--{'' if per_token else 'no-'}calculate-per-token-loss"
-        expect(
-            None in (per_token, reduction) or per_token == (reduction == "token-mean"),
-            f"{given} with --loss-reduction {reduction}: two different denominators; drop one of "
-            "the two",
-        )
         expect(
             self.reduction != "fixed-length" or self.fixed_length is not None,
             "--loss-reduction fixed-length needs --loss-fixed-length, the tokens that every sample "

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, Literal
 
 from plugin.config.estimator_traits import ESTIMATOR_TRAITS
-from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
+from plugin.config.flags import FlagGroup, Needs, alias, expect, flag, needs_flag
 from plugin.config.method_needs import needs_estimator
 from plugin.errors import ConfigError
 
 LossReduction = Literal["token-mean", "sample-mean", "fixed-length", "prompt-mean", "group-mean"]
+#: Those without one global token denominator.
+_SAMPLE_REDUCTIONS = ("sample-mean", "fixed-length", "prompt-mean", "group-mean")
 KlEstimatorName = Literal["k1", "abs", "k2", "k3"]
 ReferenceKlName = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
 _SAMPLING_MASK = Needs(
@@ -112,8 +114,8 @@ class NormalizationFlags(FlagGroup):
         None,
         "how the losses of tokens become one: a mean over tokens; over samples of their token "
         "means; over samples of their sums by a fixed length (Dr. GRPO); over prompts of their "
-        "token means; over groups of the means of their samples; none = token-mean or "
-        "sample-mean by --calculate-per-token-loss",
+        "token means; over groups of the means of their samples; none = token-mean for icepop, "
+        "dppo_tv, dppo, ipo_kl, else sample-mean",
     )
     loss_fixed_length: int | None = flag(
         None,
@@ -123,10 +125,10 @@ class NormalizationFlags(FlagGroup):
             "--loss-reduction fixed-length", lambda config: config.reduction == "fixed-length"
         ),
     )
-    calculate_per_token_loss: bool | None = flag(
-        None,
-        "one global token denominator, as --loss-reduction token-mean; none = on for icepop, "
-        "dppo_tv, dppo, ipo_kl, else off",
+    calculate_per_token_loss: InitVar[bool | None] = alias(
+        "loss_reduction",
+        {True: ("token-mean",), False: _SAMPLE_REDUCTIONS},
+        "another spelling of --loss-reduction token-mean; with --no-, of sample-mean",
     )
     validate_batch: Literal["auto", "always", "never"] = flag(
         "auto", "check values inside the loss; auto = where reading them does not stall a GPU"
