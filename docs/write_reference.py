@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from plugin.config import FlagGroup, JobConfig
 from plugin.config.flags import field_type, option_name
-from plugin.config.slime_flags import SLIME_LOSS_FLAGS, slime_option
+from plugin.config.other_frameworks import SLIME_LOSS_FLAGS, slime_option
 from plugin.observe.detectors import DETECTORS
 from plugin.tools.compare.correction_catalog import CatalogEntry, catalog
 from tests.unit.loss.test_bandit_expectation import (

@@ -240,7 +240,7 @@ class EnginePool:
                 f"engine {engine} was restarted {old.failures_in_a_row} times without answering a "
                 f"request, the limit of --max-restarts; the last time it {reason}"
             )
-        self._console.say(f"engine {engine} is replaced: {reason.splitlines()[0]}")
+        self._console.log(f"engine {engine} is replaced: {reason.splitlines()[0]}")
         old.end()
         self.restarts += 1
         self._loads = {ref: owner for ref, owner in self._loads.items() if owner[0] != engine}

@@ -40,7 +40,7 @@ class Messages:
         if len(self.printed) > len(shown):
             shown.append(f"... and {len(self.printed) - len(shown)} more lines")
         for line in shown:
-            console.say(f"{name}: {line}")
+            console.log(f"{name}: {line}")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from plugin.cluster.directory_lock import OwnedDirectory
 from plugin.cluster.model_source import ModelSource
 from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.errors import CheckpointError
 from plugin.megatron_backend.checkpoint.directory import resolve
 from plugin.megatron_backend.cpu_runtime import import_megatron

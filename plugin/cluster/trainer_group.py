@@ -19,7 +19,7 @@ from plugin.cluster.placement import Reservation, ResourcePlan
 from plugin.cluster.remote_calls import wait_for_all
 from plugin.cluster.trainer_actor import PolicyName, RankPart, TrainedStep, TrainerRank
 from plugin.config import JobConfig
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.megatron_backend.offloading import TrainerPart
 from plugin.megatron_backend.step.batch_share import cut_share, plan_batch, with_stage_routes
 from plugin.megatron_backend.step.loss_scaling import weigh_samples

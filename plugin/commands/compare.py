@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from plugin.config import LossConfig
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.errors import BatchError, ConfigError
 from plugin.observe.html_page import refuse_overwriting, write_page
 

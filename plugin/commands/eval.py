@@ -102,7 +102,7 @@ def evaluate(
         check_engine(config)
         policy = policy_source(config)
         check_lengths(config, policy)
-        sets, sampling = evaluation_parts(config, policy.hf_config["vocab_size"], console.say)
+        sets, sampling = evaluation_parts(config, policy.hf_config["vocab_size"], console.log)
         if chosen is not None:
             with console.phase(f"reading {chosen.name}"):
                 scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="megatron_tis_"))
@@ -118,7 +118,7 @@ def evaluate(
             scorer = make_scorer(config, sets[0].task)
             cleanup.callback(scorer.close)
             metrics = Evaluator(
-                *(config, sets, engines, sampling, console.say),
+                *(config, sets, engines, sampling, console.log),
                 scorer_of=lambda task: scorer_for(task, scorer, config),
             ).run(0)
     about = {"source": str(source)} | ({} if chosen is None else {"checkpoint": chosen.name})

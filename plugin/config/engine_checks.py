@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from plugin.config.engine_traits import ENGINES
+from plugin.config.engines import ENGINES
 from plugin.config.flags import expect
-from plugin.config.rollout_flags import ServerFlags
+from plugin.config.servers import ServerFlags
 
 if TYPE_CHECKING:
-    from plugin.config.job_flags import JobConfig
+    from plugin.config.job_config import JobConfig
 
 #: Why an engine cannot have several GPUs, by whether it asks servers.
 _ONE_DEVICE = {

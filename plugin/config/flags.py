@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
 from plugin.config.import_paths import is_import_path
-from plugin.config.other_spellings import spelled_here
 from plugin.errors import ConfigError
 
 
@@ -260,6 +259,8 @@ class FlagGroup:
 
 def _did_you_mean(name: str, known: set[str]) -> str:
     import difflib
+
+    from plugin.config.other_frameworks import spelled_here
 
     here = spelled_here(name, known)
     if here is not None:

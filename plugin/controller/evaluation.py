@@ -95,7 +95,7 @@ class Evaluations:
 class Evaluator:
     """Evaluates whatever weights the engines have on every set.
 
-    sampling: that of training; say: prints a message for a person
+    sampling: that of training; log: prints a message for a person
     scorer_of: who computes the rewards of a set's task; none = the task, on this thread
     """
 
@@ -105,10 +105,10 @@ class Evaluator:
         sets: Sequence[EvalSet],
         engines: Engines,
         sampling: SamplingParameters,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         scorer_of: Callable[[Task], Scorer | None] = lambda _: None,
     ) -> None:
-        self._config, self._sets, self._engines, self._say = config, sets, engines, say
+        self._config, self._sets, self._engines, self._log = config, sets, engines, log
         self._scorer_of = scorer_of
         self._sampling = evaluation_sampling(config, sampling)
 
@@ -128,7 +128,7 @@ class Evaluator:
             self._engines,
             self._sampling,
             _queue_config(config, evaluated),
-            lambda text: self._say(f"evaluation on {evaluated.name}: {text}"),
+            lambda text: self._log(f"evaluation on {evaluated.name}: {text}"),
             self._scorer_of(evaluated.task),
             counts=QueueCounts(issued=evaluated.first),
             rows=evaluated.rows,

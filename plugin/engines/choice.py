@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from plugin.config import JobConfig
-from plugin.config.engine_arguments import check_names
+from plugin.config.engines import check_names
 from plugin.config.import_paths import load_function
 from plugin.engines.installed_arguments import installed_arguments
 from plugin.engines.protocol import RolloutEngine

@@ -20,7 +20,7 @@ import pytest
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 
 from plugin.config import JobConfig
-from plugin.config.policy_loss_traits import traits_of
+from plugin.config.loss.policy_loss import traits_of
 from plugin.controller.job import run_job
 from plugin.observe.run_record import read_samples
 from tests.ray.small_jobs import SIZES, run_small

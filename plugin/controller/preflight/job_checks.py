@@ -78,12 +78,12 @@ class JobParts:
 
 def check_job(
     config: JobConfig,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     begin: Callable[[str], None] = lambda _: None,
 ) -> JobParts:
     """Load and try what the configuration names; raise on the first thing that cannot work.
 
-    say: prints a message for a person; begin: told the name of each check before it runs
+    log: prints a message for a person; begin: told the name of each check before it runs
     """
     begin("machine" if config.address is None else "cluster address")
     if config.address is None:
@@ -112,7 +112,7 @@ def check_job(
     critic = _other_policy(config, "--critic-hf-checkpoint", policy) or policy
     route_shape = _route_shape(config, policy)
     if config.replays_route_weights and config.router_gradient == "stop":
-        say(
+        log(
             "--use-rollout-routing-replay ids+weights: the routers get no gradient and stay as "
             "they are; --router-gradient keep trains them"
         )
@@ -120,11 +120,11 @@ def check_job(
     tokenizer = load_tokenizer(config)
     if config.teacher_specs:
         begin("teachers")
-    teachers = checked_teachers(config, policy, tokenizer, say)
+    teachers = checked_teachers(config, policy, tokenizer, log)
     begin("task and reward")
-    task = _tried_task(config, tokenizer, say, vocabulary)
+    task = _tried_task(config, tokenizer, log, vocabulary)
     begin("evaluation data")
-    eval_sets = _eval_sets(config, tokenizer, task, say, vocabulary)
+    eval_sets = _eval_sets(config, tokenizer, task, log, vocabulary)
     return JobParts(
         task=task,
         tokenizer=tokenizer,
@@ -172,10 +172,10 @@ def _try_estimator(config: JobConfig) -> None:
 
 
 def _tried_task(
-    config: JobConfig, tokenizer: Any, say: Callable[[str], None], vocab_size: int
+    config: JobConfig, tokenizer: Any, log: Callable[[str], None], vocab_size: int
 ) -> Task:
     """The task as the driver uses it, tried with one prompt and, where it scores, one reward."""
-    task = load_task(config, tokenizer, say)
+    task = load_task(config, tokenizer, log)
     if isinstance(task, MultiTurnTask):
         if config.reward_timeout != JobConfig.reward_timeout:
             raise ConfigError(
@@ -202,13 +202,13 @@ def _try_single_turn(task: Task, config: JobConfig, vocab_size: int) -> None:
 
 
 def evaluation_parts(
-    config: JobConfig, vocab_size: int, say: Callable[[str], None]
+    config: JobConfig, vocab_size: int, log: Callable[[str], None]
 ) -> tuple[tuple[EvalSet, ...], SamplingParameters]:
     """The sets of --eval-data and how training samples, for an evaluation by itself."""
     task, tokenizer = None, load_tokenizer(config)
     if any(isinstance(rows, int) for _, rows in config.eval_sets):
-        task = _tried_task(config, tokenizer, say, vocab_size)
-    sets = _eval_sets(config, tokenizer, task, say, vocab_size)
+        task = _tried_task(config, tokenizer, log, vocab_size)
+    sets = _eval_sets(config, tokenizer, task, log, vocab_size)
     return sets, sampling_parameters(config, sets[0].task)
 
 
@@ -216,7 +216,7 @@ def _eval_sets(
     config: JobConfig,
     tokenizer: Any,
     task: Task | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     vocab_size: int,
 ) -> tuple[EvalSet, ...]:
     """The sets of --eval-data; each is tried like the task."""
@@ -230,11 +230,11 @@ def _eval_sets(
             )
         else:
             own = config.unchecked_copy(prompt_data=rows, shuffle_data=False)
-            data = _dataset_task(own, tokenizer, say, "--eval-data")
+            data = _dataset_task(own, tokenizer, log, "--eval-data")
             _try_single_turn(data, config, vocab_size)
             one = EvalSet(name, data, len(data.data))
         if one.rows == 1:
-            say(f"--eval-data {name} has one prompt: its scores say little about others")
+            log(f"--eval-data {name} has one prompt: its scores say little about others")
         found.append(one)
     return tuple(found)
 
@@ -249,7 +249,7 @@ def _require_vocabulary(prompt: Prompt, vocab_size: int) -> None:
 
 
 def load_task(
-    config: JobConfig, tokenizer: Any, say: Callable[[str], None] = print
+    config: JobConfig, tokenizer: Any, log: Callable[[str], None] = print
 ) -> Task | MultiTurnTask:
     """The task that the configuration names, or the built-in one."""
     if config.task_path is not None:
@@ -263,7 +263,7 @@ def load_task(
             "chat template is rendered; add --prompt-data with --apply-chat-template, or drop it"
         )
     if config.prompt_data is not None:
-        return _dataset_task(config, tokenizer, say)
+        return _dataset_task(config, tokenizer, log)
     if config.hf_checkpoint is not None:
         raise ConfigError(
             f"--hf-checkpoint {config.hf_checkpoint} has nothing to train on; add --prompt-data or "
@@ -273,7 +273,7 @@ def load_task(
 
 
 def _dataset_task(
-    config: JobConfig, tokenizer: Any, say: Callable[[str], None], option: str = "--prompt-data"
+    config: JobConfig, tokenizer: Any, log: Callable[[str], None], option: str = "--prompt-data"
 ) -> DatasetTask:
     assert config.prompt_data is not None
     rewards = RewardSet.of(config)
@@ -286,12 +286,12 @@ def _dataset_task(
         bad_rows=config.bad_rows,
         shuffle=config.shuffle_data,
         seed=config.seed,
-        say=say,
+        log=log,
         option=option,
     )
     limits = enforced_limits(rewards)
     if limits is not None:
-        say(limits)
+        log(limits)
     return DatasetTask(data, tokenizer, rewards)
 
 

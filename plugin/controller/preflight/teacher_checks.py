@@ -9,7 +9,7 @@ from typing import Any
 from plugin.cluster.model_source import ModelSource, directory_source, tokenizer_in
 from plugin.config import JobConfig
 from plugin.config.flags import expect
-from plugin.config.teacher_flags import TeacherSpec
+from plugin.config.teachers import TeacherSpec
 from plugin.errors import ConfigError
 from plugin.tasks.prompt_format import lookup, no_column
 from plugin.teachers.http_teacher import HttpTeacher
@@ -18,11 +18,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenize
 
 
 def checked_teachers(
-    config: JobConfig, policy: ModelSource, tokenizer: Any, say: Callable[[str], None]
+    config: JobConfig, policy: ModelSource, tokenizer: Any, log: Callable[[str], None]
 ) -> dict[str, ModelSource]:
     """The teachers that the job loads, by name; a `ConfigError` for one that cannot teach.
 
-    tokenizer: of the policy; say: prints a message for a person
+    tokenizer: of the policy; log: prints a message for a person
     """
     vocabulary = policy.hf_config["vocab_size"]
     k = config.distill_topk
@@ -33,7 +33,7 @@ def checked_teachers(
     loaded = {}
     for spec in config.teacher_specs:
         if spec.directory is None:
-            HttpTeacher.of(config, spec, vocabulary).check(tokenizer, say)
+            HttpTeacher.of(config, spec, vocabulary).check(tokenizer, log)
         else:
             loaded[spec.name] = _loaded(config, spec, policy, tokenizer)
     return loaded

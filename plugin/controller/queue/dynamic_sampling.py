@@ -16,13 +16,13 @@ class DynamicSampling:
     """Decides over one rollout at a time; without --dynamic-sampling every group stays.
 
     round_size: groups that a synchronous rollout may have under way, those that stay included
-    say: prints a message for a person
+    log: prints a message for a person
     """
 
     round_size: int
 
-    def __init__(self, config: JobConfig, say: Callable[[str], None]) -> None:
-        self._config, self._say = config, say
+    def __init__(self, config: JobConfig, log: Callable[[str], None]) -> None:
+        self._config, self._log = config, log
         self._first_round = config.first_round_size(config.rollout_batch_size)
         self._rollouts_at_limit = 0
         self.begin_rollout()
@@ -91,4 +91,4 @@ class DynamicSampling:
         self._rollouts_at_limit += 1
         # The 1st, 2nd, 4th, 8th, ...: a task that is solved must not flood the log.
         if self._rollouts_at_limit & (self._rollouts_at_limit - 1) == 0:
-            self._say(f"{cause}; the batch is completed with such groups")
+            self._log(f"{cause}; the batch is completed with such groups")

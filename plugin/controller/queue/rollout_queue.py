@@ -75,7 +75,7 @@ class QueueCounts:
 class RolloutQueue:
     """Issues prompts, collects groups, returns batches; single-threaded, driven by the job's loop.
 
-    say: prints a message for a person
+    log: prints a message for a person
     scorer: who computes the rewards; none = the task, on this thread
     """
 
@@ -83,7 +83,7 @@ class RolloutQueue:
     engines: Engines
     parameters: SamplingParameters
     config: JobConfig
-    say: Callable[[str], None] = print
+    log: Callable[[str], None] = print
     scorer: Scorer | None = None
     counts: QueueCounts = field(default_factory=QueueCounts)
     _waiting: deque[Try] = field(default_factory=deque)
@@ -95,7 +95,7 @@ class RolloutQueue:
     _reward_generated: float = math.nan
 
     def __post_init__(self) -> None:
-        self._sampling = DynamicSampling(self.config, lambda text: self.say(text))
+        self._sampling = DynamicSampling(self.config, lambda text: self.log(text))
         scorer = self.scorer or DriverScorer(self.task, self.config.reward_timeout)
         self._scoring = GroupScoring(scorer)
         self._in_flight = GroupsInFlight(self.engines, self.config.engine_patience)
@@ -352,11 +352,11 @@ class RolloutQueue:
         if limit is not None and failures > limit:
             self.counts.dropped_failed += 1
             self._dropped.setdefault("failed", []).append(failed.index)
-            self.say(f"prompt {failed.index} is dropped after {failures} failed attempts; {cause}")
+            self.log(f"prompt {failed.index} is dropped after {failures} failed attempts; {cause}")
             return
         # The 1st, 2nd, 4th, 8th, ...: a broken task must not flood the log.
         if failures & (failures - 1) == 0:
-            self.say(f"prompt {failed.index} is sampled again (attempt {failures} failed); {cause}")
+            self.log(f"prompt {failed.index} is sampled again (attempt {failures} failed); {cause}")
         self.counts.resampled += 1
         self._waiting.append(Try(failed.index, failures))
 

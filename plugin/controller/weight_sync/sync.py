@@ -22,7 +22,7 @@ from plugin.cluster.engine_pool import EnginePool
 from plugin.cluster.heartbeat import Pulse
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.controller.weight_sync.transfer import Member, Transfer
 from plugin.errors import EngineError
 from plugin.observe.console import Console

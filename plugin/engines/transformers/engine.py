@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.engines.pause_point import PausePoint
 from plugin.engines.protocol import (
     Finished,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from plugin.config import JobConfig
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.engines.expert_routes import RouteShape
 from plugin.engines.pause_point import PausePoint
 from plugin.engines.protocol import (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plugin import ppo_utils
 from plugin.config import foreign_namespace
-from plugin.config.foreign_namespace import loss_config_of
+from plugin.config.other_frameworks import loss_config_of
 from plugin.errors import BatchError, ConfigError
 from plugin.loss import load_function, policy_loss_function
 from plugin.ppo_utils import ParallelContext, corrections, use_parallel_context

@@ -99,7 +99,7 @@ def test_too_long_and_duplicate_rows_are_counted(
     rows = [*ROWS[:3], {"prompt": "123456789=", "answer": ""}, *ROWS[:2]]
     said: list[str] = []
     file = write(tmp_path / f"p.{write.__name__[6:]}", rows)
-    data = PromptDataset(file, TOKENIZER, max_prompt_length=4, bad_rows="skip", say=said.append)
+    data = PromptDataset(file, TOKENIZER, max_prompt_length=4, bad_rows="skip", log=said.append)
     assert (len(data), data.counts.total, data.counts.too_long, data.counts.duplicates) == (
         5,
         6,

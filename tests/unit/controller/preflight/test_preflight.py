@@ -11,7 +11,7 @@ import torch
 
 from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
-from plugin.config.engine_traits import ENGINES
+from plugin.config.engines import ENGINES
 from plugin.config.import_paths import load_function
 from plugin.controller.batch.preparation import advantages_of
 from plugin.controller.preflight.job_checks import check_job, load_task, sampling_parameters

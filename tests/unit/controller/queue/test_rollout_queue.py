@@ -369,7 +369,7 @@ def test_a_group_with_a_failed_response_is_sampled_again_with_other_seeds() -> N
 def test_a_group_is_dropped_after_the_allowed_attempts_and_the_batch_proceeds() -> None:
     said: list[str] = []
     queue, direct = make_queue(max_error_reschedule_attempts=2)
-    queue.say = said.append
+    queue.log = said.append
     direct.spoiled = {1: 100}
     groups = queue.take(0)
     assert [group.index for group in groups] == [0, 2, 3, 4]
@@ -417,7 +417,7 @@ def test_nothing_is_lost_and_nothing_is_doubled_whatever_breaks(
         max_weight_staleness=staleness or None,
         max_error_reschedule_attempts=limit,
     )
-    queue.say = lambda _: None
+    queue.log = lambda _: None
     direct.dead, direct.spoiled = losses, dict(spoiled)
     trained: list[int] = []
     dropped: list[int] = []

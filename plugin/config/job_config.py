@@ -8,20 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from plugin.config.critic_flags import CriticFlags
-from plugin.config.data_flags import DataFlags, RewardFlags
-from plugin.config.engine_arguments import EngineArgumentFlags
+from plugin.config.data import DataFlags, RewardFlags
 from plugin.config.engine_checks import check_engine
-from plugin.config.engine_traits import EngineTraits, WeightWay, engine_traits
-from plugin.config.estimator_traits import ESTIMATOR_TRAITS, estimator_traits
-from plugin.config.eval_flags import EvalFlags
+from plugin.config.engines import EngineArgumentFlags, EngineTraits, WeightWay, engine_traits
+from plugin.config.evaluation import EvalFlags
 from plugin.config.flags import expect, read_yaml
-from plugin.config.launch_flags import LaunchFlags, OutputFlags
-from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS, RATIO_LOSSES, ROLLOUT_LOSSES
-from plugin.config.rollout_flags import ConversationFlags, RolloutFlags, ServerFlags
-from plugin.config.sampling_flags import SamplingFlags
-from plugin.config.teacher_flags import TeacherFlags
-from plugin.config.trainer_flags import TrainerConfig
+from plugin.config.launch import LaunchFlags, OutputFlags
+from plugin.config.loss.loss_config import ESTIMATOR_TRAITS, estimator_traits
+from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS, RATIO_LOSSES, ROLLOUT_LOSSES
+from plugin.config.rollout import ConversationFlags, RolloutFlags, SamplingFlags
+from plugin.config.servers import ServerFlags
+from plugin.config.teachers import TeacherFlags
+from plugin.config.trainer_config import CriticFlags, TrainerConfig
 from plugin.errors import ConfigError
 
 #: What the built-in task uses where the user says nothing; a real model has other needs.
