@@ -27,7 +27,7 @@ from plugin.engines.weight_probe import ProbeAnswer, WeightProbe, answer_probe
 from plugin.environments.group_loop import GroupLoop, PlayedGroup
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import ConfigError
-from plugin.weights.store import WeightGroup
+from plugin.weights.group import WeightGroup
 
 #: Ray's concurrency groups: a thread each for loading weights and for waiting for groups.
 WEIGHTS, ANSWERS = "weights", "answers"
