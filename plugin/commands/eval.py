@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     # With --json there is nothing but the object on standard output.
     console = Console(stream=sys.stderr) if args.json else Console()
-    known = {item.name for item in fields(JobConfig)}
+    known = JobConfig.setting_names()
     flags = {name: value for name, value in vars(args).items() if name in known}
     with capture_warnings(console.warn):
         metrics = evaluate(Path(args.source), args.checkpoint, flags, console)
