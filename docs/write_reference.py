@@ -5,7 +5,6 @@ The pages under docs/reference, the tables of exact biases, of detectors and of 
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import importlib
 import inspect
@@ -88,7 +87,7 @@ def flags_page() -> str:
         rows = "\n".join(
             _flag_row(name)
             for name in vars(group)["__annotations__"]
-            if name in {f.name for f in dataclasses.fields(JobConfig)}
+            if name in JobConfig.setting_names()
         )
         title = group.title[0].upper() + group.title[1:]
         parts.append(f"## {title}\n\n| flag | default | meaning |\n|---|---|---|\n{rows}\n")
@@ -96,7 +95,7 @@ def flags_page() -> str:
 
 
 def _flag_row(name: str) -> str:
-    item = next(f for f in dataclasses.fields(JobConfig) if f.name == name)
+    item = JobConfig.__dataclass_fields__[name]
     kind, _ = field_type(JobConfig, name)
     shown = option_name(name)
     if kind is bool:

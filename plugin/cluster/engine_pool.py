@@ -29,7 +29,7 @@ from plugin.errors import (
 )
 from plugin.observe.console import Console
 from plugin.weights.buckets import NO_WEIGHTS
-from plugin.weights.store import WeightGroup
+from plugin.weights.group import WeightGroup
 
 _IDLE_SECONDS = 0.2
 _LOAD_POLL_SECONDS = 0.005
@@ -100,7 +100,7 @@ class EnginePool:
         key = api_key(config)
         self._secrets = {str(config.rollout_api_key_env): key} if key else {}
         # Whether engines get their weights from the ranks themselves, and not through the store.
-        self._from_ranks = config.weight_way in ("broadcast", "ipc")
+        self._from_ranks = config.weight_transport in ("broadcast", "ipc")
         self._newest: int | None = None
         self._buckets: list[Any] = []
         #: Gives engines without the newest weights these; None while the trainer cannot.

@@ -27,7 +27,7 @@ from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.observe.console import Console
 from plugin.ragged import Ragged, as_integers, ragged_range
 from plugin.weights.checksums import Checksums
-from plugin.weights.store import WeightGroup
+from plugin.weights.group import WeightGroup
 
 #: How long Ray may take to notice that a process is gone.
 _DEATH_SECONDS = 5.0

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from plugin.config.flags import FlagGroup, Needs, expect, flag, option_name
 
 #: How weights get from the trainer to the engines.
-WeightWay = Literal["broadcast", "ipc", "directory", "object-store"]
+WeightTransport = Literal["broadcast", "ipc", "directory", "object-store"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class EngineTraits:
     keeps_interrupted_routes: reports the routes that such a response was sampled with
     tensor_parallel: can be spread over several GPUs (--rollout-num-gpus-per-engine)
     spans_nodes: also over those of several nodes
-    weight_ways: how it can get weights (--weight-sync), the best one first
+    weight_transports: how it can get weights (--weight-sync), the best one first
     sleeps: can give its device's memory to the trainer (--colocate)
     takes_adapters: can get LoRA adapters without the weights they belong to (--lora-sync)
     starts_servers: what its servers are, where it starts them itself (`--rollout-server`'s names)
@@ -51,7 +51,7 @@ class EngineTraits:
     keeps_interrupted_routes: bool = True
     tensor_parallel: bool = False
     spans_nodes: bool = False
-    weight_ways: tuple[WeightWay, ...] = ("object-store",)
+    weight_transports: tuple[WeightTransport, ...] = ("object-store",)
     starts_servers: str | None = None
     sleeps: bool = False
     takes_adapters: bool = False
@@ -68,7 +68,7 @@ ENGINES: dict[str, EngineTraits] = {
         reads_views=True,
         reports_kept_ids=True,
         partial_rollout_modes=("recompute", "continue"),
-        weight_ways=("broadcast", "ipc", "object-store"),
+        weight_transports=("broadcast", "ipc", "object-store"),
         sleeps=True,
         takes_adapters=True,
         reports_checksums=True,
@@ -76,7 +76,7 @@ ENGINES: dict[str, EngineTraits] = {
     "vllm": EngineTraits(
         "plugin.engines.vllm.engine:make_engine",
         package=_VLLM,
-        weight_ways=("broadcast", "ipc", "object-store"),
+        weight_transports=("broadcast", "ipc", "object-store"),
         reports_kept_ids=True,
         lowest_temperature=0.01,
         smallest_head_dim=32,
@@ -95,7 +95,7 @@ ENGINES: dict[str, EngineTraits] = {
         smallest_head_dim=32,
         reports_route_weights=False,
         partial_rollout_modes=("recompute",),
-        weight_ways=("directory",),
+        weight_transports=("directory",),
     ),
     "sglang": EngineTraits(
         "plugin.engines.servers.served_engine:make_sglang_engine",
@@ -105,7 +105,7 @@ ENGINES: dict[str, EngineTraits] = {
         reports_route_weights=False,
         partial_rollout_modes=("recompute",),
         tensor_parallel=True,
-        weight_ways=("broadcast", "directory"),
+        weight_transports=("broadcast", "directory"),
         starts_servers="sglang",
     ),
     "vllm_server": EngineTraits(
@@ -117,7 +117,7 @@ ENGINES: dict[str, EngineTraits] = {
         reports_route_weights=False,
         partial_rollout_modes=("recompute",),
         tensor_parallel=True,
-        weight_ways=("directory",),
+        weight_transports=("directory",),
         starts_servers="vllm",
     ),
 }
