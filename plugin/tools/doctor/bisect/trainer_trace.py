@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
-from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.trainer import MegatronTrainer
 from plugin.tools.doctor.bisect.layer_trace import LayerTrace, TraceRecorder
 
