@@ -78,15 +78,10 @@ def evaluate(
     from plugin.controller.evaluation import Evaluator
     from plugin.controller.job_paths import with_absolute_paths
     from plugin.controller.local_engine import LocalEngine, load_directory
-    from plugin.controller.preflight.job_checks import (
-        check_lengths,
-        choose_player,
-        evaluation_parts,
-    )
+    from plugin.controller.preflight.job_checks import check_lengths, evaluation_parts
     from plugin.controller.queue.scoring import make_scorer, scorer_for
     from plugin.controller.records.resuming import find_source
     from plugin.engines.choice import check_engine, make_engine
-    from plugin.engines.response_stream import ResponseStream
 
     with contextlib.ExitStack() as cleanup:
         if (source / "config.json").is_file():
@@ -113,13 +108,11 @@ def evaluate(
         with console.phase("loading the model"):
             engine = make_engine(config, policy.hf_config, "engine")
             load_directory(engine, weights)
-        stream = ResponseStream(engine, config.rollout_max_batch)
-        engines = LocalEngine(choose_player(config)(stream))
         with console.phase("evaluating"):
             scorer = make_scorer(config, sets[0].task)
             cleanup.callback(scorer.close)
             metrics = Evaluator(
-                *(config, sets, engines, sampling, console.say),
+                *(config, sets, LocalEngine(engine, config), sampling, console.say),
                 scorer_of=lambda task: scorer_for(task, scorer, config),
             ).run(0)
     about = {"source": str(source)} | ({} if chosen is None else {"checkpoint": chosen.name})

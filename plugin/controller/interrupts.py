@@ -17,11 +17,11 @@ class Interrupts:
     `ray job stop` and most schedulers end a job with SIGTERM, so it is treated like Ctrl-C. In a
     thread other than the main one nothing is handled.
 
-    say: prints a message for a person
+    log: prints a message for a person
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
         self._holding = self._pending = False
 
     @contextlib.contextmanager
@@ -52,7 +52,7 @@ class Interrupts:
         self._pending = True
         # The signal may have come while the driver was printing.
         with contextlib.suppress(RuntimeError):
-            self._say(f"interrupted: {self._until}; again to end at once")
+            self._log(f"interrupted: {self._until}; again to end at once")
 
 
 @contextlib.contextmanager

@@ -12,8 +12,7 @@ from plugin.errors import TransferError
 class PausePoint:
     """One thread generates, another changes the weights; never both at the same time.
 
-    The generating thread calls `pause` between two decode steps; whoever waits for `changing` then
-    has its turn. A change goes before a call of `generating` that has not begun.
+    Each decode step is made inside `generating`. A change that waits goes before the next step.
 
     waits: after a `TransferError` in a change, nothing is generated until another one succeeds
     """
@@ -27,8 +26,10 @@ class PausePoint:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Keep changes out, except in `pause`."""
-        self._begin_when_unchanged()
+        """Keep changes out."""
+        with self._turn:
+            self._turn.wait_for(lambda: not (self._busy or self._must_wait()))
+            self._busy = True
         try:
             yield
         finally:
@@ -36,7 +37,7 @@ class PausePoint:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Wait for the next pause, or until nothing is generated, and keep it from going on."""
+        """Wait for the end of a step, and keep the next one from beginning."""
         with self._turn:
             self._changes_waiting += 1
             self._turn.wait_for(lambda: not self._busy)
@@ -51,19 +52,6 @@ class PausePoint:
             with self._turn:
                 self._changes_waiting -= 1
             self._end()
-
-    def pause(self) -> bool:
-        """Let the changes that wait be made; whether there was one. Costs nothing if not."""
-        if not self._changes_waiting:
-            return False
-        self._end()
-        self._begin_when_unchanged()
-        return True
-
-    def _begin_when_unchanged(self) -> None:
-        with self._turn:
-            self._turn.wait_for(lambda: not self._busy and not self._must_wait())
-            self._busy = True
 
     def _must_wait(self) -> bool:
         return self._changes_waiting > 0 or (self._waits and self._half_changed)

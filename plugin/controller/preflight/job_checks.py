@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import warnings
@@ -34,11 +33,8 @@ from plugin.controller.preflight.teacher_checks import checked_teachers, teacher
 from plugin.engines.choice import check_engine, check_engine_size
 from plugin.engines.expert_routes import RouteShape
 from plugin.engines.protocol import SamplingParameters
-from plugin.engines.response_stream import ResponseStream
 from plugin.environments.environment_protocol import MultiTurnTask
-from plugin.environments.group_loop import Player
-from plugin.environments.multi_turn import MultiTurnPlayer, OpeningPrompts
-from plugin.environments.single_turn import SingleTurnPlayer
+from plugin.environments.multi_turn import OpeningPrompts
 from plugin.errors import ConfigError, HookLoadError
 from plugin.loss.objective import check_loss
 from plugin.loss.separable_loss import takes_separable_head
@@ -52,7 +48,7 @@ from plugin.tasks.dataset_task import DatasetTask
 from plugin.tasks.eval_set import FIRST_HELD_OUT, EvalSet
 from plugin.tasks.prompt_data import PromptDataset
 from plugin.tasks.prompt_format import PromptFormat
-from plugin.tasks.protocol import Prompt, Task, checked_prompt, checked_reward, require_task
+from plugin.tasks.protocol import Prompt, Task, checked_prompt, checked_reward, load_own_task
 
 
 @dataclass(frozen=True)
@@ -253,9 +249,7 @@ def load_task(
 ) -> Task | MultiTurnTask:
     """The task that the configuration names, or the built-in one."""
     if config.task_path is not None:
-        factory = load_called_with("--task-path", config.task_path, "config", "tokenizer")
-        what = f"--task-path {config.task_path} made no task"
-        return require_task(try_on_example(what, factory, config, tokenizer), config.task_path)
+        return load_own_task(config, tokenizer)
     renders = config.prompt_data is not None and config.apply_chat_template
     if config.chat_template_kwargs is not None and not renders:
         raise ConfigError(
@@ -303,20 +297,6 @@ def _row_problem(
     if option != "--prompt-data" or config.teacher_key is None:
         return label_problem
     return lambda row: label_problem(row) or teacher_problem(config, row)
-
-
-def choose_player(config: JobConfig) -> Callable[[ResponseStream], Player]:
-    """How an engine's actor turns requests into trajectories: in one turn, or in several.
-
-    Only a task of the user's own can have several; its code is loaded in the process that plays it.
-    """
-    if config.task_path is None:
-        return SingleTurnPlayer
-    tokenizer = load_tokenizer(config)
-    task = load_task(config, tokenizer)
-    if not isinstance(task, MultiTurnTask):
-        return SingleTurnPlayer
-    return functools.partial(MultiTurnPlayer, task=task, tokenizer=tokenizer, config=config)
 
 
 def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> SamplingParameters:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from plugin.cluster.engine_actor import choose_player
 from plugin.cluster.model_source import load_tokenizer
 from plugin.config import JobConfig
 from plugin.controller.preflight.job_checks import (
     check_job,
-    choose_player,
     load_task,
     sampling_parameters,
 )
@@ -21,7 +21,7 @@ from plugin.engines.choice import make_engine
 from plugin.engines.protocol import GenerationRequest
 from plugin.engines.response_stream import ResponseStream
 from plugin.environments.environment_protocol import Reply
-from plugin.environments.group_loop import play_all
+from plugin.environments.group_server import play_all
 from plugin.environments.multi_turn import MultiTurnPlayer, run_multi_turn
 from plugin.environments.single_turn import SingleTurnPlayer
 from plugin.environments.trajectory import Trajectory
