@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     measured = json.loads(kept.read_text()) if kept.exists() else {}
     for name in options.only or PARTS:
         started, load = time.time(), os.getloadavg()[0]
-        _say(f"{name}: started, load {load:.1f}")
+        _log(f"{name}: started, load {load:.1f}")
         data = PARTS[name](options.quick)
         measured[name] = {
             "data": data,
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
             "quick": options.quick,
         }
         kept.write_text(json.dumps(measured, indent=1) + "\n")
-        _say(f"{name}: {measured[name]['seconds']:.0f} s")
+        _log(f"{name}: {measured[name]['seconds']:.0f} s")
     text = report.render({name: measured[name] for name in PARTS if name in measured})
     options.output.write_text(text)
     print(text)
@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"[{datetime.now(UTC):%H:%M:%S}] {text}", file=sys.stderr, flush=True)
 
 

@@ -109,7 +109,7 @@ def _measure(model: str, engines: int, rounds: int) -> list[dict[str, Any]]:
     with (
         cluster(config) as connected,
         _running(
-            config, parts, Path(model), console, connected, Interrupts(console.say)
+            config, parts, Path(model), console, connected, Interrupts(console.log)
         ) as running,
     ):
         trainer, pool, _ = running

@@ -5,7 +5,6 @@ The pages under docs/reference, the tables of exact biases, of detectors and of 
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import importlib
 import inspect
@@ -17,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from plugin.config import FlagGroup, JobConfig
 from plugin.config.flags import field_type, option_name
-from plugin.config.slime_flags import SLIME_LOSS_FLAGS, slime_option
+from plugin.config.other_frameworks import SLIME_LOSS_FLAGS, slime_option
 from plugin.observe.detectors import DETECTORS
 from plugin.tools.compare.correction_catalog import CatalogEntry, catalog
 from tests.unit.loss.test_bandit_expectation import (
@@ -76,7 +75,7 @@ def flags_page() -> str:
         rows = "\n".join(
             _flag_row(name)
             for name in vars(group)["__annotations__"]
-            if name in {f.name for f in dataclasses.fields(JobConfig)}
+            if name in JobConfig.setting_names()
         )
         title = group.title[0].upper() + group.title[1:]
         parts.append(f"## {title}\n\n| flag | default | meaning |\n|---|---|---|\n{rows}\n")
@@ -84,7 +83,7 @@ def flags_page() -> str:
 
 
 def _flag_row(name: str) -> str:
-    item = next(f for f in dataclasses.fields(JobConfig) if f.name == name)
+    item = JobConfig.__dataclass_fields__[name]
     kind, _ = field_type(JobConfig, name)
     shown = option_name(name)
     if kind is bool:

@@ -16,8 +16,7 @@ import sys
 import torch
 
 from plugin.config import LossConfig
-from plugin.config.foreign_namespace import loss_config_of
-from plugin.config.slime_flags import SLIME_LOSS_FLAGS, slime_option
+from plugin.config.other_frameworks import SLIME_LOSS_FLAGS, loss_config_of, slime_option
 from plugin.errors import ConfigError, MegatronTisError
 from plugin.loss import policy_loss_function
 

@@ -138,7 +138,7 @@ class StaleJob:
 
     def __init__(self, config: JobConfig, staleness: int, groups: ParallelGroups) -> None:
         self._config, self._staleness = config, staleness
-        parts = check_job(config, say=lambda _: None)
+        parts = check_job(config, log=lambda _: None)
         self._trainer = MegatronTrainer(
             config, parts.policy.as_config(), groups, layout="padded", seed=config.seed
         )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
 
 from plugin.cluster.array_transport import Arrays, rollouts_to_arrays
-from plugin.cluster.model_source import load_tokenizer
 from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
 from plugin.engines.choice import make_engine
@@ -19,14 +17,11 @@ from plugin.engines.protocol import BroadcastEngine
 from plugin.engines.response_stream import ResponseStream
 from plugin.engines.sleep import EnginePart, SleepingEngine
 from plugin.engines.weight_probe import ProbeAnswer, WeightProbe, answer_probe
-from plugin.environments.environment_protocol import MultiTurnTask
-from plugin.environments.group_server import GroupServer, Player
-from plugin.environments.multi_turn import MultiTurnPlayer
-from plugin.environments.single_turn import SingleTurnPlayer
+from plugin.environments.group_server import GroupServer
+from plugin.environments.multi_turn import choose_player
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import ConfigError
-from plugin.tasks.protocol import load_own_task
-from plugin.weights.store import WeightGroup
+from plugin.weights.group import WeightGroup
 
 #: Ray's concurrency groups: a thread each for loading weights and for waiting for groups.
 WEIGHTS, ANSWERS = "weights", "answers"
@@ -121,17 +116,3 @@ class EngineActor(ReportingActor):
     def wake(self, part: EnginePart) -> None:
         """As `SleepingEngine.wake`."""
         cast(SleepingEngine, self._engine).wake(part)
-
-
-def choose_player(config: JobConfig) -> Callable[[ResponseStream], Player]:
-    """How an engine's actor turns requests into trajectories: in one turn, or in several.
-
-    Only a task of the user's own can have several; its code is loaded in the process that plays it.
-    """
-    if config.task_path is None:
-        return SingleTurnPlayer
-    tokenizer = load_tokenizer(config)
-    task = load_own_task(config, tokenizer)
-    if not isinstance(task, MultiTurnTask):
-        return SingleTurnPlayer
-    return functools.partial(MultiTurnPlayer, task=task, tokenizer=tokenizer, config=config)

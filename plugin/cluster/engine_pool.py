@@ -29,7 +29,7 @@ from plugin.errors import (
 )
 from plugin.observe.console import Console
 from plugin.weights.buckets import NO_WEIGHTS
-from plugin.weights.store import WeightGroup
+from plugin.weights.group import WeightGroup
 
 _IDLE_SECONDS = 0.2
 _LOAD_POLL_SECONDS = 0.005
@@ -148,7 +148,7 @@ class EnginePool:
         key = api_key(config)
         self._secrets = {str(config.rollout_api_key_env): key} if key else {}
         # Whether engines get their weights from the ranks themselves, and not through the store.
-        self._from_ranks = config.weight_way in ("broadcast", "ipc")
+        self._from_ranks = config.weight_transport in ("broadcast", "ipc")
         self._newest: int | None = None
         self._buckets: list[Any] = []
         #: Gives engines without the newest weights these; None while the trainer cannot.
@@ -291,7 +291,7 @@ class EnginePool:
                 f"engine {engine} was restarted {old.failures_in_a_row} times without answering a "
                 f"request, the limit of --max-restarts; the last time it {reason}"
             )
-        self._console.say(f"engine {engine} is replaced: {reason.splitlines()[0]}")
+        self._console.log(f"engine {engine} is replaced: {reason.splitlines()[0]}")
         old.end()
         self.restarts += 1
         self._loads = {ref: owner for ref, owner in self._loads.items() if owner[0] != engine}

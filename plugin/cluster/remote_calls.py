@@ -1,4 +1,6 @@
-"""Calls of Ray actors: the first failure at once; warnings and prints along with the results."""
+"""Calls of Ray actors: the first failure at once, warnings and prints along with the results, and
+which actors have stopped reacting.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TextIO, cast
+from typing import Any, Generic, Literal, TextIO, TypeVar, cast
 
 import torch
 
@@ -20,6 +22,11 @@ from plugin.observe.console import Console, PrintedLines, capture_warnings
 _POLL_SECONDS = 0.05
 _MESSAGES = "megatron_tis_messages"
 
+#: Longer than a process on a busy machine stays without its turn.
+SILENCE_SECONDS = 30.0
+_HEARTBEAT_SECONDS = 1.0
+
+Who = TypeVar("Who")
 
 #: How many lines that an actor prints during one call are shown.
 _LINES_SHOWN = 20
@@ -40,7 +47,7 @@ class Messages:
         if len(self.printed) > len(shown):
             shown.append(f"... and {len(self.printed) - len(shown)} more lines")
         for line in shown:
-            console.say(f"{name}: {line}")
+            console.log(f"{name}: {line}")
 
 
 @dataclass(frozen=True)
@@ -145,3 +152,33 @@ def result_of(reference: Any, name: str, console: Console) -> Any:
         raise ActorLost(f"{name} died: {error}") from error
     reported.messages.show(console, name)
     return reported.value
+
+
+class Heartbeat(Generic[Who]):
+    """Asks actors for a sign of life every second, in a thread that no other call of theirs holds.
+
+    A process that is stopped, or whose machine is, fails no call: Ray would wait for it for ever.
+    """
+
+    def __init__(self, ask: Callable[[Who], Any]) -> None:
+        self._ask = ask
+        self._asked: dict[Who, tuple[Any, float]] = {}
+        self._checked = 0.0
+
+    def silent(self, actors: Collection[Who]) -> list[Who]:
+        """Those of `actors` that have left a question unanswered for too long; never waits."""
+        import ray
+
+        now = time.monotonic()
+        if now - self._checked < min(_HEARTBEAT_SECONDS, SILENCE_SECONDS):
+            return []
+        self._checked = now
+        calls = {call: who for who, (call, _) in self._asked.items()}
+        if calls:
+            done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0)
+            for call in done:
+                del self._asked[calls[call]]
+        for who in actors:
+            if who not in self._asked:
+                self._asked[who] = (self._ask(who), now)
+        return [who for who in actors if now - self._asked[who][1] > SILENCE_SECONDS]

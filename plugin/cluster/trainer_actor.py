@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,16 +25,16 @@ from plugin.cluster.directory_lock import OwnedDirectory
 from plugin.cluster.model_source import ModelSource
 from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.errors import CheckpointError
 from plugin.megatron_backend.checkpoint.directory import resolve
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
+from plugin.weights import make_sender
+from plugin.weights.buckets import BUCKET_BYTES, pack_buckets
 from plugin.weights.checksums import Checksums, with_checksums
-from plugin.weights.ipc import sender_of
-from plugin.weights.ipc_buffer import device_id
-from plugin.weights.members import Membership
-from plugin.weights.store import BUCKET_BYTES, WeightGroup
+from plugin.weights.group import Membership, WeightGroup, open_store
+from plugin.weights.ipc import device_id
 
 if TYPE_CHECKING:
     from plugin.megatron_backend.offloading import TrainerPart
@@ -117,8 +116,8 @@ class TrainerRank(ReportingActor):
         self._memory: dict[PolicyName, Any] = {}
         self._rank = -1
         self._store: Any = None
-        if config.weight_way == "ipc":
-            # Memory in expandable segments is lent through calls that containers often forbid.
+        if config.weight_transport == "ipc":
+            # Memory in expandable segments is shared through calls that containers often forbid.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
         set_cuda_environment(config)
         self._membership = Membership()
@@ -138,30 +137,16 @@ class TrainerRank(ReportingActor):
     def open_rendezvous(self) -> str:
         """An address at which all ranks can meet; called on rank 0.
 
-        On one node that is a file, which the driver removes. Across nodes it is a TCP store that
-        listens on this node's address only; torch's own would listen on every interface.
+        On one node that is a file, which the driver removes; across nodes a TCP store.
         """
         if self._config.num_nodes == 1:
             root = Path(tempfile.gettempdir())
             self._meeting = OwnedDirectory(root, "megatron_tis_", "TMPDIR", 0o700)
             return f"file://{self._meeting.path}/rendezvous"
-        from torch.distributed import TCPStore
-
         address = self.place().address
-        listener = socket.socket()
-        listener.bind((address, 0))
-        listener.listen()
-        port = listener.getsockname()[1]
         # multi_tenant: init_process_group opens the same store in this process and finds this.
-        options: dict[str, Any] = {
-            "is_master": True,
-            "wait_for_workers": False,
-            "multi_tenant": True,
-        }
-        self._store = TCPStore(
-            address, port, self._config.world_size, master_listen_fd=listener.detach(), **options
-        )
-        return f"tcp://{address}:{port}"
+        self._store = open_store(address, world_size=self._config.world_size, multi_tenant=True)
+        return f"tcp://{address}:{self._store.port}"
 
     def join(self, rank: int, rendezvous: str) -> RankPart:
         """Become rank `rank` of the process group."""
@@ -313,7 +298,7 @@ class TrainerRank(ReportingActor):
         return TrainedStep(result.metrics, skipped, None, None, result.overflow)
 
     def device(self) -> str:
-        """The device of this rank; see `lent_memory.device_id`."""
+        """The device of this rank; see `ipc.device_id`."""
         return device_id()
 
     def send_weights(
@@ -325,7 +310,7 @@ class TrainerRank(ReportingActor):
     ) -> SentPart | None:
         """Send this rank's part of the policy; None on ranks that only help to gather it.
 
-        Where weights are handed over within devices, a rank sends all of them.
+        With IPC a rank sends all of them.
 
         with_base: where adapters are sent, also the weights that they belong to
         checksum_dtype: also report checksums of the tensors in this dtype
@@ -333,9 +318,9 @@ class TrainerRank(ReportingActor):
         from plugin.megatron_backend.hf_weights.export import sends_own_part
 
         trainer, groups = self._trainers["policy"], self._groups
-        if group.lenders:
+        if group.ipc_ranks:
             exported = trainer.export_hf_weights()
-            number, sends = self._rank, self._rank in group.lenders
+            number, sends = self._rank, self._rank in group.ipc_ranks
         else:
             if self._config.syncs_adapters:
                 exported = trainer.export_adapters(with_base=with_base, round_bytes=BUCKET_BYTES)
@@ -349,7 +334,7 @@ class TrainerRank(ReportingActor):
             sums: dict[str, int] = {}
             if checksum_dtype is not None:
                 exported = with_checksums(exported, getattr(torch, checksum_dtype), sums)
-            with self._membership.of(group, lambda: sender_of(group, number)) as sender:
+            with self._membership.of(group, lambda: make_sender(group, number)) as sender:
                 nbytes, messages = sender.send(version, exported)
                 return SentPart(number, nbytes, messages, sums)
         finally:
@@ -367,8 +352,6 @@ class TrainerRank(ReportingActor):
         checksum_dtype: of the checksums; None = there are none
         """
         import ray
-
-        from plugin.weights.buckets import pack_buckets
 
         exported = self._trainers["policy"].export_hf_weights()
         if self._rank != 0:

@@ -19,7 +19,7 @@ from plugin.cluster.placement import Reservation, ResourcePlan
 from plugin.cluster.remote_calls import wait_for_all
 from plugin.cluster.trainer_actor import PolicyName, RankPart, TrainedStep, TrainerRank
 from plugin.config import JobConfig
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.megatron_backend.offloading import TrainerPart
 from plugin.megatron_backend.step.batch_share import cut_share, plan_batch, with_stage_routes
 from plugin.megatron_backend.step.loss_scaling import weigh_samples
@@ -27,7 +27,7 @@ from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.observe.console import Console
 from plugin.ragged import Ragged, as_integers, ragged_range
 from plugin.weights.checksums import Checksums
-from plugin.weights.store import WeightGroup
+from plugin.weights.group import WeightGroup
 
 #: How long Ray may take to notice that a process is gone.
 _DEATH_SECONDS = 5.0

@@ -60,25 +60,25 @@ def run(args: argparse.Namespace) -> int:
     named = [] if args.layouts in (None, "none") else args.layouts.split(",")
     specs = [parse_layout(name) for name in named]
     # With --json there is nothing but the object on standard output.
-    say = (lambda text: None) if args.json else functools.partial(print, flush=True)
+    log = (lambda text: None) if args.json else functools.partial(print, flush=True)
     checks = environment_checks(args.custom_tis_function_path)
     if all(check.status != "fail" for check in checks):
         checks += configuration_checks(args.config)
-    say("\n".join(map(str, checks)))
+    log("\n".join(map(str, checks)))
     healthy = all(check.status != "fail" for check in checks)
     results = []
     if healthy and args.layouts is None and args.config is None:
         specs = default_layouts()
     if healthy and specs:
         names = ", ".join(spec.name for spec in specs)
-        say(f"\nrunning a small model as {names}, and as one process ...")
+        log(f"\nrunning a small model as {names}, and as one process ...")
         results = run_layouts(specs, timeout=args.timeout)
         healthy = all(result.agrees for result in results)
     for result in results:
-        say(str(result))
+        log(str(result))
         if result.error and not args.json:
             print(result.error, file=sys.stderr)
-    say("\nall is well" if healthy else "\nsomething is wrong: see the lines marked fail")
+    log("\nall is well" if healthy else "\nsomething is wrong: see the lines marked fail")
     if args.json:
         content = {
             "healthy": healthy,

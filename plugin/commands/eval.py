@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     # With --json there is nothing but the object on standard output.
     console = Console(stream=sys.stderr) if args.json else Console()
-    known = {item.name for item in fields(JobConfig)}
+    known = JobConfig.setting_names()
     flags = {name: value for name, value in vars(args).items() if name in known}
     with capture_warnings(console.warn):
         metrics = evaluate(Path(args.source), args.checkpoint, flags, console)
@@ -78,7 +77,8 @@ def evaluate(
     from plugin.controller.evaluation import Evaluator
     from plugin.controller.job_paths import with_absolute_paths
     from plugin.controller.local_engine import LocalEngine, load_directory
-    from plugin.controller.preflight.job_checks import check_lengths, evaluation_parts
+    from plugin.controller.preflight.job_checks import check_lengths
+    from plugin.controller.preflight.task_checks import evaluation_parts
     from plugin.controller.queue.scoring import make_scorer, scorer_for
     from plugin.controller.records.resuming import find_source
     from plugin.engines.choice import check_engine, make_engine
@@ -98,7 +98,7 @@ def evaluate(
         check_engine(config)
         policy = policy_source(config)
         check_lengths(config, policy)
-        sets, sampling = evaluation_parts(config, policy.hf_config["vocab_size"], console.say)
+        sets, sampling = evaluation_parts(config, policy.hf_config["vocab_size"], console.log)
         if chosen is not None:
             with console.phase(f"reading {chosen.name}"):
                 scratch = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="megatron_tis_"))
@@ -112,7 +112,7 @@ def evaluate(
             scorer = make_scorer(config, sets[0].task)
             cleanup.callback(scorer.close)
             metrics = Evaluator(
-                *(config, sets, LocalEngine(engine, config), sampling, console.say),
+                *(config, sets, LocalEngine(engine, config), sampling, console.log),
                 scorer_of=lambda task: scorer_for(task, scorer, config),
             ).run(0)
     about = {"source": str(source)} | ({} if chosen is None else {"checkpoint": chosen.name})

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     with capture_warnings(console.warn):
         what, chosen = export(Path(args.source), Path(args.target), args.checkpoint, args.merge)
-    console.say(f"{what} of {chosen} written to {args.target}")
+    console.log(f"{what} of {chosen} written to {args.target}")
     return 0
 
 

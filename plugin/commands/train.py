@@ -125,12 +125,12 @@ def _summarize(
     if result.evaluations:
         from plugin.controller.evaluation import describe
 
-        console.say(
+        console.log(
             f"last evaluation, after rollout {result.evaluations[-1]['rollout']}: "
             f"{describe(result.evaluations[-1])}"
         )
     if result.best_checkpoint is not None:
-        console.say(f"best checkpoint: {result.best_checkpoint} (--checkpoint best)")
+        console.log(f"best checkpoint: {result.best_checkpoint} (--checkpoint best)")
     if result.checkpoint is not None:
         longer = f" --num-rollouts {2 * config.num_rollouts}"
         if config.num_epochs is not None:
@@ -148,21 +148,21 @@ def _say_what_was_learned(
 
     first, last = result.history[0], result.history[-1]
     skipped = int(last.get("skipped_steps") or 0)
-    console.say(
+    console.log(
         f"reward {first['reward']:.3f} -> {last['reward']:.3f} in {last['step']} steps"
         f"{f', {skipped} of them skipped' if skipped else ''}; "
         f"report: {result.run_dir / 'report.html'}"
     )
     if advises:
         for title in unmistakable_titles(result.run_dir):
-            console.say(f"error: {title}; megatron-tis doctor {result.run_dir} shows it again")
+            console.log(f"error: {title}; megatron-tis doctor {result.run_dir} shows it again")
         for finding in learning_findings(result.history, config):
-            console.say(str(finding))
+            console.log(str(finding))
     return any_step_applied(result.history)
 
 
 def _say_how_to_go_on(checkpoint: Path, run_dir: str, more: str, console: Console) -> None:
-    console.say(
+    console.log(
         f"weights: {checkpoint}\n"
         f"  go on:  megatron-tis train --config {run_dir}/config.yaml --run-dir {run_dir} "
         f"--resume{more}\n"
@@ -173,5 +173,5 @@ def _say_how_to_go_on(checkpoint: Path, run_dir: str, more: str, console: Consol
 def _complain(error: MegatronTisError, console: Console, args: argparse.Namespace) -> int:
     if getattr(args, "traceback", False):
         raise error
-    console.complain("error", str(error))
+    console.error(str(error))
     return 2 if isinstance(error, (ConfigError, HookLoadError)) else 1

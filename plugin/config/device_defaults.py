@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from plugin.config.flags import expect
-from plugin.config.trainer_flags import TrainerConfig
+from plugin.config.trainer_config import TrainerConfig
 
 Config = TypeVar("Config", bound=TrainerConfig)
 

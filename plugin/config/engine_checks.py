@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from plugin.config.engine_traits import ENGINES
+from plugin.config.engines import ENGINES
 from plugin.config.flags import expect
-from plugin.config.rollout_flags import ServerFlags
+from plugin.config.servers import ServerFlags
 
 if TYPE_CHECKING:
-    from plugin.config.job_flags import JobConfig
+    from plugin.config.job_config import JobConfig
 
 #: Why an engine cannot have several GPUs, by whether it asks servers.
 _ONE_DEVICE = {
@@ -20,7 +20,7 @@ _ONE_DEVICE = {
 
 def check_engine(config: JobConfig) -> None:
     """Raise a `ConfigError` for what the engine of `config` cannot do or would ignore."""
-    _check_weight_way(config)
+    _check_weight_transport(config)
     if config.rollout_engine not in ENGINES:
         return  # the user's own gets the whole configuration and may read any flag
     _check_server_flags(config)
@@ -31,19 +31,19 @@ def check_engine(config: JobConfig) -> None:
         _check_asked_servers(config)
 
 
-def _check_weight_way(config: JobConfig) -> None:
+def _check_weight_transport(config: JobConfig) -> None:
     expect(
-        config.weight_way in config.weight_ways,
-        f"--weight-sync {config.weight_way}: --rollout-engine {config.rollout_engine} gets weights "
-        f"by {' or '.join(config.weight_ways)}; use auto, or another engine",
+        config.weight_transport in config.weight_transports,
+        f"--weight-sync {config.weight_transport}: --rollout-engine {config.rollout_engine} gets "
+        f"weights by {' or '.join(config.weight_transports)}; use auto, or another engine",
     )
     expect(
-        config.weight_way != "broadcast" or not config.colocate,
+        config.weight_transport != "broadcast" or not config.colocate,
         "--weight-sync broadcast with --colocate: NCCL cannot join two processes that share a "
         "device, and the trainer's weights are not there while engines generate; use auto",
     )
     expect(
-        config.weight_way != "ipc" or config.colocate,
+        config.weight_transport != "ipc" or config.colocate,
         "--weight-sync ipc: a trainer's rank lends memory to an engine on its own device, and "
         "they have devices of their own; add --colocate, or use auto",
     )
@@ -54,7 +54,7 @@ def _check_server_flags(config: JobConfig) -> None:
     engine, traits = config.rollout_engine, config.engine_traits
     asks, starts = traits.asks_servers, traits.starts_servers is not None
     needed = ["--rollout-url"]
-    needed += ["--rollout-weights-dir"] if config.weight_way == "directory" else []
+    needed += ["--rollout-weights-dir"] if config.weight_transport == "directory" else []
     for given, name in (
         (config.rollout_urls, "--rollout-url"),
         (config.rollout_weights_dir, "--rollout-weights-dir"),

@@ -72,7 +72,7 @@ def run_job(
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
     check_run_dir(run_dir, config)
     with console.phase("checking the job"):
-        parts = check_job(config, console.say)
+        parts = check_job(config, console.log)
     if parts.data is not None:
         config = _with_epochs(config, len(parts.data))
     with claimed_run_dir(run_dir, config):
@@ -104,12 +104,12 @@ def _run_in(
         for problem in problems:
             console.warn(problem)
         for change in changed_settings(run_dir, config):
-            console.say(f"resumed with another setting: {change}")
+            console.log(f"resumed with another setting: {change}")
     # How this part of the run was started is no setting of the run.
     settings = config.as_dict() | {"resume": False, "resume_from": None, "overwrite": False}
     files = RunFiles(run_dir, settings)
     checkpoints = RunCheckpoints((run_dir / CHECKPOINTS).resolve())
-    interrupts = Interrupts(console.say)
+    interrupts = Interrupts(console.log)
 
     @functools.cache
     def finish() -> None:
@@ -128,7 +128,7 @@ def _run_in(
             _running(config, parts, run_dir, console, connected, interrupts) as running,
         ):
             trainer, engines, weights = running
-            console.say(
+            console.log(
                 f"trainer ranks: {trainer.places_as_text()}; engines: {len(engines)}; started in "
                 f"{time.monotonic() - console.began:.0f} s; run directory: {run_dir}"
             )
@@ -140,7 +140,7 @@ def _run_in(
                 loop.run(interrupts)
             except KeyboardInterrupt:
                 result.interrupted = True
-                console.say("interrupted")
+                console.log("interrupted")
             finally:
                 # A signal to the whole process group kills Ray, too: ending the actors may then
                 # fail, or take a minute.
@@ -148,7 +148,7 @@ def _run_in(
     except KeyboardInterrupt:
         if not result.interrupted:
             result.interrupted = True
-            console.say("interrupted")
+            console.log("interrupted")
     finally:
         finish()
 

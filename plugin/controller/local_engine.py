@@ -7,11 +7,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from plugin.cluster.engine_actor import choose_player
 from plugin.config import JobConfig
 from plugin.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
 from plugin.engines.response_stream import ResponseStream
 from plugin.environments.group_server import GroupServer
+from plugin.environments.multi_turn import choose_player
 from plugin.environments.trajectory import Rollouts
 from plugin.megatron_backend.hf_weights.files import HfDirectory
 from plugin.weights.buckets import pack_buckets

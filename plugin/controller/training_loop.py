@@ -82,14 +82,14 @@ class TrainingLoop:
         self._files, self._console = files, console
         self._records = StepRecords(config, files, checkpoints, console, history)
         evaluator = Evaluator(
-            *(config, parts.eval_sets, engines, parts.sampling, console.say),
+            *(config, parts.eval_sets, engines, parts.sampling, console.log),
             scorer_of=lambda task: scorer_for(task, scorer, config),
         )
         self._evaluations = Evaluations(config, evaluator, evaluations)
         self._devices: SharedDevices | OwnDevices = OwnDevices()
         if config.colocate:
             self._devices = SharedDevices(trainer, engines, config.colocate_sleep_level)
-        self._queue = RolloutQueue(parts.task, engines, parts.sampling, config, console.say, scorer)
+        self._queue = RolloutQueue(parts.task, engines, parts.sampling, config, console.log, scorer)
         self._start_of_queue = self._queue.state()
         self._checkpoints = checkpoints
         self._at = Position()
@@ -139,7 +139,7 @@ class TrainingLoop:
         self._devices.train()
         target = self._files.run_dir / name
         self._trainer.save_hf(str(target.resolve()), self._config.hf_checkpoint, replace=replace)
-        self._console.say(f"model written to {target}")
+        self._console.log(f"model written to {target}")
 
     def _evaluation_is_due(self) -> bool:
         return bool(self._config.eval_data) and self._evaluations.is_due(self._at.rollouts)
@@ -156,7 +156,7 @@ class TrainingLoop:
             self._queue.settle()
             record = self._evaluations.run(at.updates, at.rollouts, at.version)
         self._records.log_evaluation(record, at.updates)
-        self._console.say(f"evaluation after rollout {at.rollouts}: {describe(record)}")
+        self._console.log(f"evaluation after rollout {at.rollouts}: {describe(record)}")
         best = self._checkpoints.best()
         if not self._config.keep_best or at.rollouts == 0:
             return
@@ -285,15 +285,15 @@ class TrainingLoop:
     def _save_interrupted(self) -> None:
         """Save the weights after the last whole rollout, unless that has been done."""
         if self._boundary is None:
-            self._console.say("what was trained since the last checkpoint is not saved")
+            self._console.log("what was trained since the last checkpoint is not saved")
         elif self._at.rollouts > self._saved:
-            self._console.say(f"saves the weights after rollout {self._at.rollouts}")
+            self._console.log(f"saves the weights after rollout {self._at.rollouts}")
             # Engines on shared devices sleep only when nothing is under way.
             self._engines.forget()
             try:
                 self._save()
             except MegatronTisError as error:
-                self._console.complain("error", f"the weights are not saved: {error}")
+                self._console.error(f"the weights are not saved: {error}")
 
     def _one_update(
         self, batch: RolloutBatch, progress: float, described: dict[str, float], began: float
@@ -354,7 +354,7 @@ class TrainingLoop:
                 raise error
             self._count_restart(error)
             who = ", ".join(dead) or str(error).splitlines()[0]
-            self._console.say(f"the trainer is restarted, it lost {who}")
+            self._console.log(f"the trainer is restarted, it lost {who}")
             self._boundary = None
             try:
                 self._engines.forget()
@@ -392,7 +392,7 @@ class TrainingLoop:
         self._go_back_to_checkpoint()
         if chosen is not None and self._config.resume_from is not None:
             for path in set_aside_later(chosen):
-                self._console.say(f"a checkpoint after {chosen.name} is kept as {path}")
+                self._console.log(f"a checkpoint after {chosen.name} is kept as {path}")
 
     def _go_back_to_checkpoint(self) -> None:
         """Load the run's newest checkpoint, or stand at the beginning if there is none yet."""
@@ -407,7 +407,7 @@ class TrainingLoop:
         self._queue.restore(state["queue"])
         self._records.go_back(self._at.updates)
         self._evaluations.go_back(self._at.rollouts)
-        self._console.say(
+        self._console.log(
             f"goes on after rollout {self._at.rollouts} of {self._config.num_rollouts}"
         )
         self._send_weights(wait=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plugin.errors import EngineError
 from plugin.ragged import Ragged
-from plugin.weights.store import WeightGroup
+from plugin.weights.group import WeightGroup
 
 #: abort: interrupted by new weights; the engine goes on with it before it answers.
 FinishReason = Literal["stop", "length", "abort"]

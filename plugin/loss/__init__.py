@@ -1,7 +1,7 @@
 """From tokens to one scalar: policy losses, regularizers, loadable corrections, in pure torch."""
 
 from plugin.config.import_paths import load_function
-from plugin.config.policy_loss_traits import loss_traits
+from plugin.config.loss.policy_loss import loss_traits
 from plugin.loss.hook_loading import load_hook
 from plugin.loss.inputs import loss_inputs
 from plugin.loss.interfaces import (

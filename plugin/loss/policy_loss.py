@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import LossConfig
-from plugin.config.foreign_namespace import loss_config_of
+from plugin.config.other_frameworks import loss_config_of
 from plugin.errors import BatchError, ConfigError
 from plugin.logprobs.vocab_parallel import at_rows, log_probs_and_entropy, log_probs_of_ids
 from plugin.loss.distillation import TeacherSupport, topk_reverse_kl

@@ -142,7 +142,7 @@ def _clipped_surrogate(log_r: Tensor, inputs: LossInputs, config: LossConfig) ->
 
 PolicyLoss = Callable[[LossInputs, LossConfig], PolicyTerm]
 #: The built-in losses; what the configuration knows of them is in
-#: `plugin.config.policy_loss_traits`.
+#: `plugin.config.loss.policy_loss`.
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     function.__name__: function
     for function in (

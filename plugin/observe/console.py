@@ -115,7 +115,7 @@ class Console:
                 spinner.join()
                 self._stream.write("\r")
                 self._open_line = False
-            self.say(f"{name} {end} {time.monotonic() - began:.1f} s")
+            self.log(f"{name} {end} {time.monotonic() - began:.1f} s")
 
     def _seconds_left(self, step: int, total: int, now: float, seconds: float) -> float:
         """By the mean of the steps since the first; going back to a checkpoint starts anew."""
@@ -137,7 +137,7 @@ class Console:
         room = width - _BAR_WIDTH - 1
         return f"{bar} {progress_line(metrics, total, seconds_left=left, width=room)}"
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a message on a line of its own."""
         self._stream.write(("\n" if self._open_line else "") + text + "\n")
         self._open_line = False
@@ -148,12 +148,15 @@ class Console:
         if text in self._warned:
             return
         self._warned.add(text)
-        self.complain("warning", f"{source}: {text}" if source else text)
+        self._report("warning", f"{source}: {text}" if source else text)
 
-    def complain(self, kind: str, text: str) -> None:
-        """Print `kind: text` where errors go."""
+    def error(self, text: str) -> None:
+        """Print an error."""
+        self._report("error", text)
+
+    def _report(self, kind: str, text: str) -> None:
         if self._open_line:
-            self.say("")
+            self.log("")
         print(f"{self._colored(kind, f'{kind}:', self._errors)} {text}", file=self._errors)
         self._errors.flush()
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from plugin.config import JobConfig
-from plugin.config.estimator_traits import estimator_traits
+from plugin.config.loss.loss_config import estimator_traits
 from plugin.observe.findings import Finding
 from plugin.observe.run_record import RunRecord, group_findings
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugin.config import JobConfig
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.observe.findings import Finding
 from plugin.observe.next_commands import bisect_command
 

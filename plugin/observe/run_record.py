@@ -13,7 +13,7 @@ from typing import Any
 
 from plugin.config import JobConfig
 from plugin.config.flags import without_credentials
-from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS
+from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS
 from plugin.errors import ConfigError, MegatronTisError
 from plugin.json_lines import read_json_lines
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugin.config.clip_rules import ess_target
+from plugin.config.loss.corrections import ess_target
 from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, log_bound
 
 #: Bits of a nonnegative float32 below those that each round distinguishes: 11, 10 and 10 of 31.

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugin.config.clip_rules import ess_target
-from plugin.config.rejection_rules import RejectionRule, parse_rejection_rules
+from plugin.config.loss.corrections import RejectionRule, ess_target, parse_rejection_rules
 from plugin.ppo_utils.batch_statistics import batch_statistics
 from plugin.ppo_utils.batch_thresholds import (
     effective_share,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from plugin.config import JobConfig
-from plugin.config.estimator_traits import estimator_traits
+from plugin.config.data import RewardSpec, parse_rewards
 from plugin.config.import_paths import load_function
-from plugin.config.reward_specs import RewardSpec, parse_rewards
+from plugin.config.loss.loss_config import estimator_traits
 from plugin.errors import BatchError, ConfigError, HookLoadError
 from plugin.rewards import text_rewards
 from plugin.rewards.code_tests import code_tests, network_is_blocked, tests_problem

@@ -52,7 +52,7 @@ class PromptDataset:
     max_prompt_length: in tokens; None = no limit
     bad_rows: whether a row that cannot be used is an error or left out
     shuffle: an order of its own for every pass, from `seed`; otherwise that of the files
-    say: prints a message for a person
+    log: prints a message for a person
     counts: see `RowCounts`
     fingerprint: of all prompts in use; a position in other data means nothing
     """
@@ -69,13 +69,13 @@ class PromptDataset:
         bad_rows: Literal["error", "skip"] = "error",
         shuffle: bool = True,
         seed: int = 0,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ) -> None:
         self._format = prompt_format or PromptFormat()
         self._tokenizer, self._shuffle, self._seed = tokenizer, shuffle, seed
         self._max_length, self._row_problem = max_prompt_length, row_problem
         self._rows = open_rows(path, option)
-        check = _Check(self._rows, lambda text: say(f"{option} {path}: {text}"))
+        check = _Check(self._rows, lambda text: log(f"{option} {path}: {text}"))
         for numbers, rows in check.chunks():
             self._check_chunk(check, numbers, rows)
         check.report(f"{option} {path}", option, bad_rows)
@@ -162,8 +162,8 @@ class PromptDataset:
 class _Check:
     """What is found while all rows are looked at once."""
 
-    def __init__(self, rows: Rows, say: Callable[[str], None]) -> None:
-        self._rows, self._say = rows, say
+    def __init__(self, rows: Rows, log: Callable[[str], None]) -> None:
+        self._rows, self._log = rows, log
         self.problems: dict[int, str] = {}
         self.too_long = 0
         self._duplicates = 0
@@ -178,7 +178,7 @@ class _Check:
             start += len(chunk)
             if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
-                self._say(f"{start} of {len(self._rows)} rows checked")
+                self._log(f"{start} of {len(self._rows)} rows checked")
 
     def add(self, texts: Iterator[str]) -> None:
         """Count the prompts of usable rows."""
@@ -207,12 +207,12 @@ class _Check:
                 escape = "; --bad-rows skip leaves them out" if len(bad) < total else ""
                 raise ConfigError(f"{option} {first}: {problem}{also}{escape}")
             long = f" ({self.too_long} too long)" if self.too_long else ""
-            self._say(
+            self._log(
                 f"{len(bad)} of {total} rows are left out{long}; the first is {first.unit} "
                 f"{first.number}: {problem}"
             )
         if self._duplicates:
-            self._say(f"{self._duplicates} of {total} rows repeat the prompt of an earlier row")
+            self._log(f"{self._duplicates} of {total} rows repeat the prompt of an earlier row")
 
     def _others(self, first: Place, bad: list[int]) -> str:
         if not bad:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
-from plugin.config import JobConfig
-from plugin.config.import_paths import load_called_with, try_on_example
+from plugin.config.import_paths import try_on_example
 from plugin.environments.deadline_calls import CallFailure, calls_here
 from plugin.environments.environment_protocol import MultiTurnTask
 from plugin.errors import BatchError, ConfigError
@@ -61,14 +60,6 @@ class Task(Protocol):
         With --reward-workers it is called in other processes, each with a task of its own.
         """
         ...
-
-
-def load_own_task(config: JobConfig, tokenizer: Any) -> Task | MultiTurnTask:
-    """The task that --task-path names."""
-    path = str(config.task_path)
-    factory = load_called_with("--task-path", path, "config", "tokenizer")
-    made = try_on_example(f"--task-path {path} made no task", factory, config, tokenizer)
-    return require_task(made, path)
 
 
 def require_task(candidate: Any, path: str) -> Task | MultiTurnTask:

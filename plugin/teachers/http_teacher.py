@@ -13,7 +13,7 @@ import torch
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
-from plugin.config.teacher_flags import TeacherSpec
+from plugin.config.teachers import TeacherSpec
 from plugin.engines.choice import key_in_environment
 from plugin.engines.servers.answers import MalformedAnswer, field, shown
 from plugin.engines.servers.calls import (
@@ -167,15 +167,15 @@ class HttpTeacher:
 
     # -- before the job starts
 
-    def check(self, tokenizer: Any, say: Callable[[str], None]) -> None:
+    def check(self, tokenizer: Any, log: Callable[[str], None]) -> None:
         """Refuse servers that do not answer, or have another vocabulary than `tokenizer`.
 
         Every server scores the first and the last id of the vocabulary, and tokenizes a text where
         it can.
         """
-        asyncio.run(self._check(tokenizer, say))
+        asyncio.run(self._check(tokenizer, log))
 
-    async def _check(self, tokenizer: Any, say: Callable[[str], None]) -> None:
+    async def _check(self, tokenizer: Any, log: Callable[[str], None]) -> None:
         last = self._vocab_size - 1
         probe = ScoreAsk((0, last, 0), 2, self._topk)
         async with self._session() as session:
@@ -183,7 +183,7 @@ class HttpTeacher:
                 what = f"{self._spec.option} ({server.url})"
                 try:
                     # First, because a server without a tokenizer may die of an id that it lacks.
-                    await self._compare_tokenizers(session, server, tokenizer, what, say)
+                    await self._compare_tokenizers(session, server, tokenizer, what, log)
                     body = await session.call(server.url, self._dialect.call(probe), _PROBE_TIMEOUT)
                     self._dialect.parse(body, probe, self._vocab_size)
                 except ServerGone as gone:
@@ -204,7 +204,7 @@ class HttpTeacher:
         server: Server,
         tokenizer: Any,
         what: str,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         text = sample_text(tokenizer, self._vocab_size)
         ours = list(tokenizer.encode(text, add_special_tokens=False))
@@ -215,7 +215,7 @@ class HttpTeacher:
         except ServerGone:
             raise
         except (CallRefused, MalformedAnswer, ServerTrouble) as refusal:
-            say(
+            log(
                 f"{what} does not tell how it tokenizes ({str(refusal)[:100]}); that its "
                 "vocabulary is the policy's is known of the number of ids alone"
             )

@@ -1,1 +1,22 @@
-"""Transports of weights, sender and receiver side by side."""
+"""Weight transports, one module each with sender and receiver side by side.
+
+group: what the members of a transfer have in common; broadcast, ipc: from rank to worker;
+buckets: through the object store; directory: on a disk that servers share.
+"""
+
+from plugin.weights.broadcast import BroadcastReceiver, BroadcastSender
+from plugin.weights.group import Receiver, Sender, WeightGroup
+from plugin.weights.ipc import IpcReceiver, IpcSender
+
+
+def make_sender(group: WeightGroup, number: int) -> Sender:
+    """The sender of a trainer rank.
+
+    number: with IPC its rank, otherwise its number among the ranks that send
+    """
+    return (IpcSender if group.ipc_ranks else BroadcastSender)(group, number)
+
+
+def make_receiver(group: WeightGroup, number: int, *, keeps: bool = False) -> Receiver:
+    """The receiver of engine worker `number`; `keeps`: its consumer keeps the tensors."""
+    return (IpcReceiver if group.ipc_ranks else BroadcastReceiver)(group, number, keeps=keeps)

@@ -23,37 +23,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugin.errors import TransferError
-from plugin.weights.members import Receiver, Sender
-from plugin.weights.store import (
-    MeetingPoint,
+from plugin.weights.group import (
+    GroupStore,
     NamedTensors,
-    TensorNote,
+    Receiver,
+    Sender,
+    TensorSpec,
     WeightGroup,
     padded_sizes,
     tensors_in,
 )
 
-_JOINED_BELOW = 1 << 20
+_SMALL_BYTES = 1 << 20
 
 #: gloo cannot end an operation that is under way, and its group cannot be freed before.
 _abandoned: list[Any] = []
 
 
-class _SenderGroup:
+class _Channel:
     """This process's place in the group of one sender."""
 
-    def __init__(self, point: MeetingPoint, sender: int, rank: int) -> None:
-        self._point = point
+    def __init__(self, store: GroupStore, sender: int, rank: int) -> None:
+        self._store = store
         self._connected = group_backend() == "gloo"  # NCCL connects at the first operation
-        name, size = point.group.sender_name(sender), point.group.receivers + 1
-        store = point.connection()
-        self._backend = point.wait_for(lambda: _connect(store, name, rank, size, point.group))
+        name, size = store.group.sender_name(sender), store.group.receivers + 1
+        connection = store.connection()
+        self._backend = store.wait_for(lambda: _connect(connection, name, rank, size, store.group))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """From rank 0 into the tensors of all others; returns when all are there."""
         try:
             for work in self._begin(tensors):
-                self._point.wait_until(work.is_completed)
+                self._store.wait_until(work.is_completed)
                 work.wait()
         except RuntimeError as error:
             raise TransferError(f"weights did not arrive: {error}") from error
@@ -73,15 +74,15 @@ class _SenderGroup:
             with torch.cuda.stream(stream):
                 return begin()
 
-        works = self._point.wait_for(connect_and_begin)
+        works = self._store.wait_for(connect_and_begin)
         self._connected = True
         return works
 
-    def close(self, *, in_the_middle: bool) -> None:
-        """Leave; `in_the_middle` of an operation, without waiting for it."""
-        if in_the_middle and torch.cuda.is_available():
+    def close(self, *, abort: bool) -> None:
+        """Leave; `abort`: without waiting for an operation under way."""
+        if abort and torch.cuda.is_available():
             self._backend.abort()
-        elif in_the_middle:
+        elif abort:
             _abandoned.append(self._backend)
         self._backend = None
 
@@ -118,26 +119,26 @@ def _own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
-class WeightSender(Sender):
+class BroadcastSender(Sender):
     """The end of a group at trainer rank number `number` of those that send."""
 
     def __init__(self, group: WeightGroup, number: int) -> None:
         super().__init__(group, number)
-        self._channel = _SenderGroup(self._point, number, rank=0)
+        self._channel = _Channel(self._store, number, rank=0)
 
-    def _pass_on(
-        self, version: int, number: int, bucket: NamedTensors, notes: list[TensorNote]
+    def _deliver(
+        self, version: int, number: int, bucket: NamedTensors, specs: list[TensorSpec]
     ) -> None:
-        self._point.announce(version, self._number, number, notes)
-        self._channel.broadcast(self._pieces(bucket, notes))
+        self._store.announce(version, self._number, number, specs)
+        self._channel.broadcast(self._pieces(bucket, specs))
 
-    def _pieces(self, bucket: NamedTensors, notes: Sequence[TensorNote]) -> list[Tensor]:
+    def _pieces(self, bucket: NamedTensors, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """What is broadcast of a bucket: its large tensors, and the small ones in one piece."""
-        small = _small_ones(notes, self.group)
+        small = _small_ones(specs, self.group)
         tensors = [tensor for _, tensor in bucket]
         pieces = [tensor for tensor, is_small in zip(tensors, small, strict=True) if not is_small]
         if any(small):
-            joined = list(compress(notes, small))
+            joined = list(compress(specs, small))
             size = sum(padded_sizes(joined))
             piece = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
             for place, tensor in zip(
@@ -147,17 +148,17 @@ class WeightSender(Sender):
             pieces.append(piece)
         return pieces
 
-    def close(self, *, in_the_middle: bool = False) -> None:
-        """Leave the group."""
-        self._channel.close(in_the_middle=in_the_middle)
+    def close(self, *, abort: bool = False) -> None:
+        """Leave the sender's process group."""
+        self._channel.close(abort=abort)
 
 
-def _small_ones(notes: Sequence[TensorNote], group: WeightGroup) -> list[bool]:
+def _small_ones(specs: Sequence[TensorSpec], group: WeightGroup) -> list[bool]:
     """Which tensors of a bucket travel together."""
-    return [group.joins and note.nbytes < _JOINED_BELOW for note in notes]
+    return [group.coalesces and spec.nbytes < _SMALL_BYTES for spec in specs]
 
 
-class WeightReceiver(Receiver):
+class BroadcastReceiver(Receiver):
     """One engine worker's end of a group; worker `number` of all engines' workers.
 
     keeps: whether the taker keeps the tensors; otherwise their memory is used again for the next
@@ -168,21 +169,21 @@ class WeightReceiver(Receiver):
         self._keeps = keeps
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._channels = [
-            _SenderGroup(self._point, sender, rank=1 + number) for sender in range(group.senders)
+            _Channel(self._store, sender, rank=1 + number) for sender in range(group.senders)
         ]
 
     def receive(self, version: int, take: Callable[[NamedTensors], None]) -> None:
-        """Hand every bucket of `version` to `take`, after `meet`."""
-        for sender, notes in self._point.buckets(version):
-            tensors, pieces = self._room_for(notes)
+        """Hand every bucket of `version` to `take`, after `barrier`."""
+        for sender, specs in self._store.buckets(version):
+            tensors, pieces = self._room_for(specs)
             self._channels[sender].broadcast(pieces)
-            take([(note.name, tensor) for note, tensor in zip(notes, tensors, strict=True)])
+            take([(spec.name, tensor) for spec, tensor in zip(specs, tensors, strict=True)])
 
-    def _room_for(self, notes: Sequence[TensorNote]) -> tuple[list[Tensor], list[Tensor]]:
+    def _room_for(self, specs: Sequence[TensorSpec]) -> tuple[list[Tensor], list[Tensor]]:
         """Memory for the tensors of a bucket, and the pieces of it that are broadcast."""
-        small = _small_ones(notes, self.group)
-        joined = list(compress(notes, small))
-        large = [note for note, is_small in zip(notes, small, strict=True) if not is_small]
+        small = _small_ones(specs, self.group)
+        joined = list(compress(specs, small))
+        large = [spec for spec, is_small in zip(specs, small, strict=True) if not is_small]
         size = sum(padded_sizes(joined))
         memory = self._memory_of(size + sum(padded_sizes(large)))
         pieces = tensors_in(memory[size:], large)
@@ -196,7 +197,7 @@ class WeightReceiver(Receiver):
             self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         return self._memory
 
-    def close(self, *, in_the_middle: bool = False) -> None:
-        """Leave the group."""
+    def close(self, *, abort: bool = False) -> None:
+        """Leave the process groups of all senders."""
         for channel in self._channels:
-            channel.close(in_the_middle=in_the_middle)
+            channel.close(abort=abort)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from plugin.errors import ParallelError
+from plugin.weights.buckets import bucket_entries
 
 
 class WeightDirectory:
@@ -50,17 +51,11 @@ class WeightDirectory:
 
     def add(self, bucket: bytes | np.ndarray) -> None:
         """Add the tensors of a safetensors bucket to the version that was begun."""
-        raw = np.frombuffer(bucket, np.uint8)
-        start = 8 + int.from_bytes(raw[:8].tobytes(), "little")
-        for name, entry in json.loads(raw[8:start].tobytes()).items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            content = raw[start + begin : start + end].data
-            header = json.dumps({name: entry | {"data_offsets": [0, end - begin]}}).encode()
+        for name, entry, content in bucket_entries(bucket):
+            header = json.dumps({name: entry | {"data_offsets": [0, len(content)]}}).encode()
             header += b" " * (-len(header) % 8)
             with self._writing():
-                self._add(len(header).to_bytes(8, "little") + header, content)
+                self._add(len(header).to_bytes(8, "little") + header, content.data)
 
     def _add(self, header: bytes, content: memoryview) -> None:
         digest = hashlib.sha256(header)

@@ -1,64 +1,143 @@
-"""Weights within a device: a trainer's rank lends memory, and the engine's worker there reads it.
+"""Weights within a device: the engine's worker reads memory of the trainer rank beside it.
 
 For engines that share the trainer's devices (`--colocate`), whose processes cannot join one NCCL
-group. The rank copies a bucket into memory that it lends and announces the handle; the workers on
-its device load the bucket, let the memory go and say so, and the rank uses it for the next bucket.
-After the last one it is given up. A rank that waits for a worker which has died is released by the
-driver, as in every transfer.
+group. The rank copies a bucket into an `IpcBuffer` and announces its handle; the workers on its
+device load the bucket, let the memory go and acknowledge it, and the rank uses it for the next one.
+After the last bucket it is given up. A rank that waits for a worker which has died is released by
+the driver's abort, as in every transfer.
+
+On GPUs the memory is shared by CUDA IPC. On CPU it is a file that exists in memory only and has no
+name in any directory: it is gone when the last process that has it open closes it or dies, so
+nothing can be left behind. Handles are plain values, fit for JSON.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import secrets
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from plugin.weights.broadcast import WeightReceiver, WeightSender
-from plugin.weights.ipc_buffer import LentMemory, borrowed
-from plugin.weights.members import Receiver, Sender
-from plugin.weights.store import (
+from plugin.errors import TransferError
+from plugin.weights.group import (
     NamedTensors,
-    TensorNote,
+    Receiver,
+    Sender,
+    TensorSpec,
     WeightGroup,
     padded_sizes,
     tensors_in,
 )
 
+_FILE = "megatron-tis-weights-"
 
-class HandoverSender(Sender):
+
+def device_id() -> str:
+    """What processes have in common that can read each other's memory.
+
+    That is a GPU; on CPU a running kernel and its process numbers, which a container may have of
+    its own.
+    """
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+class IpcBuffer:
+    """Bytes that others can open by `handle` until `close`.
+
+    tensor: [nbytes] uint8
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._file: int | None = None
+        if torch.cuda.is_available():
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+            shared = self.tensor.untyped_storage()._share_cuda_()
+            self.handle: list[Any] = [v.hex() if isinstance(v, bytes) else v for v in shared]
+            return
+        name = _FILE + secrets.token_hex(6)
+        self._file = os.memfd_create(name)
+        os.ftruncate(self._file, max(nbytes, 1))
+        self.tensor = torch.frombuffer(mmap.mmap(self._file, 0), dtype=torch.uint8)
+        self.handle = [os.getpid(), self._file, name]
+
+    def close(self) -> None:
+        """Give the memory up; on CPU those who have opened it keep it until they let it go."""
+        del self.tensor
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        else:
+            # Memory that an engine had open when it died stays with torch until this rank ends.
+            torch.cuda.ipc_collect()
+
+    @staticmethod
+    def open(handle: list[Any]) -> Tensor:
+        """The bytes behind a handle; on CPU the owner does not see changes of them."""
+        if torch.cuda.is_available():
+            _, memory, size, offset, counter, counter_offset, event, sync = handle
+            storage = torch.UntypedStorage._new_shared_cuda(
+                torch.cuda.current_device(),
+                bytes.fromhex(memory),
+                *(size, offset, bytes.fromhex(counter), counter_offset, bytes.fromhex(event), sync),
+            )
+            return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+        owner, number, name = handle
+        path = f"/proc/{owner}/fd/{number}"
+        try:
+            # The number of a dead process may be another one's by now.
+            if os.readlink(path) != f"/memfd:{name} (deleted)":
+                raise FileNotFoundError(path)
+            file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise TransferError(
+                f"process {owner} lends no memory {name} any more: {error}"
+            ) from error
+        try:
+            private = mmap.mmap(file, 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(file)
+        return torch.frombuffer(private, dtype=torch.uint8)
+
+
+class IpcSender(Sender):
     """The end of a group at trainer rank `rank`."""
 
     takes_turns = False
 
     def __init__(self, group: WeightGroup, rank: int) -> None:
         super().__init__(group, rank)
-        self._borrowers = group.lenders.count(rank)
-        self._memory: LentMemory | None = None
+        self._receivers = group.ipc_ranks.count(rank)
+        self._buffer: IpcBuffer | None = None
 
-    def _pass_on(
-        self, version: int, number: int, bucket: NamedTensors, notes: list[TensorNote]
+    def _deliver(
+        self, version: int, number: int, bucket: NamedTensors, specs: list[TensorSpec]
     ) -> None:
-        memory = self._memory_of(sum(padded_sizes(notes)))
-        _fill(memory, bucket, notes)
-        self._point.announce(version, self._number, number, notes, memory.handle)
-        self._point.wait_until_taken(version, self._number, number, self._borrowers)
+        memory = self._buffer_of(sum(padded_sizes(specs)))
+        _fill(memory, bucket, specs)
+        self._store.announce(version, self._number, number, specs, memory.handle)
+        self._store.wait_for_acks(version, self._number, number, self._receivers)
 
-    def _memory_of(self, size: int) -> LentMemory:
-        if self._memory is None or self._memory.tensor.numel() < size:
+    def _buffer_of(self, size: int) -> IpcBuffer:
+        if self._buffer is None or self._buffer.tensor.numel() < size:
             self._end_version()
-            self._memory = LentMemory(size)
-        return self._memory
+            self._buffer = IpcBuffer(size)
+        return self._buffer
 
     def _end_version(self) -> None:
-        memory, self._memory = self._memory, None
+        memory, self._buffer = self._buffer, None
         if memory is not None:
             memory.close()
 
-    def close(self, *, in_the_middle: bool = False) -> None:
-        """Leave the group; memory is lent only while `send` runs."""
 
-
-class HandoverReceiver(Receiver):
+class IpcReceiver(Receiver):
     """The end of a group at worker `number` of all engines' workers.
 
     keeps: whether the taker keeps the tensors, which then are copies
@@ -66,41 +145,27 @@ class HandoverReceiver(Receiver):
 
     def __init__(self, group: WeightGroup, number: int, *, keeps: bool = False) -> None:
         super().__init__(group)
-        self._lender, self._keeps = group.lenders[number], keeps
+        self._source, self._keeps = group.ipc_ranks[number], keeps
 
     def receive(self, version: int, take: Callable[[NamedTensors], None]) -> None:
-        """Hand every bucket of `version` to `take`, after `meet`."""
-        announced = self._point.announced(version, self._lender)
-        for number, (notes, handle) in enumerate(announced):
-            tensors = tensors_in(borrowed(handle), notes)
+        """Hand every bucket of `version` to `take`, after `barrier`."""
+        announced = self._store.announced(version, self._source)
+        for number, (specs, handle) in enumerate(announced):
+            tensors = tensors_in(IpcBuffer.open(handle), specs)
             if self._keeps:
                 tensors = [tensor.clone() for tensor in tensors]
-            take([(note.name, tensor) for note, tensor in zip(notes, tensors, strict=True)])
+            take([(spec.name, tensor) for spec, tensor in zip(specs, tensors, strict=True)])
             _finish_copies()
             del tensors
-            self._point.say_taken(version, self._lender, number)
-
-    def close(self, *, in_the_middle: bool = False) -> None:
-        """Leave the group."""
+            self._store.ack(version, self._source, number)
 
 
-def sender_of(group: WeightGroup, number: int) -> Sender:
-    """The sender of a rank: its own number where it lends, else its number of those that send."""
-    return HandoverSender(group, number) if group.lenders else WeightSender(group, number)
-
-
-def receiver_of(group: WeightGroup, number: int, *, keeps: bool = False) -> Receiver:
-    """The receiver of a worker; `keeps`: whether the taker keeps the tensors."""
-    kind = HandoverReceiver if group.lenders else WeightReceiver
-    return kind(group, number, keeps=keeps)
-
-
-def _fill(memory: LentMemory, bucket: NamedTensors, notes: list[TensorNote]) -> None:
-    """Copy a bucket into lent memory.
+def _fill(memory: IpcBuffer, bucket: NamedTensors, specs: list[TensorSpec]) -> None:
+    """Copy a bucket into the shared memory.
 
     A function of its own, because an error's traceback would keep views of the memory alive.
     """
-    for (_, tensor), place in zip(bucket, tensors_in(memory.tensor, notes), strict=True):
+    for (_, tensor), place in zip(bucket, tensors_in(memory.tensor, specs), strict=True):
         place.copy_(tensor)
     _finish_copies()
 

@@ -20,9 +20,9 @@ from plugin.engines.transformers.engine import TransformersEngine
 from plugin.megatron_backend.hf_weights.export import export_own_part, sends_own_part
 from plugin.megatron_backend.hf_weights.saving import save_hf_checkpoint
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.weights.broadcast import WeightSender
+from plugin.weights.broadcast import BroadcastSender
 from plugin.weights.buckets import pack_buckets
-from plugin.weights.store import WeightGroup, open_store
+from plugin.weights.group import WeightGroup, open_store
 from tests.parallel.schedule_runs import loaded_model
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3_moe
 
@@ -72,7 +72,7 @@ def send_on_rank(
                 yield entry
 
         if sends_own_part(groups):
-            sender = WeightSender(group, groups.pp_rank * groups.ep_size + groups.ep_rank)
+            sender = BroadcastSender(group, groups.pp_rank * groups.ep_size + groups.ep_rank)
             assert sender.send(0, noted())[0] == sum(sent.values())
         else:
             assert list(filter(None, part)) == []

@@ -17,7 +17,7 @@ import yaml
 from docs.write_reference import pages
 from plugin.cli import COMMANDS
 from plugin.config import JobConfig, LossConfig
-from plugin.config.slime_flags import SLIME_LOSS_FLAGS, slime_option
+from plugin.config.other_frameworks import SLIME_LOSS_FLAGS, slime_option
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -17,9 +17,8 @@ import psutil
 import pytest
 
 from plugin.errors import EngineError, TransferError
-from plugin.weights.broadcast import WeightSender
-from plugin.weights.members import Membership
-from plugin.weights.store import WeightGroup, call_off, open_store
+from plugin.weights.broadcast import BroadcastSender
+from plugin.weights.group import Membership, WeightGroup, abort, open_store
 from tests.parallel.tiny_models import hf_model, hf_state_dict
 from tests.unit.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs
 from tests.vllm_rollouts.small_job import check_steps, train
@@ -69,13 +68,13 @@ class _Trainer:
                     call.exception()
 
     def _send(self, number: int, group: WeightGroup, version: int, part: Any) -> None:
-        with self._members[number].of(group, lambda: WeightSender(group, number)) as sender:
+        with self._members[number].of(group, lambda: BroadcastSender(group, number)) as sender:
             sender.send(version, part, bucket_bytes=1 << 16)
 
     def _cut_off(self, group: WeightGroup, state: dict[str, Any], after: int | None) -> Any:
         for number, pair in enumerate(state.items()):
             if number == after:
-                call_off(self._store, group, "rank 1 died")
+                abort(self._store, group, "rank 1 died")
                 raise TransferError("rank 1 died")
             yield pair
 

@@ -11,9 +11,8 @@ import torch
 
 from plugin.engines.vllm.adapters import AdapterShape
 from plugin.errors import EngineError
-from plugin.weights.broadcast import WeightSender
-from plugin.weights.members import Membership
-from plugin.weights.store import WeightGroup, open_store
+from plugin.weights.broadcast import BroadcastSender
+from plugin.weights.group import Membership, WeightGroup, open_store
 from tests.parallel.tiny_models import hf_model, hf_state_dict
 from tests.unit.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs
 from tests.vllm_rollouts.small_job import check_steps, train
@@ -53,7 +52,7 @@ def _versions_of_adapters() -> Any:
     group = WeightGroup(store.host, store.port, "adapters", 1, 2, timeout=300.0)
 
     def send(version: int, tensors: dict[str, torch.Tensor]) -> None:
-        with member.of(group, lambda: WeightSender(group, 0)) as sender:
+        with member.of(group, lambda: BroadcastSender(group, 0)) as sender:
             sender.send(version, [*tensors.items(), None], bucket_bytes=1 << 16)
 
     found: dict[str, Any] = {"log_probs": []}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plugin.batch_types import RolloutBatch
-from plugin.config.teacher_flags import TeacherSpec
+from plugin.config.teachers import TeacherSpec
 from plugin.engines.protocol import (
     Generation,
     GenerationRequest,

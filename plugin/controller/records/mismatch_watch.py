@@ -15,11 +15,11 @@ from plugin.observe.run_files import RunFiles
 class MismatchWatch:
     """Runs the detectors on a step's log-probs and says what is new."""
 
-    def __init__(self, config: JobConfig, files: RunFiles, say: Callable[[str], None]) -> None:
+    def __init__(self, config: JobConfig, files: RunFiles, log: Callable[[str], None]) -> None:
         self._detectors = MismatchDetectors(config=config)
         self._counts: Counter[str] = Counter()
         self._on, self._stops = config.detect_mismatch, config.on_finding == "stop"
-        self._files, self._say = files, say
+        self._files, self._log = files, log
 
     def check(
         self,
@@ -47,4 +47,4 @@ class MismatchWatch:
         for finding in self._detectors.news(findings, step):
             times = self._counts[finding.detector]
             again = f"again ({times} times so far): {finding.title}"
-            self._say(f"step {step}: {finding if times == 1 else again}")
+            self._log(f"step {step}: {finding if times == 1 else again}")

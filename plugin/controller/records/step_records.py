@@ -39,7 +39,7 @@ class StepRecords:
     ) -> None:
         self._config, self._files, self._checkpoints = config, files, checkpoints
         self._console, self._history = console, history
-        self._watch = MismatchWatch(config, files, console.say)
+        self._watch = MismatchWatch(config, files, console.log)
         self._waiting: deque[Callable[[], None]] = deque()
         self._skipped_in_a_row = 0
         self._wandb: Any = None
@@ -132,7 +132,7 @@ class StepRecords:
         # After the watch: rewards say nothing while engine and trainer disagree.
         if len(self._history) == _STEPS_JUDGED:
             for finding in learning_findings(self._history, self._config):
-                self._console.say(f"step {step}: {finding}")
+                self._console.log(f"step {step}: {finding}")
 
     def _note_skipped(self, step: int, cause: str | None, *, searching: bool = False) -> None:
         """Report a step that changed nothing; a `TrainingError` after too many in a row.
@@ -142,7 +142,7 @@ class StepRecords:
         if cause is None:
             self._skipped_in_a_row = 0
             return
-        self._console.say(f"step {step} was skipped: {cause}")
+        self._console.log(f"step {step} was skipped: {cause}")
         if searching:
             return
         self._skipped_in_a_row += 1

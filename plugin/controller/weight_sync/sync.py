@@ -1,11 +1,11 @@
 """New weights from the trainer to the engines: from rank to worker, or through the object store.
 
 Process groups join every rank that sends a part of the model with the workers of all engines; on
-shared devices ranks hand the weights over within the device. The driver keeps the store at which
-they meet, watches all of them, and calls a transfer off when one is lost: the others stop waiting,
-a lost engine is replaced, and the weights are sent again to those that do not have them. A lost
-trainer rank is raised to the caller. An engine that was replaced gets the trainer's weights as soon
-as the trainer holds still, and no request before that.
+shared devices engines read the memory of the ranks beside them (IPC). The driver keeps the store at
+which they meet, watches all of them, and aborts a transfer when one is lost: the others stop
+waiting, a lost engine is replaced, and the weights are sent again to those that do not have them. A
+lost trainer rank is raised to the caller. An engine that was replaced gets the trainer's weights as
+soon as the trainer holds still, and no request before that.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from functools import partial
 from typing import Any
 
 from plugin.cluster.engine_pool import EnginePool
-from plugin.cluster.heartbeat import Pulse
+from plugin.cluster.remote_calls import Heartbeat
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.controller.weight_sync.transfer import Member, Transfer
 from plugin.errors import EngineError
 from plugin.observe.console import Console
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.checksums import Checksums
-from plugin.weights.store import WeightGroup, call_off, forget_version, open_store
+from plugin.weights.group import WeightGroup, abort, forget_version, open_store
 
 _POLL_SECONDS = 0.02
 
 
 class WeightSync:
-    """Sends versions of the trainer's weights the way that --weight-sync says."""
+    """Sends versions of the trainer's weights over the transport of --weight-sync."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class WeightSync:
     ) -> None:
         self._config, self._trainer, self._engines = config, trainer, engines
         self._console = console
-        self._way = config.weight_way
+        self._transport = config.weight_transport
         self._group: WeightGroup | None = None
         self._who: tuple[Any, ...] = ()
         self._store: Any = None
@@ -61,7 +61,7 @@ class WeightSync:
     def metrics(self) -> dict[str, Any]:
         """How the newest version was sent, and what that took."""
         return {
-            "weight_sync": self._way,
+            "weight_sync": self._transport,
             "weight_sync_bytes": self._bytes,
             "seconds_weight_sync": self._seconds,
         }
@@ -75,7 +75,7 @@ class WeightSync:
         # Engines may have parts of it even if this fails, so the number is taken.
         self.version, self.checksums = version, {}
         self._engines.begin_version(version)
-        if self._way in ("broadcast", "ipc"):
+        if self._transport in ("broadcast", "ipc"):
             self._send_to_lagging()
             if wait:
                 self._wait_for_lagging()
@@ -103,9 +103,9 @@ class WeightSync:
 
         sending: has trainer and engines hold their weights; see `SharedDevices`
         """
-        if self._way == "broadcast":
+        if self._transport == "broadcast":
             self._engines.catch_up = self._send_to_lagging
-        elif self._way == "ipc":
+        elif self._transport == "ipc":
             self._engines.catch_up = partial(self._send_again, sending)
         try:
             yield
@@ -142,10 +142,8 @@ class WeightSync:
 
     def _members(self) -> list[Member]:
         """The engines that have started and lack the newest version, with their workers."""
-        within_devices = self._way == "ipc"
-        asked = self._engines.ask_lagging(
-            "weight_devices" if within_devices else "weight_receivers"
-        )
+        by_device = self._transport == "ipc"
+        asked = self._engines.ask_lagging("weight_devices" if by_device else "weight_receivers")
         calls: dict[Any, Member | str] = {
             call: Member(number, actor) for number, actor, call in asked
         }
@@ -153,22 +151,22 @@ class WeightSync:
         members, first = [], 0
         for member in sorted(counted.received, key=lambda member: member.engine):
             answer = counted.received[member]
-            devices = tuple(answer) if within_devices else ()
-            workers = len(devices) if within_devices else answer
+            devices = tuple(answer) if by_device else ()
+            workers = len(devices) if by_device else answer
             members.append(replace(member, first=first, workers=workers, devices=devices))
             first += workers
         return members
 
     def _finished(self, transfer: Transfer, group: WeightGroup | None = None) -> Transfer:
-        """Wait for all calls, and call off the transfer in `group` when one fails."""
-        pulse = Pulse[Member](lambda member: self._engines.ping(member.actor))
+        """Wait for all calls, and abort the transfer in `group` when one fails."""
+        heartbeat = Heartbeat[Member](lambda member: self._engines.ping(member.actor))
         while transfer.calls:
             transfer.wait(_POLL_SECONDS)
-            for member in pulse.silent(transfer.awaited):
+            for member in heartbeat.silent(transfer.awaited):
                 transfer.give_up(member)
-            if group is not None and transfer.trouble is not None and not transfer.is_called_off:
-                call_off(self._store, group, transfer.trouble)
-                transfer.is_called_off = True
+            if group is not None and transfer.trouble is not None and not transfer.is_aborted:
+                abort(self._store, group, transfer.trouble)
+                transfer.is_aborted = True
             self._trainer.while_idle()
         for member, reason in transfer.lost.items():
             self._engines.replace_unless_done(member.engine, member.actor, reason)
@@ -227,11 +225,11 @@ class WeightSync:
     def _senders(self, members: list[Member]) -> dict[str, Any]:
         """Those of a group with `members`: the ranks on their devices, or all that have a part."""
         config = self._config
-        if self._way == "broadcast":
+        if self._transport == "broadcast":
             stages, experts = config.pipeline_model_parallel_size, config.expert_model_parallel_size
             traits = config.engine_traits
             servers = traits.asks_servers or traits.starts_servers is not None
-            return {"senders": stages * experts, "per_stage": experts, "joins": not servers}
+            return {"senders": stages * experts, "per_stage": experts, "coalesces": not servers}
         ranks: dict[str, int] = {}
         for rank, device in enumerate(self._trainer.devices()):
             ranks.setdefault(device, rank)
@@ -242,5 +240,5 @@ class WeightSync:
                     "no trainer rank is that could hand it its weights; use --weight-sync "
                     "object-store"
                 )
-        lenders = tuple(ranks[device] for member in members for device in member.devices)
-        return {"senders": len(set(lenders)), "lenders": lenders}
+        ipc_ranks = tuple(ranks[device] for member in members for device in member.devices)
+        return {"senders": len(set(ipc_ranks)), "ipc_ranks": ipc_ranks}

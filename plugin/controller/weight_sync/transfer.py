@@ -6,13 +6,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from plugin.cluster.heartbeat import SILENCE_SECONDS
-from plugin.cluster.remote_calls import result_of
+from plugin.cluster.remote_calls import SILENCE_SECONDS, result_of
 from plugin.cluster.trainer_actor import SentPart
 from plugin.errors import ActorLost, MegatronTisError, ParallelError, TransferError
 from plugin.observe.console import Console
 
-#: How long members may take to notice that a transfer was called off.
+#: How long members may take to notice that a transfer was aborted.
 _GRACE_SECONDS = 60.0
 
 
@@ -20,7 +19,7 @@ _GRACE_SECONDS = 60.0
 class Member:
     """An engine that takes part in a transfer: its workers are receivers `first` and up.
 
-    devices: of the workers, where weights are handed over within devices
+    devices: IPC: of the workers
     """
 
     engine: int
@@ -34,7 +33,7 @@ class Transfer:
     """The calls of one transfer and what has become of them.
 
     calls: those without a result, of engines and (by name) of trainer ranks
-    trouble: why it has to be called off
+    trouble: why it has to be aborted
     lost: engines that are gone or broken; error: what ends the job, or sends the trainer back to
         its checkpoint
     """
@@ -47,7 +46,7 @@ class Transfer:
         self.lost: dict[Member, str] = {}
         self.error: MegatronTisError | None = None
         self.trouble: str | None = None
-        self.is_called_off = False
+        self.is_aborted = False
 
     def wait(self, seconds: float) -> None:
         """Take the results that come within `seconds`, or notice that time is up."""
@@ -78,7 +77,7 @@ class Transfer:
     def give_up(self, member: Member) -> None:
         """Count an engine that does not react as lost."""
         self.lost[member] = f"did not react for {SILENCE_SECONDS:g} s"
-        self._call_off(f"engine {member.engine} {self.lost[member]}")
+        self._abort(f"engine {member.engine} {self.lost[member]}")
         self.calls = {call: who for call, who in self.calls.items() if who != member}
 
     def _take(self, who: Member | str, result: Any) -> None:
@@ -88,7 +87,7 @@ class Transfer:
             self.sent.append(result)
 
     def _fail(self, who: Member | str, name: str, error: MegatronTisError) -> None:
-        self._call_off(f"{name}: {str(error).splitlines()[0]}")
+        self._abort(f"{name}: {str(error).splitlines()[0]}")
         if isinstance(error, TransferError):
             return
         if isinstance(who, Member) and isinstance(error, ParallelError):
@@ -98,15 +97,15 @@ class Transfer:
         # The other ranks may wait for this one in a collective of their own.
         self.calls = {call: who for call, who in self.calls.items() if isinstance(who, Member)}
 
-    def _call_off(self, reason: str) -> None:
+    def _abort(self, reason: str) -> None:
         if self.trouble is None:
             self.trouble = reason
             self._deadline = time.monotonic() + _GRACE_SECONDS
 
     def _run_out_of_time(self) -> None:
-        """Call the transfer off; those that do not answer even then count as lost."""
+        """Abort the transfer; those that do not answer even then count as lost."""
         if self.trouble is None:
-            self._call_off(
+            self._abort(
                 f"it took longer than {self._timeout:g} s (--step-timeout, --rollout-timeout)"
             )
             return

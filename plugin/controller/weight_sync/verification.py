@@ -18,7 +18,7 @@ from plugin.batch_types import RolloutBatch
 from plugin.cluster.engine_pool import EnginePool, Probed
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
-from plugin.config.engine_traits import ENGINES
+from plugin.config.engines import ENGINES
 from plugin.controller.batch.preparation import with_checked_routes
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.controller.weight_sync.sync import WeightSync
@@ -169,7 +169,7 @@ class WeightVerification:
         finding = probe_finding(asked.name, scores, limit, model, self._config)
         if finding is None:
             checked = f"; {model.checked} tensors have its checksums" if model.checked else ""
-            self._console.say(
+            self._console.log(
                 f"{asked.name} computes with the trainer's weights: mean |log-prob difference| "
                 f"{scores.mean:.1e}, limit {limit.value:.0e}{checked}"
             )

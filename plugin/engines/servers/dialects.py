@@ -22,7 +22,7 @@ from plugin.engines.servers.answers import (
     token_ids,
 )
 from plugin.weights.broadcast import group_backend
-from plugin.weights.store import TensorNote, WeightGroup
+from plugin.weights.group import TensorSpec, WeightGroup
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class BroadcastDialect(Dialect, Protocol):
         """The call that makes a server's workers ranks `rank` and up of a sender's group."""
         ...
 
-    def receive(self, group_name: str, notes: Sequence[TensorNote], label: str) -> ServerCall:
+    def receive(self, group_name: str, specs: Sequence[TensorSpec], label: str) -> ServerCall:
         """The call that has a server take one bucket, and name its weights `label`."""
         ...
 
@@ -281,11 +281,11 @@ class SglangDialect:
         }
         return ServerCall("/init_weights_update_group", payload, check=_update_succeeded)
 
-    def receive(self, group_name: str, notes: Sequence[TensorNote], label: str) -> ServerCall:
+    def receive(self, group_name: str, specs: Sequence[TensorSpec], label: str) -> ServerCall:
         payload = {
-            "names": [note.name for note in notes],
-            "dtypes": [str(note.dtype).split(".")[-1] for note in notes],
-            "shapes": [list(note.shape) for note in notes],
+            "names": [spec.name for spec in specs],
+            "dtypes": [str(spec.dtype).split(".")[-1] for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
             "group_name": group_name,
             "flush_cache": True,
             "weight_version": label,

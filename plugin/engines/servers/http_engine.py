@@ -35,7 +35,7 @@ from plugin.engines.transformers.weight_loader import weight_ledger
 from plugin.errors import ConfigError
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.directory import WeightDirectory
-from plugin.weights.store import WeightGroup
+from plugin.weights.group import WeightGroup
 
 #: How long a step waits for a response, and how often it looks.
 _STEP_SECONDS, _LOOK_SECONDS = 0.05, 0.005
@@ -46,7 +46,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> H
     return HttpEngine(
         config.rollout_urls,
         hf_config,
-        weights_dir=config.rollout_weights_dir if config.weight_way == "directory" else None,
+        weights_dir=config.rollout_weights_dir if config.weight_transport == "directory" else None,
         server=config.rollout_server,
         request_timeout=config.rollout_request_timeout,
         update_timeout=config.step_timeout,

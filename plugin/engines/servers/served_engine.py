@@ -28,7 +28,7 @@ from plugin.engines.protocol import (
 from plugin.engines.servers.commands import ServerCommand, sglang_command, vllm_command
 from plugin.engines.servers.http_engine import HttpEngine
 from plugin.engines.servers.process import ServerEnded, ServerProcess, free_port
-from plugin.weights.store import WeightGroup
+from plugin.weights.group import WeightGroup
 
 
 def make_sglang_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> ServedEngine:
@@ -66,7 +66,7 @@ class ServedEngine(HttpEngine):
         super().__init__(
             [url],
             hf_config,
-            weights_dir=weights if config.weight_way == "directory" else None,
+            weights_dir=weights if config.weight_transport == "directory" else None,
             server=server,
             request_timeout=config.rollout_request_timeout,
             update_timeout=config.step_timeout,

@@ -23,8 +23,7 @@ from plugin.engines.servers.weights import Call, ServerStream, WeightLabels
 from plugin.engines.transformers.weight_loader import WeightLoader
 from plugin.errors import ActorLost, TransferError, WeightError
 from plugin.weights.directory import WeightDirectory
-from plugin.weights.members import Membership
-from plugin.weights.store import WeightGroup
+from plugin.weights.group import Membership, WeightGroup
 
 _PROBE_TIMEOUT = 10.0
 _REVIVE_SECONDS = 0.5

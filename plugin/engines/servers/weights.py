@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plugin.engines.servers.dialects import BroadcastDialect, ServerCall
 from plugin.engines.servers.pool import Server
-from plugin.weights.store import MeetingPoint, WeightGroup
+from plugin.weights.group import GroupStore, WeightGroup
 
 Call = Callable[[Server, ServerCall], Awaitable[None]]
 
@@ -35,18 +35,18 @@ class WeightLabels:
 
 
 class ServerStream:
-    """Stands for the workers of servers in a group: meets the others, and sends servers to receive.
+    """Stands for the workers of servers in a group, and tells the servers what they receive.
 
     No weights come through this process.
     """
 
     def __init__(self, group: WeightGroup) -> None:
-        self._point, self._joined = MeetingPoint(group), False
+        self._store, self._joined = GroupStore(group), False
 
     @property
     def group(self) -> WeightGroup:
         """The group that the servers are members of."""
-        return self._point.group
+        return self._store.group
 
     async def receive(
         self,
@@ -66,17 +66,17 @@ class ServerStream:
         """
         workers = sum(server.workers for server in servers)
         if not self._joined:
-            await asyncio.to_thread(self._point.meet, "joined", workers)
+            await asyncio.to_thread(self._store.barrier, "joined", workers)
             await self._join(servers, first, dialect, call)
-        await asyncio.to_thread(self._point.meet, f"version {version}", workers)
-        buckets = self._point.buckets(version)
+        await asyncio.to_thread(self._store.barrier, f"version {version}", workers)
+        buckets = self._store.buckets(version)
         while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
-            sender, notes = bucket
-            take((n.name, torch.empty(n.shape, dtype=n.dtype, device="meta")) for n in notes)
-            received = dialect.receive(self.group.sender_name(sender), notes, f"loading {label}")
-            await self._unless_called_off(call(server, received) for server in servers)
+            sender, specs = bucket
+            take((s.name, torch.empty(s.shape, dtype=s.dtype, device="meta")) for s in specs)
+            received = dialect.receive(self.group.sender_name(sender), specs, f"loading {label}")
+            await self._unless_aborted(call(server, received) for server in servers)
         named = (self._name(server, label, dialect, call) for server in servers)
-        await self._unless_called_off(named)
+        await self._unless_aborted(named)
 
     async def _name(
         self, server: Server, label: str, dialect: BroadcastDialect, call: Call
@@ -93,13 +93,13 @@ class ServerStream:
             for sender in range(self.group.senders):
                 joins.append(call(server, dialect.join_group(self.group, sender, 1 + first)))
             first += server.workers
-        await self._unless_called_off(joins)
+        await self._unless_aborted(joins)
         self._joined = True
 
-    async def _unless_called_off(self, calls: Iterable[Awaitable[None]]) -> None:
-        """Wait for all calls, or for the `TransferError` of a transfer that was called off."""
+    async def _unless_aborted(self, calls: Iterable[Awaitable[None]]) -> None:
+        """Wait for all calls, or for the `TransferError` of a transfer that was aborted."""
         ended = threading.Event()
-        watch = asyncio.ensure_future(asyncio.to_thread(self._point.wait_until, ended.is_set))
+        watch = asyncio.ensure_future(asyncio.to_thread(self._store.wait_until, ended.is_set))
         work: Any = asyncio.gather(*calls)
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,5 +111,5 @@ class ServerStream:
             work.cancel()
             await asyncio.gather(work, watch, return_exceptions=True)
 
-    def close(self, *, in_the_middle: bool = False) -> None:
+    def close(self, *, abort: bool = False) -> None:
         """Leave the group; the servers stay in theirs until they end or are told of another."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.engines.pause_point import PausePoint
 from plugin.engines.protocol import (
     Finished,
@@ -33,12 +33,11 @@ from plugin.engines.transformers.route_recorder import RouteRecorder
 from plugin.engines.transformers.sampling import draw, kept_ids, sampling_log_probs
 from plugin.engines.transformers.weight_loader import WeightLoader
 from plugin.errors import ConfigError
+from plugin.weights import make_receiver
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.checksums import Checksums
-from plugin.weights.ipc import receiver_of
-from plugin.weights.ipc_buffer import device_id
-from plugin.weights.members import Membership
-from plugin.weights.store import WeightGroup
+from plugin.weights.group import Membership, WeightGroup
+from plugin.weights.ipc import device_id
 
 #: Joining reads prompts and copies the cache: so many of all rows are free before any is filled.
 _SHARE_THAT_JOINS = 1 / 4
@@ -146,8 +145,8 @@ class TransformersEngine(GeneratesBySteps):
 
     def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
         """Take all of `version` in place; see `BroadcastEngine`. Running responses wait for it."""
-        with self._membership.of(group, lambda: receiver_of(group, first)) as receiver:
-            receiver.meet(version)
+        with self._membership.of(group, lambda: make_receiver(group, first)) as receiver:
+            receiver.barrier(version)
             with self._pause_point.changing():
                 self._weights.begin(version)
                 receiver.receive(version, self._weights.take)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plugin.config.engine_traits import ENGINES
+from plugin.config.engines import ENGINES
 from plugin.engines.expert_routes import RouteShape, complete_routes
 from plugin.engines.protocol import (
     Answer,

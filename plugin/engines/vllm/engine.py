@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from plugin.config import JobConfig
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.engines.expert_routes import RouteShape
 from plugin.engines.pause_point import PausePoint
 from plugin.engines.protocol import (
@@ -37,7 +37,7 @@ from plugin.engines.vllm.startup import (
 )
 from plugin.errors import ConfigError, EngineError, TransferError, WeightError
 from plugin.weights.buckets import NO_WEIGHTS
-from plugin.weights.store import WeightGroup
+from plugin.weights.group import WeightGroup
 
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> VllmEngine:
@@ -173,8 +173,8 @@ class VllmEngine(GeneratesBySteps):
                 raise TransferError(f"{self._name}: {worker.cut_off}")
             self._require_usable(worker.refused)
         self._weights.take(
-            (note.name, torch.empty(note.shape, dtype=note.dtype, device="meta"))
-            for note in received[0].notes
+            (spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+            for spec in received[0].specs
         )
         if self._adapters is not None:
             self._use_adapters(self._adapters)

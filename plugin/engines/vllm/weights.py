@@ -27,10 +27,9 @@ from plugin.engines.transformers.adapters import is_adapter
 from plugin.engines.vllm.adapters import AdapterShape, use_adapters
 from plugin.engines.vllm.reload import WeightReload
 from plugin.errors import TransferError, WeightError
-from plugin.weights.ipc import receiver_of
-from plugin.weights.ipc_buffer import device_id
-from plugin.weights.members import Membership
-from plugin.weights.store import NamedTensors, TensorNote, WeightGroup
+from plugin.weights import make_receiver
+from plugin.weights.group import Membership, NamedTensors, TensorSpec, WeightGroup
+from plugin.weights.ipc import device_id
 
 
 @dataclass
@@ -57,7 +56,7 @@ class Received:
     refused: why the model cannot compute with it, if so
     """
 
-    notes: list[TensorNote] = field(default_factory=list)
+    specs: list[TensorSpec] = field(default_factory=list)
     adapters: dict[str, Tensor] = field(default_factory=dict)
     cut_off: str | None = None
     refused: str | None = None
@@ -104,15 +103,15 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         try:
             # vLLM keeps the tensors of a layer until all of them are there.
             with self._membership.of(
-                group, lambda: receiver_of(group, self._number, keeps=True)
+                group, lambda: make_receiver(group, self._number, keeps=True)
             ) as receiver:
-                receiver.meet(version)
+                receiver.barrier(version)
                 receiver.receive(version, self._load)
         except TransferError as error:
             self.received.cut_off = str(error)
 
     def _load(self, bucket: NamedTensors) -> None:
-        self.received.notes += [TensorNote(n, t.dtype, tuple(t.shape)) for n, t in bucket]
+        self.received.specs += [TensorSpec(n, t.dtype, tuple(t.shape)) for n, t in bucket]
         self.received.adapters.update((n, t) for n, t in bucket if is_adapter(n))
         weights = [(n, t) for n, t in bucket if not is_adapter(n)]
         if weights:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from plugin.config import TrainerConfig
-from plugin.config.lora_flags import ALL_LINEAR, LORA_TARGETS
+from plugin.config.model import ALL_LINEAR, LORA_TARGETS
 from plugin.errors import ConfigError
 from plugin.megatron_backend.hf_weights.files import open_weights
 from plugin.megatron_backend.model.families import family_of

@@ -19,7 +19,7 @@ def configuration_checks(file: str | None) -> list[Check]:
     begun = ["configuration"]
     try:
         config = with_absolute_paths(JobConfig.from_sources({}, file))
-        check_job(config, say=lambda _: None, begin=begun.append)
+        check_job(config, log=lambda _: None, begin=begun.append)
         if config.address is not None:
             begun.append("room in the cluster")
             with cluster(config) as connected:

@@ -133,7 +133,7 @@ def weight_sync(plan: JobPlan) -> dict[str, Any]:
     """Bytes of new weights for the engines, and the way they take."""
     config = plan.config
     size = _BYTES[config.train_dtype]
-    way = config.weight_way
+    way = config.weight_transport
     links = {
         "broadcast": "NVLink or network, from trainer ranks straight to engine ranks",
         "ipc": "memory of the device that a trainer rank and an engine rank share",

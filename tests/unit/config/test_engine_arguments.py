@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plugin.config import JobConfig
-from plugin.config.engine_arguments import check_names
+from plugin.config.engines import check_names
 from plugin.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from plugin.config import JobConfig
 from plugin.config.flags import option_name
-from plugin.config.foreign_namespace import loss_config_of
+from plugin.config.other_frameworks import loss_config_of
 from plugin.errors import ConfigError
 
 pytestmark = pytest.mark.hostile

@@ -8,7 +8,7 @@ import pytest
 
 from plugin.cli import main
 from plugin.config import JobConfig
-from plugin.config.other_spellings import OTHER_SPELLINGS, spelled_here
+from plugin.config.other_frameworks import OTHER_SPELLINGS, spelled_here
 from plugin.errors import ConfigError
 
 FIELDS = {field.name for field in dataclasses.fields(JobConfig)}

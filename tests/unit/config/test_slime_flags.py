@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from examples.check_slime_flags import main as check_flags
 from plugin import ppo_utils
-from plugin.config.foreign_namespace import loss_config_of
-from plugin.config.slime_flags import SLIME_LOSS_FLAGS
+from plugin.config.other_frameworks import SLIME_LOSS_FLAGS, loss_config_of
 from plugin.errors import ConfigError
 from plugin.loss import hook_chain, policy_loss_function
 from plugin.ppo_utils.kl_estimators import KL_ESTIMATORS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from plugin.config import JobConfig
-from plugin.config.teacher_flags import TeacherSpec
+from plugin.config.teachers import TeacherSpec
 from plugin.errors import ConfigError
 
 SERVED = {"teacher_tau": 1.0, "teacher_url": "http://127.0.0.1:8000"}

@@ -67,7 +67,7 @@ def test_a_second_interrupt_does_not_lose_the_summary(
         press(signal.SIGTERM)
 
     monkeypatch.setattr(
-        jobs, "check_job", lambda config, say: SimpleNamespace(data=None, task=None)
+        jobs, "check_job", lambda config, log: SimpleNamespace(data=None, task=None)
     )
     monkeypatch.setattr(jobs, "_running", lambda *_: Interrupted())
     monkeypatch.setattr(jobs, "earlier_steps", lambda run_dir: ([{"step": 1}], []))
@@ -97,7 +97,7 @@ def test_the_end_of_the_actors_does_not_cost_the_report_of_an_interrupted_job(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(
-        jobs, "check_job", lambda config, say: SimpleNamespace(data=None, task=None)
+        jobs, "check_job", lambda config, log: SimpleNamespace(data=None, task=None)
     )
     monkeypatch.setattr(jobs, "_running", lambda *_: Actors())
     monkeypatch.setattr(jobs, "TrainingLoop", lambda *_: SimpleNamespace(run=interrupted))

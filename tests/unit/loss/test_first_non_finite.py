@@ -93,7 +93,7 @@ def test_skipped_steps_do_not_go_on_for_ever() -> None:
     files = SimpleNamespace(log_findings=lambda step, findings: said.append(findings[0].evidence))
     records = object.__new__(StepRecords)
     records._config, records._skipped_in_a_row = JobConfig(max_skipped_steps=3), 0
-    records._files, records._console = files, SimpleNamespace(say=said.append)
+    records._files, records._console = files, SimpleNamespace(log=said.append)
     records._checkpoints = SimpleNamespace(newest=lambda: None)
     for cause in ("a", "b", None, "c", "d"):
         records._note_skipped(7, cause)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig, LossConfig
-from plugin.config.estimator_traits import ESTIMATOR_TRAITS
-from plugin.config.objective_flags import LossReduction
+from plugin.config.loss.loss_config import ESTIMATOR_TRAITS, LossReduction
 from plugin.errors import BatchError, ConfigError
 from plugin.loss import policy_loss_function
 from plugin.loss.normalization import token_weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plugin.config import LossConfig, TrainerConfig
-from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS
+from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS
 from plugin.errors import ConfigError, HookLoadError
 from plugin.loss import POLICY_LOSSES
 from plugin.loss.objective import check_loss

@@ -102,7 +102,7 @@ def test_on_a_terminal_a_phase_is_rewritten_in_place_and_leaves_a_line() -> None
     stream = Terminal()
     console = Console(stream)
     with console.phase("loading"):
-        console.say("2 rows left out")
+        console.log("2 rows left out")
     first, *others = stream.getvalue().split("\n")
     assert first.startswith("\r| loading 0 s")
     assert re.fullmatch(r"loading took \d\.\d s", others[-2].split("\r")[-1])

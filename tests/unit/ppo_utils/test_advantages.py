@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from plugin.config.estimator_traits import ESTIMATOR_TRAITS
+from plugin.config.loss.loss_config import ESTIMATOR_TRAITS
 from plugin.errors import BatchError
 from plugin.ppo_utils import (
     gae_advantages,

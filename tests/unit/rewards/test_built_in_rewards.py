@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from plugin.config import JobConfig
-from plugin.config.reward_specs import BUILT_IN_REWARDS, parse_rewards
+from plugin.config.data import BUILT_IN_REWARDS, parse_rewards
 from plugin.errors import BatchError, ConfigError, EngineError, HookLoadError
 from plugin.rewards.reward_set import BUILT_IN, RewardInput, Rewards, RewardSet
 

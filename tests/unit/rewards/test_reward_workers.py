@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from plugin.config import JobConfig
-from plugin.config.reward_specs import parse_rewards
+from plugin.config.data import parse_rewards
 from plugin.controller.queue.groups import joined, reward_parts
 from plugin.controller.queue.rollout_queue import RolloutQueue
 from plugin.environments.deadline_calls import CallFailure

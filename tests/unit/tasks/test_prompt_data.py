@@ -13,11 +13,11 @@ import pytest
 
 from plugin.config import JobConfig
 from plugin.controller.job import _with_epochs
-from plugin.controller.preflight.job_checks import load_task
 from plugin.controller.records.resuming import warn_of_other_rows
 from plugin.errors import ConfigError
 from plugin.tasks.character_tokenizer import CharacterTokenizer
 from plugin.tasks.copy_digits import ALPHABET
+from plugin.tasks.loading import load_task
 from plugin.tasks.prompt_data import PromptDataset
 from plugin.tasks.prompt_format import PromptFormat
 
@@ -99,7 +99,7 @@ def test_too_long_and_duplicate_rows_are_counted(
     rows = [*ROWS[:3], {"prompt": "123456789=", "answer": ""}, *ROWS[:2]]
     said: list[str] = []
     file = write(tmp_path / f"p.{write.__name__[6:]}", rows)
-    data = PromptDataset(file, TOKENIZER, max_prompt_length=4, bad_rows="skip", say=said.append)
+    data = PromptDataset(file, TOKENIZER, max_prompt_length=4, bad_rows="skip", log=said.append)
     assert (len(data), data.counts.total, data.counts.too_long, data.counts.duplicates) == (
         5,
         6,

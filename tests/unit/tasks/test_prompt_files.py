@@ -72,7 +72,7 @@ def test_skipped_rows_are_never_sampled_and_are_reported_once(tmp_path: Path) ->
     bad = [row for row, _ in BAD_ROWS.values()]
     file = write(tmp_path / "p.jsonl", GOOD, *bad, GOOD)
     said: list[str] = []
-    task = open_data(file, max_prompt_length=8, bad_rows="skip", say=said.append)
+    task = open_data(file, max_prompt_length=8, bad_rows="skip", log=said.append)
     assert {task.prompt(index).tokens for index in range(10)} == {tuple(TOKENIZER.encode("12="))}
     assert (
         f"{len(bad)} of {len(bad) + 2} rows are left out (1 too long); the first is line 2: "

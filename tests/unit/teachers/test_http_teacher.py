@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plugin.batch_types import RolloutBatch
-from plugin.config.teacher_flags import TeacherSpec
+from plugin.config.teachers import TeacherSpec
 from plugin.errors import ConfigError, EngineError
 from plugin.tasks.character_tokenizer import CharacterTokenizer
 from plugin.teachers.http_teacher import HttpTeacher

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import get_args
 
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 from plugin.errors import ConfigError
 from plugin.observe.html_page import refuse_overwriting, write_page
 

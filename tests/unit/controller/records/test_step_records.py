@@ -22,7 +22,7 @@ from tests.unit.observe.test_detectors import LANGUAGE, Language, rollout
 
 def records_in(directory: Path) -> StepRecords:
     config = JobConfig()
-    console: Any = SimpleNamespace(say=print, step=lambda *_: None)
+    console: Any = SimpleNamespace(log=print, step=lambda *_: None)
     checkpoints: Any = SimpleNamespace(newest=lambda: None)
     return StepRecords(config, RunFiles(directory, config.as_dict()), checkpoints, console, [])
 
@@ -46,7 +46,7 @@ def test_another_model_is_found_before_anything_is_said_about_rewards(tmp_path: 
     """Both are due at the same step, and --on-finding warn lets both be said."""
     said: list[str] = []
     config = JobConfig(on_finding="warn")
-    console: Any = SimpleNamespace(say=said.append, step=lambda *_: None)
+    console: Any = SimpleNamespace(log=said.append, step=lambda *_: None)
     files = RunFiles(tmp_path, config.as_dict())
     idle = {"reward": 0.0, "reward_std": 0.0, "grad_norm": 0.0}
     history: list[dict[str, Any]] = [{"step": i, **idle} for i in range(1, 20)]
@@ -70,19 +70,19 @@ def test_another_model_is_found_before_anything_is_said_about_rewards(tmp_path: 
 def job_that_tells(told: list[str], **settings: Any) -> TrainingLoop:
     """A job of two rollouts before its first, whose parts only say what they are asked to do."""
 
-    def say(word: str) -> Any:
+    def log(word: str) -> Any:
         return lambda *_, **__: told.append(word)
 
     job: Any = object.__new__(TrainingLoop)
     job._config = JobConfig(num_rollouts=2, **settings)
     job._at = Position()
     job._evaluations = SimpleNamespace(is_due=lambda _: True)
-    job._queue = SimpleNamespace(take=lambda _: [], begin=say("prompts"))
+    job._queue = SimpleNamespace(take=lambda _: [], begin=log("prompts"))
     job._weights = SimpleNamespace(trainer_holds_still=contextlib.nullcontext)
     job._devices = OwnDevices()
-    job._records = SimpleNamespace(write=say("records"))
-    job._save, job._send_weights = say("checkpoint"), say("weights")
-    job._save_hf = say("model")
+    job._records = SimpleNamespace(write=log("records"))
+    job._save, job._send_weights = log("checkpoint"), log("weights")
+    job._save_hf = log("model")
 
     def train_on(*_: Any) -> None:
         told.append("training")

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from plugin.cluster import heartbeat as pulse
+from plugin.cluster import remote_calls
 from plugin.cluster.trainer_actor import SentPart
 from plugin.config import JobConfig
 from plugin.controller.weight_sync import transfer as weight_transfer
 from plugin.controller.weight_sync.sync import WeightSync
 from plugin.errors import ActorLost, EngineError, ParallelError, TransferError, WeightError
-from plugin.weights.store import MeetingPoint, WeightGroup
+from plugin.weights.group import GroupStore, WeightGroup
 
 
 class Call:
@@ -163,7 +163,7 @@ def test_a_lost_engine_is_replaced_and_all_that_lack_the_version_get_it_again() 
     assert engines.replaced == [0] and engines.versions == {0: 0, 1: 0}
     assert trainer.sent == 2
     with pytest.raises(TransferError, match="called off: engine 0: died"):
-        MeetingPoint(engines.groups[0]).meet("joined")
+        GroupStore(engines.groups[0]).barrier("joined")
 
 
 def test_an_engine_that_has_the_version_does_not_get_it_twice() -> None:
@@ -219,24 +219,24 @@ def test_answers_that_are_there_when_the_driver_looks_too_late_still_count(
 def test_a_frozen_engine_is_replaced_long_before_a_transfer_has_to_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pulse, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(remote_calls, "SILENCE_SECONDS", 0.05)
     engines = Engines({(1, 1): None})
     engines.frozen = {"actor 1"}
     sync = sync_of(engines, Trainer(), step_timeout=1e5)
     sync.send(0, wait=True)
     assert engines.replaced == [1] and engines.versions == {0: 0, 1: 0}
     with pytest.raises(TransferError, match="called off: engine 1 did not react"):
-        MeetingPoint(engines.groups[0]).meet("joined")
+        GroupStore(engines.groups[0]).barrier("joined")
 
 
 def test_a_slow_engine_that_reacts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "SILENCE_SECONDS", 0.02)
+    monkeypatch.setattr(remote_calls, "SILENCE_SECONDS", 0.02)
     monkeypatch.setattr(weight_transfer, "_GRACE_SECONDS", 0.05)
     engines = Engines({(1, 1): None})
     sync = sync_of(engines, Trainer(), step_timeout=0.3)
     sync.send(0, wait=True)
     with pytest.raises(TransferError, match="called off: it took longer"):
-        MeetingPoint(engines.groups[0]).meet("joined")
+        GroupStore(engines.groups[0]).barrier("joined")
 
 
 def test_transfers_that_always_break_end_the_job() -> None:
@@ -251,7 +251,7 @@ def test_within_devices_every_worker_gets_the_weights_from_the_rank_on_its_own()
     trainer.devices = lambda: ["GPU-c", "GPU-b", "GPU-a", "GPU-a"]  # type: ignore[attr-defined]
     sync_of(engines, trainer, weight_sync="ipc", colocate=True).send(0, wait=True)
     [group] = engines.groups
-    assert group.lenders == (2, 1, 0) and (group.senders, group.receivers) == (3, 3)
+    assert group.ipc_ranks == (2, 1, 0) and (group.senders, group.receivers) == (3, 3)
     assert engines.versions == {0: 0, 1: 0}
 
 

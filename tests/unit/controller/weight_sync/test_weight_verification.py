@@ -104,7 +104,7 @@ class Verified:
         dtype = getattr(torch, config.rollout_dtype)
         sums = {name: checksum(tensor, dtype) for name, tensor in tensors().items()}
         weights: Any = SimpleNamespace(checksums=sums, version=0)
-        console: Any = SimpleNamespace(say=self.said.append, warn=self.said.append)
+        console: Any = SimpleNamespace(log=self.said.append, warn=self.said.append)
         self.verification = WeightVerification(
             *(config, parts, self.trainer, self.engines, weights, self.files, console)
         )

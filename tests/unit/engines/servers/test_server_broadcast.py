@@ -14,9 +14,8 @@ from plugin.config import JobConfig
 from plugin.engines.protocol import Generation, GenerationRequest, SamplingParameters
 from plugin.engines.servers.http_engine import HttpEngine
 from plugin.errors import ConfigError, EngineError, TransferError
-from plugin.weights.broadcast import WeightReceiver, WeightSender
-from plugin.weights.members import Membership
-from plugin.weights.store import WeightGroup, call_off, open_store
+from plugin.weights.broadcast import BroadcastReceiver, BroadcastSender
+from plugin.weights.group import Membership, WeightGroup, abort, open_store
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3
 from tests.unit.engines.servers.misbehaving_server import STOP
 from tests.unit.engines.servers.stand_in_weights import ReceivingServer
@@ -50,7 +49,7 @@ class Stages:
     def group(self) -> WeightGroup:
         self._groups += 1
         place = (self.store.host, self.store.port, f"servers-{self._groups}")
-        return WeightGroup(*place, senders=2, receivers=2, timeout=20.0, joins=False)
+        return WeightGroup(*place, senders=2, receivers=2, timeout=20.0, coalesces=False)
 
     def send(
         self, engine: HttpEngine, group: WeightGroup, version: int, state: dict[str, Any]
@@ -72,18 +71,18 @@ class Stages:
         try:
             yield
         except Exception as error:
-            call_off(self.store, group, str(error))
+            abort(self.store, group, str(error))
             raise
 
     def _part(self, stage: int, group: WeightGroup, version: int, parts: list[Any]) -> None:
-        membership = self._senders[stage].of(group, lambda: WeightSender(group, stage))
+        membership = self._senders[stage].of(group, lambda: BroadcastSender(group, stage))
         with self._calls_off(group), membership as sender:
             sender.send(version, parts[stage], bucket_bytes=10_000)
 
     def _receive(self, group: WeightGroup, version: int) -> None:
-        membership = self._other.of(group, lambda: WeightReceiver(group, 0))
+        membership = self._other.of(group, lambda: BroadcastReceiver(group, 0))
         with self._calls_off(group), membership as receiver:
-            receiver.meet(version)
+            receiver.barrier(version)
             receiver.receive(version, lambda bucket: None)
 
 
@@ -136,8 +135,11 @@ def test_a_server_that_refuses_the_pause_cuts_the_transfer_off_and_is_out_of_ser
 def test_servers_without_a_shared_directory_get_weights_by_broadcast_where_they_can() -> None:
     http = {"rollout_engine": "http", "rollout_url": "http://127.0.0.1:1", "num_rollouts": 1}
     sglang = http | {"rollout_server": "sglang"}
-    assert JobConfig.from_sources(sglang).weight_way == "broadcast"
-    assert JobConfig.from_sources(sglang | {"rollout_weights_dir": "/w"}).weight_way == "directory"
+    assert JobConfig.from_sources(sglang).weight_transport == "broadcast"
+    assert (
+        JobConfig.from_sources(sglang | {"rollout_weights_dir": "/w"}).weight_transport
+        == "directory"
+    )
     with pytest.raises(ConfigError, match="needs --rollout-weights-dir"):
         JobConfig.from_sources(sglang | {"weight_sync": "directory"})
     with pytest.raises(ConfigError, match="http needs --rollout-weights-dir"):

@@ -17,7 +17,7 @@ from torch import Tensor
 from plugin import ppo_utils
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.config import TrainerConfig
-from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS
+from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS
 from plugin.loss.hook_chain import batch_declarations, statistics_of
 from plugin.loss.inputs import KnownTokens
 from plugin.megatron_backend.step import microbatch_loss

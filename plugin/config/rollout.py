@@ -1,4 +1,4 @@
-"""Flags of rollouts: engines, sampling limits, several turns, servers."""
+"""Flags of rollouts: generation, the groups that are trained on, several turns."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from plugin.config.engine_traits import ENGINES
+from plugin.config.engines import ENGINES
 from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
-from plugin.config.server_urls import check_key_variable, check_urls, parse_urls
-from plugin.config.trainer_flags import DtypeName
+from plugin.config.model import DtypeName
 
 
 @dataclass(frozen=True)
@@ -147,6 +146,91 @@ class RolloutFlags(FlagGroup):
         return 1 if self.max_weight_staleness is None else self.max_weight_staleness
 
 
+#: Refills of one rollout, in batches of prompts, where nothing is said.
+_REFILL_BATCHES = 10
+
+
+@dataclass(frozen=True)
+class SamplingFlags(FlagGroup):
+    title: ClassVar[str] = "groups and responses that are trained on"
+
+    dynamic_sampling: bool = flag(
+        False,
+        "drop groups whose rewards are all equal, and sample other prompts in their place",
+    )
+    max_refills_per_rollout: int | None = flag(
+        None,
+        "prompts that are sampled in place of such groups, per rollout; none = "
+        f"{_REFILL_BATCHES} times --rollout-batch-size",
+        at_least=1,
+        needs=needs_flag("dynamic_sampling"),
+    )
+    at_refill_limit: Literal["train", "error"] = flag(
+        "train",
+        "train = the batch is completed with groups of equal rewards, which are counted; error = "
+        "the job ends",
+        needs=needs_flag("dynamic_sampling"),
+    )
+    over_sampling_batch_size: int | None = flag(
+        None,
+        "prompts sampled at once for a synchronous rollout; the first --rollout-batch-size of them "
+        "with a spread of rewards are trained on, the other ones sampled anew for the next "
+        "rollout; none = no more than needed",
+        at_least=1,
+        needs=needs_flag("dynamic_sampling"),
+    )
+    overlong_filtering: bool = flag(
+        False,
+        "responses cut at --max-response-length have loss mask 0; their rewards still count in the "
+        "baseline of their group",
+    )
+    overlong_buffer_length: int | None = flag(
+        None,
+        "soft overlong penalty: the reward falls linearly over so many last tokens before "
+        "--max-response-length",
+        at_least=1,
+    )
+    overlong_penalty_factor: float = flag(
+        1.0,
+        "what a response of --max-response-length loses",
+        above=0,
+        needs=needs_flag("overlong_buffer_length"),
+    )
+
+    def check_sampling(self, rollouts: RolloutFlags) -> None:
+        """Check these flags against those of the rollouts."""
+        batch, wanted = rollouts.rollout_batch_size, self.over_sampling_batch_size
+        expect(
+            not self.dynamic_sampling or rollouts.n_samples_per_prompt > 1,
+            "--dynamic-sampling with --n-samples-per-prompt 1: the one reward of a group has no "
+            "spread, so every group would be dropped; sample at least 2",
+        )
+        expect(
+            wanted is None or wanted > batch,
+            f"--over-sampling-batch-size is {wanted}, and --rollout-batch-size {batch} are trained "
+            "on; it must be larger, or drop it",
+        )
+        expect(
+            wanted is None or not rollouts.async_rollouts,
+            f"--over-sampling-batch-size {wanted} with --async-rollouts: the engines are ahead of "
+            "the trainer already; raise --max-weight-staleness instead",
+        )
+        longest, buffer = rollouts.max_response_length, self.overlong_buffer_length
+        expect(
+            buffer is None or buffer <= longest,
+            f"--overlong-buffer-length is {buffer}, longer than --max-response-length {longest}; "
+            "lower it",
+        )
+
+    def first_round_size(self, rollout_batch_size: int) -> int:
+        """Prompts that a synchronous rollout begins with."""
+        return self.over_sampling_batch_size or rollout_batch_size
+
+    def refill_limit(self, rollout_batch_size: int) -> int:
+        """Prompts that may be sampled in place of dropped groups, per rollout."""
+        return self.max_refills_per_rollout or _REFILL_BATCHES * rollout_batch_size
+
+
 #: A task of the user's own may read any flag, and only such a task has several turns.
 _OWN_TASK = Needs("--task-path with a multi-turn task", lambda config: config.task_path is not None)
 
@@ -209,69 +293,3 @@ class ConversationFlags(FlagGroup):
             '{"enable_thinking": false}',
         )
         return dict(arguments)
-
-
-#: An engine of the user's own may read any flag.
-_SERVERS = Needs(
-    "--rollout-engine http, sglang or vllm_server",
-    lambda config: config.server_dialect is not None or config.rollout_engine not in ENGINES,
-)
-
-
-@dataclass(frozen=True)
-class ServerFlags(FlagGroup):
-    title: ClassVar[str] = "rollout servers (--rollout-engine http)"
-
-    rollout_url: str | None = flag(
-        None, "URLs of inference servers, separated by commas; requests are balanced over them"
-    )
-    rollout_server: Literal["vllm", "sglang"] = flag(
-        "vllm",
-        "what the servers are",
-        needs=Needs(
-            "--rollout-engine http",
-            lambda config: (
-                config.engine_traits.asks_servers or config.rollout_engine not in ENGINES
-            ),
-        ),
-    )
-    rollout_weights_dir: str | None = flag(
-        None,
-        "directory that job and servers share, through which the servers get new weights; none = a "
-        "temporary one for servers that the job starts",
-    )
-    rollout_request_timeout: float = flag(
-        600.0,
-        "seconds a server may take for one response, to its last byte",
-        above=0,
-        needs=_SERVERS,
-    )
-    rollout_request_retries: int = flag(
-        3,
-        "times a response is asked for again before it counts as failed",
-        at_least=0,
-        needs=_SERVERS,
-    )
-    max_answer_bytes: int = flag(
-        16 << 20,
-        "size of one answer, decompressed; a larger one is a bad answer. At most 16 are read at a "
-        "time",
-        at_least=1 << 10,
-    )
-    rollout_api_key_env: str | None = flag(
-        None, "environment variable with the servers' API key, which is sent as a bearer token"
-    )
-
-    def check(self) -> None:
-        check_key_variable("--rollout-api-key-env", self.rollout_api_key_env)
-        check_urls(
-            "--rollout-url",
-            self.rollout_urls,
-            key_option="--rollout-api-key-env",
-            travels="prompts, responses, control of the weights",
-        )
-
-    @property
-    def rollout_urls(self) -> tuple[str, ...]:
-        """The servers' addresses, without a slash at the end."""
-        return parse_urls(self.rollout_url)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
-from plugin.config.server_urls import check_key_variable, check_urls, parse_urls
+from plugin.config.servers import check_key_variable, check_urls, parse_urls
 
 #: What the only teacher is called.
 ONLY_TEACHER = "teacher"

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from plugin.errors import TransferError
 from plugin.weights import broadcast as weight_stream
-from plugin.weights.broadcast import WeightReceiver, WeightSender
-from plugin.weights.members import Membership
-from plugin.weights.store import (
-    MeetingPoint,
+from plugin.weights.broadcast import BroadcastReceiver, BroadcastSender
+from plugin.weights.group import (
+    GroupStore,
+    Membership,
     WeightGroup,
-    call_off,
+    abort,
     forget_version,
     open_store,
 )
@@ -37,7 +37,7 @@ LAST_STAGE = {
 @pytest.fixture(autouse=True)
 def small_below_100_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that buckets have large tensors too."""
-    monkeypatch.setattr(weight_stream, "_JOINED_BELOW", 100)
+    monkeypatch.setattr(weight_stream, "_SMALL_BYTES", 100)
 
 
 @pytest.fixture(scope="module")
@@ -58,24 +58,24 @@ def group_of(store: dist.TCPStore, name: str, **sizes: int) -> WeightGroup:
 
 
 def sent(group: WeightGroup, number: int, tensors: dict[str, Tensor], versions: int = 1) -> Any:
-    with Membership().of(group, lambda: WeightSender(group, number)) as sender:
+    with Membership().of(group, lambda: BroadcastSender(group, number)) as sender:
         return [sender.send(v, tensors.items(), bucket_bytes=32) for v in range(versions)]
 
 
 def received(group: WeightGroup, number: int, versions: int = 1) -> list[dict[str, Tensor]]:
     found: list[dict[str, Tensor]] = [{} for _ in range(versions)]
-    with Membership().of(group, lambda: WeightReceiver(group, number)) as receiver:
+    with Membership().of(group, lambda: BroadcastReceiver(group, number)) as receiver:
         for version, taken in enumerate(found):
-            receiver.meet(version)
+            receiver.barrier(version)
             receiver.receive(
                 version, lambda bucket, taken=taken: taken.update({n: t.clone() for n, t in bucket})
             )
     return found
 
 
-@pytest.mark.parametrize("joins", [True, False])
-def test_every_worker_gets_what_every_stage_sends(store: dist.TCPStore, joins: bool) -> None:
-    group = group_of(store, f"all, {joins}", senders=2, receivers=3, joins=joins)
+@pytest.mark.parametrize("coalesces", [True, False])
+def test_every_worker_gets_what_every_stage_sends(store: dist.TCPStore, coalesces: bool) -> None:
+    group = group_of(store, f"all, {coalesces}", senders=2, receivers=3, coalesces=coalesces)
     with started(
         lambda: sent(group, 0, FIRST_STAGE, versions=2),
         lambda: sent(group, 1, LAST_STAGE, versions=2),
@@ -103,7 +103,7 @@ def test_the_senders_of_a_stage_take_turns_round_by_round(store: dist.TCPStore) 
         return [*tensors[:2], None, *tensors[2:], None]
 
     def send(number: int) -> Any:
-        with Membership().of(group, lambda: WeightSender(group, number)) as sender:
+        with Membership().of(group, lambda: BroadcastSender(group, number)) as sender:
             return sender.send(0, part(number))
 
     with started(*(lambda n=n: send(n) for n in (3, 2, 1, 0)), lambda: received(group, 0)) as (
@@ -120,17 +120,17 @@ def test_small_tensors_of_a_bucket_are_one_broadcast(
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[list[int]] = []
-    plain = weight_stream._SenderGroup.broadcast
+    plain = weight_stream._Channel.broadcast
 
     def counting(channel: Any, pieces: list[Tensor]) -> None:
         sizes.append([piece.nbytes for piece in pieces])
         plain(channel, pieces)
 
-    monkeypatch.setattr(weight_stream._SenderGroup, "broadcast", counting)
+    monkeypatch.setattr(weight_stream._Channel, "broadcast", counting)
     group, state = group_of(store, "joined"), {**FIRST_STAGE, **LAST_STAGE}
 
     def send() -> None:
-        with Membership().of(group, lambda: WeightSender(group, 0)) as sender:
+        with Membership().of(group, lambda: BroadcastSender(group, 0)) as sender:
             sender.send(0, state.items())
 
     with started(send, lambda: received(group, 0)) as (sender, receiver):
@@ -162,8 +162,8 @@ def test_a_transfer_that_is_called_off_ends_on_every_member(store: dist.TCPStore
 
     def hanging() -> None:
         """Meets the others and never takes part in the broadcast."""
-        receiver = WeightReceiver(group, 0)
-        receiver.meet(0)
+        receiver = BroadcastReceiver(group, 0)
+        receiver.barrier(0)
         end.wait(30)
 
     with started(
@@ -174,7 +174,7 @@ def test_a_transfer_that_is_called_off_ends_on_every_member(store: dist.TCPStore
     ) as (sender, *receivers, _):
         time.sleep(0.5)
         began = time.monotonic()
-        call_off(store, group, "engine 0 died")
+        abort(store, group, "engine 0 died")
         try:
             # Another receiver may have got its part and not need the one that hangs.
             errors = [member.exception(timeout=10) for member in (sender, *receivers)]
@@ -189,7 +189,7 @@ def test_members_that_wait_for_one_that_never_comes_are_released(store: dist.TCP
     group = group_of(store, "absent", receivers=2)
     with started(lambda: sent(group, 0, FIRST_STAGE), lambda: received(group, 0)) as members:
         time.sleep(0.2)
-        call_off(store, group, "engine 1 died")
+        abort(store, group, "engine 1 died")
         for member in members:
             with pytest.raises(TransferError, match="called off: engine 1 died"):
                 member.result(timeout=10)
@@ -201,11 +201,11 @@ def test_members_that_connect_to_one_that_died_are_released(store: dist.TCPStore
     with started(
         lambda: sent(group, 0, FIRST_STAGE),
         lambda: received(group, 0),
-        lambda: MeetingPoint(group).meet("joined"),
+        lambda: GroupStore(group).barrier("joined"),
     ) as (*members, dead):
         dead.result(timeout=30)
         began = time.monotonic()
-        call_off(store, group, "engine 1 died")
+        abort(store, group, "engine 1 died")
         for member in members:
             with pytest.raises(TransferError, match="called off: engine 1 died"):
                 member.result(timeout=30)
@@ -218,8 +218,8 @@ def test_a_membership_is_kept_for_its_group_and_ends_with_an_error() -> None:
         def __init__(self, group: str) -> None:
             self.group, self.closed = group, []
 
-        def close(self, *, in_the_middle: bool = False) -> None:
-            self.closed.append(in_the_middle)
+        def close(self, *, abort: bool = False) -> None:
+            self.closed.append(abort)
 
     membership, made = Membership(), []
 

@@ -1,11 +1,57 @@
-"""Which flags of slime and miles that bear on the loss `policy_loss_function` honors or refuses."""
+"""Flags of other frameworks: their names here, and what their namespaces mean to our loss."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from plugin.config.flags import expect, option_name
+from plugin.config.loss.corrections import VANILLA_TIS
+from plugin.config.loss.loss_config import LossConfig
+from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS
+from plugin.errors import ConfigError
+
+#: By field name; the value is what to write instead.
+OTHER_SPELLINGS = {
+    "bf16": "--train-dtype bfloat16",
+    "fp16": "--train-dtype float16",
+    "load": "--resume or --hf-checkpoint",
+    "save": "--run-dir",
+    "lr_warmup_iters": "--lr-warmup-steps",
+    "num_layers_per_virtual_pipeline_stage": "--virtual-pipeline-model-parallel-size",
+    "actor_num_nodes": "--num-nodes",
+    "actor_num_gpus_per_node": "--num-gpus-per-node",
+    "rollout_num_gpus": "--num-rollout-engines",
+    "ref_load": "--ref-hf-checkpoint",
+    "num_rollout": "--num-rollouts",
+    "num_epoch": "--num-epochs",
+    "num_steps_per_rollout": "--global-batch-size",
+    "use_dynamic_batch_size": "--max-tokens-per-gpu",
+    "input_key": "--prompt-key",
+    "rollout_shuffle": "--shuffle-data",
+    "rollout_max_prompt_len": "--max-prompt-length",
+    "rollout_max_response_len": "--max-response-length",
+    "rm_type": "--reward",
+    "rm_url": "--reward-url",
+    "custom_rm_path": "--reward-function-path",
+    "dynamic_sampling_filter_path": "--dynamic-sampling",
+    "partial_rollout": "--partial-rollouts",
+    "eval_prompt_data": "--eval-data",
+    "eval_max_response_len": "--eval-max-response-length",
+    "disable_grpo_std_normalization": "--no-grpo-std-normalization",
+}
+
+
+def spelled_here(name: str, fields: Container[str]) -> str | None:
+    """What a flag or key called `name` elsewhere is here, if it is one of `fields`; else None."""
+    here = OTHER_SPELLINGS.get(_field(name))
+    return here if here is not None and _field(here.split()[0]) in fields else None
+
+
+def _field(option: str) -> str:
+    return option.lstrip("-").removeprefix("no-").replace("-", "_")
 
 
 @dataclass(frozen=True)
@@ -147,3 +193,58 @@ def check_slime_flags(args: Any) -> None:
         "TIS then compares the current policy with the engine, and the old policy is not known; "
         "drop one of them",
     )
+
+
+_warned: set[str] = set()
+
+
+def loss_config_of(args: Any) -> LossConfig:
+    """The `LossConfig` that `args` means.
+
+    A namespace without `policy_loss` belongs to another framework: its loss follows `pg_loss_type`
+    or `advantage_estimator`, switches that are off take their coefficient with them, and a
+    correction that is right only on-policy is a warning there, because that framework has already
+    accepted it. Flags of slime that would be ignored are refused (`check_slime_flags`).
+    """
+    if isinstance(args, LossConfig):
+        return args
+    check_slime_flags(args)
+    if hasattr(args, "policy_loss"):
+        return LossConfig.from_namespace(args)
+    found = {
+        name: getattr(args, name)
+        for name in LossConfig.setting_names()
+        if getattr(args, name, None) is not None
+    }
+    estimator = found.pop("advantage_estimator", None)
+    named = getattr(args, "pg_loss_type", None) or estimator
+    if estimator == "gspo" and named == "ppo":
+        named = "gspo"  # PPO's clip on GSPO's ratio of the sequence
+    found["policy_loss"] = named if named in POLICY_LOSS_TRAITS else "ppo"
+    for switch, dependent in (
+        ("use_kl_loss", "kl_loss_coef"),
+        ("use_rollout_kl_loss", "rollout_kl_loss_coef"),
+    ):
+        if not found.get(switch):
+            found.pop(dependent, None)
+    if not found.get("use_tis") and not found.get("get_mismatch_metrics"):
+        found.pop("custom_tis_function_path", None)
+    if getattr(args, "use_opsm", False):
+        masks_and_weights = ["plugin.ppo_utils.opsm_function"]
+        if found.get("use_tis"):
+            masks_and_weights.append(found.get("custom_tis_function_path") or VANILLA_TIS)
+        found |= {"use_tis": True, "custom_tis_function_path": ",".join(masks_and_weights)}
+    found.setdefault("calculate_per_token_loss", False)  # the framework brings its reducer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return LossConfig(**found)
+        except ConfigError as error:
+            if "--allow-biased-correction" not in str(error):
+                raise
+            reason = str(error)
+        config = LossConfig(**{**found, "allow_biased_correction": True})
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(reason, stacklevel=2)
+    return config

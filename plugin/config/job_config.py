@@ -8,20 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from plugin.config.critic_flags import CriticFlags
-from plugin.config.data_flags import DataFlags, RewardFlags
-from plugin.config.engine_arguments import EngineArgumentFlags
+from plugin.config.data import DataFlags, RewardFlags
 from plugin.config.engine_checks import check_engine
-from plugin.config.engine_traits import EngineTraits, WeightWay, engine_traits
-from plugin.config.estimator_traits import ESTIMATOR_TRAITS, estimator_traits
-from plugin.config.eval_flags import EvalFlags
+from plugin.config.engines import EngineArgumentFlags, EngineTraits, WeightTransport, engine_traits
+from plugin.config.evaluation import EvalFlags
 from plugin.config.flags import expect, read_yaml
-from plugin.config.launch_flags import LaunchFlags, OutputFlags
-from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS, RATIO_LOSSES, ROLLOUT_LOSSES
-from plugin.config.rollout_flags import ConversationFlags, RolloutFlags, ServerFlags
-from plugin.config.sampling_flags import SamplingFlags
-from plugin.config.teacher_flags import TeacherFlags
-from plugin.config.trainer_flags import TrainerConfig
+from plugin.config.launch import LaunchFlags, OutputFlags
+from plugin.config.loss.loss_config import ESTIMATOR_TRAITS, estimator_traits
+from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS, RATIO_LOSSES, ROLLOUT_LOSSES
+from plugin.config.rollout import ConversationFlags, RolloutFlags, SamplingFlags
+from plugin.config.servers import ServerFlags
+from plugin.config.teachers import TeacherFlags
+from plugin.config.trainer_config import CriticFlags, TrainerConfig
 from plugin.errors import ConfigError
 
 #: What the built-in task uses where the user says nothing; a real model has other needs.
@@ -32,7 +30,7 @@ EMBEDDED_DEFAULTS: dict[str, Any] = {
     "num_rollouts": 100,
     "max_response_length": 8,
     "micro_batch_size": 256,
-    "calculate_per_token_loss": True,
+    "loss_reduction": "token-mean",
 }
 #: What adapters of a real model use where the user says nothing: ten times the rate of all weights.
 _LORA_DEFAULTS: dict[str, Any] = {"lr": 1e-5}
@@ -66,8 +64,7 @@ class JobConfig(
         of_own_model = _LORA_DEFAULTS if adapters else {}
         below = of_own_model if own_model else EMBEDDED_DEFAULTS
         named = {key.replace("-", "_") for key in given}
-        if "loss_reduction" in named:
-            named.add("calculate_per_token_loss")
+        named |= {other.of for name, other in cls.aliases().items() if name in named}
         extra = {key: value for key, value in below.items() if key not in named}
         for source in (flags, settings):
             expect(
@@ -85,7 +82,7 @@ class JobConfig(
         self._check_world()
         self._check_rollouts()
         self._check_mini_batches()
-        self._check_old_log_probs()
+        self._check_approximation()
         self._check_stale_samples()
         self.check_sampling(self)
         check_engine(self)
@@ -252,8 +249,8 @@ class JobConfig(
             f"{' and '.join(map(str, near))}"
         )
 
-    def _check_old_log_probs(self) -> None:
-        approximate = self.old_log_probs == "approximate"
+    def _check_approximation(self) -> None:
+        approximate = self.train_log_probs == "approximate"
         expect(
             not approximate or self.updates_per_rollout > 1,
             "--train-log-probs approximate with one update per rollout: the old log-probs are then "
@@ -309,30 +306,30 @@ class JobConfig(
         return engine_traits(self.rollout_server) if behind_servers else self.engine_traits
 
     @property
-    def weight_way(self) -> WeightWay:
+    def weight_transport(self) -> WeightTransport:
         """How the engines get their weights."""
         if self.weight_sync != "auto":
             return self.weight_sync
-        if self.rollout_weights_dir is not None and "directory" in self.weight_ways:
+        if self.rollout_weights_dir is not None and "directory" in self.weight_transports:
             return "directory"
         # Two processes on one GPU cannot be members of one NCCL group.
         other = "broadcast" if self.colocate else "ipc"
-        fitting = [way for way in self.weight_ways if way != other]
-        return (*fitting, *self.weight_ways)[0]
+        fitting = [one for one in self.weight_transports if one != other]
+        return (*fitting, *self.weight_transports)[0]
 
     @property
-    def weight_ways(self) -> tuple[WeightWay, ...]:
+    def weight_transports(self) -> tuple[WeightTransport, ...]:
         """Those of the engine, or of the servers behind it."""
         if self.engine_traits.asks_servers and self.rollout_server == "sglang":
             return ("broadcast", "directory")
-        return self.engine_traits.weight_ways
+        return self.engine_traits.weight_transports
 
     def _check_lora(self) -> None:
         if self.syncs_adapters:
             expect(
-                self.engine_traits.takes_adapters and self.weight_way == "broadcast",
+                self.engine_traits.takes_adapters and self.weight_transport == "broadcast",
                 f"--lora-sync adapter with --rollout-engine {self.rollout_engine} and "
-                f"--weight-sync {self.weight_way}: adapters are sent to the engines "
+                f"--weight-sync {self.weight_transport}: adapters are sent to the engines "
                 "transformers and vllm by broadcast only; use --lora-sync merged",
             )
             expect(

@@ -1,4 +1,4 @@
-"""Flags of a trainer: model, optimizer, parallel sizes, batching.
+"""Flags of a trainer: optimizer, critic, parallel sizes, batching; and `TrainerConfig`.
 
 Parallel sizes keep Megatron's own names.
 """
@@ -9,146 +9,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
-from plugin.config.lora_flags import LoraFlags
-from plugin.config.loss_flags import LossConfig
-
-DtypeName = Literal["float32", "bfloat16", "float16"]
-
-
-@dataclass(frozen=True)
-class ModelFlags(FlagGroup):
-    title: ClassVar[str] = "model"
-
-    hf_checkpoint: str | None = flag(
-        None, "Hugging Face model directory; none = a tiny model built on the spot"
-    )
-    embedded_model: Literal["qwen3", "qwen3_moe", "llama"] = flag(
-        "qwen3", "family of the tiny model that is built without --hf-checkpoint"
-    )
-    ref_hf_checkpoint: str | None = flag(
-        None,
-        "reference policy of --use-kl-loss; none = the weights the run starts from (with "
-        "--lora-rank the model without adapters)",
-    )
-    teacher_hf_checkpoint: str | None = flag(
-        None, "teacher of --teacher-tau and --distill-topk, loaded by the job"
-    )
-    reference_offload: bool = flag(
-        False,
-        "keep the weights of reference and teacher in host memory between their passes",
-        needs=Needs(
-            "--use-kl-loss or a teacher that the job loads",
-            lambda config: config.use_kl_loss or getattr(config, "loads_teachers", False),
-        ),
-    )
-    transformer_impl: Literal["auto", "transformer_engine", "local"] = flag(
-        "auto",
-        "Megatron's layers; auto = Transformer Engine where it can run (CUDA, not in float32)",
-    )
-    train_dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto",
-        "dtype of the trainer's weights and activations; the optimizer's main weights are float32; "
-        "auto = bfloat16 on CUDA, float32 elsewhere; float16 scales the loss",
-    )
-    fp8: Literal["e4m3", "hybrid"] | None = flag(
-        None,
-        "format in which Transformer Engine multiplies matrices; hybrid = gradients in e5m2",
-    )
-    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = flag(
-        "tensorwise",
-        "how values are scaled to the format; mxfp8 on Blackwell only. Delayed scaling is not "
-        "offered: checkpoints do not hold its history",
-        needs=needs_flag("fp8"),
-    )
-    fused_lm_head: Literal["auto", "on", "off"] = flag(
-        "auto", "compute log-probs inside the LM head, without logits; auto = where it pays"
-    )
-    inplace_logits_grad: bool = flag(
-        True, "write the gradient of the logits over the logits (saves their size in memory)"
-    )
-    separable_fast_path: Literal["auto", "on", "off"] = flag(
-        "auto",
-        "evaluate a token-separable loss inside the LM head, block by block; auto = where it can",
-    )
-    use_routing_replay: bool = flag(
-        False, "MoE: the training pass repeats the routes of the trainer's own log-prob pass"
-    )
-    use_rollout_routing_replay: Literal[False, "ids", "ids+weights"] = flag(
-        False,
-        "MoE: the trainer repeats the routes that the rollout engine reports; ids+weights also "
-        "mixes the experts with the engine's weights, which stops the router's gradient",
-    )
-    router_gradient: Literal["stop", "keep"] = flag(
-        "stop",
-        "MoE, where the engine's weights are replayed: stop = the router learns nothing; keep = "
-        "the value is the engine's, the gradient that of the trainer's own weights",
-        needs=Needs(
-            "--use-rollout-routing-replay ids+weights",
-            lambda config: config.replays_route_weights,
-        ),
-    )
-    detect_routing: bool = flag(
-        False,
-        "MoE: have the engine report its routes and compare them with the trainer's own choices",
-        needs=needs_flag("detect_mismatch"),
-    )
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = flag(
-        "alltoall", "how tokens reach their experts"
-    )
-    moe_router_fusion: bool = flag(
-        False,
-        "fused MoE router of Transformer Engine on CUDA; refuses every routing replay and "
-        "--detect-routing",
-    )
-
-    @property
-    def replays_routes(self) -> bool:
-        return self.use_routing_replay or bool(self.use_rollout_routing_replay)
-
-    @property
-    def replays_route_weights(self) -> bool:
-        return self.use_rollout_routing_replay == "ids+weights"
-
-    @property
-    def row_alignment(self) -> int:
-        """What the number of rows of a matrix has to be a multiple of on every rank."""
-        if self.fp8 is None:
-            return 1
-        return 32 if self.fp8_recipe == "mxfp8" else 16
-
-    @property
-    def freezes_routers(self) -> bool:
-        """Whether routers get no gradient at all."""
-        return self.replays_route_weights and self.router_gradient == "stop"
-
-    @property
-    def wants_rollout_routes(self) -> bool:
-        return bool(self.use_rollout_routing_replay) or self.detect_routing
-
-    @property
-    def looks_at_routes(self) -> bool:
-        return self.replays_routes or self.detect_routing
-
-    def check(self) -> None:
-        expect(
-            not (self.use_routing_replay and self.use_rollout_routing_replay),
-            "--use-routing-replay with --use-rollout-routing-replay: routes can come from one "
-            "source only; drop one of the two",
-        )
-        expect(
-            not (self.moe_router_fusion and self.replays_routes),
-            "--moe-router-fusion with routing replay: the fused router never looks at the "
-            "replayed routes; drop --moe-router-fusion",
-        )
-        expect(
-            not (self.moe_router_fusion and self.detect_routing),
-            "--moe-router-fusion with --detect-routing: the fused router does not tell what it "
-            "chose; drop one of the two",
-        )
-
+from plugin.config.flags import FlagGroup, Needs, expect, flag
+from plugin.config.loss.loss_config import LossConfig
+from plugin.config.model import LoraFlags, ModelFlags
 
 _FLOAT16 = Needs("--train-dtype float16", lambda config: config.train_dtype == "float16")
+
+
 _DYNAMIC = Needs(
     "--train-dtype float16 without --loss-scale",
     lambda config: config.train_dtype == "float16" and config.loss_scale is None,
@@ -370,3 +237,44 @@ class TrainerConfig(
     LossConfig, ModelFlags, LoraFlags, OptimizerFlags, ParallelFlags, BatchingFlags
 ):
     """Everything a trainer reads."""
+
+
+_GAE = Needs("--advantage-estimator gae", lambda config: config.advantage_estimator == "gae")
+
+
+@dataclass(frozen=True)
+class CriticFlags(FlagGroup):
+    title: ClassVar[str] = "critic"
+
+    critic_hf_checkpoint: str | None = flag(
+        None, "model that the critic starts from; none = that of the policy", needs=_GAE
+    )
+    critic_lr: float | None = flag(
+        None, "the critic's learning rate; none = --lr", above=0, needs=_GAE
+    )
+    critic_lr_warmup_steps: int = flag(
+        0, "optimizer steps of linear warm-up of the critic", at_least=0, needs=_GAE
+    )
+    num_critic_only_rollouts: int = flag(
+        0,
+        "first rollouts on which only the critic learns: the policy's learning rate is 0",
+        at_least=0,
+        needs=_GAE,
+    )
+    value_clip: float | None = flag(
+        0.2,
+        "how far a value may go from what it was before the rollout's updates and still be "
+        "pushed on; none = no clipping",
+        above=0,
+        needs=_GAE,
+    )
+
+    @property
+    def trains_critic(self) -> bool:
+        """Whether the job has a value model."""
+        return getattr(self, "advantage_estimator", None) == "gae"
+
+    def critic_learning_rate(self, update: int) -> float:
+        """Warm-up, then constant; `update` counts from 0."""
+        rate = float(self.critic_lr or self.lr)  # type: ignore[attr-defined]
+        return rate * min(1.0, (update + 1) / max(1, self.critic_lr_warmup_steps))

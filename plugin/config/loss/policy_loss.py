@@ -1,13 +1,86 @@
-"""Flags of the policy losses: which one, its bounds and its coefficients."""
+"""Policy losses: what the configuration has to know of each, and their flags."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, TypeVar
 
-from plugin.config.flags import FlagGroup, expect, expect_band, flag
-from plugin.config.method_needs import needs_hook, needs_loss
-from plugin.config.policy_loss_traits import POLICY_LOSS_TRAITS, PolicyLossTraits, traits_of
+from plugin.config.flags import FlagGroup, Needs, expect, expect_band, flag
+from plugin.config.import_paths import load_function
+from plugin.config.loss.corrections import needs_hook
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class PolicyLossTraits:
+    """How a policy loss relates to corrections and denominators.
+
+    compares_with: the policy whose ratio with the current one its gradient carries: exp(cur -
+        train), exp(cur - rollout), or None where it carries no ratio
+    per_token: whether one global token count is its default denominator
+    """
+
+    compares_with: Literal["train", "rollout"] | None = "train"
+    per_token: bool = False
+
+
+#: The built-in losses; their functions are in `plugin.loss.policy_losses`.
+POLICY_LOSS_TRAITS: dict[str, PolicyLossTraits] = {
+    "ppo": PolicyLossTraits("train"),
+    "reinforce": PolicyLossTraits(None),
+    "cispo": PolicyLossTraits("train"),
+    "gspo": PolicyLossTraits("train"),
+    "icepop": PolicyLossTraits("rollout", per_token=True),
+    "dppo_tv": PolicyLossTraits("rollout", per_token=True),
+    "dppo": PolicyLossTraits("rollout", per_token=True),
+    "ipo_kl": PolicyLossTraits("rollout", per_token=True),
+    "sapo": PolicyLossTraits("train"),
+    "dppo_kl": PolicyLossTraits("rollout", per_token=True),
+    "vespo": PolicyLossTraits("rollout", per_token=True),
+    "topr": PolicyLossTraits("rollout", per_token=True),
+    "dro": PolicyLossTraits("rollout", per_token=True),
+    "minpro": PolicyLossTraits("rollout", per_token=True),
+}
+
+
+#: Losses that compare the current policy with the rollout policy themselves.
+ROLLOUT_LOSSES = tuple(n for n, t in POLICY_LOSS_TRAITS.items() if t.compares_with == "rollout")
+
+
+#: Losses whose gradient already carries exp(cur - train).
+RATIO_LOSSES = tuple(n for n, t in POLICY_LOSS_TRAITS.items() if t.compares_with == "train")
+
+
+def loss_traits(
+    *, compares_with: Literal["train", "rollout"] | None, per_token: bool = False
+) -> Callable[[Function], Function]:
+    """Declare the traits of a policy loss that is given by import path; see `PolicyLossTraits`."""
+
+    def declare(function: Function) -> Function:
+        function.traits = PolicyLossTraits(compares_with, per_token)  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
+@lru_cache(maxsize=256)
+def traits_of(name: str) -> PolicyLossTraits:
+    """Return the traits of a built-in loss, or those declared at an import path."""
+    if name in POLICY_LOSS_TRAITS:
+        return POLICY_LOSS_TRAITS[name]
+    return getattr(load_function(name), "traits", PolicyLossTraits())
+
+
+def needs_loss(*names: str) -> Needs:
+    """One of these policy losses, or the user's own, which may read any flag."""
+    return Needs(
+        f"--policy-loss {' or '.join(names)}",
+        lambda config: config.policy_loss in names or config.policy_loss not in POLICY_LOSS_TRAITS,
+    )
+
 
 _CLIP = needs_loss("ppo", "gspo", "cispo", "minpro") | needs_hook("off_policy_is_function")
 

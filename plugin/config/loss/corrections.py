@@ -1,23 +1,122 @@
-"""Flags of the corrections: which ones, their bounds, and whose log-probs are the old ones."""
+"""Flags of the off-policy corrections, and what --tis-clip and --rejection-rules may say."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+import math
+from dataclasses import InitVar, dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
 
-from plugin.config.clip_rules import ess_target
-from plugin.config.flags import FlagGroup, Needs, expect, expect_band, flag
-from plugin.config.method_needs import needs_hook
-from plugin.config.rejection_rules import parse_rejection_rules
+from plugin.config.flags import FlagGroup, Needs, alias, expect, expect_band, flag
+from plugin.errors import ConfigError
+
+
+def needs_hook(*names: str) -> Needs:
+    """One of these corrections in use, or one of the user's own."""
+    built_in = "plugin.ppo_utils."
+
+    def are_met(config: Any) -> bool:
+        paths = [path.replace(":", ".") for path in config.hook_names()]
+        return (config.use_tis or config.get_mismatch_metrics) and any(
+            not path.startswith(built_in) or path.rsplit(".", 1)[-1] in names for path in paths
+        )
+
+    shown = " or ".join(
+        f"{name} (the default)" if name == "vanilla_tis_function" else f"{built_in}{name}"
+        for name in names
+    )
+    return Needs(f"--use-tis with {shown}", are_met)
+
+
+_PREFIX = "auto:ess="
+
+
+def ess_target(tis_clip: float | str) -> float | None:
+    """The share of tokens that `auto:ess=SHARE` wants to count; None for a number."""
+    if not isinstance(tis_clip, str):
+        return None
+    try:
+        if not tis_clip.startswith(_PREFIX):
+            raise ValueError
+        share = float(tis_clip.removeprefix(_PREFIX))
+        if not 0 < share < 1:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"--tis-clip is {tis_clip!r}; expected a number, or auto:ess=SHARE with the effective "
+            "sample size to keep as a share of the tokens, between 0 and 1: auto:ess=0.9"
+        ) from None
+    return share
+
+
+LEVELS = ("token", "mean", "sum", "max")
+
+
+STATISTICS = ("ratio", "k1", "k2", "k3")
+
+
+@dataclass(frozen=True)
+class RejectionRule:
+    """Keep where `low <= statistic <= high`; the level says over which tokens it is taken."""
+
+    level: str
+    statistic: str
+    low: float
+    high: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.level}_{self.statistic}"
+
+
+@lru_cache(maxsize=64)
+def parse_rejection_rules(text: str) -> tuple[RejectionRule, ...]:
+    """The rules of a comma-separated list, or a `ConfigError` that names the wrong one."""
+    rules = tuple(_parse_rule(part.strip()) for part in text.split(",") if part.strip())
+    if not rules:
+        raise ConfigError("--rejection-rules is empty; give for example token_ratio=0.5:2.0")
+    return rules
+
+
+def _parse_rule(text: str) -> RejectionRule:
+    fix = (
+        f"--rejection-rules has {text!r}; write level_statistic=low:high with level one of "
+        f"{', '.join(LEVELS)} and statistic one of {', '.join(STATISTICS)}"
+    )
+    name, _, band = text.partition("=")
+    level, _, statistic = name.partition("_")
+    low_text, colon, high_text = band.partition(":")
+    if level not in LEVELS or statistic not in STATISTICS or not colon:
+        raise ConfigError(fix)
+    try:
+        low = float(low_text) if low_text else -math.inf
+        high = float(high_text) if high_text else math.inf
+    except ValueError:
+        raise ConfigError(fix) from None
+    if not low < high:
+        raise ConfigError(f"--rejection-rules {text!r}: low {low} must be below high {high}")
+    if math.isinf(low) and math.isinf(high):
+        raise ConfigError(f"--rejection-rules {text!r} keeps everything; give low, high or both")
+    if statistic == "ratio" and high <= 0:
+        raise ConfigError(f"--rejection-rules {text!r}: a ratio is positive, high must be too")
+    return RejectionRule(level, statistic, low, high)
+
 
 OldLogProbs = Literal["recompute", "approximate", "rollout"]
+
+
 VANILLA_TIS = "plugin.ppo_utils.vanilla_tis_function"
 
+
 _SEQUENCE_HOOKS = needs_hook("sequence_tis_function", "segment_tis_function")
+
+
 _UNCORRECTED_ASYNC = Needs(
     "--async-rollouts without a correction",
     lambda config: getattr(config, "staleness_limit", 0) > 0 and not config.corrects_mismatch,
 )
+
+
 _UNREPLAYED_TRUNCATION = Needs(
     "truncated sampling without --use-rollout-sampling-mask",
     lambda config: config.truncates_sampling and not config.replays_sampling_mask,
@@ -118,12 +217,13 @@ class CorrectionFlags(FlagGroup):
         "recompute",
         "the old log-probs of later updates on a rollout: from a pass of the trainer before the "
         "first, interpolated between the engine's and the current ones by weight version (A-3PO, "
-        "no pass), or the engine's",
+        "no pass), or the engine's; mismatch metrics always compare the trainer's own",
     )
-    use_rollout_logprobs: bool = flag(
-        False,
-        "as --train-log-probs rollout: use the engine's log-probs in place of the trainer's; "
-        "mismatch metrics still compare both",
+    use_rollout_logprobs: InitVar[bool | None] = alias(
+        "train_log_probs",
+        {True: ("rollout",), False: ("recompute", "approximate")},
+        "another spelling of --train-log-probs rollout",
+        off=False,
     )
     get_mismatch_metrics: bool = flag(False, "report train/rollout mismatch without correcting it")
     rollout_temperature: float = flag(1.0, "temperature the rollouts were sampled at", above=0)
@@ -149,12 +249,7 @@ class CorrectionFlags(FlagGroup):
             "add --use-tis (or --get-mismatch-metrics for its metrics alone)",
         )
         expect(
-            not self.use_rollout_logprobs or self.train_log_probs != "approximate",
-            "--use-rollout-logprobs with --train-log-probs approximate: the old log-probs are the "
-            "engine's or an approximation; drop one of the two",
-        )
-        expect(
-            not (self.use_tis and self.old_log_probs == "rollout")
+            not (self.use_tis and self.train_log_probs == "rollout")
             or self._only_compares_with_cur(),
             "--use-tis with --use-rollout-logprobs (--train-log-probs rollout): the old policy is "
             "then the rollout policy and every weight is 1; drop one of the two",
@@ -176,11 +271,6 @@ class CorrectionFlags(FlagGroup):
             f"--tis-clip {clip} with icepop_function, which drops what is outside: the bound is "
             "found for clipped weights; give a number, or use ess_tis_function or m2po_function",
         )
-
-    @property
-    def old_log_probs(self) -> OldLogProbs:
-        """Where the old log-probs come from, by either flag."""
-        return "rollout" if self.use_rollout_logprobs else self.train_log_probs
 
     def _only_compares_with_cur(self) -> bool:
         """Whether the corrections look at the old and the current policy alone."""

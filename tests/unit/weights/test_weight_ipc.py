@@ -16,10 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugin.errors import TransferError
-from plugin.weights.ipc import HandoverReceiver, HandoverSender
-from plugin.weights.ipc_buffer import LentMemory, borrowed, device_id
-from plugin.weights.members import Membership
-from plugin.weights.store import WeightGroup, call_off, open_store
+from plugin.weights.group import Membership, WeightGroup, abort, open_store
+from plugin.weights.ipc import IpcBuffer, IpcReceiver, IpcSender, device_id
 
 STATE = {
     "a": torch.arange(6.0).view(2, 3).t(),
@@ -38,7 +36,7 @@ def store() -> dist.TCPStore:
 
 def group_of(store: dist.TCPStore, name: str, *lenders: int) -> WeightGroup:
     senders, place = len(set(lenders)), (store.host, store.port, name)
-    return WeightGroup(*place, senders, len(lenders), timeout=30.0, lenders=lenders)
+    return WeightGroup(*place, senders, len(lenders), timeout=30.0, ipc_ranks=lenders)
 
 
 def lent_files() -> list[str]:
@@ -62,7 +60,7 @@ def _exists(number: str) -> bool:
 
 
 def send(group: WeightGroup, rank: int, versions: int = 1) -> list[tuple[int, int]]:
-    with Membership().of(group, lambda: HandoverSender(group, rank)) as sender:
+    with Membership().of(group, lambda: IpcSender(group, rank)) as sender:
         return [
             sender.send(version, [*STATE.items(), None], bucket_bytes=32)
             for version in range(versions)
@@ -74,12 +72,12 @@ def receive(
 ) -> list[dict[str, Tensor]]:
     found: list[dict[str, Tensor]] = [{} for _ in range(versions)]
 
-    def join() -> HandoverReceiver:
-        return HandoverReceiver(group, number, keeps=keeps)
+    def join() -> IpcReceiver:
+        return IpcReceiver(group, number, keeps=keeps)
 
     with Membership().of(group, join) as receiver:
         for version, taken in enumerate(found):
-            receiver.meet(version)
+            receiver.barrier(version)
             receiver.receive(
                 version,
                 lambda bucket, taken=taken: taken.update(
@@ -108,23 +106,23 @@ def test_every_worker_reads_what_the_rank_on_its_device_lends(store: dist.TCPSto
 
 
 def test_what_a_borrower_writes_is_not_seen_by_the_lender() -> None:
-    lent = LentMemory(8)
+    lent = IpcBuffer(8)
     lent.tensor.fill_(1)
-    taken = borrowed(lent.handle)
+    taken = IpcBuffer.open(lent.handle)
     taken.fill_(2)
     assert lent.tensor.tolist() == [1] * 8
     lent.close()
     assert taken.tolist() == [2] * 8, "an open borrower keeps its memory"
     with pytest.raises(TransferError, match="lends no memory"):
-        borrowed(lent.handle)
+        IpcBuffer.open(lent.handle)
     del taken
     assert not lent_files()
 
 
 def _join_and_die(group: WeightGroup) -> None:
     """A worker that dies when it has opened the memory, before it has loaded."""
-    receiver = HandoverReceiver(group, 0)
-    receiver.meet(0)
+    receiver = IpcReceiver(group, 0)
+    receiver.barrier(0)
     receiver.receive(0, lambda bucket: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -140,7 +138,7 @@ def test_a_worker_that_dies_before_it_has_loaded_releases_the_rank_and_its_memor
         assert worker.exitcode == -signal.SIGKILL
         time.sleep(0.2)
         assert not sent.done() and lent_files(), "the rank waits for the worker"
-        call_off(store, group, "engine 0 died")
+        abort(store, group, "engine 0 died")
         with pytest.raises(TransferError, match="called off: engine 0 died"):
             sent.result(timeout=10)
     assert not lent_files()
@@ -149,8 +147,8 @@ def test_a_worker_that_dies_before_it_has_loaded_releases_the_rank_and_its_memor
 
 def _lend_and_die(group: WeightGroup) -> None:
     """A rank that dies when it has announced a bucket."""
-    sender = HandoverSender(group, 0)
-    sender._point.wait_until_taken = lambda *_: os.kill(  # type: ignore[method-assign]
+    sender = IpcSender(group, 0)
+    sender._store.wait_for_acks = lambda *_: os.kill(  # type: ignore[method-assign]
         os.getpid(), signal.SIGKILL
     )
     sender.send(0, STATE.items())
@@ -163,8 +161,8 @@ def test_a_rank_that_dies_leaves_no_memory_and_its_worker_half_a_version(
     rank = _SPAWN.Process(target=_lend_and_die, args=(group,))
     rank.start()
     taken: list[Any] = []
-    receiver = HandoverReceiver(group, 0)
-    receiver.meet(0)
+    receiver = IpcReceiver(group, 0)
+    receiver.barrier(0)
     rank.join(60)
     assert rank.exitcode == -signal.SIGKILL
     # Its process number is gone, or another's: the memory is not looked for elsewhere.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from plugin.config.flags import FlagGroup, expect, flag, needs_flag
 
 if TYPE_CHECKING:
-    from plugin.config.job_flags import JobConfig
+    from plugin.config.job_config import JobConfig
 
 _SETS = needs_flag("eval_data")
 

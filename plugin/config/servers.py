@@ -1,14 +1,17 @@
-"""Addresses of servers that a flag names, separated by commas, and the name of their API key."""
+"""Flags of inference servers, and the rules for addresses and API keys that a flag names."""
 
 from __future__ import annotations
 
 import re
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from plugin.config.flags import expect
+from plugin.config.engines import ENGINES
+from plugin.config.flags import FlagGroup, Needs, expect, flag
 
 
 def parse_urls(text: str | None) -> tuple[str, ...]:
@@ -65,3 +68,69 @@ def _is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+#: An engine of the user's own may read any flag.
+_SERVERS = Needs(
+    "--rollout-engine http, sglang or vllm_server",
+    lambda config: config.server_dialect is not None or config.rollout_engine not in ENGINES,
+)
+
+
+@dataclass(frozen=True)
+class ServerFlags(FlagGroup):
+    title: ClassVar[str] = "rollout servers (--rollout-engine http)"
+
+    rollout_url: str | None = flag(
+        None, "URLs of inference servers, separated by commas; requests are balanced over them"
+    )
+    rollout_server: Literal["vllm", "sglang"] = flag(
+        "vllm",
+        "what the servers are",
+        needs=Needs(
+            "--rollout-engine http",
+            lambda config: (
+                config.engine_traits.asks_servers or config.rollout_engine not in ENGINES
+            ),
+        ),
+    )
+    rollout_weights_dir: str | None = flag(
+        None,
+        "directory that job and servers share, through which the servers get new weights; none = a "
+        "temporary one for servers that the job starts",
+    )
+    rollout_request_timeout: float = flag(
+        600.0,
+        "seconds a server may take for one response, to its last byte",
+        above=0,
+        needs=_SERVERS,
+    )
+    rollout_request_retries: int = flag(
+        3,
+        "times a response is asked for again before it counts as failed",
+        at_least=0,
+        needs=_SERVERS,
+    )
+    max_answer_bytes: int = flag(
+        16 << 20,
+        "size of one answer, decompressed; a larger one is a bad answer. At most 16 are read at a "
+        "time",
+        at_least=1 << 10,
+    )
+    rollout_api_key_env: str | None = flag(
+        None, "environment variable with the servers' API key, which is sent as a bearer token"
+    )
+
+    def check(self) -> None:
+        check_key_variable("--rollout-api-key-env", self.rollout_api_key_env)
+        check_urls(
+            "--rollout-url",
+            self.rollout_urls,
+            key_option="--rollout-api-key-env",
+            travels="prompts, responses, control of the weights",
+        )
+
+    @property
+    def rollout_urls(self) -> tuple[str, ...]:
+        """The servers' addresses, without a slash at the end."""
+        return parse_urls(self.rollout_url)

@@ -1,0 +1,1 @@
+"""Flags of the loss: policy losses, corrections, and what surrounds them."""

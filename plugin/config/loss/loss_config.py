@@ -1,0 +1,329 @@
+"""`LossConfig`: everything `policy_loss_function` reads.
+
+Regularizers, advantages and denominators, and the checks across the groups.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Container
+from dataclasses import InitVar, dataclass
+from typing import Any, ClassVar, Literal
+
+from plugin.config.flags import FlagGroup, Needs, alias, expect, flag, needs_flag
+from plugin.config.loss.corrections import CorrectionFlags
+from plugin.config.loss.policy_loss import PolicyLossFlags
+from plugin.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EstimatorTraits:
+    """What an estimator needs.
+
+    group: several responses per prompt, because its baseline is the group's
+    values: the predictions of a value model
+    rewards: whether it looks at them at all
+    """
+
+    group: bool = False
+    values: bool = False
+    rewards: bool = True
+
+
+#: The built-in estimators; their functions are in `plugin.ppo_utils.advantages`.
+ESTIMATOR_TRAITS: dict[str, EstimatorTraits] = {
+    "grpo": EstimatorTraits(group=True),
+    "dr_grpo": EstimatorTraits(group=True),
+    "rloo": EstimatorTraits(group=True),
+    "opo": EstimatorTraits(group=True),
+    "reinforce_plus_plus": EstimatorTraits(),
+    "reinforce_plus_plus_baseline": EstimatorTraits(group=True),
+    "gae": EstimatorTraits(values=True),
+    "none": EstimatorTraits(rewards=False),
+}
+
+
+def estimator_traits(name: str) -> EstimatorTraits:
+    """The traits of a built-in estimator; those of an import path are the defaults."""
+    return ESTIMATOR_TRAITS.get(name, EstimatorTraits())
+
+
+def needs_estimator(*names: str) -> Needs:
+    """One of these estimators, or the user's own."""
+    return Needs(
+        f"--advantage-estimator {' or '.join(names)}",
+        lambda config: (
+            config.advantage_estimator in names
+            or config.advantage_estimator not in ESTIMATOR_TRAITS
+        ),
+    )
+
+
+LossReduction = Literal["token-mean", "sample-mean", "fixed-length", "prompt-mean", "group-mean"]
+#: Those without one global token denominator.
+_SAMPLE_REDUCTIONS = ("sample-mean", "fixed-length", "prompt-mean", "group-mean")
+KlEstimatorName = Literal["k1", "abs", "k2", "k3"]
+ReferenceKlName = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
+_SAMPLING_MASK = Needs(
+    "--use-rollout-sampling-mask with --rollout-top-p below 1 or --rollout-top-k",
+    lambda config: config.replays_sampling_mask,
+)
+
+
+@dataclass(frozen=True)
+class RegularizerFlags(FlagGroup):
+    title: ClassVar[str] = "regularizers"
+
+    use_rollout_kl_loss: bool = flag(False, "add a KL between the current and the rollout policy")
+    rollout_kl_loss_coef: float = flag(0.0, "its coefficient; 0 = metric only", at_least=0)
+    rollout_kl_estimator_type: KlEstimatorName = flag(
+        "k2", "its estimator", needs=needs_flag("use_rollout_kl_loss")
+    )
+    rollout_kl_scope: Literal["all", "kept"] = flag(
+        "all", "over every token, or those the loss keeps", needs=needs_flag("use_rollout_kl_loss")
+    )
+    use_kl_loss: bool = flag(False, "add a KL to the reference policy")
+    kl_loss_coef: float = flag(0.0, "its coefficient; 0 = metric only", at_least=0)
+    kl_loss_type: ReferenceKlName = flag(
+        "k1", "its estimator (low_var_kl is k3, at most 10)", needs=needs_flag("use_kl_loss")
+    )
+    use_unbiased_kl: bool = flag(
+        False, "weight the reference KL by exp(cur - train)", needs=needs_flag("use_kl_loss")
+    )
+    distill_topk: int | None = flag(
+        None,
+        "on-policy distillation: add the reverse KL from the teacher over this many of its "
+        "likeliest ids and one bucket for the rest",
+        at_least=1,
+    )
+    distill_coef: float = flag(
+        1.0, "its coefficient; 0 = metric only", at_least=0, needs=needs_flag("distill_topk")
+    )
+    entropy_coef: float = flag(0.0, "entropy bonus", at_least=0)
+    entropy_of: Literal["full", "kept"] = flag(
+        "full",
+        "entropy of the whole distribution, or of the ids that truncated sampling kept",
+        needs=_SAMPLING_MASK,
+    )
+
+    def check(self) -> None:
+        for switch, coefficient in (
+            ("use_rollout_kl_loss", "rollout_kl_loss_coef"),
+            ("use_kl_loss", "kl_loss_coef"),
+        ):
+            value = getattr(self, coefficient)
+            if value and not getattr(self, switch):
+                option = switch.replace("_", "-")
+                raise ConfigError(
+                    f"--{coefficient.replace('_', '-')} is {value} but --{option} is off, so it "
+                    f"would do nothing; add --{option}"
+                )
+
+
+@dataclass(frozen=True)
+class AdvantageFlags(FlagGroup):
+    title: ClassVar[str] = "advantages"
+
+    advantage_estimator: str = flag(
+        "grpo",
+        "how rewards become advantages; none = they do not, a teacher alone says what is learned",
+        names=ESTIMATOR_TRAITS,
+    )
+    grpo_std_normalization: bool = flag(
+        True, "grpo: divide by the group's standard deviation", needs=needs_estimator("grpo")
+    )
+    rloo_std: Literal["none", "group", "others", "batch"] = flag(
+        "none",
+        "rloo: divide by the standard deviation of the group's rewards, of those of the others in "
+        "it, or of the advantages of the whole batch",
+        needs=needs_estimator("rloo"),
+    )
+    normalize_advantages: bool = flag(False, "whiten advantages over the whole batch")
+    gamma: float = flag(
+        1.0, "discount", at_least=0, needs=needs_estimator("reinforce_plus_plus", "gae")
+    )
+    lambd: float = flag(1.0, "GAE lambda, for estimators with a value model", at_least=0)
+
+    def check(self) -> None:
+        for name in ("gamma", "lambd"):
+            expect(
+                getattr(self, name) <= 1,
+                f"--{name} is {getattr(self, name)}; it must lie in [0, 1]",
+            )
+
+
+@dataclass(frozen=True)
+class NormalizationFlags(FlagGroup):
+    title: ClassVar[str] = "loss normalization"
+
+    loss_denominator: Literal["original", "kept"] = flag(
+        "original", "whether rejected tokens stay in the denominator of the policy loss"
+    )
+    loss_reduction: LossReduction | None = flag(
+        None,
+        "how the losses of tokens become one: a mean over tokens; over samples of their token "
+        "means; over samples of their sums by a fixed length (Dr. GRPO); over prompts of their "
+        "token means; over groups of the means of their samples; none = token-mean for icepop, "
+        "dppo_tv, dppo, ipo_kl, else sample-mean",
+    )
+    loss_fixed_length: int | None = flag(
+        None,
+        "tokens that fixed-length divides a sample by; none = --max-response-length",
+        at_least=1,
+        needs=Needs(
+            "--loss-reduction fixed-length", lambda config: config.reduction == "fixed-length"
+        ),
+    )
+    calculate_per_token_loss: InitVar[bool | None] = alias(
+        "loss_reduction",
+        {True: ("token-mean",), False: _SAMPLE_REDUCTIONS},
+        "another spelling of --loss-reduction token-mean; with --no-, of sample-mean",
+    )
+    validate_batch: Literal["auto", "always", "never"] = flag(
+        "auto", "check values inside the loss; auto = where reading them does not stall a GPU"
+    )
+
+    def validates_on(self, device: Any) -> bool:
+        """Whether values on this device are read back to be checked."""
+        on_cpu = device.type == "cpu"
+        return self.validate_batch == "always" or (self.validate_batch == "auto" and on_cpu)
+
+
+@dataclass(frozen=True)
+class LossConfig(
+    PolicyLossFlags, CorrectionFlags, RegularizerFlags, AdvantageFlags, NormalizationFlags
+):
+    """Everything `policy_loss_function` reads."""
+
+    def check(self) -> None:
+        self._check_correction_fits_loss()
+        self._check_reduction()
+        self._check_kept_denominator()
+
+    @property
+    def reduction(self) -> LossReduction:
+        """How the losses of tokens become one: as asked for, or as the policy loss is defined."""
+        if self.loss_reduction is not None:
+            return self.loss_reduction
+        return "token-mean" if self.loss_traits.per_token else "sample-mean"
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the loss has one global token denominator."""
+        return self.reduction == "token-mean"
+
+    @property
+    def fixed_length(self) -> int | None:
+        """The tokens that a sample is divided by, where that is a constant."""
+        return self.loss_fixed_length or getattr(self, "max_response_length", None)
+
+    @property
+    def distills(self) -> bool:
+        """Whether a teacher says, alone or with the rewards, what is learned."""
+        return self.teacher_tau > 0 or (self.distill_topk is not None and self.distill_coef > 0)
+
+    @property
+    def corrects_mismatch(self) -> bool:
+        """Whether the loss accounts for tokens that another policy sampled.
+
+        It does if it compares with the rollout policy: by itself, by a correction, or because the
+        engine's log-probs stand for the old ones that it compares with.
+        """
+        compares_with = self.loss_traits.compares_with
+        compares_with_old = compares_with == "train" or self.use_tis
+        return (
+            compares_with == "rollout"
+            or (self.use_tis and not self._only_compares_with_cur())
+            or (self.train_log_probs == "rollout" and compares_with_old)
+        )
+
+    def needs_rollout_log_probs(self) -> list[str]:
+        """The features in use that cannot work without the engine's log-probs."""
+        old = self.train_log_probs
+        wanted = {
+            f"--policy-loss {self.policy_loss}": self.loss_traits.compares_with == "rollout",
+            "--use-tis": self.use_tis,
+            "--use-rollout-kl-loss": self.use_rollout_kl_loss,
+            "--train-log-probs rollout or --use-rollout-logprobs": old == "rollout",
+            "--train-log-probs approximate": old == "approximate",
+            "--get-mismatch-metrics": self.get_mismatch_metrics,
+        }
+        return [name for name, needed in wanted.items() if needed]
+
+    def require_rollout_log_probs(self, available: bool) -> None:
+        """Fail at once where a feature would otherwise be silently inert."""
+        needing = self.needs_rollout_log_probs()
+        if needing and not available:
+            raise ConfigError(
+                f"{', '.join(needing)} needs rollout_log_probs and the batch has none; make the "
+                "engine return the log-prob of every sampled token, or turn the feature off"
+            )
+
+    def require_teacher(self, columns: Container[str]) -> None:
+        """Fail at once where a batch lacks what distillation needs of the teacher."""
+        expect(
+            not self.teacher_tau or "teacher_log_probs" in columns,
+            f"--teacher-tau is {self.teacher_tau} but the batch has no teacher_log_probs; give a "
+            "teacher",
+        )
+        names = ("teacher_topk_ids", "teacher_topk_log_probs")
+        expect(
+            not self.distill_topk or all(name in columns for name in names),
+            f"--distill-topk is {self.distill_topk} but the batch lacks {' or '.join(names)}; give "
+            "a teacher",
+        )
+
+    def _check_correction_fits_loss(self) -> None:
+        if not self.use_tis:
+            return
+        expect(
+            self.loss_traits.compares_with != "rollout",
+            f"--use-tis with --policy-loss {self.policy_loss}: that loss already compares the "
+            "current policy with the rollout policy, so the mismatch would be counted twice; drop "
+            "--use-tis",
+        )
+        doubled = [
+            name
+            for name in self.hook_names()
+            if name.replace(":", ".").rsplit(".", 1)[-1] == "off_policy_is_function"
+        ]
+        if doubled and self.loss_traits.compares_with == "train":
+            message = (
+                f"{doubled[0]} on --policy-loss {self.policy_loss} counts pi_theta/pi_old twice "
+                "and is right only for the first update on a rollout"
+            )
+            if not self.allow_biased_correction:
+                raise ConfigError(
+                    f"{message}; use --policy-loss reinforce, or insist with "
+                    "--allow-biased-correction"
+                )
+            warnings.warn(message, stacklevel=2)
+
+    def _check_reduction(self) -> None:
+        expect(
+            self.reduction != "fixed-length" or self.fixed_length is not None,
+            "--loss-reduction fixed-length needs --loss-fixed-length, the tokens that every sample "
+            "is divided by; give the longest response",
+        )
+        expect(
+            self.loss_denominator == "original"
+            or self.reduction not in ("fixed-length", "prompt-mean"),
+            f"--loss-denominator kept with --loss-reduction {self.reduction}: kept tokens are "
+            "counted over a sample or over all; use token-mean, sample-mean or group-mean, or the "
+            "original denominator",
+        )
+
+    def _check_kept_denominator(self) -> None:
+        regularized = {
+            "--kl-loss-coef": self.kl_loss_coef,
+            "--rollout-kl-loss-coef": self.rollout_kl_loss_coef,
+            "--entropy-coef": self.entropy_coef,
+            "--distill-coef": self.distill_coef if self.distill_topk else 0,
+        }
+        active = [name for name, value in regularized.items() if value]
+        expect(
+            not (self.loss_denominator == "kept" and self.per_token and active),
+            f"--loss-denominator kept with a global token denominator and {', '.join(active)}: the "
+            "two terms would need two denominators; use --no-calculate-per-token-loss or the "
+            "original one",
+        )
