@@ -23,8 +23,7 @@ from benchmarks.evidence.grid import Row, read_rows, record
 from examples.math_words import make_data, warm_up
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
-from plugin.controller.batch.mini_batches import mini_batches
-from plugin.controller.batch.preparation import describe_batch, prepare_batch
+from plugin.controller.batch import describe_batch, mini_batches, prepare_batch
 from plugin.controller.evaluation import Evaluator
 from plugin.controller.local_engine import LocalEngine
 from plugin.controller.passes.log_prob_passes import LogProbPasses

@@ -84,6 +84,11 @@ class Rollouts:
         """[M]: the first sample of each trajectory."""
         return np.cumsum(self.samples) - self.samples
 
+    def per_trajectory(self, column: Ragged) -> Ragged:
+        """A per-token column of the samples as one sequence per trajectory."""
+        ends = np.cumsum([0, *column.lengths])[np.append(self.sample_starts, len(column))]
+        return Ragged(column.values, np.diff(ends))
+
     @cached_property
     def oldest_version(self) -> Integers:
         """[M]: the oldest weights that sampled an unmasked token; the newest int where none did."""

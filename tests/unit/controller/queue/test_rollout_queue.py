@@ -17,7 +17,7 @@ from plugin.batch_types import RolloutSample
 from plugin.cluster import engine_pool
 from plugin.cluster.engine_pool import Assignments
 from plugin.config import JobConfig
-from plugin.controller.batch.preparation import describe_batch, prepare_batch, without_old_tokens
+from plugin.controller.batch import describe_batch, prepare_batch, without_old_tokens
 from plugin.controller.queue.groups import Attempt, Group, joined
 from plugin.controller.queue.rollout_queue import RolloutQueue
 from plugin.engines.protocol import GenerationRequest, SamplingParameters
