@@ -5,7 +5,6 @@ The pages under docs/reference, the tables of exact biases, of detectors and of 
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import importlib
 import inspect
@@ -19,6 +18,7 @@ from plugin.config import FlagGroup, JobConfig
 from plugin.config.flags import field_type, option_name
 from plugin.config.other_frameworks import SLIME_LOSS_FLAGS, slime_option
 from plugin.observe.detectors import DETECTORS
+from plugin.observe.metric_table import SECTIONS, drawn_in
 from plugin.tools.compare.correction_catalog import CatalogEntry, catalog
 from tests.unit.loss.test_bandit_expectation import (
     CUR,
@@ -53,6 +53,17 @@ log-probabilities of the token under the policy being trained, the trainer at th
 ![Weight of every correction and gradient of every policy loss](../images/corrections.png)
 """
 
+METRICS_INTRO = """# Metrics
+
+Every metric of `metrics.jsonl`, TensorBoard and the report, from the table in
+`plugin/observe/metric_table.py`. `cur`, `train` and `rollout` are log-probabilities of the sampled
+token, π the probabilities; the ratio is π_train / π_rollout unless a correction works on another.
+Means are exact over all ranks: they travel as sums and counts. `over` is the denominator.
+
+Your own hooks, losses and code may record any other name; the report draws each in a chart of its
+own.
+"""
+
 #: base, correction, cur differs from train
 BIAS_CASES: tuple[tuple[str, str | None, bool], ...] = (
     ("ppo", None, True),
@@ -76,7 +87,7 @@ def flags_page() -> str:
         rows = "\n".join(
             _flag_row(name)
             for name in vars(group)["__annotations__"]
-            if name in {f.name for f in dataclasses.fields(JobConfig)}
+            if name in JobConfig.setting_names()
         )
         title = group.title[0].upper() + group.title[1:]
         parts.append(f"## {title}\n\n| flag | default | meaning |\n|---|---|---|\n{rows}\n")
@@ -84,7 +95,7 @@ def flags_page() -> str:
 
 
 def _flag_row(name: str) -> str:
-    item = next(f for f in dataclasses.fields(JobConfig) if f.name == name)
+    item = JobConfig.__dataclass_fields__[name]
     kind, _ = field_type(JobConfig, name)
     shown = option_name(name)
     if kind is bool:
@@ -238,6 +249,23 @@ def _signature(function: Any, *, width: int = 80) -> str:
     return "(\n" + "".join(f"    {line},\n" for line in lines) + ")" + arrow
 
 
+def metrics_page() -> str:
+    """One table per section of `SECTIONS`."""
+    parts = [METRICS_INTRO]
+    for section in SECTIONS:
+        rows = [
+            "| metric | meaning | unit | over | better | where a person sees it |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in section.metrics:
+            meaning = row.formula.replace("|", "&#124;")
+            cells = (f"`{row.name}`", meaning, row.unit, row.over, row.better)
+            rows.append(f"| {' | '.join((*cells, ', '.join(drawn_in(row))))} |")
+        table = "\n".join(rows)
+        parts.append(f"## {section.title}\n\nFrom `{section.source}`.\n\n{table}\n")
+    return "\n".join(parts)
+
+
 def bias_table() -> str:
     """Relative error of the expected gradient on the softmax bandit of the tests, bounds removed."""
     lines = [
@@ -292,6 +320,7 @@ def pages() -> dict[Path, str]:
     return {
         DOCS / "reference" / "flags.md": flags_page(),
         DOCS / "reference" / "corrections.md": corrections_page(),
+        DOCS / "reference" / "metrics.md": metrics_page(),
         DOCS / "reference" / "api.md": api_page(),
         decision: with_table(decision, "exact biases", bias_table()),
         mismatch: with_table(mismatch, "detectors", detector_table()),

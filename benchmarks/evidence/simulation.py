@@ -128,7 +128,7 @@ def _objective(
     # A token-separable loss cannot tell responses apart; as one response they cost less.
     apart = separable_obstacle(config) is not None
     shards, mask, masks = _shards(cur.numel(), LENGTH if apart else cur.numel())
-    from_engine = config.old_log_probs == "rollout"
+    from_engine = config.train_log_probs == "rollout"
     inputs = LossInputs(
         mask=mask,
         shards=shards,

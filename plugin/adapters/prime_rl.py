@@ -58,7 +58,7 @@ def policy_loss(inputs: Any, **settings: Any) -> Any:
 @lru_cache(maxsize=32)
 def _config(settings: tuple[tuple[str, Any], ...]) -> LossConfig:
     config = LossConfig.from_sources(dict(settings))
-    if config.loss_traits.compares_with == "train" and config.old_log_probs != "rollout":
+    if config.loss_traits.compares_with == "train" and config.train_log_probs != "rollout":
         raise ConfigError(
             f"policy_loss {config.policy_loss} compares with the trainer's old log-probs, and "
             "prime-rl has none: its ratio would always be 1; add use_rollout_logprobs = true, or "

@@ -113,25 +113,6 @@ def directory_source(directory: str, option: str, config: JobConfig) -> ModelSou
     return ModelSource(plain, directory=str(path.resolve()))
 
 
-def load_tokenizer(config: JobConfig) -> Any:
-    """The tokenizer of the policy."""
-    if config.hf_checkpoint is None:
-        return CharacterTokenizer(ALPHABET)
-    return tokenizer_in(config.hf_checkpoint, f"--hf-checkpoint {config.hf_checkpoint}")
-
-
-def tokenizer_in(directory: str, option: str) -> Any:
-    """The tokenizer in a Hugging Face directory, which `option` names."""
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} has no usable tokenizer: {error}") from error
-
-
 def _tiny_config(config: JobConfig) -> dict[str, Any]:
     """The config of a model of about 0.1 M parameters that the layout can cut."""
     tensor = config.tensor_model_parallel_size

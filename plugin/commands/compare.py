@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 import warnings
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -180,7 +179,7 @@ def _compare(args: argparse.Namespace) -> Comparison:
     for output in (args.html, args.json):
         if output and output != "-":
             refuse_overwriting(Path(output), args.force)
-    known = {field.name for field in fields(LossConfig)}
+    known = LossConfig.setting_names()
     given = {name: value for name, value in vars(args).items() if name in known}
     settings = {name: value for name, value in given.items() if name not in _CHOSEN}
     methods = all_methods(every_pair=args.all_pairs, **settings)

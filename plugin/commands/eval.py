@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     # With --json there is nothing but the object on standard output.
     console = Console(stream=sys.stderr) if args.json else Console()
-    known = {item.name for item in fields(JobConfig)}
+    known = JobConfig.setting_names()
     flags = {name: value for name, value in vars(args).items() if name in known}
     with capture_warnings(console.warn):
         metrics = evaluate(Path(args.source), args.checkpoint, flags, console)
@@ -78,15 +77,13 @@ def evaluate(
     from plugin.controller.evaluation import Evaluator
     from plugin.controller.job_paths import with_absolute_paths
     from plugin.controller.local_engine import LocalEngine, load_directory
-    from plugin.controller.preflight.job_checks import (
-        check_lengths,
-        choose_player,
-        evaluation_parts,
-    )
+    from plugin.controller.preflight.job_checks import check_lengths
+    from plugin.controller.preflight.task_checks import evaluation_parts
     from plugin.controller.queue.scoring import make_scorer, scorer_for
     from plugin.controller.records.resuming import find_source
     from plugin.engines.choice import check_engine, make_engine
     from plugin.engines.response_stream import ResponseStream
+    from plugin.environments.multi_turn import choose_player
 
     with contextlib.ExitStack() as cleanup:
         if (source / "config.json").is_file():

@@ -68,6 +68,27 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """Another spelling of a flag: accepted wherever the flag is, but never stored.
+
+    of: the flag
+    means: for each value of the alias, the values of the flag that agree with it; the first is
+        what the alias sets where the flag is not given
+    off: a value that says nothing beside a flag that is given, as in a namespace of defaults
+    """
+
+    of: str
+    means: Mapping[Any, tuple[Any, ...]]
+    off: Any = None
+
+
+def alias(of: str, means: Mapping[Any, tuple[Any, ...]], help: str, *, off: Any = None) -> Any:
+    """An `InitVar` that is another spelling of the flag `of`; see `Alias`."""
+    metadata = {"help": help, "names": (), "alias": Alias(of, means, off)}
+    return dataclasses.field(default=None, metadata=metadata)
+
+
 def option_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
@@ -99,11 +120,12 @@ class FlagGroup:
 
     title: typing.ClassVar[str] = ""
 
-    def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            object.__setattr__(
-                self, item.name, _coerced(type(self), item, getattr(self, item.name))
-            )
+    def __post_init__(self, *aliases: Any) -> None:
+        given = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        given |= dict(zip(self.aliases(), aliases, strict=True))
+        for name, value in self.without_aliases(given).items():
+            item = self.__dataclass_fields__[name]
+            object.__setattr__(self, name, _coerced(type(self), item, value))
         for group in reversed(type(self).__mro__):
             if "check" in vars(group):
                 vars(group)["check"](self)
@@ -114,6 +136,51 @@ class FlagGroup:
         return [
             g for g in cls.__mro__ if issubclass(g, FlagGroup) and "title" in vars(g) and g.title
         ]
+
+    @classmethod
+    def aliases(cls) -> dict[str, Alias]:
+        """Spellings of flags that the configuration accepts and does not store."""
+        found = {name: item.metadata.get("alias") for name, item in _all_fields(cls).items()}
+        return {name: other for name, other in found.items() if other is not None}
+
+    @classmethod
+    def setting_names(cls) -> set[str]:
+        """Every name that the command line and a YAML file may give."""
+        return set(_all_fields(cls))
+
+    @classmethod
+    def without_aliases(
+        cls, given: Mapping[str, Any], below: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The settings of one source, with every alias replaced by the flag it is a spelling of.
+
+        A flag and its alias that contradict each other are a `ConfigError`.
+
+        below: the settings of the sources that this one wins over, without aliases; a value there
+            that agrees with the alias stays
+        """
+        result = dict(given)
+        for name, other in cls.aliases().items():
+            value = result.pop(name, None)
+            if value is None or (isinstance(value, str) and value.lower() == "none"):
+                continue
+            expect(
+                isinstance(value, bool) and value in other.means,
+                f"{option_name(name)} is {value!r}; expected bool (true or false)",
+            )
+            default, meant = _all_fields(cls)[other.of].default, other.means[value]
+            stated = result.get(other.of, default)
+            if stated in (default, None, "none"):
+                lower = (below or {}).get(other.of, default)
+                result[other.of] = lower if lower in meant else meant[0]
+                continue
+            shown = option_name(name if value else f"no_{name}")
+            expect(
+                stated in meant or value == other.off,
+                f"{shown} with {option_name(other.of)} {stated}: two different values of one "
+                "setting; drop one of the two",
+            )
+        return result
 
     @classmethod
     def add_arguments(
@@ -131,7 +198,7 @@ class FlagGroup:
         for group in cls.groups():
             section = parser.add_argument_group(group.title)
             for name in vars(group).get("__annotations__", {}):
-                if name in {f.name for f in dataclasses.fields(cls)}:
+                if name in cls.setting_names():
                     action = _add_argument(section, cls, name)
                     if in_short_help is not None and name not in in_short_help:
                         _HelpAll.hide(action)
@@ -139,8 +206,9 @@ class FlagGroup:
     @classmethod
     def from_sources(cls, flags: Mapping[str, Any], yaml_file: str | Path | None = None) -> Self:
         """Merge a YAML file (lower) with explicit flags (higher), then validate the result."""
-        merged = {**(read_yaml(Path(yaml_file)) if yaml_file else {}), **flags}
-        known = {f.name for f in dataclasses.fields(cls)}
+        settings = cls.without_aliases(read_yaml(Path(yaml_file)) if yaml_file else {})
+        merged = {**settings, **cls.without_aliases(flags, settings)}
+        known = cls.setting_names()
         unknown = sorted(set(merged) - known)
         if unknown:
             raise ConfigError(f"unknown setting {unknown[0]!r}{_did_you_mean(unknown[0], known)}")
@@ -151,10 +219,9 @@ class FlagGroup:
         """Take the fields that any namespace happens to have; the rest keep their defaults."""
         if isinstance(args, cls):
             return args
-        found = {
-            f.name: getattr(args, f.name) for f in dataclasses.fields(cls) if hasattr(args, f.name)
-        }
-        return cls(**found)
+        return cls(
+            **{name: getattr(args, name) for name in cls.setting_names() if hasattr(args, name)}
+        )
 
     def refuse_idle_flags(self, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Refuse what the user has given and what would do nothing with the other flags.
@@ -233,6 +300,12 @@ def read_yaml(path: Path, option: str = "--config") -> dict[str, Any]:
     return dict(zip(names, loaded.values(), strict=True))
 
 
+def _all_fields(owner: type) -> dict[str, dataclasses.Field[Any]]:
+    """The fields and aliases (`InitVar`s) of a configuration, by name."""
+    found: dict[str, dataclasses.Field[Any]] = owner.__dataclass_fields__  # type: ignore[attr-defined]
+    return {name: item for name, item in found.items() if "help" in item.metadata}
+
+
 _HINTS: dict[type, dict[str, Any]] = {}
 
 
@@ -241,6 +314,7 @@ def field_type(owner: type, name: str) -> tuple[Any, bool]:
     if owner not in _HINTS:
         _HINTS[owner] = typing.get_type_hints(owner)
     hint = _HINTS[owner][name]
+    hint = hint.type if isinstance(hint, dataclasses.InitVar) else hint
     if get_origin(hint) in (Union, types.UnionType):
         members = [member for member in get_args(hint) if member is not type(None)]
         return members[0], len(members) < len(get_args(hint))
@@ -298,7 +372,7 @@ class _OffOrChoice(argparse.Action):
 
 
 def _add_argument(section: Any, owner: type, name: str) -> argparse.Action:
-    item = next(f for f in dataclasses.fields(owner) if f.name == name)
+    item = _all_fields(owner)[name]
     kind, _ = field_type(owner, name)
     shown = "none" if item.default in (None, ()) else item.default
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS}

@@ -30,7 +30,7 @@ EMBEDDED_DEFAULTS: dict[str, Any] = {
     "num_rollouts": 100,
     "max_response_length": 8,
     "micro_batch_size": 256,
-    "calculate_per_token_loss": True,
+    "loss_reduction": "token-mean",
 }
 #: What adapters of a real model use where the user says nothing: ten times the rate of all weights.
 _LORA_DEFAULTS: dict[str, Any] = {"lr": 1e-5}
@@ -64,8 +64,7 @@ class JobConfig(
         of_own_model = _LORA_DEFAULTS if adapters else {}
         below = of_own_model if own_model else EMBEDDED_DEFAULTS
         named = {key.replace("-", "_") for key in given}
-        if "loss_reduction" in named:
-            named.add("calculate_per_token_loss")
+        named |= {other.of for name, other in cls.aliases().items() if name in named}
         extra = {key: value for key, value in below.items() if key not in named}
         for source in (flags, settings):
             expect(
@@ -83,7 +82,7 @@ class JobConfig(
         self._check_world()
         self._check_rollouts()
         self._check_mini_batches()
-        self._check_old_log_probs()
+        self._check_approximation()
         self._check_stale_samples()
         self.check_sampling(self)
         check_engine(self)
@@ -250,8 +249,8 @@ class JobConfig(
             f"{' and '.join(map(str, near))}"
         )
 
-    def _check_old_log_probs(self) -> None:
-        approximate = self.old_log_probs == "approximate"
+    def _check_approximation(self) -> None:
+        approximate = self.train_log_probs == "approximate"
         expect(
             not approximate or self.updates_per_rollout > 1,
             "--train-log-probs approximate with one update per rollout: the old log-probs are then "

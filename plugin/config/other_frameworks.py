@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Container
 from dataclasses import dataclass
@@ -205,7 +204,7 @@ def loss_config_of(args: Any) -> LossConfig:
     A namespace without `policy_loss` belongs to another framework: its loss follows `pg_loss_type`
     or `advantage_estimator`, switches that are off take their coefficient with them, and a
     correction that is right only on-policy is a warning there, because that framework has already
-    accepted it. Flags of slime that would be ignored are refused (`slime_flags.py`).
+    accepted it. Flags of slime that would be ignored are refused (`check_slime_flags`).
     """
     if isinstance(args, LossConfig):
         return args
@@ -213,9 +212,9 @@ def loss_config_of(args: Any) -> LossConfig:
     if hasattr(args, "policy_loss"):
         return LossConfig.from_namespace(args)
     found = {
-        f.name: getattr(args, f.name)
-        for f in dataclasses.fields(LossConfig)
-        if getattr(args, f.name, None) is not None
+        name: getattr(args, name)
+        for name in LossConfig.setting_names()
+        if getattr(args, name, None) is not None
     }
     estimator = found.pop("advantage_estimator", None)
     named = getattr(args, "pg_loss_type", None) or estimator
@@ -235,7 +234,7 @@ def loss_config_of(args: Any) -> LossConfig:
         if found.get("use_tis"):
             masks_and_weights.append(found.get("custom_tis_function_path") or VANILLA_TIS)
         found |= {"use_tis": True, "custom_tis_function_path": ",".join(masks_and_weights)}
-    found.setdefault("calculate_per_token_loss", False)
+    found.setdefault("calculate_per_token_loss", False)  # the framework brings its reducer
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

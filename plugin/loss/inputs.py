@@ -77,10 +77,10 @@ class KnownTokens:
         }
         own, share = shards.flat("log_probs", batch.get("log_probs")), None
         fields["train_log_probs"] = own
-        if config.old_log_probs != "recompute":
+        if config.train_log_probs != "recompute":
             fields["train_log_probs"] = fields["rollout_log_probs"]
             fields["recomputed_log_probs"] = own
-        if config.old_log_probs == "approximate":
+        if config.train_log_probs == "approximate":
             share = share_of_current(batch, shards)
         loss_masks = Ragged.of(batch["loss_masks"])
         lengths = loss_masks.lengths.tolist()

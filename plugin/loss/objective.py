@@ -34,9 +34,9 @@ def check_loss(config: LossConfig) -> None:
         try_on_example(what, hook_chain, config)
         declared = ", ".join(batch_declarations(config))
         expect(
-            not declared or config.old_log_probs == "recompute",
+            not declared or config.train_log_probs == "recompute",
             f"{declared} needs the trainer's log-probs of the whole batch before the training "
-            f"pass, and --train-log-probs {config.old_log_probs} has none; use --train-log-probs "
+            f"pass, and --train-log-probs {config.train_log_probs} has none; use --train-log-probs "
             "recompute",
         )
 

@@ -374,7 +374,7 @@ def uncorrected(step: Step, memory: Memory) -> Finding | None:
 
 def _ways_to_correct(config: JobConfig | None) -> str:
     """What makes a loss compare with the rollout policy, without what is on already."""
-    if config is not None and config.old_log_probs == "rollout":
+    if config is not None and config.train_log_probs == "rollout":
         return "--policy-loss ppo or icepop"  # the loss compares with nothing
     if config is not None and config.use_tis:
         return "plugin.ppo_utils.vanilla_tis_function in --custom-tis-function-path"

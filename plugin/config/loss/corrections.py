@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
-from plugin.config.flags import FlagGroup, Needs, expect, expect_band, flag
+from plugin.config.flags import FlagGroup, Needs, alias, expect, expect_band, flag
 from plugin.errors import ConfigError
 
 
@@ -217,12 +217,13 @@ class CorrectionFlags(FlagGroup):
         "recompute",
         "the old log-probs of later updates on a rollout: from a pass of the trainer before the "
         "first, interpolated between the engine's and the current ones by weight version (A-3PO, "
-        "no pass), or the engine's",
+        "no pass), or the engine's; mismatch metrics always compare the trainer's own",
     )
-    use_rollout_logprobs: bool = flag(
-        False,
-        "as --train-log-probs rollout: use the engine's log-probs in place of the trainer's; "
-        "mismatch metrics still compare both",
+    use_rollout_logprobs: InitVar[bool | None] = alias(
+        "train_log_probs",
+        {True: ("rollout",), False: ("recompute", "approximate")},
+        "another spelling of --train-log-probs rollout",
+        off=False,
     )
     get_mismatch_metrics: bool = flag(False, "report train/rollout mismatch without correcting it")
     rollout_temperature: float = flag(1.0, "temperature the rollouts were sampled at", above=0)
@@ -248,12 +249,7 @@ class CorrectionFlags(FlagGroup):
             "add --use-tis (or --get-mismatch-metrics for its metrics alone)",
         )
         expect(
-            not self.use_rollout_logprobs or self.train_log_probs != "approximate",
-            "--use-rollout-logprobs with --train-log-probs approximate: the old log-probs are the "
-            "engine's or an approximation; drop one of the two",
-        )
-        expect(
-            not (self.use_tis and self.old_log_probs == "rollout")
+            not (self.use_tis and self.train_log_probs == "rollout")
             or self._only_compares_with_cur(),
             "--use-tis with --use-rollout-logprobs (--train-log-probs rollout): the old policy is "
             "then the rollout policy and every weight is 1; drop one of the two",
@@ -275,11 +271,6 @@ class CorrectionFlags(FlagGroup):
             f"--tis-clip {clip} with icepop_function, which drops what is outside: the bound is "
             "found for clipped weights; give a number, or use ess_tis_function or m2po_function",
         )
-
-    @property
-    def old_log_probs(self) -> OldLogProbs:
-        """Where the old log-probs come from, by either flag."""
-        return "rollout" if self.use_rollout_logprobs else self.train_log_probs
 
     def _only_compares_with_cur(self) -> bool:
         """Whether the corrections look at the old and the current policy alone."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, Literal
 
-from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
+from plugin.config.flags import FlagGroup, Needs, alias, expect, flag, needs_flag
 from plugin.config.loss.corrections import CorrectionFlags
 from plugin.config.loss.policy_loss import PolicyLossFlags
 from plugin.errors import ConfigError
@@ -60,14 +60,10 @@ def needs_estimator(*names: str) -> Needs:
 
 
 LossReduction = Literal["token-mean", "sample-mean", "fixed-length", "prompt-mean", "group-mean"]
-
-
+#: Those without one global token denominator.
+_SAMPLE_REDUCTIONS = ("sample-mean", "fixed-length", "prompt-mean", "group-mean")
 KlEstimatorName = Literal["k1", "abs", "k2", "k3"]
-
-
 ReferenceKlName = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
-
-
 _SAMPLING_MASK = Needs(
     "--use-rollout-sampling-mask with --rollout-top-p below 1 or --rollout-top-k",
     lambda config: config.replays_sampling_mask,
@@ -167,8 +163,8 @@ class NormalizationFlags(FlagGroup):
         None,
         "how the losses of tokens become one: a mean over tokens; over samples of their token "
         "means; over samples of their sums by a fixed length (Dr. GRPO); over prompts of their "
-        "token means; over groups of the means of their samples; none = token-mean or "
-        "sample-mean by --calculate-per-token-loss",
+        "token means; over groups of the means of their samples; none = token-mean for icepop, "
+        "dppo_tv, dppo, ipo_kl, else sample-mean",
     )
     loss_fixed_length: int | None = flag(
         None,
@@ -178,10 +174,10 @@ class NormalizationFlags(FlagGroup):
             "--loss-reduction fixed-length", lambda config: config.reduction == "fixed-length"
         ),
     )
-    calculate_per_token_loss: bool | None = flag(
-        None,
-        "one global token denominator, as --loss-reduction token-mean; none = on for icepop, "
-        "dppo_tv, dppo, ipo_kl, else off",
+    calculate_per_token_loss: InitVar[bool | None] = alias(
+        "loss_reduction",
+        {True: ("token-mean",), False: _SAMPLE_REDUCTIONS},
+        "another spelling of --loss-reduction token-mean; with --no-, of sample-mean",
     )
     validate_batch: Literal["auto", "always", "never"] = flag(
         "auto", "check values inside the loss; auto = where reading them does not stall a GPU"
@@ -206,13 +202,10 @@ class LossConfig(
 
     @property
     def reduction(self) -> LossReduction:
-        """How the losses of tokens become one, by either flag."""
+        """How the losses of tokens become one: as asked for, or as the policy loss is defined."""
         if self.loss_reduction is not None:
             return self.loss_reduction
-        per_token = self.calculate_per_token_loss
-        if per_token is None:
-            per_token = self.loss_traits.per_token
-        return "token-mean" if per_token else "sample-mean"
+        return "token-mean" if self.loss_traits.per_token else "sample-mean"
 
     @property
     def per_token(self) -> bool:
@@ -241,17 +234,18 @@ class LossConfig(
         return (
             compares_with == "rollout"
             or (self.use_tis and not self._only_compares_with_cur())
-            or (self.old_log_probs == "rollout" and compares_with_old)
+            or (self.train_log_probs == "rollout" and compares_with_old)
         )
 
     def needs_rollout_log_probs(self) -> list[str]:
         """The features in use that cannot work without the engine's log-probs."""
+        old = self.train_log_probs
         wanted = {
             f"--policy-loss {self.policy_loss}": self.loss_traits.compares_with == "rollout",
             "--use-tis": self.use_tis,
             "--use-rollout-kl-loss": self.use_rollout_kl_loss,
-            "--use-rollout-logprobs": self.use_rollout_logprobs,
-            f"--train-log-probs {self.train_log_probs}": self.train_log_probs != "recompute",
+            "--train-log-probs rollout or --use-rollout-logprobs": old == "rollout",
+            "--train-log-probs approximate": old == "approximate",
             "--get-mismatch-metrics": self.get_mismatch_metrics,
         }
         return [name for name, needed in wanted.items() if needed]
@@ -306,13 +300,6 @@ class LossConfig(
             warnings.warn(message, stacklevel=2)
 
     def _check_reduction(self) -> None:
-        per_token, reduction = self.calculate_per_token_loss, self.loss_reduction
-        given = f"--{'' if per_token else 'no-'}calculate-per-token-loss"
-        expect(
-            None in (per_token, reduction) or per_token == (reduction == "token-mean"),
-            f"{given} with --loss-reduction {reduction}: two different denominators; drop one of "
-            "the two",
-        )
         expect(
             self.reduction != "fixed-length" or self.fixed_length is not None,
             "--loss-reduction fixed-length needs --loss-fixed-length, the tokens that every sample "

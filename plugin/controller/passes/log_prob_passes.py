@@ -49,7 +49,7 @@ class LogProbPasses:
         """
         began = time.monotonic()
         saved: dict[str, float] = {}
-        if self._config.old_log_probs == "approximate" and len(updates) > 1:
+        if self._config.train_log_probs == "approximate" and len(updates) > 1:
             batch, saved = self._checked(batch)
         elif len(updates) > 1 or self._config.use_routing_replay or self._whole_batch_first:
             batch = batch.with_column("log_probs", self._old_log_probs(batch, updates))

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plugin.cluster.model_source import load_tokenizer
 from plugin.config import JobConfig
-from plugin.controller.preflight.job_checks import load_task
 from plugin.errors import BatchError
 from plugin.rewards.pool import RewardPool
 from plugin.rewards.reward_set import Score
 from plugin.rewards.scorers import DriverScorer, PoolScorer, Scorer, TextScorer
 from plugin.tasks.dataset_task import DatasetTask
+from plugin.tasks.loading import load_task, load_tokenizer
 from plugin.tasks.protocol import Prompt, Task, as_reward
 
 _MOST_WORKERS = 8

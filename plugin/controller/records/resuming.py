@@ -61,7 +61,7 @@ def earlier_settings(run_dir: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        return read_yaml(file, "--run-dir")
+        return JobConfig.without_aliases(read_yaml(file, "--run-dir"))
     except ConfigError as error:
         raise ConfigError(
             f"{error}; repair it, or delete it to go on without comparing settings"

@@ -47,7 +47,7 @@ def record_step(
         for name, values in outputs.policy.extremes.items():
             own.add_extremes(name, values, inputs.mask)
         own.add("num_tokens", inputs.mask.sum())
-        if config.old_log_probs == "approximate" and columns.get("log_probs") is not None:
+        if config.train_log_probs == "approximate" and columns.get("log_probs") is not None:
             off = (inputs.train_log_probs - inputs.trainer_log_probs).abs()
             own.add_mean("old_log_prob_error", off, inputs.mask)
         if inputs.rollout_log_probs is not None:

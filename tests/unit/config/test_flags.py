@@ -47,7 +47,7 @@ def test_the_defaults_are_the_documented_contract() -> None:
     assert (c.use_kl_loss, c.kl_loss_coef, c.kl_loss_type) == (False, 0.0, "k1")
     assert (c.use_unbiased_kl, c.entropy_coef) == (False, 0.0)
     assert (c.advantage_estimator, c.loss_denominator) == ("grpo", "original")
-    assert (c.use_rollout_logprobs, c.get_mismatch_metrics) == (False, False)
+    assert (c.train_log_probs, c.get_mismatch_metrics) == ("recompute", False)
 
 
 def test_flags_are_parsed_and_converted() -> None:
@@ -57,7 +57,7 @@ def test_flags_are_parsed_and_converted() -> None:
     )
     config = LossConfig.from_sources(found)
     assert config.policy_loss == "icepop" and config.eps_clip == 3e-4 and config.use_kl_loss
-    assert config.calculate_per_token_loss is False and config.eps_clip_high is None
+    assert config.loss_reduction == "sample-mean" and config.eps_clip_high is None
 
 
 def test_yaml_gives_values_and_flags_override_them(tmp_path: Path) -> None:
@@ -226,3 +226,54 @@ def test_weights_of_routes_are_asked_of_engines_that_report_them() -> None:
         JobConfig.from_sources({"router_gradient": "keep", "use_rollout_routing_replay": True})
     with pytest.raises(ConfigError, match="--dump-routes would do nothing"):
         JobConfig.from_sources({"dump_routes": True, "dump_log_probs": "dumps"})
+
+
+def test_an_alias_sets_the_flag_it_is_a_spelling_of_and_is_not_stored(tmp_path: Path) -> None:
+    found = LossConfig.from_sources(parse("--calculate-per-token-loss", "--use-rollout-logprobs"))
+    assert (found.loss_reduction, found.train_log_probs) == ("token-mean", "rollout")
+    assert found == LossConfig(loss_reduction="token-mean", train_log_probs="rollout")
+    assert not {"calculate_per_token_loss", "use_rollout_logprobs"} & found.as_dict().keys()
+    assert dataclasses.replace(found, loss_reduction="group-mean").reduction == "group-mean"
+    foreign = argparse.Namespace(policy_loss="ppo", use_rollout_logprobs=True)
+    assert LossConfig.from_namespace(foreign).train_log_probs == "rollout"
+    file = tmp_path / "job.yaml"
+    file.write_text("calculate-per-token-loss: false\nuse_rollout_logprobs: none\n")
+    found = LossConfig.from_sources({}, file)
+    assert (found.loss_reduction, found.train_log_probs) == ("sample-mean", "recompute")
+
+
+@pytest.mark.parametrize(
+    "text, flags, expected",
+    [
+        ("loss_reduction: token-mean", ["--no-calculate-per-token-loss"], "sample-mean"),
+        ("calculate_per_token_loss: true", ["--loss-reduction", "group-mean"], "group-mean"),
+        ("loss_reduction: prompt-mean", ["--no-calculate-per-token-loss"], "prompt-mean"),
+        ("train_log_probs: rollout", ["--no-use-rollout-logprobs"], "recompute"),
+        ("train_log_probs: approximate", ["--use-rollout-logprobs"], "rollout"),
+        ("{train_log_probs: rollout, use_rollout_logprobs: false}", [], "rollout"),
+    ],
+)
+def test_an_alias_on_the_command_line_wins_over_the_flag_in_a_file(
+    tmp_path: Path, text: str, flags: list[str], expected: str
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    config = LossConfig.from_sources(parse(*flags), file)
+    assert expected in (config.loss_reduction, config.train_log_probs)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("calculate_per_token_loss: 1", "--calculate-per-token-loss is 1; expected bool"),
+        ("{use_rollout_logprobs: true, train_log_probs: approximate}", "two different values"),
+        ("{calculate_per_token_loss: false, loss_reduction: token-mean}", "--no-calculate-per"),
+    ],
+)
+def test_an_alias_that_contradicts_its_flag_or_is_no_switch_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        LossConfig.from_sources({}, file)

@@ -111,7 +111,7 @@ def test_rollout_is_the_other_name_of_use_rollout_logprobs() -> None:
     batch = batch_of([4, 5], 5.5)
     for config in (LossConfig(train_log_probs="rollout"), LossConfig(use_rollout_logprobs=True)):
         assert old(batch, config=config).tolist() == [-1.0, -3.0, -2.0]
-        assert config.old_log_probs == "rollout" and config.corrects_mismatch
+        assert config.train_log_probs == "rollout" and config.corrects_mismatch
     with pytest.raises(ConfigError, match="every weight is 1"):
         LossConfig(train_log_probs="rollout", use_tis=True)
     with pytest.raises(ConfigError, match="drop one of the two"):

@@ -136,7 +136,7 @@ def reference_loss(c: LossConfig, batch: dict[str, Any], live: Any, frozen: Any)
             for t in unmasked
         }
         rollout = columns["rollout_log_probs"]
-        train = rollout if c.old_log_probs == "rollout" else columns["log_probs"]
+        train = rollout if c.train_log_probs == "rollout" else columns["log_probs"]
         s_log = mean([scored[t][2] - train[t] for t in unmasked])
         mean_log_r = mean([train[t] - rollout[t] for t in unmasked])
         policy, regular, kept_count = 0.0, 0.0, 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plugin import ppo_utils
-from plugin.config import foreign_namespace
+from plugin.config import other_frameworks
 from plugin.config.other_frameworks import loss_config_of
 from plugin.errors import BatchError, ConfigError
 from plugin.loss import load_function, policy_loss_function
@@ -26,7 +26,7 @@ HOOKS = sorted(name for name in ppo_utils.__all__ if name.endswith("_function"))
 
 @pytest.fixture(autouse=True)
 def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreign_namespace, "_warned", set())
+    monkeypatch.setattr(other_frameworks, "_warned", set())
     corrections._warn_of_doubled_ratio.cache_clear()
 
 
