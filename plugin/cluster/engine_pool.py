@@ -19,7 +19,7 @@ from plugin.config import JobConfig
 from plugin.engines.choice import api_key
 from plugin.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters
 from plugin.engines.sleep import EnginePart
-from plugin.engines.weight_probe import ProbeAnswer, WeightProbe
+from plugin.engines.weight_changes import ProbeAnswer, WeightProbe
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import (
     ClusterError,
