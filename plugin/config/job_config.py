@@ -253,7 +253,7 @@ class JobConfig(
         approximate = self.train_log_probs == "approximate"
         expect(
             not approximate or self.updates_per_rollout > 1,
-            "--train-log-probs approximate with one update per rollout: the old log-probs are then "
+            "--train-log-probs approximate with one update per rollout: the trainer's own are then "
             "the update's own and no pass is saved; drop it, or set --global-batch-size or "
             "--num-updates-per-rollout",
         )

@@ -102,7 +102,7 @@ def _parse_rule(text: str) -> RejectionRule:
     return RejectionRule(level, statistic, low, high)
 
 
-OldLogProbs = Literal["recompute", "approximate", "rollout"]
+RatioAgainst = Literal["recompute", "approximate", "rollout"]
 
 
 VANILLA_TIS = "plugin.ppo_utils.vanilla_tis_function"
@@ -213,11 +213,11 @@ class CorrectionFlags(FlagGroup):
         "opsm_function drops whole sequences by their mean advantage, or their tokens with A < 0",
         needs=needs_hook("opsm_function"),
     )
-    train_log_probs: OldLogProbs = flag(
+    train_log_probs: RatioAgainst = flag(
         "recompute",
-        "the old log-probs of later updates on a rollout: from a pass of the trainer before the "
-        "first, interpolated between the engine's and the current ones by weight version (A-3PO, "
-        "no pass), or the engine's; mismatch metrics always compare the trainer's own",
+        "the log-probs that a clipped ratio is taken against: the trainer's own, of a pass before "
+        "the first of several updates; interpolated between the engine's and the current ones by "
+        "weight version (A-3PO, no pass); or the engine's. Mismatch metrics compare the trainer's",
     )
     use_rollout_logprobs: InitVar[bool | None] = alias(
         "train_log_probs",

@@ -88,7 +88,7 @@ class RegularizerFlags(FlagGroup):
         "k1", "its estimator (low_var_kl is k3, at most 10)", needs=needs_flag("use_kl_loss")
     )
     use_unbiased_kl: bool = flag(
-        False, "weight the reference KL by exp(cur - train)", needs=needs_flag("use_kl_loss")
+        False, "weight the reference KL by exp(cur - proximal)", needs=needs_flag("use_kl_loss")
     )
     distill_topk: int | None = flag(
         None,

@@ -50,7 +50,7 @@ POLICY_LOSS_TRAITS: dict[str, PolicyLossTraits] = {
 ROLLOUT_LOSSES = tuple(n for n, t in POLICY_LOSS_TRAITS.items() if t.compares_with == "rollout")
 
 
-#: Losses whose gradient already carries exp(cur - train).
+#: Losses whose gradient already carries exp(cur - proximal).
 RATIO_LOSSES = tuple(n for n, t in POLICY_LOSS_TRAITS.items() if t.compares_with == "train")
 
 
