@@ -28,11 +28,12 @@ from plugin.controller.batch.preparation import describe_batch, prepare_batch
 from plugin.controller.evaluation import Evaluator
 from plugin.controller.local_engine import LocalEngine
 from plugin.controller.passes.log_prob_passes import LogProbPasses
-from plugin.controller.preflight.job_checks import check_job, choose_player
+from plugin.controller.preflight.job_checks import check_job
 from plugin.controller.queue.groups import joined
 from plugin.controller.queue.rollout_queue import RolloutQueue
 from plugin.engines.choice import make_engine
 from plugin.engines.response_stream import ResponseStream
+from plugin.environments.multi_turn import choose_player
 from plugin.megatron_backend.parallel_groups import ParallelGroups, one_process
 from plugin.megatron_backend.trainer import MegatronTrainer
 from plugin.ragged import Ragged

@@ -14,7 +14,6 @@ import torch
 from plugin.cluster.array_transport import Arrays, rollouts_to_arrays
 from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
-from plugin.controller.preflight.job_checks import choose_player
 from plugin.engines.choice import make_engine
 from plugin.engines.protocol import (
     BroadcastEngine,
@@ -25,6 +24,7 @@ from plugin.engines.response_stream import ResponseStream
 from plugin.engines.sleep import EnginePart, SleepingEngine
 from plugin.engines.weight_probe import ProbeAnswer, WeightProbe, answer_probe
 from plugin.environments.group_loop import GroupLoop, PlayedGroup
+from plugin.environments.multi_turn import choose_player
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import ConfigError
 from plugin.weights.group import WeightGroup

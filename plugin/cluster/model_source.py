@@ -13,8 +13,7 @@ from plugin.megatron_backend.hf_weights.files import HfDirectory
 from plugin.megatron_backend.lora.targets import check_adapter_directory, check_lora
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.layout_rules import check_model
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,25 +110,6 @@ def directory_source(directory: str, option: str, config: JobConfig) -> ModelSou
     # The trainer dequantizes what it reads, and engines get plain weights from the trainer.
     plain = {k: v for k, v in loaded.to_dict().items() if k != "quantization_config"}
     return ModelSource(plain, directory=str(path.resolve()))
-
-
-def load_tokenizer(config: JobConfig) -> Any:
-    """The tokenizer of the policy."""
-    if config.hf_checkpoint is None:
-        return CharacterTokenizer(ALPHABET)
-    return tokenizer_in(config.hf_checkpoint, f"--hf-checkpoint {config.hf_checkpoint}")
-
-
-def tokenizer_in(directory: str, option: str) -> Any:
-    """The tokenizer in a Hugging Face directory, which `option` names."""
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} has no usable tokenizer: {error}") from error
 
 
 def _tiny_config(config: JobConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from plugin.config import JobConfig
 from plugin.config.engines import check_names
 from plugin.config.import_paths import load_function
 from plugin.engines.installed_arguments import installed_arguments
-from plugin.engines.protocol import RolloutEngine
+from plugin.engines.protocol import RolloutEngine, SamplingParameters
 from plugin.errors import ConfigError
 
 
@@ -21,6 +22,30 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> R
     hf_config: the policy's Hugging Face configuration; name: for messages and health
     """
     return load_function(config.engine_traits.factory)(config, hf_config, name)
+
+
+def sampling_parameters(config: JobConfig, stop_token_ids: tuple[int, ...]) -> SamplingParameters:
+    """How the engines sample; log-probs are turned on with a warning if a feature needs them."""
+    log_probs = config.return_rollout_log_probs
+    needing = config.needs_rollout_log_probs()
+    if needing and not log_probs:
+        warnings.warn(
+            f"{', '.join(needing)} needs the engine's log-probs, so they are turned on although "
+            "--no-return-rollout-log-probs was given",
+            stacklevel=2,
+        )
+        log_probs = True
+    return SamplingParameters(
+        temperature=config.rollout_temperature,
+        top_p=config.rollout_top_p,
+        top_k=config.rollout_top_k,
+        max_response_length=config.max_response_length,
+        stop_token_ids=stop_token_ids,
+        log_probs=log_probs,
+        routed_experts=config.wants_rollout_routes,
+        sampling_mask=config.replays_sampling_mask,
+        routed_weights=config.wants_route_weights,
+    )
 
 
 def api_key(config: JobConfig) -> str | None:

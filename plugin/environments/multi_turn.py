@@ -32,9 +32,11 @@ from plugin.environments.environment_protocol import (
     Reply,
     Step,
 )
-from plugin.environments.group_loop import PlayedGroup, play_all
+from plugin.environments.group_loop import PlayedGroup, Player, play_all
+from plugin.environments.single_turn import SingleTurnPlayer
 from plugin.environments.trajectory import Trajectory, failed
 from plugin.errors import BatchError
+from plugin.tasks.loading import load_task, load_tokenizer
 from plugin.tasks.protocol import Prompt, as_reward
 
 #: How long an idle engine waits for an environment before it looks for new requests.
@@ -346,3 +348,17 @@ class MultiTurnPlayer:
         except Exception as error:
             self._end(episode, failed(f"{type(error).__name__}: {error}"))
             return None
+
+
+def choose_player(config: JobConfig) -> Callable[[ResponseStream], Player]:
+    """How an engine's actor turns requests into trajectories: in one turn, or in several.
+
+    Only a task of the user's own can have several; its code is loaded in the process that plays it.
+    """
+    if config.task_path is None:
+        return SingleTurnPlayer
+    tokenizer = load_tokenizer(config)
+    task = load_task(config, tokenizer)
+    if not isinstance(task, MultiTurnTask):
+        return SingleTurnPlayer
+    return partial(MultiTurnPlayer, task=task, tokenizer=tokenizer, config=config)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from plugin.cluster.model_source import load_tokenizer, policy_source
+from plugin.cluster.model_source import policy_source
 from plugin.config import JobConfig
 from plugin.controller.local_engine import load_directory
 from plugin.controller.weight_sync.verification import make_probe, probe_batch, scores_of
@@ -20,6 +20,7 @@ from plugin.engines.weight_probe import answer_probe
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.observe.findings import Finding
 from plugin.observe.probe_diagnosis import ProbedModel, limit_for, probe_finding
+from plugin.tasks.loading import load_tokenizer
 from plugin.tasks.protocol import Prompt
 from tests.planted_faults import FAULTS
 

@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plugin.cluster.model_source import (
-    ModelSource,
-    directory_source,
-    load_tokenizer,
-    policy_source,
-)
+from plugin.cluster.model_source import ModelSource, directory_source, policy_source
 from plugin.cluster.placement import check_machine
 from plugin.cluster.ray_cluster import check_address
 from plugin.config import JobConfig
 from plugin.config.import_paths import load_called_with, try_on_example
-from plugin.controller.preflight.memory_check import (
-    count_weights,
-    least_bytes,
-    refuse_what_cannot_fit,
-)
-from plugin.controller.preflight.teacher_checks import checked_teachers, teacher_problem
-from plugin.engines.choice import check_engine, check_engine_size
+from plugin.controller.preflight.memory_check import check_memory
+from plugin.controller.preflight.task_checks import checked_eval_sets, checked_task
+from plugin.controller.preflight.teacher_checks import checked_teachers
+from plugin.engines.choice import check_engine, check_engine_size, sampling_parameters
 from plugin.engines.expert_routes import RouteShape
 from plugin.engines.protocol import SamplingParameters
-from plugin.engines.response_stream import ResponseStream
-from plugin.environments.environment_protocol import MultiTurnTask
-from plugin.environments.group_loop import Player
-from plugin.environments.multi_turn import MultiTurnPlayer, OpeningPrompts
-from plugin.environments.single_turn import SingleTurnPlayer
 from plugin.errors import ConfigError, HookLoadError
 from plugin.loss.objective import check_loss
 from plugin.loss.separable_loss import takes_separable_head
-from plugin.megatron_backend.hf_weights.files import HfDirectory
-from plugin.megatron_backend.model.families import is_extra_layer
 from plugin.observe.detectors import load_detectors
 from plugin.ppo_utils.advantages import ESTIMATORS
-from plugin.rewards.reward_set import RewardSet, enforced_limits
-from plugin.tasks.copy_digits import CopyDigitsTask
-from plugin.tasks.dataset_task import DatasetTask
-from plugin.tasks.eval_set import FIRST_HELD_OUT, EvalSet
-from plugin.tasks.prompt_data import PromptDataset
-from plugin.tasks.prompt_format import PromptFormat
-from plugin.tasks.protocol import Prompt, Task, checked_prompt, checked_reward, require_task
+from plugin.tasks.loading import load_tokenizer
+from plugin.tasks.prompt_data import DatasetTask, PromptDataset
+from plugin.tasks.protocol import EvalSet, Task
 
 
 @dataclass(frozen=True)
@@ -83,7 +60,7 @@ def check_job(
 ) -> JobParts:
     """Load and try what the configuration names; raise on the first thing that cannot work.
 
-    log: prints a message for a person; begin: told the name of each check before it runs
+    log: prints a message; begin: is told the name of each check before it runs
     """
     begin("machine" if config.address is None else "cluster address")
     if config.address is None:
@@ -122,9 +99,9 @@ def check_job(
         begin("teachers")
     teachers = checked_teachers(config, policy, tokenizer, log)
     begin("task and reward")
-    task = _tried_task(config, tokenizer, log, vocabulary)
+    task = checked_task(config, tokenizer, log, vocabulary)
     begin("evaluation data")
-    eval_sets = _eval_sets(config, tokenizer, task, log, vocabulary)
+    eval_sets = checked_eval_sets(config, tokenizer, task, log, vocabulary)
     return JobParts(
         task=task,
         tokenizer=tokenizer,
@@ -132,7 +109,7 @@ def check_job(
         reference=(reference or policy) if config.use_kl_loss else None,
         teachers=teachers,
         critic=critic if config.trains_critic else None,
-        sampling=sampling_parameters(config, task),
+        sampling=sampling_parameters(config, task.stop_token_ids),
         route_shape=route_shape,
         data=task.data if isinstance(task, DatasetTask) else None,
         eval_sets=eval_sets,
@@ -171,178 +148,6 @@ def _try_estimator(config: JobConfig) -> None:
         )
 
 
-def _tried_task(
-    config: JobConfig, tokenizer: Any, log: Callable[[str], None], vocab_size: int
-) -> Task:
-    """The task as the driver uses it, tried with one prompt and, where it scores, one reward."""
-    task = load_task(config, tokenizer, log)
-    if isinstance(task, MultiTurnTask):
-        if config.reward_timeout != JobConfig.reward_timeout:
-            raise ConfigError(
-                f"--reward-timeout is {config.reward_timeout:g}, but the environments of "
-                "--task-path give the rewards; use --environment-timeout"
-            )
-        if config.overlong_buffer_length is not None:
-            raise ConfigError(
-                f"--overlong-buffer-length {config.overlong_buffer_length} penalizes the length of "
-                "one response, and --task-path plays several turns; put the penalty into the "
-                "rewards of its environments"
-            )
-        prompts = OpeningPrompts(task, tokenizer, config)
-        _require_vocabulary(checked_prompt(prompts, 0, config.max_prompt_length), vocab_size)
-        return prompts
-    _try_single_turn(task, config, vocab_size)
-    return task
-
-
-def _try_single_turn(task: Task, config: JobConfig, vocab_size: int) -> None:
-    first = checked_prompt(task, 0, config.max_prompt_length)
-    _require_vocabulary(first, vocab_size)
-    checked_reward(task, first, list(task.stop_token_ids)[:1], config.reward_timeout)
-
-
-def evaluation_parts(
-    config: JobConfig, vocab_size: int, log: Callable[[str], None]
-) -> tuple[tuple[EvalSet, ...], SamplingParameters]:
-    """The sets of --eval-data and how training samples, for an evaluation by itself."""
-    task, tokenizer = None, load_tokenizer(config)
-    if any(isinstance(rows, int) for _, rows in config.eval_sets):
-        task = _tried_task(config, tokenizer, log, vocab_size)
-    sets = _eval_sets(config, tokenizer, task, log, vocab_size)
-    return sets, sampling_parameters(config, sets[0].task)
-
-
-def _eval_sets(
-    config: JobConfig,
-    tokenizer: Any,
-    task: Task | None,
-    log: Callable[[str], None],
-    vocab_size: int,
-) -> tuple[EvalSet, ...]:
-    """The sets of --eval-data; each is tried like the task."""
-    found = []
-    for name, rows in config.eval_sets:
-        if isinstance(rows, int):
-            assert task is not None
-            one = EvalSet(name, task, rows, FIRST_HELD_OUT)
-            _require_vocabulary(
-                checked_prompt(task, one.first, config.max_prompt_length), vocab_size
-            )
-        else:
-            own = config.unchecked_copy(prompt_data=rows, shuffle_data=False)
-            data = _dataset_task(own, tokenizer, log, "--eval-data")
-            _try_single_turn(data, config, vocab_size)
-            one = EvalSet(name, data, len(data.data))
-        if one.rows == 1:
-            log(f"--eval-data {name} has one prompt: its scores say little about others")
-        found.append(one)
-    return tuple(found)
-
-
-def _require_vocabulary(prompt: Prompt, vocab_size: int) -> None:
-    outside = [token for token in prompt.tokens if not 0 <= token < vocab_size]
-    if outside:
-        raise ConfigError(
-            f"prompt 0 holds token {outside[0]}, and the model has {vocab_size}; use the model's "
-            "own tokenizer"
-        )
-
-
-def load_task(
-    config: JobConfig, tokenizer: Any, log: Callable[[str], None] = print
-) -> Task | MultiTurnTask:
-    """The task that the configuration names, or the built-in one."""
-    if config.task_path is not None:
-        factory = load_called_with("--task-path", config.task_path, "config", "tokenizer")
-        what = f"--task-path {config.task_path} made no task"
-        return require_task(try_on_example(what, factory, config, tokenizer), config.task_path)
-    renders = config.prompt_data is not None and config.apply_chat_template
-    if config.chat_template_kwargs is not None and not renders:
-        raise ConfigError(
-            f"--chat-template-kwargs {config.chat_template_kwargs} would do nothing, because no "
-            "chat template is rendered; add --prompt-data with --apply-chat-template, or drop it"
-        )
-    if config.prompt_data is not None:
-        return _dataset_task(config, tokenizer, log)
-    if config.hf_checkpoint is not None:
-        raise ConfigError(
-            f"--hf-checkpoint {config.hf_checkpoint} has nothing to train on; add --prompt-data or "
-            "--task-path"
-        )
-    return CopyDigitsTask(tokenizer, seed=config.seed)
-
-
-def _dataset_task(
-    config: JobConfig, tokenizer: Any, log: Callable[[str], None], option: str = "--prompt-data"
-) -> DatasetTask:
-    assert config.prompt_data is not None
-    rewards = RewardSet.of(config)
-    data = PromptDataset(
-        config.prompt_data,
-        tokenizer,
-        PromptFormat.of(config),
-        row_problem=_row_problem(config, rewards, option),
-        max_prompt_length=config.max_prompt_length,
-        bad_rows=config.bad_rows,
-        shuffle=config.shuffle_data,
-        seed=config.seed,
-        log=log,
-        option=option,
-    )
-    limits = enforced_limits(rewards)
-    if limits is not None:
-        log(limits)
-    return DatasetTask(data, tokenizer, rewards)
-
-
-def _row_problem(
-    config: JobConfig, rewards: RewardSet, option: str
-) -> Callable[[Mapping[str, Any]], str | None]:
-    """What is wrong with a row's label or teacher; evaluation asks no teacher."""
-    label_problem = rewards.load().label_problem
-    if option != "--prompt-data" or config.teacher_key is None:
-        return label_problem
-    return lambda row: label_problem(row) or teacher_problem(config, row)
-
-
-def choose_player(config: JobConfig) -> Callable[[ResponseStream], Player]:
-    """How an engine's actor turns requests into trajectories: in one turn, or in several.
-
-    Only a task of the user's own can have several; its code is loaded in the process that plays it.
-    """
-    if config.task_path is None:
-        return SingleTurnPlayer
-    tokenizer = load_tokenizer(config)
-    task = load_task(config, tokenizer)
-    if not isinstance(task, MultiTurnTask):
-        return SingleTurnPlayer
-    return functools.partial(MultiTurnPlayer, task=task, tokenizer=tokenizer, config=config)
-
-
-def sampling_parameters(config: JobConfig, task: Task | MultiTurnTask) -> SamplingParameters:
-    """How the engines sample; log-probs are turned on with a warning if a feature needs them."""
-    log_probs = config.return_rollout_log_probs
-    needing = config.needs_rollout_log_probs()
-    if needing and not log_probs:
-        warnings.warn(
-            f"{', '.join(needing)} needs the engine's log-probs, so they are turned on although "
-            "--no-return-rollout-log-probs was given",
-            stacklevel=2,
-        )
-        log_probs = True
-    return SamplingParameters(
-        temperature=config.rollout_temperature,
-        top_p=config.rollout_top_p,
-        top_k=config.rollout_top_k,
-        max_response_length=config.max_response_length,
-        stop_token_ids=task.stop_token_ids,
-        log_probs=log_probs,
-        routed_experts=config.wants_rollout_routes,
-        sampling_mask=config.replays_sampling_mask,
-        routed_weights=config.wants_route_weights,
-    )
-
-
 def _other_policy(config: JobConfig, option: str, policy: ModelSource) -> ModelSource | None:
     """The model that `option` names, if it does; it has to have the policy's vocabulary."""
     directory = getattr(config, option.removeprefix("--").replace("-", "_"))
@@ -375,31 +180,6 @@ def check_lengths(config: JobConfig, policy: ModelSource) -> None:
         raise ConfigError(
             f"--max-context-length is {context}, the model has {longest} positions; lower it"
         )
-
-
-def check_memory(config: JobConfig, policy: ModelSource) -> None:
-    """Refuse a model whose weights, gradients and optimizer state cannot fit on this machine.
-
-    Of a cluster nothing is known here.
-    """
-    if policy.directory is None or config.address is not None:
-        return
-    on_cuda = torch.cuda.is_available()
-    described = SimpleNamespace(**policy.hf_config)
-    tied = {"lm_head.weight"} if policy.hf_config.get("tie_word_embeddings") else set()
-    shapes = {
-        name: shape
-        for name, shape in HfDirectory(Path(policy.directory)).shapes().items()
-        if name not in tied and not is_extra_layer(name, described)
-    }
-    least = least_bytes(count_weights(shapes), config, on_cuda=on_cuda)
-    if on_cuda:
-        memory = torch.cuda.get_device_properties(0).total_memory
-        refuse_what_cannot_fit(least, memory, "on its GPU")
-        return
-    ranks = config.ranks_per_node
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-    refuse_what_cannot_fit(least, memory, f"of this machine's memory for each of its {ranks} ranks")
 
 
 def _check_answer_size(config: JobConfig, policy: ModelSource) -> None:

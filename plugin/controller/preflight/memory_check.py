@@ -7,12 +7,20 @@ is refused here cannot run; one that passes may still be too large, which `megat
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
+import torch
+
+from plugin.cluster.model_source import ModelSource
 from plugin.config import JobConfig
 from plugin.config.device_defaults import Capabilities, on_device
 from plugin.errors import ConfigError
+from plugin.megatron_backend.hf_weights.files import HfDirectory
+from plugin.megatron_backend.model.families import is_extra_layer
 
 
 @dataclass(frozen=True)
@@ -83,3 +91,28 @@ def refuse_what_cannot_fit(least: LeastBytes, memory: int, where: str) -> None:
         "--tensor-model-parallel-size, --pipeline-model-parallel-size or "
         "--expert-model-parallel-size; megatron-tis plan shows what each would save"
     )
+
+
+def check_memory(config: JobConfig, policy: ModelSource) -> None:
+    """Refuse a model whose weights, gradients and optimizer state cannot fit on this machine.
+
+    The memory of a cluster's nodes is not known here.
+    """
+    if policy.directory is None or config.address is not None:
+        return
+    on_cuda = torch.cuda.is_available()
+    described = SimpleNamespace(**policy.hf_config)
+    tied = {"lm_head.weight"} if policy.hf_config.get("tie_word_embeddings") else set()
+    shapes = {
+        name: shape
+        for name, shape in HfDirectory(Path(policy.directory)).shapes().items()
+        if name not in tied and not is_extra_layer(name, described)
+    }
+    least = least_bytes(count_weights(shapes), config, on_cuda=on_cuda)
+    if on_cuda:
+        memory = torch.cuda.get_device_properties(0).total_memory
+        refuse_what_cannot_fit(least, memory, "on its GPU")
+        return
+    ranks = config.ranks_per_node
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+    refuse_what_cannot_fit(least, memory, f"of this machine's memory for each of its {ranks} ranks")

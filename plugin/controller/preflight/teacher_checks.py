@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from plugin.cluster.model_source import ModelSource, directory_source, tokenizer_in
+from plugin.cluster.model_source import ModelSource, directory_source
 from plugin.config import JobConfig
 from plugin.config.flags import expect
 from plugin.config.teachers import TeacherSpec
 from plugin.errors import ConfigError
-from plugin.tasks.prompt_format import lookup, no_column
+from plugin.tasks.loading import tokenizer_in
 from plugin.teachers.http_teacher import HttpTeacher
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -22,7 +22,7 @@ def checked_teachers(
 ) -> dict[str, ModelSource]:
     """The teachers that the job loads, by name; a `ConfigError` for one that cannot teach.
 
-    tokenizer: of the policy; log: prints a message for a person
+    tokenizer: of the policy; log: prints a message
     """
     vocabulary = policy.hf_config["vocab_size"]
     k = config.distill_topk
@@ -37,19 +37,6 @@ def checked_teachers(
         else:
             loaded[spec.name] = _loaded(config, spec, policy, tokenizer)
     return loaded
-
-
-def teacher_problem(config: JobConfig, row: Mapping[str, Any]) -> str | None:
-    """Why no teacher can score the responses to a row's prompt; None if one can."""
-    key, names = config.teacher_key, [spec.name for spec in config.teacher_specs]
-    assert key is not None
-    try:
-        name = lookup(row, key)
-    except KeyError:
-        return no_column(row, key, "--teacher-key")
-    if name in names:
-        return None
-    return f"its teacher {key!r} is {str(name)[:100]!r}; --teachers names {', '.join(names)}"
 
 
 def _loaded(

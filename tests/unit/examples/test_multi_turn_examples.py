@@ -9,22 +9,17 @@ from typing import Any
 
 import pytest
 
-from plugin.cluster.model_source import load_tokenizer
 from plugin.config import JobConfig
-from plugin.controller.preflight.job_checks import (
-    check_job,
-    choose_player,
-    load_task,
-    sampling_parameters,
-)
-from plugin.engines.choice import make_engine
+from plugin.controller.preflight.job_checks import check_job
+from plugin.engines.choice import make_engine, sampling_parameters
 from plugin.engines.protocol import GenerationRequest
 from plugin.engines.response_stream import ResponseStream
 from plugin.environments.environment_protocol import Reply
 from plugin.environments.group_loop import play_all
-from plugin.environments.multi_turn import MultiTurnPlayer, run_multi_turn
+from plugin.environments.multi_turn import MultiTurnPlayer, choose_player, run_multi_turn
 from plugin.environments.single_turn import SingleTurnPlayer
 from plugin.environments.trajectory import Trajectory
+from plugin.tasks.loading import load_task, load_tokenizer
 from plugin.weights.buckets import pack_buckets
 from tests.unit.environments.conversations import (
     STOP,
@@ -64,7 +59,7 @@ def look_up(replies: list[str], **flags: Any) -> tuple[Trajectory, list[str]]:
     [[trajectory]] = run_multi_turn(
         engine,
         [GenerationRequest((), (1,))],
-        sampling_parameters(config, task),
+        sampling_parameters(config, task.stop_token_ids),
         task=task,
         tokenizer=tokenizer,
         config=config,
@@ -156,7 +151,7 @@ def test_the_calculator_answers_or_says_what_is_wrong(
     [[trajectory]] = run_multi_turn(
         engine,
         [GenerationRequest((), (1,))],
-        sampling_parameters(config, task),
+        sampling_parameters(config, task.stop_token_ids),
         task=task,
         tokenizer=chat_tokenizer("qwen_like"),
         config=config,

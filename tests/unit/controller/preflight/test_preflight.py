@@ -14,13 +14,13 @@ from plugin.config import JobConfig
 from plugin.config.engines import ENGINES
 from plugin.config.import_paths import load_function
 from plugin.controller.batch.preparation import advantages_of
-from plugin.controller.preflight.job_checks import check_job, load_task, sampling_parameters
-from plugin.engines.choice import make_engine
+from plugin.controller.preflight.job_checks import check_job
+from plugin.engines.choice import make_engine, sampling_parameters
 from plugin.environments.trajectory import Rollouts, Trajectory
 from plugin.errors import BatchError, ConfigError, HookLoadError
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET, CopyDigitsTask
-from plugin.tasks.dataset_task import DatasetTask
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTask
+from plugin.tasks.loading import load_task
+from plugin.tasks.prompt_data import DatasetTask
 
 TASK = CopyDigitsTask(CharacterTokenizer(ALPHABET))
 
@@ -34,17 +34,17 @@ def test_the_default_job_passes() -> None:
 
 def test_a_feature_that_needs_log_probs_turns_them_on_with_a_warning() -> None:
     off = JobConfig(return_rollout_log_probs=False)
-    assert not sampling_parameters(off, TASK).log_probs
+    assert not sampling_parameters(off, TASK.stop_token_ids).log_probs
     needing = JobConfig(return_rollout_log_probs=False, policy_loss="icepop")
     with pytest.warns(UserWarning, match="--policy-loss icepop needs the engine's log-probs"):
-        assert sampling_parameters(needing, TASK).log_probs
+        assert sampling_parameters(needing, TASK.stop_token_ids).log_probs
 
 
 def test_sampling_follows_the_flags() -> None:
     config = JobConfig(
         rollout_temperature=0.5, max_response_length=7, use_rollout_routing_replay=True
     )
-    parameters = sampling_parameters(config, TASK)
+    parameters = sampling_parameters(config, TASK.stop_token_ids)
     assert (parameters.temperature, parameters.max_response_length) == (0.5, 7)
     assert parameters.routed_experts
 

@@ -51,7 +51,7 @@ def test_float32_has_no_main_weights_and_unsharded_state_is_whole() -> None:
 
 def test_the_bound_is_below_what_a_plan_finds(capsys: Any, tmp_path: Path) -> None:
     from plugin.cli import main
-    from plugin.tools.plan.model_configs import read_hf_config
+    from plugin.tools.plan.checkpoint_coverage import read_hf_config
     from tests.unit.tools.plan.model_facts import MODELS
 
     small = MODELS["Qwen3-8B"] | {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 1000}
@@ -88,7 +88,7 @@ def test_a_job_that_cannot_fit_is_refused_before_anything_starts(
     from safetensors.torch import save_file
 
     from plugin.cluster.model_source import ModelSource
-    from plugin.controller.preflight.job_checks import check_memory
+    from plugin.controller.preflight.memory_check import check_memory
 
     save_file({"model.norm.weight": torch.zeros(1000)}, tmp_path / "model.safetensors")
     source = ModelSource({}, directory=str(tmp_path))
@@ -112,7 +112,7 @@ def test_tensors_that_no_rank_holds_do_not_count(
     from safetensors.torch import save_file
 
     from plugin.cluster.model_source import ModelSource
-    from plugin.controller.preflight.job_checks import check_memory
+    from plugin.controller.preflight.memory_check import check_memory
 
     # Besides 1,000 numbers a tied LM head and a layer for multi-token prediction.
     names = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.2.mlp.up_proj.weight")
