@@ -71,23 +71,24 @@ test-gpu: ## what this machine's GPUs can hold, in .venv-gpu; says of every file
 	@test -e .venv-gpu/ready || { echo "make venv-gpu builds the environment of the GPU suites; run it first"; exit 1; }
 	.venv-gpu/bin/python -m tests.run_gpu
 
-# The frameworks come without their dependencies, on top of .venv: nothing of theirs may replace a pinned package.
+# An environment (1) of Python (2) that also sees the packages of another (3) and adds requirement file (4), without
+# dependencies: nothing in it may replace a pinned package. Some wheels bring a top-level package `tests`, which would
+# hide ours.
+define overlay_environment
+	test -d $(1) || $(2) -m venv $(1)
+	$(CURDIR)/$(3)/bin/python -c "import site; print(site.getsitepackages()[0])" \
+		> "$$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
+	$(1)/bin/python -m pip install --quiet --no-deps -r $(4)
+	rm -rf $(1)/lib/python*/site-packages/tests
+endef
+
 test-adapters: venv ## adapters against verl and TRL themselves
-	test -d .venv-adapters || $(PYTHON) -m venv .venv-adapters
-	$(CURDIR)/$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
-		> "$$(.venv-adapters/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
-	.venv-adapters/bin/python -m pip install --quiet --no-deps -r requirements/adapters.txt
-	@# Some wheels bring a top-level package `tests`, which would hide ours.
-	rm -rf .venv-adapters/lib/python*/site-packages/tests
+	$(call overlay_environment,.venv-adapters,$(PYTHON),.venv,requirements/adapters.txt)
 	.venv-adapters/bin/python -m pytest tests/unit/adapters -rs
 
-# SkyRL wants Python 3.12, and so stands on the environment of the newest Megatron-Core, without dependencies as well.
+# SkyRL wants Python 3.12, and so stands on the environment of the newest Megatron-Core.
 test-skyrl: .venv-mcore-latest/ready ## the adapter against SkyRL itself (Python 3.12, a large download)
-	test -d .venv-skyrl || $(PYTHON_LATEST) -m venv .venv-skyrl
-	$(CURDIR)/.venv-mcore-latest/bin/python -c "import site; print(site.getsitepackages()[0])" \
-		> "$$(.venv-skyrl/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
-	.venv-skyrl/bin/python -m pip install --quiet --no-deps -r requirements/skyrl.txt
-	rm -rf .venv-skyrl/lib/python*/site-packages/tests
+	$(call overlay_environment,.venv-skyrl,$(PYTHON_LATEST),.venv-mcore-latest,requirements/skyrl.txt)
 	.venv-skyrl/bin/python -m pytest tests/unit/adapters/test_skyrl_adapter.py -rs
 
 .venv-vllm/ready: requirements/vllm.txt setup.py
@@ -104,10 +105,7 @@ test-vllm: .venv-vllm/ready ## rollouts from vLLM: in the job's process and from
 
 # Triton alone, on top of .venv: the CPU build of torch comes without it.
 .venv-kernels/ready: requirements/kernels.txt .venv/ready
-	$(PYTHON) -m venv .venv-kernels
-	$(CURDIR)/$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
-		> "$$(.venv-kernels/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
-	.venv-kernels/bin/python -m pip install --quiet --no-deps -r requirements/kernels.txt
+	$(call overlay_environment,.venv-kernels,$(PYTHON),.venv,requirements/kernels.txt)
 	@touch $@
 
 test-kernels: .venv-kernels/ready ## Triton kernels: binaries for sm_80, sm_90 and sm_100, results in the interpreter; no GPU needed
@@ -115,10 +113,7 @@ test-kernels: .venv-kernels/ready ## Triton kernels: binaries for sm_80, sm_90 a
 
 # A pretrained model and its task, on top of .venv; the model is converted once and kept below runs/.
 .venv-real/ready: requirements/real.txt .venv/ready
-	$(PYTHON) -m venv .venv-real
-	$(CURDIR)/$(BIN)/python -c "import site; print(site.getsitepackages()[0])" \
-		> "$$(.venv-real/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth"
-	.venv-real/bin/python -m pip install --quiet --no-deps -r requirements/real.txt
+	$(call overlay_environment,.venv-real,$(PYTHON),.venv,requirements/real.txt)
 	@touch $@
 
 runs/real_model/model: | .venv-real/ready

@@ -18,6 +18,7 @@ from plugin.config import FlagGroup, JobConfig
 from plugin.config.flags import field_type, option_name
 from plugin.config.other_frameworks import SLIME_LOSS_FLAGS, slime_option
 from plugin.observe.detectors import DETECTORS
+from plugin.observe.metric_table import SECTIONS, drawn_in
 from plugin.tools.compare.correction_catalog import CatalogEntry, catalog
 from tests.unit.loss.test_bandit_expectation import (
     CUR,
@@ -47,9 +48,18 @@ The public names, from their docstrings. They keep their meaning within a minor 
 CORRECTIONS_INTRO = """# Losses and corrections
 
 From the docstrings of the functions; `megatron-tis corrections` prints the same. `cur`, `train` and `rollout` are
-log-probabilities of the token under the policy being trained, the trainer at the start of the step, and the engine.
+log-probabilities of the token under the policy being trained, the trainer at the start of the step, and the engine. [All of them in one picture](../correction_catalog.md).
+"""
 
-![Weight of every correction and gradient of every policy loss](../images/corrections.png)
+METRICS_INTRO = """# Metrics
+
+Every metric of `metrics.jsonl`, TensorBoard and the report, from the table in
+`plugin/observe/metric_table.py`. `cur`, `train` and `rollout` are log-probabilities of the sampled
+token, π the probabilities; the ratio is π_train / π_rollout unless a correction works on another.
+Means are exact over all ranks: they travel as sums and counts. `over` is the denominator.
+
+Your own hooks, losses and code may record any other name; the report draws each in a chart of its
+own.
 """
 
 #: base, correction, cur differs from train
@@ -237,6 +247,23 @@ def _signature(function: Any, *, width: int = 80) -> str:
     return "(\n" + "".join(f"    {line},\n" for line in lines) + ")" + arrow
 
 
+def metrics_page() -> str:
+    """One table per section of `SECTIONS`."""
+    parts = [METRICS_INTRO]
+    for section in SECTIONS:
+        rows = [
+            "| metric | meaning | unit | over | better | where a person sees it |",
+            "|---|---|---|---|---|---|",
+        ]
+        for row in section.metrics:
+            meaning = row.formula.replace("|", "&#124;")
+            cells = (f"`{row.name}`", meaning, row.unit, row.over, row.better)
+            rows.append(f"| {' | '.join((*cells, ', '.join(drawn_in(row))))} |")
+        table = "\n".join(rows)
+        parts.append(f"## {section.title}\n\nFrom `{section.source}`.\n\n{table}\n")
+    return "\n".join(parts)
+
+
 def bias_table() -> str:
     """Relative error of the expected gradient on the softmax bandit of the tests, bounds removed."""
     lines = [
@@ -291,6 +318,7 @@ def pages() -> dict[Path, str]:
     return {
         DOCS / "reference" / "flags.md": flags_page(),
         DOCS / "reference" / "corrections.md": corrections_page(),
+        DOCS / "reference" / "metrics.md": metrics_page(),
         DOCS / "reference" / "api.md": api_page(),
         decision: with_table(decision, "exact biases", bias_table()),
         mismatch: with_table(mismatch, "detectors", detector_table()),

@@ -13,26 +13,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from plugin.observe.run_record import read_run
+
 #: Of an evaluation's line in metrics.jsonl, what is drawn.
 NAMES = ("mean", "mean/ci_low", "mean/ci_high", "response_length")
 
 
-def read_run(run_dir: Path) -> dict[str, Any]:
+def shown_of(run_dir: Path) -> dict[str, Any]:
     """Seed, training rewards and evaluations of a run."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
-    [seed] = [
-        line.split(":")[1].strip()
-        for line in (run_dir / "config.yaml").read_text().splitlines()
-        if line.startswith("seed:")
-    ]
+    run = read_run(run_dir)
     return {
-        "seed": int(seed),
-        "steps": [line["step"] for line in lines if "reward" in line],
-        "rewards": [line["reward"] for line in lines if "reward" in line],
+        "seed": run.config["seed"],
+        "steps": [line["step"] for line in run.steps],
+        "rewards": [line["reward"] for line in run.steps],
         "evaluations": [
             {"step": line["step"], **{name: line[f"eval/held-out/{name}"] for name in NAMES}}
-            for line in lines
-            if "eval/held-out/mean" in line
+            for line in run.evaluations
         ],
     }
 
@@ -89,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     data = options.file.with_suffix(".json")
     if options.run_dirs:
-        runs = [read_run(run_dir) for run_dir in options.run_dirs]
+        runs = [shown_of(run_dir) for run_dir in options.run_dirs]
         data.write_text(json.dumps(runs, indent=1) + "\n")
     runs = json.loads(data.read_text())
     draw(runs, options.file)

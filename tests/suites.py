@@ -45,47 +45,8 @@ GPU_SUITES = tuple(
 )
 
 
-@dataclass(frozen=True)
-class GpuPins:
-    """What a GPU environment is made of; requirement files, Makefile, workflow, extra and docs follow it.
-
-    transformer_engine, accepted: the version that is installed, and those that Megatron-Core's metadata names
-    flash_attn: within the bounds of that Transformer Engine (`FlashAttentionUtils`)
-    """
-
-    megatron_core: str
-    python: str
-    torch: str
-    transformer_engine: str
-    accepted: str
-    flash_attn: str
-    requirements: str
-    target: str
-
-
-GPU_PINS = (
-    GpuPins(
-        megatron_core="0.16.1",
-        python="3.12",
-        torch="2.13.0",
-        transformer_engine="2.11.0",
-        accepted=">=2.9,<2.12",
-        flash_attn="2.8.3",
-        requirements="requirements/gpu.txt",
-        target="venv-gpu",
-    ),
-    GpuPins(
-        megatron_core="0.19.2",
-        python="3.12",
-        torch="2.14.1",
-        transformer_engine="2.20.2",
-        accepted="",
-        flash_attn="2.8.3",
-        requirements="requirements/gpu-mcore-latest.txt",
-        target="venv-gpu-mcore-latest",
-    ),
-)
-
+#: The Python of the GPU environments.
+GPU_PYTHON = "3.12"
 #: The container of the GPU jobs: a CUDA toolkit, with which `make venv-gpu` builds Transformer Engine and flash-attn.
 GPU_IMAGE = "nvcr.io/nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04"
 

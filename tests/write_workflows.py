@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from tests.suites import CPU_SUITES, GPU_IMAGE, GPU_PINS, GPU_SUITES, ROOT, Suite
+from tests.suites import CPU_SUITES, GPU_IMAGE, GPU_PYTHON, GPU_SUITES, ROOT, Suite
 
 DIRECTORY = ROOT / ".github" / "workflows"
 HEADER = "# Written by `python -m tests.write_workflows` from tests/suites.py; edit that table instead.\n"
@@ -29,7 +29,7 @@ def cpu_job(suite: Suite) -> dict[str, Any]:
 
 def gpu_job(suite: Suite) -> dict[str, Any]:
     """A job on a self-hosted runner with enough GPUs: nightly, by hand, or on the label `run-gpu`."""
-    python = f"python{GPU_PINS[0].python}"
+    python = f"python{GPU_PYTHON}"
     packages = ("git", "make", f"{python}-venv", f"{python}-dev")
     labeled = "contains(github.event.pull_request.labels.*.name, 'run-gpu')"
     return {
@@ -40,7 +40,7 @@ def gpu_job(suite: Suite) -> dict[str, Any]:
         "steps": [
             {"uses": "actions/checkout@v4"},
             {"run": f"apt-get update && apt-get install -y {' '.join(packages)}"},
-            {"run": f"make venv-gpu PYTHON=python{GPU_PINS[0].python}"},
+            {"run": f"make venv-gpu PYTHON={python}"},
             {"run": suite.command},
         ],
     }

@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
+from plugin.observe.metric_table import CONSOLE
+
 _SECONDS_BETWEEN_LINES = 2.0
 _SPINNER, _SECONDS_BETWEEN_MARKS = "|/-\\", 0.2
 _BAR_WIDTH = 20
@@ -29,27 +31,16 @@ def progress_line(
     seconds_left: float | None = None,
     width: int | None = None,
 ) -> str:
-    """Step, time left, and what tells a good run from a bad one, the most telling first.
+    """Step, time left, and what tells a good run from a bad one (`metric_table.CONSOLE`).
 
     width: columns there are; fields at the end that do not fit are left out
     """
-    masked = ("is_masked", "tis_clipfrac", "pg_clipfrac")
-    fields = (
-        ("reward", metrics.get("reward"), "{:.3f}"),
-        ("length", metrics.get("response_length"), "{:.0f}"),
-        ("truncated", metrics.get("truncated_share"), "{:.0%}"),
-        ("grad norm", metrics.get("grad_norm"), "{:.3g}"),
-        ("mismatch kl", metrics.get("mismatch_kl"), "{:.1e}"),
-        ("clipped", next((metrics[n] for n in masked if n in metrics), None), "{:.1%}"),
-        ("loss", metrics.get("loss"), "{:+.4f}"),
-        ("tokens/s", metrics.get("tokens_per_second"), "{:.0f}"),
-        ("staleness", metrics.get("staleness"), "{:.1f}"),
-    )
     line = f"step {int(metrics['step']):4d}/{total}"
     if seconds_left is not None:
         line += f"  {_duration(seconds_left)} left"
-    for name, value, form in fields:
-        field = f"  {name} {'-' if value is None or math.isnan(value) else form.format(value)}"
+    for label, names, form in CONSOLE:
+        value = next((metrics[name] for name in names if name in metrics), None)
+        field = f"  {label} {'-' if value is None or math.isnan(value) else form.format(value)}"
         if width is not None and len(line) + len(field) > width:
             break
         line += field

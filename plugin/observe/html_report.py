@@ -1,16 +1,24 @@
-"""From run directories to one HTML report: which metrics are drawn where."""
+"""From run directories to one HTML report; `metric_table.py` says which metrics are drawn where."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plugin.observe.html_page import located, page, series, write_page
 from plugin.observe.learning import run_findings
+from plugin.observe.metric_table import (
+    CHARTS,
+    SLICE_CHARTS,
+    TILES,
+    Chart,
+    evaluation_chart,
+    row_of,
+)
 from plugin.observe.run_record import RunRecord, read_run, read_samples
 
 #: A drawn line has at most twice this many points: the lowest and the highest of every stretch.
@@ -22,192 +30,8 @@ SLICE_STEPS = 20
 _DASHES = ("", "5 3", "2 3")
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One chart.
-
-    lines: label -> metrics, of which the first that a run has recorded is drawn
-    bands: (low key, high key, opacity); mark: a horizontal reference line
-    floor, ceiling: values that the axis always shows
-    optional: left out without data
-    """
-
-    id: str
-    title: str
-    note: str
-    lines: dict[str, tuple[str, ...]]
-    bands: tuple[tuple[str, str, float], ...] = ()
-    log: bool = False
-    floor: float | None = None
-    ceiling: float | None = None
-    mark: float | None = None
-    missing: str = "Not recorded in this run"
-    optional: bool = False
-
-
-_NEEDS_ROLLOUT = "Not recorded: it needs the rollout engine's log-probs"
-PANELS: tuple[Panel, ...] = (
-    Panel(
-        "reward",
-        "Reward",
-        "Mean reward of the samples trained on.",
-        {"reward": ("reward",)},
-    ),
-    Panel(
-        "mismatch_kl",
-        "Mismatch KL",
-        "KL of the rollout policy from the trained one, per token (k3). Noise of the engine stays "
-        "flat; growth is a warning.",
-        {"current policy": ("mismatch_kl",), "start of the step": ("mismatch/k3",)},
-        log=True,
-        missing=_NEEDS_ROLLOUT,
-    ),
-    Panel(
-        "teacher_kl",
-        "Distance from the teacher",
-        "Reverse KL per token: its estimate by the sampled tokens, and over the likeliest ids.",
-        {"sampled tokens": ("teacher_kl",), "likeliest ids": ("distill_kl",)},
-        optional=True,
-    ),
-    Panel(
-        "ratio_percentiles",
-        "Ratio percentiles",
-        "π_train / π_rollout before any correction: median, 25–75 %, 5–95 % and 1–99 %.",
-        {"median": ("mismatch/ratio_p50",)},
-        bands=(
-            ("mismatch/ratio_p01", "mismatch/ratio_p99", 0.12),
-            ("mismatch/ratio_p05", "mismatch/ratio_p95", 0.16),
-            ("mismatch/ratio_p25", "mismatch/ratio_p75", 0.25),
-        ),
-        log=True,
-        mark=1.0,
-        missing=_NEEDS_ROLLOUT,
-    ),
-    Panel(
-        "ess",
-        "Effective sample size",
-        "ESS / N of the token weights: 1 means every token counts, 0.5 that half the batch is "
-        "wasted.",
-        {
-            "after correction": ("mismatch/weight_ess_share",),
-            "before correction": ("mismatch/ess_share",),
-        },
-        ceiling=1.0,
-        missing=_NEEDS_ROLLOUT,
-    ),
-    Panel(
-        "clipped",
-        "Clipped fraction",
-        "Tokens whose weight or policy ratio was bounded.",
-        {
-            "policy loss": ("pg_clipfrac",),
-            "weight, high": ("mismatch/clipped_high_share", "tis_clipfrac"),
-            "weight, low": ("mismatch/clipped_low_share",),
-        },
-        floor=0.0,
-    ),
-    Panel(
-        "masked",
-        "Masked fraction",
-        "Tokens that a correction dropped, by the side on which their ratio left the band.",
-        {
-            "all": ("is_masked",),
-            "too high": ("is_masked_high", "mismatch/masked_high_share"),
-            "too low": ("is_masked_low", "mismatch/masked_low_share"),
-        },
-        floor=0.0,
-        missing="Not recorded: no correction that masks is in use",
-    ),
-    Panel(
-        "rollout_kl",
-        "Rollout KL",
-        "The KL term between the current and the rollout policy, as the loss sees it.",
-        {"rollout KL": ("rollout_kl",)},
-        log=True,
-        missing="Not recorded: --use-rollout-kl-loss is off",
-    ),
-    Panel(
-        "grad_norm",
-        "Gradient norm",
-        "Of the whole model, before clipping. Spikes that follow a rise of the mismatch are "
-        "off-policy noise.",
-        {"gradient norm": ("grad_norm",)},
-        log=True,
-    ),
-    Panel(
-        "staleness",
-        "Weight staleness",
-        "How many weight versions the rollouts were behind the trainer.",
-        {"mean": ("staleness",), "oldest": ("staleness_max",)},
-        floor=0.0,
-    ),
-    Panel(
-        "throughput",
-        "Throughput",
-        "Tokens per second of wall clock.",
-        {"tokens/s": ("tokens_per_second",)},
-        floor=0.0,
-    ),
-    Panel("loss", "Loss", "The whole loss, all terms.", {"loss": ("loss",)}),
-    Panel(
-        "entropy",
-        "Entropy",
-        "Mean entropy of the policy at the sampled tokens.",
-        {"entropy": ("entropy_loss",)},
-        optional=True,
-    ),
-    Panel(
-        "extremes",
-        "Largest and smallest ratio",
-        "True extremes over every rank, before correction.",
-        {"largest": ("mismatch/ratio_max",), "smallest": ("mismatch/ratio_min",)},
-        log=True,
-        mark=1.0,
-        optional=True,
-    ),
-    Panel(
-        "response_length",
-        "Response length",
-        "Mean number of response tokens.",
-        {"tokens": ("response_length",)},
-        floor=0.0,
-        optional=True,
-    ),
-)
-_SLICES = (
-    ("by_position", "By position in the response", "k3 of the tokens at these positions."),
-    ("by_staleness", "By weight staleness", "k3 of the tokens sampled by weights this old."),
-    (
-        "by_rollout_prob",
-        "By rollout probability",
-        "k3 of the tokens whose probability was in this range when sampled.",
-    ),
-)
-#: Not drawn: numbers that only count, and the slices and totals behind the panels.
-_BOOKKEEPING = (
-    *(
-        "step",
-        "rollout",
-        "epoch",
-        "weight_version",
-        "lr",
-        "turns",
-        "skipped",
-        "samples_per_trajectory",
-    ),
-    *("engine_restarts", "trainer_restarts", "padding_microbatch_share"),
-)
-_BOOKKEEPING_PREFIXES = ("mismatch/", "seconds", "prompts_", "dropped_", "groups_", "num_")
 #: Settings that differ between any two runs.
 _OF_ONE_RUN = ("run_dir", "name")
-#: The numbers above the charts.
-TILES = {
-    "reward": "reward",
-    "mismatch KL": "mismatch_kl",
-    "ESS / N": "mismatch/ess_share",
-    "staleness": "staleness",
-    "tokens / s": "tokens_per_second",
-}
 
 
 def write_report(run_dirs: Sequence[str | Path], output: Path, *, force: bool) -> Path:
@@ -230,12 +54,12 @@ def report_html(runs: Sequence[RunRecord]) -> str:
         ],
         "tiles": _tiles(runs, names),
         "charts": [
-            *(chart for panel in PANELS[:1] if (chart := _chart(panel, runs, names))),
+            *_drawn(CHARTS[:1], runs, names),
             *_evaluation_charts(runs, names),
-            *(chart for panel in PANELS[1:] if (chart := _chart(panel, runs, names))),
+            *_drawn(CHARTS[1:], runs, names),
         ],
-        "other": [chart for panel in _other_panels(runs) if (chart := _chart(panel, runs, names))],
-        "slices": [chart for part in _SLICES if (chart := _slice_chart(*part, runs, names))],
+        "other": _drawn(_other_charts(runs), runs, names),
+        "slices": [drawn for part in SLICE_CHARTS if (drawn := _slice(*part, runs, names))],
         "findings": [
             located(item, names[i] if len(runs) > 1 else "")
             for i, run in enumerate(runs)
@@ -280,41 +104,26 @@ def _setting(run: RunRecord, key: str) -> str:
     return "none" if run.config[key] is None else str(run.config[key])
 
 
-def _other_panels(runs: Sequence[RunRecord]) -> list[Panel]:
-    """One panel for every further metric, whoever recorded it: a hook, a loss, the user's code."""
-    drawn = {name for panel in PANELS for names in panel.lines.values() for name in names}
-    drawn |= {name for panel in PANELS for low, high, _ in panel.bands for name in (low, high)}
+def _other_charts(runs: Sequence[RunRecord]) -> list[Chart]:
+    """One chart for every further metric, whoever recorded it: a hook, a loss, the user's code."""
+    shown = {name for chart in CHARTS for name in chart.metrics}
     found = {name for run in runs for record in run.steps for name in record}
     return [
-        Panel(f"metric/{name}", name, "", {name: (name,)}, optional=True)
-        for name in sorted(found - drawn - {*_BOOKKEEPING})
-        if not name.startswith(_BOOKKEEPING_PREFIXES)
+        Chart(f"metric/{name}", name, "", {name: (name,)}, optional=True)
+        for name in sorted(found - shown)
+        if (row := row_of(name)) is None or row.own_chart
     ]
 
 
 def _evaluation_charts(runs: Sequence[RunRecord], names: list[str]) -> list[dict[str, Any]]:
-    """One chart per set: mean with its interval, and pass@k of the smallest and the largest k."""
-    found = {name for run in runs for record in run.evaluations for name in record}
-    sets = sorted({name.split("/")[1] for name in found if name.startswith("eval/")})
-    evaluated = [replace(run, steps=run.evaluations) for run in runs]
+    """One chart per set, with pass@k of the smallest and the largest k."""
+    found = {tuple(name.split("/")) for run in runs for line in run.evaluations for name in line}
     charts = []
-    for name in sets:
-        prefix = f"eval/{name}/"
-        passes = [key.removeprefix(prefix) for key in found if key.startswith(f"{prefix}pass@")]
-        ks = sorted({int(key.split("/")[0].removeprefix("pass@")) for key in passes})
-        lines = ["mean", *dict.fromkeys(f"pass@{k}" for k in (*ks[:1], *ks[-1:]))]
-        panel = Panel(
-            prefix,
-            f"Evaluation on {name}",
-            "Mean reward and pass@k on prompts that are not trained on; the band is the 95 % "
-            "interval of the mean.",
-            {line: (prefix + line,) for line in lines},
-            bands=((f"{prefix}mean/ci_low", f"{prefix}mean/ci_high", 0.18),),
-        )
-        chart = _chart(panel, evaluated, names)
-        if chart is not None:
-            charts.append(chart)
-    return charts
+    for name in sorted({parts[1] for parts in found if parts[0] == "eval"}):
+        passes = {p[2] for p in found if p[:2] == ("eval", name) and p[2].startswith("pass@")}
+        ks = sorted(int(key.removeprefix("pass@")) for key in passes)
+        charts.append(evaluation_chart(name, dict.fromkeys((*ks[:1], *ks[-1:]))))
+    return _drawn(charts, [replace(run, steps=run.evaluations) for run in runs], names)
 
 
 def thinned(steps: Sequence[float], values: Sequence[float | None]) -> tuple[list, list]:
@@ -331,37 +140,47 @@ def thinned(steps: Sequence[float], values: Sequence[float | None]) -> tuple[lis
     return [steps[i] for i in order], [values[i] for i in order]
 
 
-def _chart(panel: Panel, runs: Sequence[RunRecord], names: list[str]) -> dict[str, Any] | None:
+def _drawn(
+    charts: Sequence[Chart], runs: Sequence[RunRecord], names: list[str]
+) -> list[dict[str, Any]]:
+    """The charts as page/charts.js reads them, without optional ones that have no data."""
+    return [drawn for chart in charts if (drawn := _chart(chart, runs, names))]
+
+
+def _chart(chart: Chart, runs: Sequence[RunRecord], names: list[str]) -> dict[str, Any] | None:
     lines, bands = [], []
     alone = len(runs) == 1
     for i, run in enumerate(runs):
         steps = [record["step"] for record in run.steps]
-        for number, (name, keys) in enumerate(panel.lines.items()):
+        for number, (name, keys) in enumerate(chart.lines.items()):
             x, y = thinned(steps, _values(run, *keys))
             label = name if alone else f"{names[i]} {name}"
-            kind = name if len(panel.lines) > 1 else ""
+            kind = name if len(chart.lines) > 1 else ""
             # One run: a color per line. Several: a color per run, the lines differ by their dashes.
             style = {"color": f"c{number}"} if alone else {"dash": _DASHES[number]}
             lines.append(series(i, label, x, y, kind=kind, **style))
         stride = max(1, len(steps) // MAX_STRETCHES)
-        for low, high, opacity in panel.bands:
+        for low, high, opacity in chart.bands:
             points = list(zip(steps, _values(run, low), _values(run, high), strict=True))[::stride]
             known = [point for point in points if None not in point]
             bands.append(
                 {"run": i, "color": f"c{i % 8}", "opacity": opacity / math.sqrt(len(runs))}
                 | {key: [p[j] for p in known] for j, key in enumerate(("x", "low", "high"))}
             )
-    if panel.optional and not any(value is not None for line in lines for value in line["y"]):
+    if chart.optional and not any(value is not None for line in lines for value in line["y"]):
         return None
-    chart = {"id": panel.id, "title": panel.title, "note": panel.note, "missing": panel.missing}
-    return chart | {
-        "log": panel.log,
+    return {
+        "id": chart.id,
+        "title": chart.title,
+        "note": chart.note,
+        "missing": chart.missing,
+        "log": chart.log,
         "series": lines,
         "bands": bands,
         "keyColors": alone,
-        "floor": panel.floor,
-        "ceiling": panel.ceiling,
-        "marks": [] if panel.mark is None else [{"y": panel.mark}],
+        "floor": chart.floor,
+        "ceiling": chart.ceiling,
+        "marks": [] if chart.mark is None else [{"y": chart.mark}],
     }
 
 
@@ -380,7 +199,7 @@ def _number(value: Any) -> float | None:
     return None
 
 
-def _slice_chart(
+def _slice(
     dimension: str, title: str, note: str, runs: Sequence[RunRecord], names: list[str]
 ) -> dict[str, Any] | None:
     prefix = f"mismatch/{dimension}/"

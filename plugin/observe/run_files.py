@@ -31,13 +31,7 @@ import yaml
 from plugin.config.flags import without_credentials
 from plugin.errors import ConfigError
 from plugin.observe.html_report import write_report
-
-#: What every line of metrics.jsonl has, whatever else a job adds.
-REQUIRED_METRICS = (
-    *("step", "reward", "loss", "grad_norm"),
-    *("mismatch_kl", "staleness", "tokens_per_second"),
-)
-
+from plugin.observe.metric_table import REQUIRED_METRICS
 
 #: All that a run writes besides `checkpoints/`, `model/` and `models/`, as patterns.
 RUN_FILES = (

@@ -1,4 +1,4 @@
-"""More layouts, every built-in correction and policy loss, and the command itself; minutes in all."""
+"""More layouts, every built-in correction, estimator and policy loss, and the command itself; minutes in all."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterable
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +22,45 @@ import pytest
 from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 
 from plugin.config import JobConfig
+from plugin.config.loss.loss_config import ESTIMATOR_TRAITS
 from plugin.config.loss.policy_loss import traits_of
 from plugin.controller.job import run_job
+from plugin.loss import POLICY_LOSSES
 from plugin.observe.run_record import read_samples
+from plugin.tools.compare.correction_catalog import correction_functions
 from tests.ray.small_jobs import SIZES, run_small
 from tests.ray.tokenizer_files import save_character_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-HOOKS = (
-    "vanilla_tis_function",
-    "icepop_function",
-    "off_policy_is_function",
-    "sequence_tis_function",
-    "geometric_mask_function",
-    "rejection_function",
-    "veto_function",
-    "opsm_function",
-    "dppo_tv_mask_function",
-)
-LOSSES = ("ppo", "reinforce", "cispo", "gspo", "icepop", "dppo_tv", "dppo", "ipo_kl", "sapo")
+#: Estimators that a job can use by themselves: a value model has `test_critic_jobs.py`, a teacher without rewards
+#: `test_distillation_jobs.py`.
+ESTIMATORS = [name for name, t in ESTIMATOR_TRAITS.items() if t.rewards and not t.values]
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_every_built_in_correction_runs_in_a_job(two_nodes: str, tmp_path: Path, hook: str) -> None:
+def side_by_side(first: Iterable[str], second: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs that hold every name of both tables; the shorter table starts again."""
+    names = (list(first), list(second))
+    return list(islice(zip(*map(cycle, names), strict=True), max(map(len, names))))
+
+
+@pytest.mark.parametrize(("hook", "estimator"), side_by_side(correction_functions(), ESTIMATORS))
+def test_every_built_in_correction_and_every_estimator_runs_in_a_job(
+    two_nodes: str, tmp_path: Path, hook: str, estimator: str
+) -> None:
     run_small(
         two_nodes,
         tmp_path / "run",
         num_nodes=1,
         policy_loss="reinforce",
+        advantage_estimator=estimator,
         use_tis=True,
         custom_tis_function_path=f"plugin.ppo_utils.{hook}",
         rollout_dtype="bfloat16",
     )
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
 def test_every_policy_loss_runs_in_an_asynchronous_job(
     two_nodes: str, tmp_path: Path, loss: str
 ) -> None:

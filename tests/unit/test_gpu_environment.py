@@ -1,20 +1,18 @@
-"""Requirement files, Makefile, workflow, extra and docs agree with the table of GPU pins."""
+"""What a GPU environment installs fits together: pins, Megatron-Core's metadata, the extra, workflow and docs."""
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
-import re
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
-from tests.suites import GPU_IMAGE, GPU_PINS, ROOT, GpuPins
+from tests.suites import GPU_IMAGE, GPU_PYTHON, ROOT
 from tests.write_workflows import workflows
 
-each = pytest.mark.parametrize("pins", GPU_PINS, ids=lambda pins: pins.megatron_core)
+REQUIREMENTS = ROOT / "requirements"
 
 
 def pinned(file: Path) -> dict[str, str]:
@@ -24,45 +22,8 @@ def pinned(file: Path) -> dict[str, str]:
     return {item.name: next(iter(item.specifier)).version for item in found}
 
 
-@each
-def test_a_requirement_file_has_the_pins_of_the_table(pins: GpuPins) -> None:
-    assert pinned(ROOT / pins.requirements) == {
-        "transformer-engine": pins.transformer_engine,
-        "flash-attn": pins.flash_attn,
-    }
-
-
-@each
-def test_the_make_target_installs_them_on_the_torch_and_megatron_core_of_the_table(
-    pins: GpuPins,
-) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    call = re.search(
-        rf"^\.{pins.target}/ready:.*\n\t\$\(call gpu_environment,(.*)\)$", makefile, re.M
-    )
-    assert call, f"make {pins.target}"
-    _, directory, torch, base, own = call.group(1).split(",")
-    default = re.search(r"^TORCH \?= (\S+)$", makefile, re.M)
-    assert default and torch.replace("$(TORCH)", default.group(1)) == pins.torch
-    assert directory == f".{pins.target}" and own == pins.requirements
-    assert pinned(ROOT / base)["megatron-core"] == pins.megatron_core
-    assert "--no-build-isolation" in makefile
-
-
-def test_megatron_core_accepts_the_transformer_engine_that_is_installed_with_it() -> None:
-    pins = GPU_PINS[0]
-    if importlib.metadata.version("megatron-core") != pins.megatron_core:
-        pytest.skip("another Megatron-Core is installed")
-    wanted = [Requirement(text) for text in importlib.metadata.requires("megatron-core") or ()]
-    (engine,) = [item for item in wanted if item.name == "transformer-engine"]
-    assert engine.specifier.contains(pins.transformer_engine, prereleases=True)
-    # The range of the extra is Megatron-Core's own: nothing outside of it is accepted.
-    for version in ("2.8.0", "2.9.0", "2.11.0", "2.12.0"):
-        ours = SpecifierSet(pins.accepted).contains(version)
-        assert ours == engine.specifier.contains(version, prereleases=True), version
-
-
-def test_the_extra_takes_what_the_table_accepts() -> None:
+def gpu_extra() -> dict[str, Requirement]:
+    """Name -> requirement of `pip install megatron-tis[gpu]`."""
     tree = ast.parse((ROOT / "setup.py").read_text())
     extras = next(
         ast.literal_eval(keyword.value)
@@ -71,20 +32,53 @@ def test_the_extra_takes_what_the_table_accepts() -> None:
         for keyword in node.keywords
         if keyword.arg == "extras_require"
     )
-    engine, flash = map(Requirement, extras["gpu"])
-    assert engine.specifier == SpecifierSet(GPU_PINS[0].accepted)
-    assert flash.specifier.contains(GPU_PINS[0].flash_attn)
+    return {item.name: item for item in map(Requirement, extras["gpu"])}
+
+
+def test_megatron_core_accepts_the_transformer_engine_that_is_installed_with_it() -> None:
+    if (
+        importlib.metadata.version("megatron-core")
+        != pinned(REQUIREMENTS / "cpu.txt")["megatron-core"]
+    ):
+        pytest.skip("another Megatron-Core is installed")
+    wanted = [Requirement(text) for text in importlib.metadata.requires("megatron-core") or ()]
+    (engine,) = [item for item in wanted if item.name == "transformer-engine"]
+    installed = pinned(REQUIREMENTS / "gpu.txt")["transformer-engine"]
+    assert engine.specifier.contains(installed, prereleases=True)
+    # The range of the extra is Megatron-Core's own: nothing outside of it is accepted.
+    ours = gpu_extra()["transformer-engine"].specifier
+    for version in ("2.8.0", "2.9.0", "2.11.0", "2.12.0"):
+        assert ours.contains(version) == engine.specifier.contains(version, prereleases=True)
+
+
+def test_the_extra_takes_what_the_environment_installs() -> None:
+    extra = gpu_extra()
+    for name, version in pinned(REQUIREMENTS / "gpu.txt").items():
+        assert extra[name].specifier.contains(version), name
 
 
 def test_the_workflow_builds_that_environment_and_runs_in_it() -> None:
     workflow = workflows()["gpu.yml"]
-    assert f"make venv-gpu PYTHON=python{GPU_PINS[0].python}" in workflow
+    assert f"make venv-gpu PYTHON=python{GPU_PYTHON}" in workflow
     assert ".venv-gpu/bin/python -m tests.run_gpu" in workflow and GPU_IMAGE in workflow
     # Transformer Engine's package for CUDA 13, as Megatron-Core asks for it
     assert "cuda:13." in GPU_IMAGE and "-devel-" in GPU_IMAGE
 
 
-@each
-def test_the_documentation_shows_the_table(pins: GpuPins) -> None:
-    row = f"| {pins.megatron_core} | {pins.python} | {pins.torch} | {pins.transformer_engine} | {pins.flash_attn} | `make {pins.target}` |"
-    assert row in (ROOT / "docs" / "testing.md").read_text()
+@pytest.mark.parametrize(
+    ("gpu", "base", "target"),
+    [
+        ("gpu.txt", "cpu.txt", "venv-gpu"),
+        ("gpu-mcore-latest.txt", "mcore-latest.txt", "venv-gpu-mcore-latest"),
+    ],
+)
+def test_the_documentation_shows_the_versions_that_are_installed(
+    gpu: str, base: str, target: str
+) -> None:
+    pins, core = pinned(REQUIREMENTS / gpu), pinned(REQUIREMENTS / base)["megatron-core"]
+    page = (ROOT / "docs" / "testing.md").read_text()
+    [row] = [line for line in page.splitlines() if f"`make {target}` |" in line]
+    assert row.startswith(f"| {core} | {GPU_PYTHON} |")
+    assert row.endswith(
+        f"| {pins['transformer-engine']} | {pins['flash-attn']} | `make {target}` |"
+    )

@@ -11,25 +11,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+from plugin.observe.run_record import read_run
+
 FILE = Path("docs/images/lora_real.json")
 COLORS = {"all weights": "#1f77b4", "adapters": "#d62728"}
 EVALUATED = ("mean", "mean/ci_low", "mean/ci_high")
 STEP = ("step", "reward", "mismatch_kl", "grad_norm", "entropy_loss", "uniform_group_share")
 
 
-def read_run(run_dir: Path) -> dict[str, Any]:
+def shown_of(run_dir: Path) -> dict[str, Any]:
     """Settings, steps and evaluations of a run."""
-    import yaml
-
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+    run = read_run(run_dir)
     return {
-        "settings": {name: config[name] for name in ("lr", "lora_rank", "lora_sync", "seed")},
-        "steps": [{name: line[name] for name in STEP} for line in lines if "reward" in line],
+        "settings": {name: run.config[name] for name in ("lr", "lora_rank", "lora_sync", "seed")},
+        "steps": [{name: line[name] for name in STEP} for line in run.steps],
         "evaluations": [
-            {"step": line["step"]} | {name: line[f"eval/held-out/{name}"] for name in EVALUATED}
-            for line in lines
-            if "eval/held-out/mean" in line
+            {"step": line["step"], **{name: line[f"eval/held-out/{name}"] for name in EVALUATED}}
+            for line in run.evaluations
         ],
     }
 
@@ -71,7 +69,7 @@ def main() -> None:
     parser.add_argument("--image", type=Path, default=FILE.with_suffix(".svg"))
     options = parser.parse_args()
     if options.runs:
-        found = dict(zip(COLORS, map(read_run, options.runs), strict=True))
+        found = dict(zip(COLORS, map(shown_of, options.runs), strict=True))
         FILE.write_text(json.dumps(found, indent=1) + "\n")
     draw(json.loads(FILE.read_text()), options.image)
     print(options.image)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from plugin.config import LossConfig
-from plugin.loss import POLICY_LOSSES
 from tests.unit.loss.sample_batches import logs, token_loss
 
 ONES = [torch.ones(1)]
@@ -14,13 +13,6 @@ ONES = [torch.ones(1)]
 
 def close(actual: torch.Tensor, *expected: float) -> None:
     torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-6)
-
-
-def test_every_policy_loss_of_the_flag_has_a_function() -> None:
-    assert set(POLICY_LOSSES) == {
-        *("ppo", "reinforce", "cispo", "gspo", "icepop", "dppo_tv", "dppo", "ipo_kl", "sapo"),
-        *("dppo_kl", "vespo", "topr", "dro", "minpro"),
-    }
 
 
 def test_ppo_clips_by_hand() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from plugin.cli import main
-from plugin.observe.html_report import MAX_STRETCHES, PANELS, TILES, report_html, thinned
+from plugin.observe.html_report import MAX_STRETCHES, report_html, thinned
+from plugin.observe.metric_table import CHARTS, TILES
 from plugin.observe.run_files import RunFiles
 from plugin.observe.run_record import read_run
 
@@ -30,9 +31,7 @@ SLICES = (
 
 def drawn_metrics() -> set[str]:
     """The names of all metrics that the report shows, besides the slices."""
-    keys = {key for panel in PANELS for keys in panel.lines.values() for key in keys}
-    bands = {key for panel in PANELS for low, high, _ in panel.bands for key in (low, high)}
-    return keys | bands | set(TILES.values())
+    return {name for chart in CHARTS for name in chart.metrics} | set(TILES.values())
 
 
 def write_run(directory: Path, *, steps: int = 20, level: float = 1.0, **config: Any) -> Path:

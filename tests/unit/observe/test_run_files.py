@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from plugin.errors import ConfigError
-from plugin.observe.run_files import REQUIRED_METRICS, RunFiles, new_run_dir
+from plugin.observe.metric_table import REQUIRED_METRICS
+from plugin.observe.run_files import RunFiles, new_run_dir
 from plugin.observe.run_record import read_run
 
 CONFIG = {"policy_loss": "ppo", "tis_clip": 2.0, "hf_checkpoint": None, "run_dir": Path("x")}

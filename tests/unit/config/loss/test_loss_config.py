@@ -98,10 +98,6 @@ def test_off_policy_is_belongs_on_reinforce() -> None:
     LossConfig(policy_loss="reinforce", use_tis=True, custom_tis_function_path=OFF_POLICY)
 
 
-def test_every_loss_is_sorted_by_the_ratio_it_carries() -> None:
-    assert {*ROLLOUT_LOSSES, *RATIO_LOSSES, "reinforce"} == set(POLICY_LOSSES)
-
-
 def test_settings_that_would_do_nothing_are_refused() -> None:
     refused("--kl-loss-coef is 0.1 but --use-kl-loss is off", kl_loss_coef=0.1)
     refused("--rollout-kl-loss-coef is 0.1 but --use-rollout-kl-loss", rollout_kl_loss_coef=0.1)
