@@ -69,11 +69,11 @@ def evaluate(
     from plugin.controller.local_engine import LocalEngine, load_directory
     from plugin.controller.preflight.job_checks import check_lengths
     from plugin.controller.preflight.task_checks import evaluation_parts
-    from plugin.controller.queue.scoring import make_scorer, scorer_for
     from plugin.controller.records.resuming import find_source
     from plugin.engines.choice import check_engine, make_engine
     from plugin.engines.response_stream import ResponseStream
     from plugin.environments.multi_turn import choose_player
+    from plugin.rewards.scorers import make_scorer, scorer_for
 
     with contextlib.ExitStack() as cleanup:
         if (source / "config.json").is_file():

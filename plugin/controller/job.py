@@ -19,7 +19,6 @@ from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
 from plugin.controller.interrupts import Interrupts, ignored_interrupts
 from plugin.controller.preflight.job_checks import JobParts, check_job
-from plugin.controller.queue.scoring import make_scorer
 from plugin.controller.records.resuming import (
     CHECKPOINTS,
     RunCheckpoints,
@@ -32,6 +31,7 @@ from plugin.controller.training_loop import TrainingLoop
 from plugin.controller.weight_sync.sync import WeightSync
 from plugin.observe.console import Console
 from plugin.observe.run_files import RunFiles, new_run_dir
+from plugin.rewards.scorers import make_scorer
 
 
 @dataclass
