@@ -7,7 +7,7 @@ from dataclasses import InitVar, dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
-from plugin.config.flags import FlagGroup, Needs, alias, expect, expect_band, flag
+from plugin.config.flags import FlagGroup, Needs, absolute_code, alias, expect, expect_band, flag
 from plugin.errors import ConfigError
 
 
@@ -113,7 +113,7 @@ _SEQUENCE_HOOKS = needs_hook("sequence_tis_function", "segment_tis_function")
 
 _UNCORRECTED_ASYNC = Needs(
     "--async-rollouts without a correction",
-    lambda config: getattr(config, "staleness_limit", 0) > 0 and not config.corrects_mismatch,
+    lambda config: config.staleness_limit > 0 and not config.corrects_mismatch,
 )
 
 
@@ -127,7 +127,7 @@ _UNREPLAYED_TRUNCATION = Needs(
 class CorrectionFlags(FlagGroup):
     title: ClassVar[str] = "off-policy correction"
 
-    use_tis: bool = flag(False, "weight the policy loss by a correction")
+    use_tis: bool = flag(False, "weight the policy loss by a correction", common_in="train")
     tis_clip: float | str = flag(
         2.0,
         "upper bound of the correction weight; auto:ess=0.9 = the largest, from 1 on, that keeps "
@@ -145,6 +145,8 @@ class CorrectionFlags(FlagGroup):
         None,
         "correction to use: pkg.mod.fn, pkg.mod:fn or file.py:fn, comma-separated; none = vanilla "
         "TIS",
+        path=absolute_code,
+        common_in="train",
     )
     allow_biased_correction: bool = flag(
         False,
