@@ -19,15 +19,6 @@ from typing import Any
 from plugin.config import JobConfig
 from plugin.errors import CheckpointError, ConfigError
 
-#: What one sets for an evaluation; the other settings come from the run.
-_FLAGS = (
-    *("eval_data", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p"),
-    *("eval_max_response_length", "eval_pass_at", "eval_pass_reward"),
-    *("reward", "reward_url", "reward_timeout", "reward_workers", "reward_memory"),
-    *("reward_function_path", "task_path", "prompt_key", "label_key", "apply_chat_template"),
-    *("system_prompt", "bad_rows", "max_prompt_length", "rollout_engine", "rollout_dtype", "seed"),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, and one argument per setting."""
@@ -49,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of a table"
     )
-    JobConfig.add_arguments(parser, in_short_help=_FLAGS)
+    JobConfig.add_arguments(parser, in_short_help=JobConfig.common_flags("eval"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +66,6 @@ def evaluate(
     """The metrics of every set, with `source` and, of a run, `checkpoint`."""
     from plugin.cluster.model_source import policy_source
     from plugin.controller.evaluation import Evaluator
-    from plugin.controller.job_paths import with_absolute_paths
     from plugin.controller.local_engine import LocalEngine, load_directory
     from plugin.controller.preflight.job_checks import check_lengths
     from plugin.controller.preflight.task_checks import evaluation_parts
@@ -92,7 +82,7 @@ def evaluate(
             run_dir, chosen = find_source(source, checkpoint)
             # Where the adapters of a LoRA run began no longer matters.
             config = JobConfig.from_sources({"lora_path": None, **flags}, run_dir / "config.yaml")
-        config = with_absolute_paths(config)
+        config = config.with_absolute_paths()
         if not config.eval_data:
             raise ConfigError(
                 f"{source} says nothing about what to evaluate on; add --eval-data NAME:PATH"
