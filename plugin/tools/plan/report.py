@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from plugin.observe.text_table import aligned
+from plugin.observe.console import text_table
 from plugin.tools.plan.advice import Advice
 from plugin.tools.plan.estimates import (
     ASSUMED_UTILIZATION,
@@ -169,7 +169,7 @@ def _memory_table(report: dict[str, Any]) -> list[str]:
         ]
         for rank in report["ranks"]
     ]
-    return aligned([head, *rows])
+    return text_table([head, *rows])
 
 
 def _traffic(report: dict[str, Any]) -> list[str]:
@@ -184,7 +184,7 @@ def _traffic(report: dict[str, Any]) -> list[str]:
                 _size(entry["bytes"]),
             ]
         )
-    return aligned(rows)
+    return text_table(rows)
 
 
 def _rollout_line(rollout: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from plugin.observe.text_table import aligned
+from plugin.observe.console import text_table
 from plugin.tools.plan.layouts import layout_flags
 from plugin.tools.plan.search import SearchResult
 
@@ -35,7 +35,7 @@ def search_text(result: SearchResult, limit: int) -> list[str]:
     lines = [
         f"{line}  {why}"
         for line, why in zip(
-            aligned([row[:-1] for row in rows]),
+            text_table([row[:-1] for row in rows]),
             ["why", *(found.why for found in result.planned)],
             strict=True,
         )
