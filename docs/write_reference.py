@@ -48,9 +48,7 @@ The public names, from their docstrings. They keep their meaning within a minor 
 CORRECTIONS_INTRO = """# Losses and corrections
 
 From the docstrings of the functions; `megatron-tis corrections` prints the same. `cur`, `train` and `rollout` are
-log-probabilities of the token under the policy being trained, the trainer at the start of the step, and the engine.
-
-![Weight of every correction and gradient of every policy loss](../images/corrections.png)
+log-probabilities of the token under the policy being trained, the trainer at the start of the step, and the engine. [All of them in one picture](../correction_catalog.md).
 """
 
 METRICS_INTRO = """# Metrics

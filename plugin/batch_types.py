@@ -6,7 +6,7 @@ construction of padding microbatches all walk it, so that a field added here is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plugin.errors import BatchError
+from plugin.errors import BatchError, MegatronTisError
 from plugin.ragged import Integers, Ragged, as_integers, ragged_range
 from plugin.sampling_mask import KEPT_COUNTS, KEPT_IDS, check_columns
 from plugin.teacher_topk import TOPK_IDS, TOPK_LOG_PROBS, check_topk
@@ -344,7 +344,9 @@ class RolloutBatch:
             raise BatchError(
                 f"rollout_routed_weights are {weights.values.dtype}; give floating point numbers"
             )
-        wrong = route_weight_faults(weights.values, routes.values)
+        values = weights.values
+        good = ((values >= 0) & values.isfinite()).all(dim=2) & (values > 0).any(dim=2)
+        wrong = ~good & ~no_route(routes.values)
         if bool(wrong.any()):
             place, layer = wrong.nonzero()[0].tolist()
             sample, token = weights.place_of(place)
@@ -436,13 +438,57 @@ def route_faults(routes: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return outside & has_route, repeated & has_route
 
 
-def route_weight_faults(weights: Tensor, routes: Tensor) -> Tensor:
-    """[tokens, moe_layers] bool: a weight is negative or not finite, or all are 0.
+def check_routes(
+    routes: Ragged,
+    *,
+    layers: int,
+    topk: int,
+    experts: int,
+    total_lengths: Column,
+    error: type[MegatronTisError] = BatchError,
+    name: Callable[[int], str] = "sample {}".format,
+) -> None:
+    """Raise `error` unless routes have the model's shape, and distinct experts in range or none.
 
-    A token without a route may hold anything.
+    routes: [tokens, layers, topk] per sample; name: what the error calls sample i
     """
-    good = ((weights >= 0) & weights.isfinite()).all(dim=2) & (weights > 0).any(dim=2)
-    return ~good & ~no_route(routes)
+    values, lengths = routes.values, as_integers(total_lengths)
+    per_token = tuple(values.shape[1:])
+    wrong_shape = (routes.lengths != lengths) | (per_token != (layers, topk))
+    for i in np.flatnonzero(wrong_shape)[:1]:
+        raise error(
+            f"routes of {name(i)} have shape {(int(routes.lengths[i]), *per_token)}, "
+            f"expected {(int(lengths[i]), layers, topk)}: [tokens, moe layers, topk]; the engine "
+            "and the trainer must run the same model"
+        )
+    if not holds_experts(values.dtype, experts):
+        raise error(
+            f"routes are {values.dtype}, which does not hold experts 0..{experts - 1}; make the "
+            f"engine report {route_dtype(experts)}"
+        )
+    outside, repeated = route_faults(values, experts)
+    for wrong, problem in (
+        (
+            outside,
+            f"are {{}}; the model has experts 0..{experts - 1}, and a row of -1 in a signed type "
+            "means no route",
+        ),
+        (repeated, f"name an expert twice: {{}}; each token goes to {topk} different experts"),
+    ):
+        if bool(wrong.any()):
+            place, layer = wrong.nonzero()[0].tolist()
+            sample, token = routes.place_of(place)
+            raise error(
+                f"routes of {name(sample)}, token {token}, MoE layer {layer} "
+                + problem.format(values[place, layer].tolist())
+            )
+    missing = no_route(values)
+    partly = missing.any(dim=1) & ~missing.all(dim=1)
+    if bool(partly.any()):
+        sample, token = routes.place_of(int(partly.nonzero()[0]))
+        raise error(
+            f"token {token} of {name(sample)} has routes in some layers only; give all or none"
+        )
 
 
 def _is_integer(dtype: torch.dtype) -> bool:

@@ -22,7 +22,16 @@ from benchmarks.evidence.engine import Rollout, Setting
 from benchmarks.evidence.grid import CHECK, SETTINGS, read_rows, results, setting_of
 from benchmarks.evidence.policy import LENGTH
 from benchmarks.evidence.simulation import run
-from benchmarks.evidence.summary import BEGIN, PAGE, Results, by_cell, interval, setting_name
+from benchmarks.evidence.summary import (
+    APPENDIX,
+    PAGE,
+    Results,
+    by_cell,
+    interval,
+    setting_name,
+    wrapped,
+    write_marked,
+)
 from plugin.config import LossConfig
 from plugin.observe.log_prob_dump import LogProbDump
 from plugin.tools.compare.advice import advise_dump
@@ -30,9 +39,6 @@ from plugin.tools.compare.advice import advise_dump
 #: The dump holds these rollouts of the uncorrected run: what a user has who asks early.
 FIRST_DUMPED, LAST_DUMPED = 20, 24
 ADVISED = Path(__file__).with_name("advised.jsonl")
-MARKS = tuple(
-    mark.replace("evidence", "adviser") for mark in (BEGIN, BEGIN.replace("begin", "end"))
-)
 
 
 def dump_run(setting: Setting, directory: Path) -> None:
@@ -139,19 +145,29 @@ def checked(setting: Setting, arm: str, found: Results) -> Checked:
     return Checked(setting, arm, *rank_of(arm, setting, found), regret, scatter)
 
 
-def report(found: Results) -> str:
-    """Shares and the table of all decisions, for the docs."""
+def checks_made(found: Results) -> list[Checked]:
+    """Every decision of the adviser that can be looked up; those held back from its rule first."""
     measured = {setting for _, setting in found}
     rows = [row for row in read_rows(ADVISED) if setting_of(row) in measured]
     checks = [checked(setting_of(row), row["arm"], found) for row in rows]
+    return sorted(checks, key=lambda check: check.setting not in CHECK)
+
+
+def shares(found: Results) -> str:
+    """How often the advice was good, for the page."""
+    checks = checks_made(found)
     held = [c for c in checks if c.setting in CHECK]
     used = [c for c in checks if c.setting not in CHECK]
-    lines = [_counted("held back", held), _counted("used for the rule", used), ""]
-    lines += [
+    return f"{_counted('held back', held)}\n{_counted('used for the rule', used)}"
+
+
+def report(found: Results) -> str:
+    """The table of all decisions, for the appendix."""
+    lines = [
         "| setting | held back | advised | rank | below the best, ± 95 % |",
         "|---|---|---|---|---|",
     ]
-    for c in (*held, *used):
+    for c in checks_made(found):
         place = f"{c.rank} of {c.of}" if c.good else f"**{c.rank} of {c.of}**"
         mark = "yes" if c.setting in CHECK else ""
         regret = f"{c.regret:.3f} ± {c.scatter:.3f}"
@@ -163,16 +179,11 @@ def _counted(title: str, checks: Sequence[Checked]) -> str:
     if not checks:
         return f"- {title}: not measured yet"
     good, close = sum(c.good for c in checks), sum(c.within_scatter for c in checks)
-    return (
+    return wrapped(
         f"- {title}: in the top third of the arms in {good} of {len(checks)} settings "
         f"({good / len(checks):.0%}); on average {mean(c.regret for c in checks):.3f} below the best final reward, and "
         f"in {close} of {len(checks)} within the 95 % interval of the difference from the best"
     )
-
-
-def shown() -> str:
-    """What the page says now."""
-    return PAGE.read_text().split(MARKS[0])[1].split(MARKS[1])[0].strip()
 
 
 def main() -> None:
@@ -183,9 +194,9 @@ def main() -> None:
         rows = [{**asdict(s), "arm": advised_arm(s).name} for s in choices()]
         ADVISED.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = by_cell(results())
-    before, rest = PAGE.read_text().split(MARKS[0])
-    PAGE.write_text(f"{before}{MARKS[0]}\n{report(found)}\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
-    print(report(found))
+    write_marked(PAGE, "adviser", shares(found))
+    write_marked(APPENDIX, "adviser", report(found))
+    print(f"{shares(found)}\n\n{report(found)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The figures of the evidence page: reward against staleness, where runs collapse, and curves over a run."""
+"""The figures of the evidence page, and the one of the landing page.
+
+Reward against staleness, where runs collapse, curves over a run; and the problem with its cure in one picture.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ from benchmarks.evidence.summary import (
 STALENESS_FIGURE = DOCS / "images/evidence_staleness.svg"
 COLLAPSE_FIGURE = DOCS / "images/evidence_collapse.svg"
 CURVES_FIGURE = DOCS / "images/evidence_curves.svg"
-FIGURES = (STALENESS_FIGURE, COLLAPSE_FIGURE, CURVES_FIGURE)
+LANDING_FIGURE = DOCS / "images/collapse_and_correction.svg"
+FIGURES = (STALENESS_FIGURE, COLLAPSE_FIGURE, CURVES_FIGURE, LANDING_FIGURE)
+#: How far the engine of the landing figure's curves is behind, in rollouts.
+LANDING_STALENESS = 16
 #: Arm -> color of the curves; the uncorrected one is gray.
 CURVES = {
     "ppo": "#6b7280",
@@ -49,11 +55,61 @@ def draw(found: Results) -> None:
     )
     from matplotlib import pyplot
 
+    _landing(pyplot, found, main)
     _staleness(pyplot, found, main)
     others = (s for s in (*SETTINGS, *CHECK) if s in settings and s not in main)
     further = sorted(others, key=_by_axis)
     _collapse(pyplot, found, [*main, *further])
     _curves(pyplot, found, [Setting(s) for s in CURVE_STALENESS if Setting(s) in settings])
+
+
+def _landing(pyplot: Any, found: Results, main: Sequence[Setting]) -> None:
+    """Reward over a run, and at its end by staleness: fresh samples, stale ones, stale ones with TIS."""
+    stale = Setting(LANDING_STALENESS)
+    if stale not in main:
+        return
+    figure, (over, end) = pyplot.subplots(1, 2, figsize=(9.2, 3.5), width_ratios=(1.25, 1))
+    runs = (
+        ("PPO, fresh samples", 0.02, "ppo", Setting(0), "#6b7280", "dashed"),
+        ("PPO + TIS", -0.02, "ppo + vanilla_tis", stale, "#1f6fb4", "solid"),
+        ("PPO, uncorrected", 0.0, "ppo", stale, "#d1495b", "solid"),
+    )
+    for label, lift, name, setting, color, style in runs:
+        curves = found[name, setting]["rewards"]
+        steps = [EVALUATE_EVERY * i for i in range(len(curves[0]))]
+        for curve in curves if setting.staleness else ():
+            over.plot(steps, curve, color=color, linewidth=0.7, alpha=0.35)
+        middle = [mean(values) for values in zip(*curves, strict=True)]
+        over.plot(steps, middle, color=color, linestyle=style, linewidth=2.2)
+        over.text(steps[-1] + 2, middle[-1] + lift, label, color=color, fontsize=9, va="center")
+    over.set_title(
+        f"reward over a run, engine {LANDING_STALENESS} rollouts behind", fontsize=10, loc="left"
+    )
+    over.set_xlabel("rollout", fontsize=9)
+    over.set_ylabel("reward", fontsize=9)
+    over.set_xlim(0, steps[-1] * 1.4)
+    over.set_xticks(range(0, steps[-1] + 1, 40))
+    places = range(len(main))
+    for name, color in (("ppo + vanilla_tis", "#1f6fb4"), ("ppo", "#d1495b")):
+        finals = [found[name, s]["final"] for s in main]
+        for seed in zip(*finals, strict=True):
+            end.plot(places, seed, color=color, linewidth=0.7, alpha=0.35)
+        end.plot(
+            places,
+            [mean(values) for values in finals],
+            color=color,
+            linewidth=2.2,
+            marker="o",
+            markersize=4,
+        )
+    end.set_title("final reward by staleness", fontsize=10, loc="left")
+    end.set_xlabel("staleness: rollouts the engine is behind", fontsize=9)
+    end.set_xticks(places, [str(s.staleness) for s in main])
+    for axes in (over, end):
+        axes.set_ylim(0.3, 0.95)
+        axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
+        axes.tick_params(labelsize=8)
+    _save(pyplot, figure, LANDING_FIGURE)
 
 
 def _by_axis(s: Setting) -> tuple[object, ...]:

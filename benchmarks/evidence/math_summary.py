@@ -1,4 +1,4 @@
-"""From the runs of `math_jobs` to the table and the figure in the docs."""
+"""From the runs of `math_jobs` to the tables and the figure in the docs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 from benchmarks.evidence.grid import Row, read_rows
 from benchmarks.evidence.math_jobs import ARMS, CHANGED, DATA, EVALUATED, SEEDS, STALENESS, arms_at
-from benchmarks.evidence.summary import DOCS, PAGE, interval
+from benchmarks.evidence.summary import APPENDIX, DOCS, interval, wrapped, write_marked
 
-BEGIN, END = "<!-- math: begin -->", "<!-- math: end -->"
 FIGURE = DOCS / "images/evidence_math.svg"
 Found = dict[tuple[str, int, int], Row]
 Seeds = dict[int, list[int]]
@@ -38,7 +37,7 @@ def final_accuracy(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Everything between the marks of the page."""
+    """Every arm at every staleness, for the appendix."""
     found, seeds = measured(rows)
     stale = [s for s in seeds if s]
     if not stale or 0 not in seeds:
@@ -50,11 +49,13 @@ def table(rows: Sequence[Row]) -> str:
         key=lambda name: -mean(final_accuracy(found, seeds[s], name, s)[0] for s in stale),
     )
     lines = [
-        f"Accuracy on {EVALUATED} held-out problems after {CHANGED['num_rollouts']} rollouts, greedy, mean of the seeds (staleness: {counts}) "
-        "± half of the 95 % interval of the difference from the mean of all arms on the same seed. Before: "
-        f"{mean(curve[0] for curve in fresh):.3f}; `ppo` on the engine's own policy ends at "
-        f"{mean(curve[-1] for curve in fresh):.3f}. *on the way*: mean of the evaluations after the start; *KL*, *ESS*, *kept*: means of the "
-        "last 8 rollouts; *norm*: the largest gradient norm.",
+        wrapped(
+            f"Accuracy on {EVALUATED} held-out problems after {CHANGED['num_rollouts']} rollouts, greedy, mean of the seeds (staleness: {counts}) "
+            "± half of the 95 % interval of the difference from the mean of all arms on the same seed. Before: "
+            f"{mean(curve[0] for curve in fresh):.3f}; `ppo` on the engine's own policy ends at "
+            f"{mean(curve[-1] for curve in fresh):.3f}. *on the way*: mean of the evaluations after the start; *KL*, *ESS*, *kept*: means of the "
+            "last 8 rollouts; *norm*: the largest gradient norm."
+        ),
     ]
     for staleness in reversed(stale):
         lines += [
@@ -63,8 +64,7 @@ def table(rows: Sequence[Row]) -> str:
             "|---" * 8 + "|",
             *(_line(found, seeds[staleness], name, staleness) for name in names),
         ]
-    image = "![Held-out accuracy over the rollouts, one line per arm](images/evidence_math.svg)"
-    return "\n".join([*lines, "", image])
+    return "\n".join(lines)
 
 
 def _line(found: Found, seeds: Sequence[int], name: str, staleness: int) -> str:
@@ -135,14 +135,8 @@ def _short(name: str) -> str:
     return name.replace("use-rollout-kl-loss, rollout-kl-loss-coef", "rollout KL")
 
 
-def shown() -> str:
-    """What the page says now."""
-    return PAGE.read_text().split(BEGIN)[1].split(END)[0].strip()
-
-
 def write_table() -> None:
-    """Write the table into the page and the figure beside it."""
-    rows, text = read_rows(DATA), PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{rest.split(END)[1]}")
+    """Write the table into the appendix and the figure of the page."""
+    rows = read_rows(DATA)
+    write_marked(APPENDIX, "math", table(rows))
     draw(rows)

@@ -1,8 +1,12 @@
-"""From the data to the tables in the docs; nothing between the marks of the page is written by hand."""
+"""From the data to the tables in the docs: a short one on the page, all of them in its appendix.
+
+Nothing between the marks of a page is written by hand.
+"""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -20,19 +24,58 @@ from benchmarks.evidence.grid import (
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "evidence.md"
-BEGIN, END = "<!-- evidence: begin -->", "<!-- evidence: end -->"
+PAGE, APPENDIX = DOCS / "evidence.md", DOCS / "appendix/evidence_tables.md"
+#: The arms of the short table: no correction, what is recommended, and one of each other kind.
+HEADLINE = (
+    "ppo + vanilla_tis",
+    "ppo + vanilla_tis, use-rollout-kl-loss, rollout-kl-loss-coef 0.1",
+    "reinforce + off_policy_is, eps-clip 1, eps-clip-high 4",
+    "icepop",
+    "dppo_tv",
+    "topr",
+    "ppo + icepop",
+    "reinforce + off_policy_is",
+    "ppo",
+)
 #: 97.5 % points of Student's t by the number of seeds.
 _T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 Results = dict[tuple[str, Setting], Row]
 _EXPLAINED = (
-    f"Final reward (share of right digits), mean of {SEEDS} seeds ± half of the 95 % interval of the difference from the "
-    "mean of all arms on the same seed (seeds start from different models), sorted by the mean over "
-    "the columns that all arms have. *area*: mean reward over the run. *collapsed*: share of runs that have lost more than half of what they "
-    "had gained at their best, and at least 0.05. *norm*: largest gradient norm before clipping. These three are over the arm's columns; *ESS* (of "
-    "exp(cur - rollout), as a share of the tokens) and *kept* (share of the tokens) are means over the runs at the "
-    "largest staleness."
+    f"Final reward (share of correct digits), mean of {SEEDS} seeds ± half of the 95 % interval of the difference from "
+    "the mean of all arms on the same seed (seeds start from different models). Rows are sorted by the mean over the "
+    "columns that all arms have. *area*: mean reward over the run. *collapsed*: share of runs that lost more than half "
+    "of their best gain, and at least 0.05. *norm*: largest gradient norm before clipping. These three are over the "
+    "arm's columns; *ESS* (of exp(cur - rollout), as a share of the tokens) and *kept* (share of the tokens) are means "
+    "over the runs at the largest staleness."
 )
+
+
+def wrapped(text: str) -> str:
+    """A paragraph or list item in lines of at most 100 characters."""
+    return textwrap.fill(
+        text,
+        100,
+        subsequent_indent="  " if text.startswith("- ") else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def marked(page: Path, name: str) -> str:
+    """What `page` holds between the marks of `name`."""
+    return (
+        page.read_text()
+        .split(f"<!-- {name}: begin -->")[1]
+        .split(f"<!-- {name}: end -->")[0]
+        .strip()
+    )
+
+
+def write_marked(page: Path, name: str, text: str) -> None:
+    """Put `text` between the marks of `name`."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = page.read_text().split(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -90,14 +133,32 @@ def ranked_arms(found: Results, settings: Sequence[Setting]) -> list[str]:
     return sorted(names, key=lambda name: -mean(mean(found[name, s]["final"]) for s in common))
 
 
+def short_table(rows: Iterable[Row]) -> str:
+    """Final rewards of a few arms by staleness, for the page."""
+    found = by_cell(rows)
+    main = [Setting(s) for s in STALENESS if ("ppo", Setting(s)) in found]
+    if not main:
+        return "Not measured yet: `make evidence`."
+    lines = [
+        f"| final reward, by staleness | {' | '.join(str(s.staleness) for s in main)} | collapsed |",
+        "|---" * (len(main) + 2) + "|",
+    ]
+    for name in HEADLINE:
+        runs = [found[name, s] for s in main]
+        cells = [f"{mean(run['final']):.3f}" for run in runs]
+        lost = sum(sum(collapsed(run)) for run in runs)
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {lost} of {SEEDS * len(runs)} |")
+    return "\n".join(lines)
+
+
 def tables(rows: Iterable[Row]) -> str:
-    """Everything between the marks of the page."""
+    """Every arm in every setting, for the appendix."""
     found = by_cell(rows)
     settings = {setting for _, setting in found}
     main = [Setting(s) for s in STALENESS if Setting(s) in settings]
     if not main:
         return "Not measured yet: `make evidence`."
-    parts = [_EXPLAINED, _main_table(found, main)]
+    parts = [wrapped(_EXPLAINED), _main_table(found, main)]
     groups: dict[str, Callable[[Setting], bool]] = {
         "A coarser engine": lambda s: s.engine != "float32" and not s.mixture,
         "Four updates per rollout, a quarter of its groups each": lambda s: s.updates > 1,
@@ -119,11 +180,14 @@ def tables(rows: Iterable[Row]) -> str:
                 parts += [f"**{title}.** Final reward.", _plain_table(found, columns)]
     open_settings = [s for s in (*SETTINGS, *CHECK) if s not in settings]
     if open_settings:
-        parts.append("Not measured yet: " + "; ".join(map(setting_name, open_settings)) + ".")
+        left = "; ".join(map(setting_name, open_settings))
+        parts.append(wrapped(f"Not measured yet: {left}."))
     equal = ", ".join(f"`{name}`" for name in EQUAL_TO_PPO)
     parts.append(
-        f"With one update per rollout {equal} have the gradient of `ppo`, and its numbers; on the engine's own policy "
-        "(staleness 0, float32, one update) all arms have. Empty: this arm was not run there."
+        wrapped(
+            f"With one update per rollout {equal} have the gradient of `ppo`, and therefore its numbers; on fresh "
+            "samples (staleness 0, float32, one update) this holds for all arms. An empty cell: not run."
+        )
     )
     return "\n\n".join(parts)
 
@@ -169,16 +233,11 @@ def _cell(found: Results, name: str, setting: Setting) -> str:
     return f"{middle:.3f} ± {half:.3f}"
 
 
-def shown() -> str:
-    """What the page says now."""
-    return PAGE.read_text().split(BEGIN)[1].split(END)[0].strip()
-
-
 def write_summary() -> None:
-    """Write the tables into the page, and the figures beside it."""
+    """Write the tables into the page and its appendix, and the figures beside them."""
     from benchmarks.evidence.figures import draw
 
-    rows, text = results(), PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{tables(rows)}\n{END}{rest.split(END)[1]}")
+    rows = results()
+    write_marked(PAGE, "evidence", short_table(rows))
+    write_marked(APPENDIX, "evidence", tables(rows))
     draw(by_cell(rows))

@@ -22,7 +22,7 @@ from plugin.engines.protocol import (
 )
 from plugin.engines.response_stream import ResponseStream
 from plugin.engines.sleep import EnginePart, SleepingEngine
-from plugin.engines.weight_probe import ProbeAnswer, WeightProbe, answer_probe
+from plugin.engines.weight_changes import ProbeAnswer, WeightProbe, answer_probe
 from plugin.environments.group_loop import GroupLoop, PlayedGroup
 from plugin.environments.multi_turn import choose_player
 from plugin.environments.trajectory import Rollouts

@@ -20,7 +20,7 @@ from plugin.controller.queue.groups_in_flight import Arrival
 from plugin.engines.choice import api_key
 from plugin.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters
 from plugin.engines.sleep import EnginePart
-from plugin.engines.weight_probe import ProbeAnswer, WeightProbe
+from plugin.engines.weight_changes import ProbeAnswer, WeightProbe
 from plugin.errors import (
     ClusterError,
     EngineError,

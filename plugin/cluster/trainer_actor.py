@@ -38,7 +38,6 @@ from plugin.weights.ipc import device_id
 
 if TYPE_CHECKING:
     from plugin.megatron_backend.offloading import TrainerPart
-    from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 
 #: Where a checkpoint keeps the critic, and where that waits until the checkpoint is complete.
 _CRITIC, _CRITIC_WAITS = "critic", ".critic"
@@ -186,21 +185,14 @@ class TrainerRank(ReportingActor):
         from plugin.megatron_backend.model.device_settings import on_this_device
         from plugin.megatron_backend.offloading import TrainerMemory
         from plugin.megatron_backend.rank_model import RankModel
+        from plugin.megatron_backend.step.sequence_packing import sequence_layout
         from plugin.megatron_backend.trainer import MegatronTrainer
 
         config = self._config
         if name == "policy":
             self.use_threads(config, "rank", source.hf_config)
-        # Megatron's local attention would compute all pairs of a packed row, so its rows are
-        # padded. Context parallelism exists for packed rows only, and the interleaved schedule
-        # wants all microbatches of one shape, which packed rows are filled up to.
-        packs = (
-            config.max_tokens_per_gpu is not None
-            or config.context_parallel_size > 1
-            or config.virtual_pipeline_model_parallel_size is not None
-            or on_this_device(config).transformer_impl == "transformer_engine"
-        )
-        layout: SequenceLayout = "packed" if packs else "padded"
+        uses_engine = on_this_device(config).transformer_impl == "transformer_engine"
+        layout = sequence_layout(config, transformer_engine=uses_engine)
         weights = source.directory or source.random_weights()
         hf_config, groups = source.as_config(), self._groups
         if name == "critic":

@@ -20,15 +20,6 @@ from plugin.config import JobConfig
 from plugin.errors import CheckpointError, ConfigError
 from plugin.observe.console import text_table
 
-#: What one sets for an evaluation; the other settings come from the run.
-_FLAGS = (
-    *("eval_data", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p"),
-    *("eval_max_response_length", "eval_pass_at", "eval_pass_reward"),
-    *("reward", "reward_url", "reward_timeout", "reward_workers", "reward_memory"),
-    *("reward_function_path", "task_path", "prompt_key", "label_key", "apply_chat_template"),
-    *("system_prompt", "bad_rows", "max_prompt_length", "rollout_engine", "rollout_dtype", "seed"),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, and one argument per setting."""
@@ -50,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of a table"
     )
-    JobConfig.add_arguments(parser, in_short_help=_FLAGS)
+    JobConfig.add_arguments(parser, in_short_help=JobConfig.common_flags("eval"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,15 +67,14 @@ def evaluate(
     """The metrics of every set, with `source` and, of a run, `checkpoint`."""
     from plugin.cluster.model_source import policy_source
     from plugin.controller.evaluation import Evaluator
-    from plugin.controller.job_paths import with_absolute_paths
     from plugin.controller.local_engine import LocalEngine, load_directory
     from plugin.controller.preflight.job_checks import check_lengths
     from plugin.controller.preflight.task_checks import evaluation_parts
-    from plugin.controller.queue.scoring import make_scorer, scorer_for
     from plugin.controller.records.resuming import find_source
     from plugin.engines.choice import check_engine, make_engine
     from plugin.engines.response_stream import ResponseStream
     from plugin.environments.multi_turn import choose_player
+    from plugin.rewards.scorers import make_scorer, scorer_for
 
     with contextlib.ExitStack() as cleanup:
         if (source / "config.json").is_file():
@@ -93,7 +83,7 @@ def evaluate(
             run_dir, chosen = find_source(source, checkpoint)
             # Where the adapters of a LoRA run began no longer matters.
             config = JobConfig.from_sources({"lora_path": None, **flags}, run_dir / "config.yaml")
-        config = with_absolute_paths(config)
+        config = config.with_absolute_paths()
         if not config.eval_data:
             raise ConfigError(
                 f"{source} says nothing about what to evaluate on; add --eval-data NAME:PATH"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from plugin.commands.train import COMMON_FLAGS
 from plugin.config import JobConfig
@@ -17,7 +19,6 @@ from plugin.errors import ConfigError, MegatronTisError
 
 if TYPE_CHECKING:
     from plugin.tools.plan.job_plan import JobPlan, Models
-    from plugin.tools.plan.progress import Progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,9 +96,8 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         raise _with_layouts(error, args) from error
     models, index = load_models(config, args)
-    from plugin.tools.plan.progress import Progress
+    from plugin.tools.plan.checkpoint_coverage import require_coverage
     from plugin.tools.plan.report import as_json, as_text
-    from plugin.tools.plan.weight_coverage import require_coverage
 
     begin = Progress()
     if args.search:
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         require_coverage(plan.claims, models.policy, index)
     advice: list[Any] = []
     if plan.fits is False:
-        from plugin.tools.plan.advice import best_flags
+        from plugin.tools.plan.job_plan import best_flags
 
         advice = best_flags(plan, models, begin)
     begin.end()
@@ -126,9 +126,9 @@ def _search(
     from plugin.megatron_backend.cpu_runtime import import_megatron
 
     import_megatron()
-    from plugin.tools.plan.sample_lengths import sample_lengths
+    from plugin.tools.plan.report import search_json, search_text
     from plugin.tools.plan.search import cache_directory, search_layouts
-    from plugin.tools.plan.search_report import search_json, search_text
+    from plugin.tools.plan.workload import sample_lengths
 
     lengths = sample_lengths(config, args.lengths, models.policy.max_position_embeddings)
     found = search_layouts(
@@ -179,9 +179,8 @@ def load_models(config: JobConfig, args: argparse.Namespace) -> tuple[Models, se
     """Configs of the policy and its companions, and the names in the policy's index, if any."""
     from plugin.cluster.model_source import policy_source
     from plugin.megatron_backend.lora.targets import check_lora
+    from plugin.tools.plan.checkpoint_coverage import index_names, read_hf_config
     from plugin.tools.plan.job_plan import Models
-    from plugin.tools.plan.model_configs import read_hf_config
-    from plugin.tools.plan.weight_coverage import index_names
 
     file = None
     if args.hf_config is not None:
@@ -220,7 +219,7 @@ def checked_plan(
     from plugin.tools.plan.job_plan import does_not_build, plan_job
     from plugin.tools.plan.layouts import layout_settings, nearest_layouts
     from plugin.tools.plan.rough_costs import whole_counts
-    from plugin.tools.plan.sample_lengths import sample_lengths
+    from plugin.tools.plan.workload import sample_lengths
 
     try:
         check_model(models.policy, config)
@@ -253,3 +252,43 @@ def _ranks(words: str) -> list[int] | None:
         raise ConfigError(
             f"--ranks is {words}; give all-distinct, or numbers such as 0,512"
         ) from None
+
+
+_WIDTH = 24
+
+
+class Progress:
+    """Writes to standard error; `end` clears what is left of it on a terminal."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._terminal = self._stream.isatty()
+        self._began: float | None = None
+
+    def __call__(self, what: str) -> None:
+        """One plan: said on a terminal only."""
+        if self._terminal:
+            self._rewrite(f"planning {what} ...")
+
+    def layout(self, number: int, total: int, name: str) -> None:
+        """Layout `number` of `total` begins."""
+        now = time.monotonic()
+        self._began = self._began or now
+        if not self._terminal:
+            print(f"{number}/{total}: {name}", file=self._stream, flush=True)
+            return
+        full = _WIDTH * (number - 1) // total
+        left = ""
+        if number > 1:
+            seconds = (now - self._began) / (number - 1) * (total - number + 1)
+            left = f", {seconds:.0f} s left"
+        bar = "#" * full + "-" * (_WIDTH - full)
+        self._rewrite(f"[{bar}] {number}/{total} {name}{left}")
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self._terminal:
+            self._rewrite("")
+
+    def _rewrite(self, line: str) -> None:
+        print(f"\r{line}\x1b[K", end="", file=self._stream, flush=True)

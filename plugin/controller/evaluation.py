@@ -25,8 +25,7 @@ from plugin.engines.protocol import SamplingParameters
 from plugin.errors import BatchError, EngineError
 from plugin.observe.evaluation_metrics import evaluation_metrics
 from plugin.rewards.scorers import Scorer
-from plugin.tasks.eval_set import EvalSet
-from plugin.tasks.protocol import Task
+from plugin.tasks.protocol import EvalSet, Task
 
 _ATTEMPTS = 3
 

@@ -28,7 +28,6 @@ from plugin.controller.passes.teachers import Teachers
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.controller.queue.groups import Group, joined, reward_parts
 from plugin.controller.queue.rollout_queue import RolloutQueue
-from plugin.controller.queue.scoring import scorer_for
 from plugin.controller.records.resuming import RunCheckpoints, find_checkpoint, warn_of_other_rows
 from plugin.controller.records.run_directory import MODEL, MODELS
 from plugin.controller.records.sample_log import readable_samples
@@ -40,7 +39,7 @@ from plugin.errors import ActorLost, MegatronTisError, ParallelError
 from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
 from plugin.observe.console import Console
 from plugin.observe.run_files import RunFiles
-from plugin.rewards.scorers import Scorer
+from plugin.rewards.scorers import Scorer, scorer_for
 
 
 @dataclass

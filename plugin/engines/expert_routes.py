@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugin.batch_types import holds_experts, route_dtype, route_faults
+from plugin.batch_types import check_routes, holds_experts, route_dtype
 from plugin.errors import EngineError
+from plugin.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,15 @@ def complete_routes(routes: Tensor, length: int, shape: RouteShape) -> Tensor:
         routes = routes[:, list(layers)]
     if bool((routes < 0).any()):
         raise EngineError("routed experts hold a negative number: tokens without a recorded route")
-    if int(routes.max()) >= shape.experts:
-        raise EngineError(
-            f"routed experts name expert {int(routes.max())} of a model with {shape.experts}"
-        )
-    repeated = route_faults(routes, shape.experts)[1]
-    if bool(repeated.any()):
-        token, layer = repeated.nonzero()[0].tolist()
-        raise EngineError(
-            f"routed experts {routes[token, layer].tolist()} of token {token} name one twice"
-        )
+    check_routes(
+        Ragged.of([routes]),
+        layers=len(layers),
+        topk=shape.topk,
+        experts=shape.experts,
+        total_lengths=[len(routes)],
+        error=EngineError,
+        name=lambda _: "a response",
+    )
     if len(routes) < length:
         routes = torch.cat([routes, routes[-1:]])
     return routes.to(route_dtype(shape.experts))

@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import torch
 from torch.utils._device import _device_constructors
+from torch.utils._pytree import tree_map_only
 
 _CPU = torch.device("cpu")
 _stand_in = _CPU
@@ -99,6 +100,9 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
             kwargs["device"] = _stand_in
         # Pinned memory is what a GPU copies from; without one, torch refuses to allocate it.
         kwargs.pop("pin_memory", None)
+        if _stand_in.type == "meta" and factory.__name__ == "tensor":
+            # `torch.tensor` reads the numbers in a list below any mode; a meta tensor has none.
+            args = tree_map_only(torch.Tensor, lambda t: 1.0 if t.is_meta else t, args)
         return factory(*args, **kwargs)
 
     return create
@@ -350,8 +354,8 @@ _installed: set[str] = set()
 
 
 @contextlib.contextmanager
-def without_data() -> Iterator[None]:
-    """Within it, what Megatron-Core puts on its CUDA device is on `meta`, for a plan of a job."""
+def meta_mode() -> Iterator[None]:
+    """In the body, what Megatron-Core puts on its CUDA device is on `meta`, for a plan of a job."""
     global _stand_in
     activate()
     _stand_in = torch.device("meta")

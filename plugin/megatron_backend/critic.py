@@ -29,8 +29,6 @@ from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.schedule import (
     GuardedOptimizer,
     connect,
-    run_schedule,
-    spread_from_last_stage,
 )
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.megatron_backend.trainer import StepResult
@@ -115,11 +113,11 @@ class CriticTrainer(RankModel):
         table = StatisticsTable(self.device)
         scale = self._begin_update(step)
         forward_step = self._training_step(scale, table, errors)
-        run_schedule(forward_step, self.chunks, step.microbatches, self.groups)
+        self.pipeline.run(forward_step, self.chunks, step.microbatches)
         last = self.groups.is_last_stage
         errors.agree("the step of the critic", table.digest() if last else None)
         metrics = table.reduced(self.groups.dp_cp_group).means() if last else None
-        metrics = spread_from_last_stage(metrics, self.groups)
+        metrics = self.pipeline.from_last_stage(metrics)
         if self.optimizer.scaler is not None:
             metrics["critic/loss_scale"] = self.optimizer.loss_scale
         updated, grad_norm = self.optimizer.step()

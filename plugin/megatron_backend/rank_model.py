@@ -47,10 +47,9 @@ from plugin.megatron_backend.step.preparation import PreparedMicrobatch, prepare
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.schedule import (
     GuardedOptimizer,
-    broadcast_from_last_stage,
+    Pipeline,
     connect,
     gather_responses,
-    run_schedule,
 )
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.ragged import Integers, Ragged, as_integers
@@ -86,10 +85,14 @@ class RankModel:
         layout: SequenceLayout = "packed",
         trainable: bool = True,
         seed: int = 1234,
+        pipeline: Pipeline | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        """`pipeline`, `device`: how stages work together, and where batches go; None = as usual."""
         config = on_this_device(config)
         self.config, self.hf_config, self.groups, self.layout = config, hf_config, groups, layout
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.pipeline = pipeline or Pipeline(groups)
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.version = 0
         # How far the updates on the rollout at hand have gone from `version` to the next one.
         self.version_progress = 0.0
@@ -324,8 +327,8 @@ class RankModel:
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            return run_schedule(
-                forward_step, self.chunks, step.microbatches, self.groups, forward_only=True
+            return self.pipeline.run(
+                forward_step, self.chunks, step.microbatches, forward_only=True
             )
 
     def _gathered(
@@ -354,5 +357,5 @@ class RankModel:
             dtype,
         )
         if step.all_lengths is not None:
-            flat = broadcast_from_last_stage(flat, groups)
+            flat = self.pipeline.tensor_from_last_stage(flat)
         return Ragged(flat.cpu(), lengths)

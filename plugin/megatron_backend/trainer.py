@@ -34,8 +34,6 @@ from plugin.megatron_backend.step.forward_step import (
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.schedule import (
     first_bad_parameter,
-    run_schedule,
-    spread_from_last_stage,
 )
 from plugin.megatron_backend.step.skipped_step import cause_of_skip
 from plugin.megatron_backend.step.step_metrics import step_metrics
@@ -147,14 +145,14 @@ class MegatronTrainer(RankModel):
             self.config, self.groups, scale, table, errors, replay, kept
         )
         with replay or nullcontext():
-            run_schedule(forward_step, self.chunks, step.microbatches, self.groups)
+            self.pipeline.run(forward_step, self.chunks, step.microbatches)
         with errors.collecting():
             if replay is not None:
                 replay.check_consumed()
         last = self.groups.is_last_stage
         errors.agree("the training step", table.digest() if last else None)
         metrics = step_metrics(table.reduced(self.groups.dp_cp_group)) if last else None
-        metrics = spread_from_last_stage(metrics, self.groups)
+        metrics = self.pipeline.from_last_stage(metrics)
         if replay is not None and self.config.replays_routes:
             metrics |= replay.metrics(self.groups, sequence_parallel=self.config.sequence_parallel)
         result = self._apply(metrics, step, kept)

@@ -19,9 +19,14 @@ from torch.utils._pytree import tree_flatten
 from plugin.config import TrainerConfig
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.trainer import MegatronTrainer
-from plugin.tools.plan.full_microbatches import full_share
-from plugin.tools.plan.planned_rank import MeasuredRank, World, built_rank
-from plugin.tools.plan.resident import count_parameters, resident_bytes
+from plugin.tools.plan.planned_rank import (
+    MeasuredRank,
+    World,
+    built_rank,
+    count_parameters,
+    resident_bytes,
+)
+from plugin.tools.plan.workload import full_share
 from tests.parallel import tiny_models
 
 _NAMES = {

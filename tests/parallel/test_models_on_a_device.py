@@ -16,7 +16,7 @@ from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.forward_step import training_forward_step
 from plugin.megatron_backend.step.loss_scaling import LossScale
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
-from plugin.megatron_backend.step.schedule import run_schedule
+from plugin.megatron_backend.step.schedule import Pipeline
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.megatron_backend.trainer import MegatronTrainer
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
@@ -53,10 +53,10 @@ def both_passes(trainer: MegatronTrainer, start: Start) -> dict[str, Tensor]:
     session = trainer._replay_session(step)
     closure = training_forward_step(trainer.config, trainer.groups, scale, table, errors, session)
     if session is None:
-        run_schedule(closure, trainer.chunks, step.microbatches, trainer.groups)
+        Pipeline(trainer.groups).run(closure, trainer.chunks, step.microbatches)
     else:
         with session:
-            run_schedule(closure, trainer.chunks, step.microbatches, trainer.groups)
+            Pipeline(trainer.groups).run(closure, trainer.chunks, step.microbatches)
             session.check_consumed()
     errors.agree("the pass")
     for name, parameter in trainer.chunks[0].named_parameters():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plugin.batch_types import RolloutBatch, holds_experts, no_route, route_dtype, route_faults
+from plugin.batch_types import RolloutBatch, check_routes, route_dtype
 from plugin.config import JobConfig
 from plugin.controller.batch.overlong_responses import overlong_penalty, with_overlong_rules
 from plugin.environments.trajectory import Rollouts
@@ -87,33 +87,11 @@ def with_checked_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> Rol
             "use an engine that reports them, or --use-routing-replay"
         )
     layers, topk, experts = shape
-    column: Ragged = batch.columns["rollout_routed_experts"]
-    routes = column.values
-    if tuple(routes.shape[1:]) != (layers, topk):
-        raise BatchError(
-            f"rollout_routed_experts have shape {list(routes.shape[1:])} per token; the model has "
-            f"{layers} MoE layers and routes each token to {topk} experts"
-        )
-    if not holds_experts(routes.dtype, experts):
-        raise BatchError(
-            f"rollout_routed_experts are {routes.dtype}, which does not hold experts "
-            f"0..{experts - 1}; make the engine report {route_dtype(experts)}"
-        )
-    outside, repeated = route_faults(routes, experts)
-    missing = no_route(routes)
-    partly = missing.any(dim=1) & ~missing.all(dim=1)
-    for wrong, problem in (
-        (
-            (outside | repeated).any(dim=1),
-            f"repeats an expert or names one above {experts - 1}; repair the engine's routes (no "
-            "route is a row of -1 in a signed type)",
-        ),
-        (partly, "has a token with routes in some MoE layers only; give all or none"),
-    ):
-        if bool(wrong.any()):
-            sample = column.sample_index[int(wrong.nonzero()[0])]
-            raise BatchError(f"rollout_routed_experts of sample {sample} {problem}")
-    return batch.with_column("rollout_routed_experts", column.like(routes.to(route_dtype(experts))))
+    routes: Ragged = batch.columns["rollout_routed_experts"]
+    totals = batch.columns["total_lengths"]
+    check_routes(routes, layers=layers, topk=topk, experts=experts, total_lengths=totals)
+    one_type = routes.like(routes.values.to(route_dtype(experts)))
+    return batch.with_column("rollout_routed_experts", one_type)
 
 
 def describe_batch(

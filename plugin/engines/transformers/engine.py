@@ -17,7 +17,6 @@ from torch import Tensor
 
 from plugin.config import JobConfig
 from plugin.config.model import DtypeName
-from plugin.engines.pause_point import PausePoint
 from plugin.engines.protocol import (
     Finished,
     GenerationRequest,
@@ -25,13 +24,12 @@ from plugin.engines.protocol import (
 )
 from plugin.engines.response_stream import GeneratesBySteps
 from plugin.engines.sleep import EnginePart, SleepingModel
-from plugin.engines.transformers.decode_attention import Block, use_decode_attention
-from plugin.engines.transformers.decode_batch import DecodeBatch
+from plugin.engines.transformers.decode_batch import Block, DecodeBatch, use_decode_attention
 from plugin.engines.transformers.int8_weights import quantize_linears
-from plugin.engines.transformers.response_table import ResponseTable
-from plugin.engines.transformers.route_recorder import RouteRecorder
+from plugin.engines.transformers.response_table import ResponseTable, RouteRecorder
 from plugin.engines.transformers.sampling import draw, kept_ids, sampling_log_probs
 from plugin.engines.transformers.weight_loader import WeightLoader
+from plugin.engines.weight_changes import PausePoint
 from plugin.errors import ConfigError
 from plugin.weights import make_receiver
 from plugin.weights.buckets import NO_WEIGHTS

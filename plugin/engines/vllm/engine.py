@@ -17,7 +17,6 @@ import torch
 from plugin.config import JobConfig
 from plugin.config.model import DtypeName
 from plugin.engines.expert_routes import RouteShape
-from plugin.engines.pause_point import PausePoint
 from plugin.engines.protocol import (
     Finished,
     GenerationFailure,
@@ -27,14 +26,16 @@ from plugin.engines.protocol import (
 from plugin.engines.response_stream import GeneratesBySteps
 from plugin.engines.sleep import EnginePart
 from plugin.engines.transformers.weight_loader import weight_ledger
-from plugin.engines.vllm.adapters import AdapterShape, request_with_adapters
 from plugin.engines.vllm.answers import AnswerReader, require_temperature, sampling_params
 from plugin.engines.vllm.startup import (
+    AdapterShape,
     Reports,
     build_llm,
     parallel_options,
+    request_with_adapters,
     require_interrupts,
 )
+from plugin.engines.weight_changes import PausePoint
 from plugin.errors import ConfigError, EngineError, TransferError, WeightError
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.group import WeightGroup

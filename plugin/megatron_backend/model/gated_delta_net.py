@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +35,12 @@ class LocalGatedDeltaNet(stock.GatedDeltaNet):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Stock wants flash-linear-attention, whose kernels only its own `forward` calls.
-        reader = sys.modules[stock.GatedDeltaNet.__init__.__module__]
-        with patch.object(reader, "HAVE_FLA", True):
+        reader: Any = sys.modules[stock.GatedDeltaNet.__init__.__module__]
+        has_kernels, reader.HAVE_FLA = reader.HAVE_FLA, True
+        try:
             super().__init__(*args, **kwargs)
+        finally:
+            reader.HAVE_FLA = has_kernels
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
             for name in ("tensor_model_parallel", "partition_dim"):
                 vars(parameter).pop(name, None)

@@ -10,7 +10,7 @@ Engine's packing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -177,6 +177,8 @@ class LocalCoreAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = pg_collection.cp
+        #: What computes attention; a plan of a job gives one that knows shapes only.
+        self.kernel: Callable[..., Tensor] = F.scaled_dot_product_attention
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         has_window = is_layer_window_attention(
@@ -235,7 +237,7 @@ class LocalCoreAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         # TP ranks have different heads, so their dropout must differ: hence the forked state.
         with get_cuda_rng_tracker().fork() if dropout > 0.0 else nullcontext():
-            context = F.scaled_dot_product_attention(
+            context = self.kernel(
                 q,
                 k,
                 v,

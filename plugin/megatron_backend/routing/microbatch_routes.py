@@ -19,16 +19,15 @@ from torch import Tensor
 
 from plugin.batch_types import (
     Microbatch,
-    holds_experts,
+    check_routes,
     no_route,
     route_dtype,
-    route_faults,
 )
 from plugin.errors import ReplayError
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.step.sequence_packing import ModelInputs
-from plugin.ragged import Integers, Ragged, as_integers
+from plugin.ragged import Integers, Ragged
 
 #: Weights in bfloat16 have 8 bits each; a sum that is off by more was never normalized.
 WEIGHT_SUM_TOLERANCE = 0.02
@@ -69,7 +68,15 @@ def routes_of(
             "make the engine return its routed experts"
         )
     routes: Ragged = columns["rollout_routed_experts"]
-    check_routes(routes, columns["total_lengths"], model, sample_numbers)
+    check_routes(
+        routes,
+        layers=len(model.route_layers),
+        topk=model.topk,
+        experts=model.num_experts,
+        total_lengths=columns["total_lengths"],
+        error=ReplayError,
+        name=lambda i: f"sample {i if sample_numbers is None else sample_numbers[i]}",
+    )
     dummy = torch.arange(model.topk).expand(1, len(model.route_layers), model.topk)
     # The dummy comes last: padding is at place -1.
     flat = torch.cat([routes.values.long(), dummy])
@@ -119,57 +126,6 @@ def router_order(values: Tensor, groups: ParallelGroups, sequence_parallel: bool
     if sequence_parallel:
         ordered = ordered.chunk(groups.tp_size)[groups.tp_rank]
     return ordered.reshape(-1)
-
-
-def check_routes(
-    routes: Ragged,
-    total_lengths: Sequence[int] | Tensor,
-    model: RoutedModel,
-    sample_numbers: Sequence[int] | Integers | None = None,
-) -> None:
-    """Check shape, range and distinctness of samples' routes; a `ReplayError` names the place."""
-    numbers = range(len(routes)) if sample_numbers is None else sample_numbers
-    per_token, expected = tuple(routes.values.shape[1:]), (len(model.route_layers), model.topk)
-    wrong_shape = (routes.lengths != as_integers(total_lengths)) | (per_token != expected)
-    for i in np.flatnonzero(wrong_shape)[:1]:
-        raise ReplayError(
-            f"routes of sample {numbers[i]} have shape {(int(routes.lengths[i]), *per_token)}, "
-            f"expected {(int(total_lengths[i]), *expected)}: [tokens, moe layers, topk]; the "
-            "engine and the trainer must run the same model"
-        )
-    if not holds_experts(routes.values.dtype, model.num_experts):
-        raise ReplayError(
-            f"routes are {routes.values.dtype}, which does not hold experts "
-            f"0..{model.num_experts - 1}; give {route_dtype(model.num_experts)}"
-        )
-    outside, repeated = route_faults(routes.values, model.num_experts)
-    for wrong, problem in (
-        (
-            outside,
-            f"are {{}}; the model has experts 0..{model.num_experts - 1}, and a row of -1 in a "
-            "signed type means no route",
-        ),
-        (
-            repeated,
-            f"name an expert twice: {{}}; each token goes to {model.topk} different experts",
-        ),
-    ):
-        places = wrong.nonzero()
-        if len(places):
-            place, layer = places[0].tolist()
-            sample, token = routes.place_of(place)
-            raise ReplayError(
-                f"routes of sample {numbers[sample]}, token {token}, MoE layer {layer} "
-                + problem.format(routes.values[place, layer].tolist())
-            )
-    missing = no_route(routes.values)
-    partly = (missing.any(dim=1) & ~missing.all(dim=1)).nonzero()
-    if len(partly):
-        sample, token = routes.place_of(int(partly[0]))
-        raise ReplayError(
-            f"token {token} of sample {numbers[sample]} has routes in some layers only; give all "
-            "or none"
-        )
 
 
 def check_weights(

@@ -20,33 +20,61 @@ from plugin.megatron_backend.step.preparation import PreparedMicrobatch
 from plugin.ragged import Integers
 
 
-def run_schedule(
-    forward_step: Callable[..., Any],
-    chunks: Sequence[Any],
-    microbatches: Sequence[PreparedMicrobatch],
-    groups: ParallelGroups,
-    *,
-    forward_only: bool = False,
-) -> list[Any]:
-    """One pass of the schedule that fits the layout: none, 1F1B or interleaved.
+class Pipeline:
+    """What the pipeline stages of a model do together.
 
-    Returns what the loss closures reported, on the last stage, in schedule order.
+    A collaborator of `RankModel`: a plan of a job passes one that counts messages.
     """
-    schedule = get_forward_backward_func(groups.pp_size, groups.vpp_size)
-    iterators = [iter(microbatches) for _ in chunks]
-    rows, row_length = microbatches[0].inputs.tokens.shape
-    return schedule(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=list(chunks) if len(chunks) > 1 else chunks[0],
-        num_microbatches=len(microbatches),
-        # Stages exchange the real shapes (variable_seq_lengths); these two only have to be
-        # plausible.
-        seq_length=row_length * groups.cp_size,
-        micro_batch_size=rows,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self.groups = groups
+
+    def run(
+        self,
+        forward_step: Callable[..., Any],
+        chunks: Sequence[Any],
+        microbatches: Sequence[PreparedMicrobatch],
+        *,
+        forward_only: bool = False,
+    ) -> list[Any]:
+        """Run one pass of the schedule that fits the layout: none, 1F1B or interleaved.
+
+        Returns what the loss closures reported, on the last stage, in schedule order.
+        """
+        groups = self.groups
+        schedule = get_forward_backward_func(groups.pp_size, groups.vpp_size)
+        iterators = [iter(microbatches) for _ in chunks]
+        rows, row_length = microbatches[0].inputs.tokens.shape
+        return schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(microbatches),
+            # Stages exchange the real shapes (variable_seq_lengths); these two only have to be
+            # plausible.
+            seq_length=row_length * groups.cp_size,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def from_last_stage(self, value: Any) -> Any:
+        """Return the last stage's `value`, any object, on every stage."""
+        if self.groups.pp_size == 1:
+            return value
+        boxed = [value]
+        dist.broadcast_object_list(boxed, src=self._last_rank, group=self.groups.pp_group)
+        return boxed[0]
+
+    def tensor_from_last_stage(self, tensor: Tensor) -> Tensor:
+        """Return the last stage's `tensor` on every stage; it has one shape on all of them."""
+        if self.groups.pp_size > 1:
+            dist.broadcast(tensor, src=self._last_rank, group=self.groups.pp_group)
+        return tensor
+
+    @property
+    def _last_rank(self) -> int:
+        return dist.get_global_rank(self.groups.pp_group, self.groups.pp_size - 1)
 
 
 def connect(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
@@ -117,16 +145,6 @@ def first_bad_parameter(chunks: Sequence[Any], groups: ParallelGroups) -> str | 
     return next((name for name in found if name), None)
 
 
-def spread_from_last_stage(value: Any, groups: ParallelGroups) -> Any:
-    """An object of the last pipeline stage, on every stage."""
-    if groups.pp_size == 1:
-        return value
-    boxed = [value]
-    source = dist.get_global_rank(groups.pp_group, groups.pp_size - 1)
-    dist.broadcast_object_list(boxed, src=source, group=groups.pp_group)
-    return boxed[0]
-
-
 def gather_responses(
     results: Sequence[Tensor | None],
     microbatches: Sequence[PreparedMicrobatch],
@@ -155,12 +173,4 @@ def gather_responses(
         flat[places] = result
     if group.size() > 1:
         dist.all_reduce(flat, group=group)
-    return flat
-
-
-def broadcast_from_last_stage(flat: Tensor, groups: ParallelGroups) -> Tensor:
-    """A tensor of the last pipeline stage, on every stage; of one shape on all."""
-    if groups.pp_size > 1:
-        source = dist.get_global_rank(groups.pp_group, groups.pp_size - 1)
-        dist.broadcast(flat, src=source, group=groups.pp_group)
     return flat

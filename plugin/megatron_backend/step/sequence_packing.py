@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
+from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.local_layers import PackedLayout
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
@@ -28,6 +29,22 @@ from plugin.sharding.sequence_shards import SequenceShards
 from plugin.sharding.zigzag import num_chunks, padded_length
 
 SequenceLayout = Literal["packed", "padded"]
+
+
+def sequence_layout(config: TrainerConfig, *, transformer_engine: bool) -> SequenceLayout:
+    """How a job lays out its rows.
+
+    Megatron's local attention would compute all pairs of a packed row, so its rows are padded.
+    Context parallelism exists for packed rows only, and the interleaved schedule wants all
+    microbatches of one shape, which packed rows are filled up to.
+    """
+    packs = (
+        transformer_engine
+        or config.max_tokens_per_gpu is not None
+        or config.context_parallel_size > 1
+        or config.virtual_pipeline_model_parallel_size is not None
+    )
+    return "packed" if packs else "padded"
 
 
 @dataclass(frozen=True)

@@ -184,12 +184,11 @@ def configuration_checks(file: str | None) -> list[Check]:
         return [Check("configuration", "ok", "none given; --config FILE checks one")]
     from plugin.cluster.placement import plan_on_cluster
     from plugin.cluster.ray_cluster import cluster
-    from plugin.controller.job_paths import with_absolute_paths
     from plugin.controller.preflight.job_checks import check_job
 
     begun = ["configuration"]
     try:
-        config = with_absolute_paths(JobConfig.from_sources({}, file))
+        config = JobConfig.from_sources({}, file).with_absolute_paths()
         check_job(config, log=lambda _: None, begin=begun.append)
         if config.address is not None:
             begun.append("room in the cluster")

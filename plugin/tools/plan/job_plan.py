@@ -1,4 +1,4 @@
-"""The plan of a job: every kind of rank measured without numbers, and what follows from it."""
+"""The plan of a job: each kind of rank measured on `meta`; flags that help if it does not fit."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ import numpy as np
 
 from plugin.config import JobConfig
 from plugin.config.device_defaults import Capabilities, on_device
-from plugin.errors import ConfigError
-from plugin.tools.plan.batching import Batching, plan_batching
+from plugin.errors import ConfigError, MegatronTisError
+from plugin.tools.plan.checkpoint_coverage import Claims
 from plugin.tools.plan.gpus import Gpu
-from plugin.tools.plan.planned_rank import Collectives, MeasuredRank, World, built_rank
-from plugin.tools.plan.resident import count_trained, shard_sizes
-from plugin.tools.plan.sample_lengths import SampleLengths
+from plugin.tools.plan.planned_rank import (
+    Collectives,
+    MeasuredRank,
+    World,
+    built_rank,
+    count_trained,
+    shard_sizes,
+)
 from plugin.tools.plan.stage_run import StageRun
-from plugin.tools.plan.weight_coverage import Claims
+from plugin.tools.plan.workload import Batching, SampleLengths, plan_batching
 
 #: What the driver, the CUDA context and NCCL take of a GPU: assumed, because `meta` cannot know.
 RESERVED_BYTES = 2 << 30
@@ -125,9 +130,11 @@ def plan_job(
     """
     from plugin.megatron_backend.hf_weights.sources import whole_parameters
     from plugin.megatron_backend.model.layout_rules import check_model
+    from plugin.megatron_backend.step.sequence_packing import sequence_layout
 
     config = decided(config, gpu)
     check_model(models.policy, config)
+    layout = sequence_layout(config, transformer_engine=gpu is not None)
     batching = plan_batching(config, models.policy, lengths)
     world = World.of(config, config.world_size)
     stages = config.pipeline_model_parallel_size
@@ -146,7 +153,7 @@ def plan_job(
         stage = rank // per_stage
         begin(f"rank {rank} (stage {stage + 1} of {stages})")
         with built_rank(
-            rank, world, config, models.policy, _layout(config, gpu), on_gpu=gpu is not None
+            rank, world, config, models.policy, layout, on_gpu=gpu is not None
         ) as planned:
             planned.traffic.object_bytes = object_bytes
             run = StageRun(planned, config, models.policy, lengths, batching, quick)
@@ -268,11 +275,60 @@ def _kinds_of_stage(kind: RankKind, planned: Any, config: JobConfig) -> list[Ran
     return found
 
 
-def _layout(config: JobConfig, gpu: Gpu | None) -> str:
-    packs = (
-        gpu is not None
-        or config.max_tokens_per_gpu is not None
-        or config.context_parallel_size > 1
-        or config.virtual_pipeline_model_parallel_size is not None
+@dataclass(frozen=True)
+class Advice:
+    """A change of flags and the peak of the fullest rank with it."""
+
+    flags: str
+    peak_bytes: int
+    fits: bool
+
+
+def best_flags(plan: JobPlan, models: Models, begin: Callable[[str], None]) -> list[Advice]:
+    """The three changes that lower the fullest rank's peak most, lowest first."""
+    found = []
+    for flags, changes in _candidates(plan.config):
+        try:
+            changed = replace(plan.config, **changes)
+            begin(f"with {flags}")
+            rank = plan.fullest.example_rank * changed.world_size // plan.world_size
+            tried = plan_job(changed, models, plan.lengths, plan.gpu, ranks=[rank])
+        except MegatronTisError:
+            continue  # not a choice for this model
+        peak = tried.fullest.peak_bytes
+        if peak < plan.fullest.peak_bytes:
+            found.append(Advice(flags, peak, bool(tried.fits)))
+    return sorted(found, key=lambda advice: advice.peak_bytes)[:3]
+
+
+def _candidates(config: JobConfig) -> list[tuple[str, dict[str, Any]]]:
+    found: list[tuple[str, dict[str, Any]]] = []
+    if not config.use_distributed_optimizer:
+        found.append(("--use-distributed-optimizer", {"use_distributed_optimizer": True}))
+    if config.recompute_granularity != "full":
+        found.append(
+            (
+                "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+                {
+                    "recompute_granularity": "full",
+                    "recompute_method": "uniform",
+                    "recompute_num_layers": 1,
+                },
+            )
+        )
+    if config.train_dtype == "float32":
+        found.append(("--train-dtype bfloat16", {"train_dtype": "bfloat16"}))
+    if config.max_tokens_per_gpu is not None:
+        half = config.max_tokens_per_gpu // 2
+        found.append((f"--max-tokens-per-gpu {half}", {"max_tokens_per_gpu": half}))
+    tensor = 2 * config.tensor_model_parallel_size
+    found.append(
+        (
+            f"--tensor-model-parallel-size {tensor} --sequence-parallel",
+            {"tensor_model_parallel_size": tensor, "sequence_parallel": True},
+        )
     )
-    return "packed" if packs else "padded"
+    for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
+        size = 2 * getattr(config, name)
+        found.append((f"--{name.replace('_', '-')} {size}", {name: size}))
+    return found

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from plugin.config import TrainerConfig
-from plugin.tools.plan.counted_group import Traffic, fake_world
-from plugin.tools.plan.resident import count_parameters, resident_bytes
-from plugin.tools.plan.shape_mode import LiveMemory, ShapesOnly
-from plugin.tools.plan.stand_ins import numbers_left_out, use_gpu_kernels
+from plugin.ragged import Integers
+from plugin.tools.plan.fake_world import Traffic, fake_world
+from plugin.tools.plan.meta_kernels import use_gpu_kernels, use_meta_kernels
+from plugin.tools.plan.meta_mode import LiveMemory, MetaMode
 
 Collectives = dict[tuple[str, str], tuple[int, int]]
 """(group, operation) -> how often, and the bytes that a rank puts in."""
@@ -69,42 +70,86 @@ def built_rank(
     *,
     on_gpu: bool,
     trainable: bool = True,
-) -> Iterator[RankWithoutNumbers]:
+) -> Iterator[MetaRank]:
     """The trainer of one rank within the body, on `meta`."""
     from plugin.megatron_backend import cpu_runtime
     from plugin.megatron_backend.trainer import MegatronTrainer
 
     traffic, memory = Traffic(), LiveMemory()
     with (
-        cpu_runtime.without_data(),
+        cpu_runtime.meta_mode(),
         fake_world(rank, world.size, world.sizes, traffic) as groups,
-        numbers_left_out(traffic, memory),
-        ShapesOnly(memory) as mode,
+        MetaMode(memory) as mode,
     ):
-        with mode.parameters_without_data(), memory.labelled("resident"):
-            trainer = MegatronTrainer(config, hf_config, groups, layout=layout, trainable=trainable)
-        trainer.device = torch.device("cpu")
+        with mode.meta_parameters(), memory.labelled("resident"):
+            trainer = MegatronTrainer(
+                config,
+                hf_config,
+                groups,
+                layout=layout,
+                trainable=trainable,
+                pipeline=_counted_pipeline(groups, traffic),
+                device=torch.device("cpu"),
+            )
+        optimizer = None if trainer.optimizer is None else trainer.optimizer.optimizer
+        use_meta_kernels(trainer.chunks, optimizer)
         if on_gpu:
             use_gpu_kernels(trainer.chunks)
-        yield RankWithoutNumbers(trainer, traffic, memory, mode)
+        yield MetaRank(trainer, traffic, memory, mode)
         del trainer
     gc.collect()
 
 
+def _counted_pipeline(groups: Any, traffic: Traffic) -> Any:
+    """The trainer's pipeline; the traffic knows what is part of a schedule and what ends a step."""
+    from plugin.megatron_backend.step.schedule import Pipeline
+
+    class CountedPipeline(Pipeline):
+        def run(
+            self, forward_step: Any, chunks: Any, microbatches: Any, *, forward_only: bool = False
+        ) -> list[Any]:
+            config = chunks[0].config
+            finish = config.finalize_model_grads_func
+
+            def finish_outside(*args: Any, **kwargs: Any) -> Any:
+                traffic.in_schedule = False
+                return finish(*args, **kwargs)
+
+            config.finalize_model_grads_func = finish_outside
+            traffic.in_schedule = True
+            try:
+                return super().run(forward_step, chunks, microbatches, forward_only=forward_only)
+            finally:
+                traffic.in_schedule = False
+                config.finalize_model_grads_func = finish
+
+        def from_last_stage(self, value: Any) -> Any:
+            if self.groups.is_last_stage:
+                return super().from_last_stage(value)
+            # The other stages receive its size, then the pickled object.
+            source = dist.get_global_rank(groups.pp_group, groups.pp_size - 1)
+            for size in (8, traffic.object_bytes):
+                message = torch.zeros(size, dtype=torch.uint8)
+                dist.broadcast(message, src=source, group=groups.pp_group)
+            return {}
+
+    return CountedPipeline(groups)
+
+
 @dataclass
-class RankWithoutNumbers:
+class MetaRank:
     """A trainer on `meta`, what it sent and what lived."""
 
     trainer: Any
     traffic: Traffic
     memory: LiveMemory
-    mode: ShapesOnly
+    mode: MetaMode
 
     def copy_bytes(self, config: TrainerConfig, hf_config: Any) -> int:
         """Parameters of a model that is only asked for log-probs, such as the reference."""
         from plugin.megatron_backend.model.builder import build_model
 
-        with self.mode.parameters_without_data(), self.memory.labelled("resident"):
+        with self.mode.meta_parameters(), self.memory.labelled("resident"):
             chunks = build_model(hf_config, config, self.trainer.groups)
         return resident_bytes(chunks, None)["parameters"]
 
@@ -112,7 +157,7 @@ class RankWithoutNumbers:
         """The tensors of the model's checkpoint, as transformers builds them."""
         from plugin.megatron_backend.hf_weights.sources import checkpoint_tensors
 
-        with self.mode.parameters_without_data():
+        with self.mode.meta_parameters():
             return checkpoint_tensors(self.trainer.hf_config)
 
     def measured(self, share_of: Callable[[Any], Any], *, with_log_probs: bool) -> MeasuredRank:
@@ -135,7 +180,7 @@ class RankWithoutNumbers:
                 return step()
 
         trainer.optimizer.step = optimize
-        with memory.labelled("activations"), self._schedule_marked():
+        with memory.labelled("activations"):
             trainer.train_step(share, with_log_probs=with_log_probs)
         trainer.optimizer.step = step
         peak = peaks[0]
@@ -162,30 +207,6 @@ class RankWithoutNumbers:
         peak = self.memory.restart()
         return peak.get("activations", 0) + peak.get("logits", 0)
 
-    @contextmanager
-    def _schedule_marked(self) -> Iterator[None]:
-        """In the body, the traffic knows what is part of a schedule and what ends a step."""
-        from plugin.megatron_backend import trainer as module
-
-        schedule, traffic = module.run_schedule, self.traffic
-        config = self.trainer.chunks[0].config
-        finish = config.finalize_model_grads_func
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            traffic.in_schedule = True
-            result = schedule(*args, **kwargs)
-            traffic.in_schedule = False
-            return result
-
-        def finish_outside(*args: Any, **kwargs: Any) -> Any:
-            traffic.in_schedule = False
-            return finish(*args, **kwargs)
-
-        with patch.object(module, "run_schedule", run):
-            config.finalize_model_grads_func = finish_outside
-            yield
-            config.finalize_model_grads_func = finish
-
     def _expect_messages(self, share: Any) -> None:
         """Stages announce the shape of each message; they all have the same microbatches."""
         trainer = self.trainer
@@ -206,3 +227,81 @@ class RankWithoutNumbers:
 
 def _as_tuples(counts: dict[tuple[str, str], list[int]]) -> Collectives:
     return {key: (number, size) for key, (number, size) in counts.items()}
+
+
+def resident_bytes(chunks: Sequence[Any], optimizer: Any | None) -> dict[str, int]:
+    """Bytes of parameters, gradients, main parameters and optimizer state of a trainer.
+
+    Parameters and gradients count with the padding of the buffers that they lie in.
+
+    chunks: in DDP where they are trained; optimizer: Megatron's, None of a model that is not
+    """
+    seen: set[int] = set()
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    buffers = []
+    if optimizer is not None:
+        buffers = [b for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers)]
+    main, state = _optimizer_tensors(optimizer)
+    return {
+        "parameters": _new_bytes(parameters, seen),
+        "gradients": _new_bytes([buffer.grad_data for buffer in buffers], seen),
+        "main_parameters": _new_bytes(main, seen),
+        "optimizer": _new_bytes(state, seen),
+    }
+
+
+def count_parameters(chunks: Sequence[Any]) -> int:
+    """How many numbers the parameters of the chunks are, without padding of buffers."""
+    return sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+
+
+def count_trained(chunks: Sequence[Any]) -> int:
+    """Those of them that are trained: adapters alone, where there are some."""
+    return sum(p.numel() for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+
+
+def _optimizer_tensors(optimizer: Any | None) -> tuple[list[Tensor], list[Tensor]]:
+    """What the optimizer updates, and its state about it."""
+    if optimizer is None:
+        return [], []
+    main, state = [], []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        if inner is None:
+            continue  # a rank whose shard of the buffers is padding alone
+        main += [p for group in inner.param_groups for p in group["params"]]
+        state += [t for entry in inner.state.values() for t in entry.values()]
+    # Adam's step counters have no dimension; they lie in host memory.
+    return main, [t for t in state if isinstance(t, Tensor) and t.dim()]
+
+
+def shard_sizes(chunks: Sequence[Any], *, experts: bool) -> Integers:
+    """[ranks] numbers in the optimizer shard of every rank of a data parallel group.
+
+    The distributed optimizer cuts each bucket into equal shards. Padding at a bucket's end and
+    between parameters is in the gradient buffer of every rank and in the optimizer state of none,
+    so ranks of one stage may hold different amounts.
+
+    experts: of the experts' parameters, which have their own data parallel group
+    """
+    buffers = [b for c in chunks for b in (c.expert_parallel_buffers if experts else c.buffers)]
+    total = np.zeros(1, np.int64)
+    for buffer in buffers:
+        ranges = np.array([place[:2] for place in buffer.param_index_map.values()]).T
+        ranks = np.arange(buffer.data_parallel_group.size())[:, None]
+        for bucket in buffer.buckets:
+            size = bucket.grad_data.numel() // len(ranks)
+            first = bucket.offset + ranks * size
+            held = np.minimum(ranges[1], first + size) - np.maximum(ranges[0], first)
+            total = total + held.clip(min=0).sum(axis=1)
+    return total
+
+
+def _new_bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total

@@ -1,12 +1,12 @@
-"""A plan as JSON and as text for a terminal."""
+"""A plan, and what a search found, as JSON and as text for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from plugin.observe.console import text_table
-from plugin.tools.plan.advice import Advice
 from plugin.tools.plan.estimates import (
     ASSUMED_UTILIZATION,
     GROUP_NAMES,
@@ -14,8 +14,9 @@ from plugin.tools.plan.estimates import (
     step_time,
     weight_sync,
 )
-from plugin.tools.plan.job_plan import RESERVED_BYTES, JobPlan
-from plugin.tools.plan.layouts import describe, layout_settings
+from plugin.tools.plan.job_plan import RESERVED_BYTES, Advice, JobPlan
+from plugin.tools.plan.layouts import describe, layout_flags, layout_settings
+from plugin.tools.plan.search import SearchResult
 
 _PARTS = (
     *("parameters", "gradients", "main_parameters", "optimizer"),
@@ -217,3 +218,56 @@ def _size(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def search_json(result: SearchResult) -> dict[str, Any]:
+    """Planned layouts in their order, each with its reason, and those that were left out."""
+    return {
+        "layouts": [asdict(candidate) | {"why": candidate.why} for candidate in result.planned],
+        "left_out": [asdict(layout) for layout in result.left_out],
+    }
+
+
+def search_text(result: SearchResult, limit: int) -> list[str]:
+    """Lines for a terminal: the table, the fastest layout's flags, what was left out."""
+    rows = [["layout", "fits", "peak", "step", "bubble", "microbatches", "why"]]
+    for found in result.planned:
+        numbers = ["-"] * 4
+        if found.problem is None:
+            numbers = [
+                f"{found.peak_bytes / 2**30:.1f} GiB",
+                f"{found.step_seconds:.2f} s",
+                f"{found.bubble:.1%}",
+                str(found.microbatches),
+            ]
+        rows.append([found.layout, "yes" if found.fits else "no", *numbers, ""])
+    # The reason is long and comes last, so it is not aligned.
+    lines = [
+        f"{line}  {why}"
+        for line, why in zip(
+            text_table([row[:-1] for row in rows]),
+            ["why", *(found.why for found in result.planned)],
+            strict=True,
+        )
+    ]
+    if result.planned and result.planned[0].fits:
+        best = result.planned[0]
+        lines += ["", f"fastest that fits: {layout_flags(best.settings) or 'no parallel flags'}"]
+    return lines + _left_out(result, limit)
+
+
+def _left_out(result: SearchResult, limit: int) -> list[str]:
+    too_large = sum(layout.cause == "memory" for layout in result.left_out)
+    slower = len(result.left_out) - too_large
+    lines = []
+    if too_large:
+        lines.append(
+            f"not planned: {too_large} layouts whose weights, gradients and optimizer state alone "
+            "exceed the GPU"
+        )
+    if slower:
+        lines.append(
+            f"not planned: {slower} layouts that are slower by formula; --search-limit {limit} "
+            "ends there, a higher one plans more"
+        )
+    return ["", *lines] if lines else []

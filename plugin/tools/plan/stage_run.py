@@ -10,10 +10,8 @@ import numpy as np
 
 from plugin.config import JobConfig
 from plugin.ragged import Ragged
-from plugin.tools.plan.batching import Batching
-from plugin.tools.plan.full_microbatches import full_share
-from plugin.tools.plan.planned_rank import MeasuredRank, RankWithoutNumbers
-from plugin.tools.plan.sample_lengths import SampleLengths
+from plugin.tools.plan.planned_rank import MeasuredRank, MetaRank
+from plugin.tools.plan.workload import Batching, SampleLengths, full_share
 
 
 @dataclass
@@ -24,7 +22,7 @@ class StageRun:
     batch_bytes: what the driver sends this rank for a step; known after the first step
     """
 
-    planned: RankWithoutNumbers
+    planned: MetaRank
     config: JobConfig
     model: Any
     lengths: SampleLengths

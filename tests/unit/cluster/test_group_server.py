@@ -10,7 +10,7 @@ import pytest
 
 from plugin.cluster.engine_actor import EngineActor, GroupServer
 from plugin.engines.protocol import GenerationRequest, SamplingParameters
-from plugin.engines.weight_probe import WeightProbe
+from plugin.engines.weight_changes import WeightProbe
 from plugin.environments.group_loop import GroupLoop, PlayedGroup
 from plugin.weights.buckets import pack_buckets
 from tests.parallel.tiny_models import FAMILIES, hf_state_dict

@@ -60,7 +60,7 @@ def test_both_encodings_are_read() -> None:
         (base64.b64encode(b"abc").decode(), "no .npy array"),
         (npy(ROUTES[:1]), "where .3, layers, topk. was expected"),
         (npy(-ROUTES), "negative"),
-        (npy(ROUTES + 1), "name expert 4 of a model with 4"),
+        (npy(ROUTES + 1), "the model has experts 0..3"),
     ],
 )
 def test_routes_that_do_not_fit_are_malformed(value: str | None, message: str) -> None:

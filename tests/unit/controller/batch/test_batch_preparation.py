@@ -116,13 +116,13 @@ def test_a_log_prob_that_is_not_finite_is_named_with_sample_and_position() -> No
     ("routes", "message"),
     [
         (None, "the batch has none"),
-        (torch.zeros(5, 1, 2, dtype=torch.uint8), "repeats an expert or names one above 3"),
-        (torch.tensor([[[0, 7]]] * 5), "repeats an expert or names one above 3"),
-        (torch.tensor([[[0, 1, 2]]] * 5), "routes each token to 2 experts"),
-        (torch.tensor([[[-1, 1]]] * 5), "repeats an expert or names one above 3"),
+        (torch.zeros(5, 1, 2, dtype=torch.uint8), r"name an expert twice: \[0, 0\]"),
+        (torch.tensor([[[0, 7]]] * 5), r"are \[0, 7\]; the model has experts 0..3"),
+        (torch.tensor([[[0, 1, 2]]] * 5), r"shape \(5, 1, 3\), expected \(5, 1, 2\)"),
+        (torch.tensor([[[-1, 1]]] * 5), r"are \[-1, 1\]; the model has experts 0..3"),
         (
             torch.tensor([[[0, 255]]] * 5, dtype=torch.uint8),
-            "repeats an expert or names one above 3",
+            r"are \[0, 255\]; the model has experts 0..3",
         ),
     ],
 )
@@ -144,7 +144,9 @@ def test_a_token_without_a_route_passes_in_all_layers_or_none() -> None:
     routes[1] = -1
     with_checked_routes(batch_of(JobConfig(), group([1.0, 0.0], routes=routes)), (2, 2, 4))
     routes[3, 0] = -1
-    with pytest.raises(BatchError, match="routes in some MoE layers only; give all or none"):
+    with pytest.raises(
+        BatchError, match="token 3 of sample 0 has routes in some layers only; give all or none"
+    ):
         with_checked_routes(batch_of(JobConfig(), group([1.0, 0.0], routes=routes)), (2, 2, 4))
 
 

@@ -51,7 +51,7 @@ def test_float32_has_no_main_weights_and_unsharded_state_is_whole() -> None:
 
 def test_the_bound_is_below_what_a_plan_finds(capsys: Any, tmp_path: Path) -> None:
     from plugin.cli import main
-    from plugin.tools.plan.model_configs import read_hf_config
+    from plugin.tools.plan.checkpoint_coverage import read_hf_config
     from tests.unit.tools.plan.model_facts import MODELS
 
     small = MODELS["Qwen3-8B"] | {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 1000}

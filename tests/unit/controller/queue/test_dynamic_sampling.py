@@ -24,8 +24,7 @@ from plugin.engines.protocol import (
     SamplingParameters,
 )
 from plugin.errors import ConfigError, TrainingError
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET, CopyDigitsTask
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTask
 from plugin.tasks.protocol import Prompt
 from tests.unit.controller.queue.test_rollout_queue import DirectEngines
 

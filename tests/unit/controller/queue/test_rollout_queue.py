@@ -23,8 +23,7 @@ from plugin.engines.transformers.engine import TransformersEngine
 from plugin.environments.single_turn import run_single_turn
 from plugin.environments.trajectory import Rollouts, Trajectory, failed
 from plugin.errors import ConfigError, EngineError
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET, CopyDigitsTask
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTask
 from tests.parallel.tiny_models import tiny_qwen3
 from tests.unit.engines.tiny_engines import load, loaded_engine
 

@@ -70,8 +70,8 @@ def routed(array: Any) -> dict[str, Any]:
 
 TERABYTE = b"{'descr': '<i8', 'fortran_order': False, 'shape': (1000000, 1000, 1000), }\n"
 BAD = {
-    "duplicate": (routed(numpy.zeros_like(EXPERTS)), r"routed experts \[0, 0\] of token 0 name one twice"),
-    "out of range": (routed(EXPERTS + 1), "name expert 4 of a model with 4"),
+    "duplicate": (routed(numpy.zeros_like(EXPERTS)), r"token 0, MoE layer 0 name an expert twice: \[0, 0\]"),
+    "out of range": (routed(EXPERTS + 1), "the model has experts 0..3"),
     "negative": (routed(-EXPERTS), "negative number"),
     "float": (routed(EXPERTS.astype(float)), "float64; they must be integers"),
     "bool": (routed(EXPERTS > 1), "bool; they must be integers"),
@@ -111,8 +111,8 @@ def test_a_bad_answer_is_neither_used_nor_an_error_of_python(case: str) -> None:
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
-        (numpy.zeros_like(EXPERTS), "name one twice"),
-        (EXPERTS + 2, "name expert 5"),
+        (numpy.zeros_like(EXPERTS), "name an expert twice"),
+        (EXPERTS + 2, "the model has experts 0..3"),
         (EXPERTS - 1, "negative"),
         (EXPERTS[:3], "96 bytes of routed experts where 4 x 4 x 2 int32 were expected"),
     ],

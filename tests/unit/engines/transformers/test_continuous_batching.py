@@ -19,7 +19,7 @@ from plugin.engines.protocol import (
     SamplingParameters,
 )
 from plugin.engines.response_stream import ResponseStream
-from plugin.engines.transformers.decode_attention import blocks_of, decode_attention
+from plugin.engines.transformers.decode_batch import blocks_of, decode_attention
 from plugin.engines.transformers.engine import TransformersEngine
 from plugin.environments.group_loop import GroupLoop
 from plugin.environments.single_turn import SingleTurnPlayer

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from plugin.batch_types import Microbatch, RolloutBatch
+from plugin.batch_types import Microbatch, RolloutBatch, check_routes
 from plugin.errors import ReplayError
 from plugin.megatron_backend.routing.microbatch_routes import (
     MicrobatchRoutes,
-    check_routes,
     check_weights,
     routes_of,
 )
@@ -28,7 +27,10 @@ def good_routes(tokens: int = 3) -> torch.Tensor:
 
 
 def check(routes: torch.Tensor, *, sample: int = 0, tokens: int = 3) -> None:
-    check_routes(Ragged.of([routes]), [tokens], MODEL, [sample])
+    check_routes(
+        Ragged.of([routes]), layers=2, topk=2, experts=4, total_lengths=[tokens],
+        error=ReplayError, name=lambda i: f"sample {sample + i}",
+    )  # fmt: skip
 
 
 def test_good_routes_and_tokens_without_routes_pass() -> None:

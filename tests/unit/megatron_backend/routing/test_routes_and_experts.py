@@ -20,7 +20,7 @@ from plugin.batch_types import (
 from plugin.cluster.array_transport import batch_from_arrays, batch_to_arrays
 from plugin.controller.batch.preparation import with_checked_routes
 from plugin.errors import BatchError, ReplayError
-from plugin.megatron_backend.routing.microbatch_routes import check_routes, routes_of
+from plugin.megatron_backend.routing.microbatch_routes import routes_of
 from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.routing.router_replay import share_fingerprint
 from plugin.megatron_backend.step.batch_share import cut_share
@@ -28,7 +28,6 @@ from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.step.sequence_packing import model_inputs
 from plugin.observe.log_prob_dump import LogProbDump
 from plugin.observe.routing_agreement import routing_finding
-from plugin.ragged import Ragged
 from plugin.tools.compare.dump_reading import open_dump
 from tests.unit.megatron_backend.rank_places import place
 
@@ -87,11 +86,16 @@ def test_routes_never_wrap_into_another_expert() -> None:
     assert route_dtype((1 << 15) + 1) is torch.int32
     # In 8 signed bits expert 255 is -1 and expert 128 is -128.
     narrow = routes([255, 255, 255], torch.int8)
-    with pytest.raises(ReplayError, match=r"routes are torch.int8.* give torch.int16"):
-        check_routes(Ragged.of([narrow]), [3], MODEL)
-    with pytest.raises(BatchError, match=r"routed_experts are torch.int8.* report torch.int16"):
+    with pytest.raises(ReplayError, match=r"routes are torch.int8.* report torch.int16"):
+        batch = batch_with(narrow)
+        routes_of(
+            Microbatch(batch), model_inputs(batch, place()), MODEL, place(), sequence_parallel=False
+        )
+    with pytest.raises(BatchError, match=r"routes are torch.int8.* report torch.int16"):
         with_checked_routes(batch_with(narrow), (1, 1, 256))
-    with pytest.raises(BatchError, match="sample 0 repeats an expert or names one above 3"):
+    with pytest.raises(
+        BatchError, match=r"sample 0, token 1, .* are \[256\]; the model has experts 0..3"
+    ):
         with_checked_routes(batch_with(routes([0, 256, 1], torch.int64)), (1, 1, 4))
     for dtype in (torch.float32, torch.bool):
         with pytest.raises(BatchError, match="experts are integers"):
@@ -101,7 +105,10 @@ def test_routes_never_wrap_into_another_expert() -> None:
 def test_the_largest_value_of_an_unsigned_type_is_refused_where_no_expert_has_it() -> None:
     few = RoutedModel(routers={}, num_layers=1, num_experts=4, topk=1)
     with pytest.raises(ReplayError, match=r"are \[255\]; .* a row of -1 in a signed type"):
-        check_routes(Ragged.of([routes([0, 255, 1], torch.uint8)]), [3], few)
+        batch = batch_with(routes([0, 255, 1], torch.uint8))
+        routes_of(
+            Microbatch(batch), model_inputs(batch, place()), few, place(), sequence_parallel=False
+        )
 
 
 def test_a_replay_error_never_numbers_samples_within_a_microbatch() -> None:

@@ -10,9 +10,8 @@ import torch
 
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, WeightError
-from plugin.tools.plan.planned_rank import World, built_rank
-from plugin.tools.plan.resident import count_parameters
-from plugin.tools.plan.weight_coverage import Claims, index_names, require_coverage
+from plugin.tools.plan.checkpoint_coverage import Claims, index_names, require_coverage
+from plugin.tools.plan.planned_rank import World, built_rank, count_parameters
 from tests.unit.tools.plan.model_facts import MODELS, PUBLISHED_BILLIONS, parameters_by_hand
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
@@ -100,7 +99,7 @@ MORE_FAMILIES = (
 def test_every_family_is_planned_and_read_whole(family: str) -> None:
     from plugin.tools.plan.gpus import gpu_named
     from plugin.tools.plan.job_plan import Models, plan_job
-    from plugin.tools.plan.sample_lengths import sample_lengths
+    from plugin.tools.plan.workload import sample_lengths
     from tests.parallel.tiny_models import ALL_FAMILIES
 
     config = ALL_FAMILIES[family]()
@@ -149,8 +148,8 @@ def test_a_tensor_of_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -
         shapes["model.layers.0.mlp.down_proj.weight"] = torch.empty(7, 3, device="meta")
         return shapes
 
-    right = planned_rank.RankWithoutNumbers.checkpoint_shapes
-    monkeypatch.setattr(planned_rank.RankWithoutNumbers, "checkpoint_shapes", wrong)
+    right = planned_rank.MetaRank.checkpoint_shapes
+    monkeypatch.setattr(planned_rank.MetaRank, "checkpoint_shapes", wrong)
     with pytest.raises(WeightError, match=r"down_proj.weight \[7, 3\] does not fit"):
         claims_of(hf_config("Qwen3-0.6B", num_hidden_layers=2), {})
 

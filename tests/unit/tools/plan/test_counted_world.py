@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from plugin.tools.plan.counted_group import Traffic, fake_world
-from plugin.tools.plan.shape_mode import LiveMemory, ShapesOnly
+from plugin.tools.plan.fake_world import Traffic, fake_world
+from plugin.tools.plan.meta_mode import LiveMemory, MetaMode
 
 SIZES = {
     "tensor_model_parallel_size": 4,
@@ -42,8 +42,8 @@ def test_a_group_counts_bytes_and_answers_as_if_all_ranks_agreed() -> None:
 
 
 def test_integers_stay_real_where_floats_have_a_shape_only() -> None:
-    with ShapesOnly(LiveMemory()) as mode:
-        with mode.parameters_without_data():
+    with MetaMode(LiveMemory()) as mode:
+        with mode.meta_parameters():
             weight = torch.ones(6, 4)
             # What a model is built with may be an order of chunks, such as that of experts.
             order, halves = torch.arange(3), torch.arange(0, 1, 0.5)
@@ -62,7 +62,7 @@ def test_integers_stay_real_where_floats_have_a_shape_only() -> None:
 
 def test_memory_is_counted_until_it_is_freed() -> None:
     memory = LiveMemory()
-    with ShapesOnly(memory):
+    with MetaMode(memory):
         kept = torch.empty(1000, device="meta")  # 4,000 bytes
         view = kept.view(10, 100)
         passing = kept * 2  # as many again
@@ -76,7 +76,7 @@ def test_memory_is_counted_until_it_is_freed() -> None:
 
 
 def test_products_are_counted() -> None:
-    with ShapesOnly(LiveMemory()) as mode:
+    with MetaMode(LiveMemory()) as mode:
         left = torch.empty(3, 5, device="meta", requires_grad=True)
         right = torch.empty(5, 7, device="meta")
         (left @ right).sum().backward()

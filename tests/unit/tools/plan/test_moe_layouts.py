@@ -12,8 +12,8 @@ from plugin.config import JobConfig
 from plugin.tools.plan.gpus import gpu_named
 from plugin.tools.plan.job_plan import JobPlan, Models, plan_job
 from plugin.tools.plan.planned_rank import World, built_rank
-from plugin.tools.plan.sample_lengths import sample_lengths
 from plugin.tools.plan.stage_run import StageRun
+from plugin.tools.plan.workload import sample_lengths
 from tests.unit.tools.plan.model_facts import MODELS
 
 SMALL = {

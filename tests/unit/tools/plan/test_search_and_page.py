@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 
 from plugin.cli import main
+from plugin.commands.plan import Progress
 from plugin.config import JobConfig
 from plugin.controller.preflight.memory_check import WeightCounts
 from plugin.tools.plan.gpus import Gpu, gpu_named
 from plugin.tools.plan.job_plan import Models, plan_job
 from plugin.tools.plan.layouts import layout_flags, stage_ends
 from plugin.tools.plan.plan_page import timeline
-from plugin.tools.plan.progress import Progress
 from plugin.tools.plan.rough_costs import RoughModel, rough_seconds
-from plugin.tools.plan.sample_lengths import sample_lengths
-from plugin.tools.plan.search import Candidate
-from plugin.tools.plan.short_stages import plan_by_layers
+from plugin.tools.plan.search import Candidate, plan_by_layers
+from plugin.tools.plan.workload import sample_lengths
 from tests.unit.tools.plan.model_facts import MODELS
 
 

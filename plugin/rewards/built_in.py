@@ -1,4 +1,4 @@
-"""The built-in rewards that compare a response's text with the label of its row.
+"""The built-in rewards: a response's text against the label of its row, or a server's answer.
 
 A reward is `fn(response, row, **asked) -> float`: `response` is the text without the stop token,
 `row` all columns, and `asked` those values of `RewardInput` that the function names as keyword
@@ -11,10 +11,14 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from plugin.errors import ConfigError
+from plugin.errors import ConfigError, EngineError
+from plugin.rewards.code_tests import code_block, code_tests, tests_problem
 
 Row = Mapping[str, Any]
 
@@ -26,8 +30,9 @@ _CHOICES = (
     re.compile(r"(?i:answer|choice|option)(?i:\s+is)?\s*:?\s*\**\s*\(?([A-Z])\b"),
     re.compile(r"(?m)^\s*\**\(?([A-Z])\)?[.):]?\**\s*$"),
 )
-_FENCE = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\r?\n(.*?)```", re.DOTALL)
 _MATH_SECONDS = 5
+_HTTP_ATTEMPTS = 3
+_ANSWER_BYTES = 1 << 16
 
 
 def exact(response: str, row: Row, *, label: Any) -> float:
@@ -95,6 +100,33 @@ def length_penalty(response: str, row: Row, *, num_tokens: int, max_response_len
     return -num_tokens / max_response_length
 
 
+def http(response: str, row: Row, *, prompt: str, label: Any, url: str, timeout: float) -> float:
+    """The number that the server at --reward-url answers, such as a reward model.
+
+    It gets a POST of `{"prompt": ..., "response": ..., "label": ..., "row": {...}}` and answers
+    with a number, or with `{"reward": number}`; asked again after a failed connection or a 5xx.
+    """
+    body = {"prompt": prompt, "response": response, "label": label, "row": dict(row)}
+    request = urllib.request.Request(
+        url,
+        data=json.dumps(body, default=str).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    deadline = time.monotonic() + 0.9 * timeout
+    for attempt in range(1, _HTTP_ATTEMPTS + 1):
+        try:
+            patience = max(0.01, deadline - time.monotonic())
+            with _opener().open(request, timeout=patience) as answer:
+                return _answered_number(answer.read(_ANSWER_BYTES), url)
+        except OSError as error:
+            refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
+            pause = 0.2 * attempt
+            if refused or attempt == _HTTP_ATTEMPTS or time.monotonic() + pause > deadline:
+                raise EngineError(f"--reward-url {url}: {error}") from error
+            time.sleep(pause)
+    raise AssertionError("unreachable")
+
+
 def last_boxed(text: str) -> str | None:
     """What is inside of the last \\boxed{} whose braces are balanced."""
     start = text.rfind("\\boxed{")
@@ -106,12 +138,6 @@ def last_boxed(text: str) -> str | None:
                 return text[start + 7 : position].strip()
         start = text.rfind("\\boxed{", 0, start)
     return None
-
-
-def code_block(text: str, languages: tuple[str, ...]) -> str | None:
-    """The last fenced block in one of `languages`; '' is a block without a name."""
-    found = [code for language, code in _FENCE.findall(text) if language.lower() in languages]
-    return found[-1] if found else None
 
 
 def number_problem(label: Any) -> str | None:
@@ -189,3 +215,38 @@ def _schema(label: Any) -> Any:
 
 def _shown(label: Any) -> str:
     return f"{str(label)[:80]!r}, of type {type(label).__name__}"
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    # Without the proxies of the environment: rows must not pass through a third machine.
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _answered_number(answer: bytes, url: str) -> float:
+    try:
+        value = json.loads(answer)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        value = value.get("reward")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise EngineError(
+            f'--reward-url {url} answered {answer[:100]!r}; answer a number or {{"reward": number}}'
+        )
+    return float(value)
+
+
+LabelProblem = Callable[[Any], str | None]
+
+#: name -> function, what is wrong with a label (None: the label does not matter)
+BUILT_IN: dict[str, tuple[Callable[..., float], LabelProblem | None]] = {
+    "exact": (exact, text_problem),
+    "numeric": (numeric, number_problem),
+    "gsm8k": (gsm8k, number_problem),
+    "boxed": (boxed, text_problem),
+    "choice": (choice, letter_problem),
+    "json_schema": (json_schema, schema_problem),
+    "code_tests": (code_tests, tests_problem),
+    "length_penalty": (length_penalty, None),
+    "http": (http, None),
+}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 OWNER = """
 import mmap, os, subprocess, sys, time
-from plugin.engines.vllm.shared_memory_guard import mapped_files, remove_with_this_process
+from plugin.engines.servers.process_guard import mapped_files, remove_with_this_process
 
 def mapped(name):
     file = os.open(f"/dev/shm/{name}", os.O_RDWR | os.O_CREAT)

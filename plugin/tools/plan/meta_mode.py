@@ -1,16 +1,18 @@
-"""Run real code with numbers left out: floats have a shape only, integers and masks are real.
+"""Run real code on meta tensors: floats have a shape only, integers and masks are real.
 
 Layouts, routes, split sizes and row indices decide which shapes exist, so they are computed; what
-is multiplied with weights is not. An operation that meets a tensor without data gives one without
-data, and its real operands count by their shapes. The mode also keeps the books of live memory.
+is multiplied with weights is not. An operation on a meta tensor gives a meta tensor, and its real
+operands count by their shapes. The mode also tracks live memory.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -18,10 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from plugin.logprobs.lm_head_tiles import Tiles
+from plugin.logprobs.separable_lm_head import separable_lm_head
+
 _aten = torch.ops.aten
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _READS = {_aten._local_scalar_dense.default}
-_LOGITS = "logits"
 
 
 class LiveMemory:
@@ -55,9 +59,8 @@ class LiveMemory:
             self._peak_total, self.peak = self._total, dict(self.live)
 
     def _label_of(self, tensor: Tensor) -> str:
-        if tensor.dim() > 1 and tensor.shape[-1] == self.logits_width:
-            return _LOGITS
-        return self.label
+        is_logits = tensor.dim() > 1 and tensor.shape[-1] == self.logits_width
+        return "logits" if is_logits or _inside_lm_head() else self.label
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
@@ -74,13 +77,26 @@ class LiveMemory:
         return peak
 
 
-class ShapesOnly(TorchDispatchMode):
+#: What the fused LM heads allocate here is tiles of logits, and their gradients.
+_LM_HEAD = {
+    function.__code__ for function in (Tiles.statistics, Tiles.gradients, separable_lm_head)
+}
+
+
+def _inside_lm_head() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _LM_HEAD:
+        frame = frame.f_back
+    return frame is not None
+
+
+class MetaMode(TorchDispatchMode):
     """Within it, floats on `meta` and real integers work together.
 
     matmul_flops: of matrix products; attention_flops: over all pairs of tokens of a row
     """
 
-    active: ShapesOnly | None = None
+    active: MetaMode | None = None
 
     def __init__(self, memory: LiveMemory) -> None:
         super().__init__()
@@ -90,15 +106,15 @@ class ShapesOnly(TorchDispatchMode):
         self._known_shapes: dict[Any, Any] = {}
 
     def __enter__(self) -> Self:
-        ShapesOnly.active = self
+        MetaMode.active = self
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        ShapesOnly.active = None
+        MetaMode.active = None
         super().__exit__(*error)
 
     @contextmanager
-    def parameters_without_data(self) -> Iterator[None]:
+    def meta_parameters(self) -> Iterator[None]:
         """In the body, floats that are created on no particular device have no data either."""
         self.building = True
         try:

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from plugin.config import JobConfig
-from plugin.controller.queue.scoring import TaskScorer, make_scorer
 from plugin.environments.deadline_calls import CallFailure
 from plugin.errors import ConfigError
 from plugin.rewards.reward_set import Score
-from plugin.rewards.scorers import DriverScorer
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET, CopyDigitsTask
+from plugin.rewards.scorers import DriverScorer, TaskScorer, make_scorer
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTask
 from plugin.tasks.loading import load_task
 
 TOKENIZER = CharacterTokenizer(ALPHABET)

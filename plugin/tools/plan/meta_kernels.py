@@ -1,27 +1,23 @@
-"""What stands in for parts of a step that need numbers, or that only a GPU runs.
+"""Modules and kernels of a built rank that need numbers, or that only a GPU runs, by their shapes.
 
-Shapes and bytes stay those of a real rank: routes are even, messages of other ranks look like this
-rank's own, attention keeps what a flash kernel keeps. `use_gpu_kernels` also lets norms and
-activations keep what fused kernels keep: formulas, not measurements.
+They replace single methods of one built model and its optimizer; no class is patched. Shapes and
+bytes stay those of a real rank: routes are even, messages of other ranks look like this rank's own,
+attention keeps what a flash kernel keeps. `use_gpu_kernels` also lets norms and activations keep
+what fused kernels keep: formulas, not measurements.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from plugin.logprobs.lm_head_tiles import Tiles
-from plugin.logprobs.separable_lm_head import separable_lm_head
-from plugin.tools.plan.counted_group import Traffic
-from plugin.tools.plan.shape_mode import LiveMemory, ShapesOnly
+from plugin.tools.plan.meta_mode import MetaMode
 
 
 class _FlashAttention(torch.autograd.Function):
@@ -53,7 +49,7 @@ class _FlashAttention(torch.autograd.Function):
 
 def _count_attention(query: Tensor, key: Tensor, ring: int, width: int) -> None:
     """Count products over all pairs of a row; `StageRun` knows which share of the pairs exists."""
-    mode = ShapesOnly.active
+    mode = MetaMode.active
     if mode is not None:
         pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * ring
         mode.attention_flops += 2 * pairs * width
@@ -86,80 +82,50 @@ def _even_map(tokens: int, experts: int, topk: int) -> Tensor:
     return chosen.scatter_(1, even_routes(tokens, experts, topk), True)
 
 
-@contextmanager
-def numbers_left_out(traffic: Traffic, memory: LiveMemory) -> Iterator[None]:
-    """Within it, a trainer's step runs without numbers."""
-    from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
+def use_meta_kernels(chunks: Sequence[Any], optimizer: Any | None) -> None:
+    """Let routers, attention and optimizer of a built rank work without numbers."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from plugin.megatron_backend import trainer
-    from plugin.megatron_backend.step import microbatch_loss
+    from plugin.megatron_backend.model.local_layers import LocalCoreAttention
 
-    route, make_tensor = TopKRouter.routing, torch.tensor
-
-    def evenly(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        weights, chosen = route(self, logits, *args, **kwargs)
-        return weights, _even_map(chosen.shape[0], chosen.shape[1], self.topk)
-
-    def tensor_of(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(data, (list, tuple)):
-            data = tree_map_only(Tensor, lambda t: 1.0 if t.is_meta else t, data)
-        return make_tensor(data, *args, **kwargs)
-
-    def flash(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-        return _FlashAttention.apply(query, key, value)
-
-    def all_finite(self: Any) -> bool:
-        # As in Megatron: ranks agree on one number.
-        group = self.get_grad_stats_parallel_group()
-        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)
-        return False
-
-    # Megatron-Core 0.19 asks all ranks once whether a parameter has a gradient norm of its own.
-    ask = getattr(MegatronOptimizer, "has_grad_norm_group", None)
-
-    def none_apart(self: Any, grad_norm_group: str) -> bool:
-        assert ask is not None
-        ask(self, grad_norm_group)
-        return False
-
-    spread = trainer.spread_from_last_stage
-
-    def spread_nothing(value: Any, groups: Any) -> Any:
-        if groups.is_last_stage:
-            return spread(value, groups)
-        # Its size, then the pickled object.
-        source = dist.get_global_rank(groups.pp_group, groups.pp_size - 1)
-        for size in (8, traffic.object_bytes):
-            message = torch.zeros(size, dtype=torch.uint8)
-            dist.broadcast(message, src=source, group=groups.pp_group)
-        return {}
-
-    with ExitStack() as patches:
-        for target, name, replacement in (
-            (TopKRouter, "routing", evenly),
-            (torch, "tensor", tensor_of),
-            (MixedPrecisionOptimizer, "_unscale_main_grads_and_check_for_nan", all_finite),
-            *([(MegatronOptimizer, "has_grad_norm_group", none_apart)] if ask else []),
-            (torch.nn.functional, "scaled_dot_product_attention", flash),
-            (trainer, "spread_from_last_stage", spread_nothing),
-            (Tiles, "statistics", _as_logits(Tiles.statistics, memory)),
-            (Tiles, "gradients", _as_logits(Tiles.gradients, memory)),
-            (microbatch_loss, "separable_lm_head", _as_logits(separable_lm_head, memory)),
-        ):
-            patches.enter_context(patch.object(target, name, replacement))
-        yield
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, TopKRouter):
+            module.routing = _even_routing(module)
+        elif isinstance(module, LocalCoreAttention):
+            module.kernel = _flash_attention
+    parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
+    for part in parts:
+        if hasattr(part, "_unscale_main_grads_and_check_for_nan"):
+            part._unscale_main_grads_and_check_for_nan = partial(_agree_all_finite, part)
+        if hasattr(part, "has_grad_norm_group"):
+            part.has_grad_norm_group = partial(_ask_in_vain, part.has_grad_norm_group)
 
 
-def _as_logits(function: Any, memory: LiveMemory) -> Any:
-    """The function with what it creates counted as logits: tiles of them, and their gradients."""
+def _even_routing(router: Any) -> Any:
+    route = router.routing
 
-    @functools.wraps(function)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        with memory.labelled("logits"):
-            return function(*args, **kwargs)
+    def evenly(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        weights, chosen = route(logits, *args, **kwargs)
+        return weights, _even_map(chosen.shape[0], chosen.shape[1], router.topk)
 
-    return counted
+    return evenly
+
+
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+    return _FlashAttention.apply(query, key, value)
+
+
+def _agree_all_finite(optimizer: Any) -> bool:
+    # As in Megatron: ranks agree on one number.
+    group = optimizer.get_grad_stats_parallel_group()
+    dist.all_reduce(optimizer.found_inf, op=dist.ReduceOp.MAX, group=group)
+    return False
+
+
+def _ask_in_vain(ask: Any, grad_norm_group: str) -> bool:
+    """Megatron-Core 0.19 asks all ranks once whether a parameter has a gradient norm of its own."""
+    ask(grad_norm_group)
+    return False
 
 
 def use_gpu_kernels(chunks: Sequence[Any]) -> None:
