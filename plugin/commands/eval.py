@@ -72,8 +72,6 @@ def evaluate(
     from plugin.controller.preflight.task_checks import evaluation_parts
     from plugin.controller.records.resuming import find_source
     from plugin.engines.choice import check_engine, make_engine
-    from plugin.engines.response_stream import ResponseStream
-    from plugin.environments.multi_turn import choose_player
     from plugin.rewards.scorers import make_scorer, scorer_for
 
     with contextlib.ExitStack() as cleanup:
@@ -101,13 +99,11 @@ def evaluate(
         with console.phase("loading the model"):
             engine = make_engine(config, policy.hf_config, "engine")
             load_directory(engine, weights)
-        stream = ResponseStream(engine, config.rollout_max_batch)
-        engines = LocalEngine(choose_player(config)(stream))
         with console.phase("evaluating"):
             scorer = make_scorer(config, sets[0].task)
             cleanup.callback(scorer.close)
             metrics = Evaluator(
-                *(config, sets, engines, sampling, console.log),
+                *(config, sets, LocalEngine(engine, config), sampling, console.log),
                 scorer_of=lambda task: scorer_for(task, scorer, config),
             ).run(0)
     about = {"source": str(source)} | ({} if chosen is None else {"checkpoint": chosen.name})
