@@ -18,7 +18,6 @@ from plugin.cluster.trainer_actor import teacher_policy
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
 from plugin.controller.interrupts import Interrupts, ignored_interrupts
-from plugin.controller.job_paths import with_absolute_paths
 from plugin.controller.preflight.job_checks import JobParts, check_job
 from plugin.controller.records.resuming import (
     CHECKPOINTS,
@@ -68,7 +67,7 @@ def run_job(
         with cluster(config) as connected:
             return run_job(config, console, connected, ended)
     console = console or Console()
-    config = with_absolute_paths(config)
+    config = config.with_absolute_paths()
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
     check_run_dir(run_dir, config)
     with console.phase("checking the job"):
