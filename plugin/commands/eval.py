@@ -18,6 +18,7 @@ from typing import Any
 
 from plugin.config import JobConfig
 from plugin.errors import CheckpointError, ConfigError
+from plugin.observe.console import text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -144,8 +145,4 @@ def as_table(metrics: Mapping[str, Any]) -> str:
         bounds = "" if low is None else f"{low:.4f} to {high:.4f}"
         shown = f"{value:.0f}" if metric.endswith("prompts") else f"{value:.4f}"
         rows.append((name, metric, shown, bounds))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join(
-        f"{r[0]:<{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:>{widths[2]}}  {r[3]}".rstrip()
-        for r in rows
-    )
+    return "\n".join(text_table(rows, left=(0, 1, 3)))
