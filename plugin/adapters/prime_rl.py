@@ -60,7 +60,7 @@ def _config(settings: tuple[tuple[str, Any], ...]) -> LossConfig:
     config = LossConfig.from_sources(dict(settings))
     if config.loss_traits.compares_with == "train" and config.train_log_probs != "rollout":
         raise ConfigError(
-            f"policy_loss {config.policy_loss} compares with the trainer's old log-probs, and "
+            f"policy_loss {config.policy_loss} compares with the trainer's own log-probs, and "
             "prime-rl has none: its ratio would always be 1; add use_rollout_logprobs = true, or "
             "choose a loss that compares with rollout"
         )

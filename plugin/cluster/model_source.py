@@ -13,8 +13,7 @@ from plugin.megatron_backend.hf_weights.files import HfDirectory
 from plugin.megatron_backend.lora.targets import check_adapter_directory, check_lora
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.layout_rules import check_model
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor

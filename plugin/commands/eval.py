@@ -18,15 +18,7 @@ from typing import Any
 
 from plugin.config import JobConfig
 from plugin.errors import CheckpointError, ConfigError
-
-#: What one sets for an evaluation; the other settings come from the run.
-_FLAGS = (
-    *("eval_data", "n_samples_per_eval_prompt", "eval_temperature", "eval_top_p"),
-    *("eval_max_response_length", "eval_pass_at", "eval_pass_reward"),
-    *("reward", "reward_url", "reward_timeout", "reward_workers", "reward_memory"),
-    *("reward_function_path", "task_path", "prompt_key", "label_key", "apply_chat_template"),
-    *("system_prompt", "bad_rows", "max_prompt_length", "rollout_engine", "rollout_dtype", "seed"),
-)
+from plugin.observe.console import text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of a table"
     )
-    JobConfig.add_arguments(parser, in_short_help=_FLAGS)
+    JobConfig.add_arguments(parser, in_short_help=JobConfig.common_flags("eval"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,15 +67,12 @@ def evaluate(
     """The metrics of every set, with `source` and, of a run, `checkpoint`."""
     from plugin.cluster.model_source import policy_source
     from plugin.controller.evaluation import Evaluator
-    from plugin.controller.job_paths import with_absolute_paths
     from plugin.controller.local_engine import LocalEngine, load_directory
     from plugin.controller.preflight.job_checks import check_lengths
     from plugin.controller.preflight.task_checks import evaluation_parts
-    from plugin.controller.queue.scoring import make_scorer, scorer_for
     from plugin.controller.records.resuming import find_source
     from plugin.engines.choice import check_engine, make_engine
-    from plugin.engines.response_stream import ResponseStream
-    from plugin.environments.multi_turn import choose_player
+    from plugin.rewards.scorers import make_scorer, scorer_for
 
     with contextlib.ExitStack() as cleanup:
         if (source / "config.json").is_file():
@@ -92,7 +81,7 @@ def evaluate(
             run_dir, chosen = find_source(source, checkpoint)
             # Where the adapters of a LoRA run began no longer matters.
             config = JobConfig.from_sources({"lora_path": None, **flags}, run_dir / "config.yaml")
-        config = with_absolute_paths(config)
+        config = config.with_absolute_paths()
         if not config.eval_data:
             raise ConfigError(
                 f"{source} says nothing about what to evaluate on; add --eval-data NAME:PATH"
@@ -110,13 +99,11 @@ def evaluate(
         with console.phase("loading the model"):
             engine = make_engine(config, policy.hf_config, "engine")
             load_directory(engine, weights)
-        stream = ResponseStream(engine, config.rollout_max_batch)
-        engines = LocalEngine(choose_player(config)(stream))
         with console.phase("evaluating"):
             scorer = make_scorer(config, sets[0].task)
             cleanup.callback(scorer.close)
             metrics = Evaluator(
-                *(config, sets, engines, sampling, console.log),
+                *(config, sets, LocalEngine(engine, config), sampling, console.log),
                 scorer_of=lambda task: scorer_for(task, scorer, config),
             ).run(0)
     about = {"source": str(source)} | ({} if chosen is None else {"checkpoint": chosen.name})
@@ -158,8 +145,4 @@ def as_table(metrics: Mapping[str, Any]) -> str:
         bounds = "" if low is None else f"{low:.4f} to {high:.4f}"
         shown = f"{value:.0f}" if metric.endswith("prompts") else f"{value:.4f}"
         rows.append((name, metric, shown, bounds))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join(
-        f"{r[0]:<{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:>{widths[2]}}  {r[3]}".rstrip()
-        for r in rows
-    )
+    return "\n".join(text_table(rows, left=(0, 1, 3)))

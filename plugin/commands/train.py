@@ -23,15 +23,7 @@ if TYPE_CHECKING:
     from plugin.controller.job import JobResult
 
 #: What most people set; `--help-all` shows the rest.
-COMMON_FLAGS = (
-    *("hf_checkpoint", "prompt_data", "reward"),
-    *("policy_loss", "use_tis", "custom_tis_function_path"),
-    *("lr", "num_rollouts", "rollout_batch_size", "n_samples_per_prompt"),
-    *("max_response_length", "rollout_engine", "async_rollouts"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-    *("eval_data", "num_gpus_per_node", "address"),
-    *("run_dir", "resume", "save_hf"),
-)
+COMMON_FLAGS = JobConfig.common_flags("train")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

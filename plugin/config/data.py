@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
+from plugin.config.flags import (
+    FlagGroup,
+    Needs,
+    absolute_code,
+    absolute_path,
+    expect,
+    flag,
+    needs_flag,
+    runtime_flag,
+)
 from plugin.config.import_paths import is_import_path
 
 BUILT_IN_REWARDS = (
@@ -86,29 +95,42 @@ class DataFlags(FlagGroup):
     title: ClassVar[str] = "data"
 
     task_path: str | None = flag(
-        None, "task to train on: pkg.mod.Task, pkg.mod:Task or file.py:Task; runs that code"
+        None,
+        "task to train on: pkg.mod.Task, pkg.mod:Task or file.py:Task; runs that code",
+        path=absolute_code,
+        common_in="eval",
     )
     prompt_data: str | None = flag(
         None,
         "rows to train on: a .jsonl, .parquet or .arrow file, a pattern of such files in quotes, "
         "or a directory (of files, or of Hugging Face's save_to_disk); needs --hf-checkpoint",
+        path=absolute_path,
+        common_in="train",
     )
     prompt_key: str = flag(
-        "prompt", "column with the prompt: text, or a list of chat messages", needs=_PROMPTS
+        "prompt",
+        "column with the prompt: text, or a list of chat messages",
+        needs=_PROMPTS,
+        common_in="eval",
     )
     label_key: str = flag(
         "answer",
         "column with what a response is compared with; reward_model.ground_truth is a field inside "
         "of a column",
         needs=_PROMPTS,
+        common_in="eval",
     )
     apply_chat_template: bool = flag(
-        False, "render --prompt-data through the tokenizer's chat template", needs=_PROMPTS
+        False,
+        "render --prompt-data through the tokenizer's chat template",
+        needs=_PROMPTS,
+        common_in="eval",
     )
     system_prompt: str | None = flag(
         None,
         "system message of every prompt, unless a row's messages begin with their own",
         needs=_TEMPLATE,
+        common_in="eval",
     )
     tools_key: str | None = flag(
         None,
@@ -119,6 +141,7 @@ class DataFlags(FlagGroup):
         "error",
         "rows of --prompt-data that are no JSON, lack a column, are too long or not rendered by "
         "the template: error = end before the start and name them; skip = leave them out",
+        common_in="eval",
     )
     shuffle_data: bool = flag(
         True,
@@ -158,30 +181,41 @@ class RewardFlags(FlagGroup):
         f"NAME: {', '.join(BUILT_IN_REWARDS)}, or the path of fn(response, row) -> float, pkg.mod:"
         "fn or file.py:fn, which runs that code",
         needs=needs_flag("prompt_data"),
+        path=absolute_code,
+        common_in="train eval",
     )
     reward_function_path: str | None = flag(
-        None, "one more --reward: pkg.mod.fn, pkg.mod:fn or file.py:fn; runs that code"
+        None,
+        "one more --reward: pkg.mod.fn, pkg.mod:fn or file.py:fn; runs that code",
+        path=absolute_code,
+        common_in="eval",
     )
     reward_url: str | None = flag(
-        None, "server that --reward http asks", needs=Needs("--reward http", _asks_server)
+        None,
+        "server that --reward http asks",
+        needs=Needs("--reward http", _asks_server),
+        common_in="eval",
     )
-    reward_timeout: float = flag(
+    reward_timeout: float = runtime_flag(
         60.0,
         "seconds that the rewards of one response may take; then its group is sampled again",
         above=0,
+        common_in="eval",
     )
-    reward_workers: int | Literal["auto"] = flag(
+    reward_workers: int | Literal["auto"] = runtime_flag(
         "auto",
         "processes that compute rewards; auto = one per core, 8 at most, for --prompt-data, and "
         "none for --task-path, whose rewards then are computed on the driver",
         at_least=1,
         needs=_PROMPTS,
+        common_in="eval",
     )
-    reward_memory: int = flag(
+    reward_memory: int = runtime_flag(
         4096,
         "megabytes that a process of --reward-workers may take on top of what it needs to start",
         at_least=16,
         needs=_PROMPTS,
+        common_in="eval",
     )
 
     def check(self) -> None:

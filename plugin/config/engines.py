@@ -240,10 +240,7 @@ def parse_arguments(field: str, texts: Sequence[str], owned: dict[str, str]) -> 
         for given, value in _pairs(option, text).items():
             name = given.strip().lstrip("-").replace("-", "_")
             expect(name not in found, f"{option}: {name} is given twice; drop one")
-            expect(
-                name not in owned,
-                f"{option}: {name} is set by {owned.get(name)}; drop it",
-            )
+            expect(name not in owned, f"{option}: {name} is set by {owned.get(name)}; drop it")
             found[name] = value
     return found
 
@@ -259,10 +256,7 @@ def _pairs(option: str, text: str) -> dict[str, Any]:
     pairs: list[tuple[str, Any]] = []
     for pair in text.split():
         name, equals, value = pair.partition("=")
-        expect(
-            bool(name and equals and value),
-            f"{option} holds {pair!r}; expected {_EXAMPLES}",
-        )
+        expect(bool(name and equals and value), f"{option} holds {pair!r}; expected {_EXAMPLES}")
         pairs.append((name, _value(value)))
     return _once(option, pairs)
 

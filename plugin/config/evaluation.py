@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from plugin.config.flags import FlagGroup, expect, flag, needs_flag
+from plugin.config.flags import FlagGroup, absolute_path, expect, needs_flag, runtime_flag
 
 if TYPE_CHECKING:
     from plugin.config.job_config import JobConfig
@@ -18,86 +18,57 @@ _SETS = needs_flag("eval_data")
 class EvalFlags(FlagGroup):
     title: ClassVar[str] = "evaluation"
 
-    eval_data: tuple[str, ...] = flag(
+    eval_data: tuple[str, ...] = runtime_flag(
         (),
         "NAME:PATH evaluates on the rows of PATH, which are like those of --prompt-data; NAME:N on "
         "N prompts of the task that no rollout gets to",
+        path=lambda given: _absolute_rows(given),
+        common_in="train eval",
     )
-    eval_interval: int | None = flag(
+    eval_interval: int | None = runtime_flag(
         None,
         "rollouts between evaluations; none = at the start and at the end only",
         at_least=1,
         needs=_SETS,
     )
-    eval_at_start: bool = flag(True, "evaluate before the first rollout, too", needs=_SETS)
-    n_samples_per_eval_prompt: int = flag(1, "responses per prompt", at_least=1, needs=_SETS)
-    eval_temperature: float | None = flag(
+    eval_at_start: bool = runtime_flag(True, "evaluate before the first rollout, too", needs=_SETS)
+    n_samples_per_eval_prompt: int = runtime_flag(
+        1, "responses per prompt", at_least=1, needs=_SETS, common_in="eval"
+    )
+    eval_temperature: float | None = runtime_flag(
         None,
         "0 = greedy; none = greedy with one response per prompt, --rollout-temperature with "
         "several",
         at_least=0,
         needs=_SETS,
+        common_in="eval",
     )
-    eval_top_p: float = flag(1.0, "nucleus sampling; 1 = off", above=0, needs=_SETS)
-    eval_max_response_length: int | None = flag(
+    eval_top_p: float = runtime_flag(
+        1.0, "nucleus sampling; 1 = off", above=0, needs=_SETS, common_in="eval"
+    )
+    eval_max_response_length: int | None = runtime_flag(
         None,
         "tokens a response may have; none = --max-response-length",
         at_least=1,
         needs=_SETS,
+        common_in="eval",
     )
-    eval_pass_at: str | None = flag(
+    eval_pass_at: str | None = runtime_flag(
         None,
         "values of k of pass@k, separated by commas; none = powers of two up to the responses per "
         "prompt",
         needs=_SETS,
+        common_in="eval",
     )
-    eval_pass_reward: float = flag(
-        1.0, "reward from which a response counts as right in pass@k", needs=_SETS
+    eval_pass_reward: float = runtime_flag(
+        1.0, "reward from which a response counts as right in pass@k", needs=_SETS, common_in="eval"
     )
-    keep_best: bool = flag(
+    keep_best: bool = runtime_flag(
         False,
         "keep the checkpoint with the best mean on the first --eval-data besides the newest ones, "
         "named by checkpoints/best",
         needs=_SETS,
     )
-
-    def check_evaluation(self, config: JobConfig) -> None:
-        """Check these flags, also against the other ones."""
-        n, temperature = self.n_samples_per_eval_prompt, self.eval_temperature
-        names = [name for name, _ in self.eval_sets]
-        doubled = [name for name in names if names.count(name) > 1]
-        expect(not doubled, f"--eval-data names {doubled[:1]} twice; give every set its own name")
-        expect(self.eval_top_p <= 1, f"--eval-top-p is {self.eval_top_p}; it must lie in (0, 1]")
-        expect(
-            temperature != 0 or n == 1,
-            f"--n-samples-per-eval-prompt is {n} with --eval-temperature 0: greedy responses to "
-            "a prompt are all the same; ask for 1, or raise the temperature",
-        )
-        lowest = config.sampling_traits.lowest_temperature
-        expect(
-            not temperature or temperature >= lowest,
-            f"--eval-temperature is {temperature}; vLLM raises what is below {lowest} without "
-            "saying so; choose 0 or at least that",
-        )
-        for k in self.pass_at:
-            expect(
-                1 <= k <= n,
-                f"--eval-pass-at holds {k}, and pass@k needs at least k of the "
-                f"{n} responses per prompt; raise --n-samples-per-eval-prompt or drop it",
-            )
-        for name, rows in self.eval_sets:
-            expect(
-                isinstance(rows, str) or config.prompt_data is None,
-                f"--eval-data {name}:{rows} asks for {rows} prompts besides those of training, and "
-                f"--prompt-data has no others; give the path of other rows, {name}:PATH",
-            )
-            expect(
-                isinstance(rows, int)
-                or (config.hf_checkpoint is not None and config.task_path is None),
-                f"--eval-data {name}:{rows} needs the tokenizer of --hf-checkpoint and the rewards "
-                "of --prompt-data; with a task, evaluate on prompts of its own, such as "
-                f"{name}:64",
-            )
 
     @property
     def eval_sets(self) -> list[tuple[str, str | int]]:
@@ -118,6 +89,50 @@ class EvalFlags(FlagGroup):
             "as 1,8",
         )
         return sorted({int(word) for word in words})
+
+
+def check_evaluation(config: JobConfig) -> None:
+    """Raise a `ConfigError` for evaluations that make no sense, or not with the other flags."""
+    n, temperature = config.n_samples_per_eval_prompt, config.eval_temperature
+    names = [name for name, _ in config.eval_sets]
+    doubled = [name for name in names if names.count(name) > 1]
+    expect(not doubled, f"--eval-data names {doubled[:1]} twice; give every set its own name")
+    expect(config.eval_top_p <= 1, f"--eval-top-p is {config.eval_top_p}; it must lie in (0, 1]")
+    expect(
+        temperature != 0 or n == 1,
+        f"--n-samples-per-eval-prompt is {n} with --eval-temperature 0: greedy responses to "
+        "a prompt are all the same; ask for 1, or raise the temperature",
+    )
+    lowest = config.sampling_traits.lowest_temperature
+    expect(
+        not temperature or temperature >= lowest,
+        f"--eval-temperature is {temperature}; vLLM raises what is below {lowest} without "
+        "saying so; choose 0 or at least that",
+    )
+    for k in config.pass_at:
+        expect(
+            1 <= k <= n,
+            f"--eval-pass-at holds {k}, and pass@k needs at least k of the "
+            f"{n} responses per prompt; raise --n-samples-per-eval-prompt or drop it",
+        )
+    for name, rows in config.eval_sets:
+        expect(
+            isinstance(rows, str) or config.prompt_data is None,
+            f"--eval-data {name}:{rows} asks for {rows} prompts besides those of training, and "
+            f"--prompt-data has no others; give the path of other rows, {name}:PATH",
+        )
+        expect(
+            isinstance(rows, int)
+            or (config.hf_checkpoint is not None and config.task_path is None),
+            f"--eval-data {name}:{rows} needs the tokenizer of --hf-checkpoint and the rewards "
+            "of --prompt-data; with a task, evaluate on prompts of its own, such as "
+            f"{name}:64",
+        )
+
+
+def _absolute_rows(given: str) -> str:
+    name, rows = _named(given)
+    return f"{name}:{rows if isinstance(rows, int) else absolute_path(rows)}"
 
 
 def _named(given: str) -> tuple[str, str | int]:

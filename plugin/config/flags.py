@@ -13,6 +13,7 @@ import argparse
 import copy
 import dataclasses
 import math
+import os
 import re
 import types
 import typing
@@ -51,12 +52,18 @@ def flag(
     above: float | None = None,
     names: Iterable[str] = (),
     needs: Needs | None = None,
+    path: Callable[[str], str] | None = None,
+    may_change_on_resume: bool = False,
+    common_in: str = "",
 ) -> Any:
-    """A field with its default, its help text and an optional lower bound.
+    """A field with its default, its help text, an optional lower bound, and what others ask of it.
 
     names: the built-in members of an open set; the value is one of them or the import path of the
         user's own
     needs: without this the flag does nothing, and is refused where the user gives it
+    path: the value, or each of several, names a file; this makes the name absolute
+    may_change_on_resume: a resumed run trains the same with another value
+    common_in: the commands whose short --help shows the flag, separated by spaces
     """
     metadata = {
         "help": help,
@@ -64,8 +71,16 @@ def flag(
         "above": above,
         "names": tuple(names),
         "needs": needs,
+        "path": path,
+        "may_change_on_resume": may_change_on_resume,
+        "common_in": common_in,
     }
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def runtime_flag(default: Any, help: str, **marks: Any) -> Any:
+    """A flag of how a job runs and not of what it trains: a resumed run may change it."""
+    return flag(default, help, may_change_on_resume=True, **marks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +102,19 @@ def alias(of: str, means: Mapping[Any, tuple[Any, ...]], help: str, *, off: Any 
     """An `InitVar` that is another spelling of the flag `of`; see `Alias`."""
     metadata = {"help": help, "names": (), "alias": Alias(of, means, off)}
     return dataclasses.field(default=None, metadata=metadata)
+
+
+def absolute_path(path: str) -> str:
+    """The whole path of a file or directory."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def absolute_code(paths: str) -> str:
+    """Comma-separated import paths, those of the form `file.py:function` with the whole path."""
+    parts = [part.strip().partition(".py:") for part in paths.split(",")]
+    return ",".join(
+        f"{absolute_path(file)}{colon}{rest}" if colon else file for file, colon, rest in parts
+    )
 
 
 def option_name(field_name: str) -> str:
@@ -244,6 +272,22 @@ class FlagGroup:
                     f"{shown}{value} would do nothing: it needs {needs.what}; add that, or drop "
                     f"{shown}"
                 )
+
+    @classmethod
+    def common_flags(cls, command: str) -> set[str]:
+        """The flags that the short `--help` of a command shows."""
+        fields = dataclasses.fields(cls)
+        return {item.name for item in fields if command in item.metadata["common_in"].split()}
+
+    def with_absolute_paths(self) -> Self:
+        """The same configuration with whole paths: actors have working directories of their own."""
+        changes: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            absolute, value = item.metadata["path"], getattr(self, item.name)
+            if absolute is not None and value is not None:
+                several = isinstance(value, tuple)
+                changes[item.name] = tuple(map(absolute, value)) if several else absolute(value)
+        return dataclasses.replace(self, **changes)
 
     def unchecked_copy(self, **changes: Any) -> Self:
         """A copy with other values, for a part of the job whose settings need not fit the rest."""

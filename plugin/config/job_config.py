@@ -11,12 +11,12 @@ from typing import Any, Self
 from plugin.config.data import DataFlags, RewardFlags
 from plugin.config.engine_checks import check_engine
 from plugin.config.engines import EngineArgumentFlags, EngineTraits, WeightTransport, engine_traits
-from plugin.config.evaluation import EvalFlags
+from plugin.config.evaluation import EvalFlags, check_evaluation
 from plugin.config.flags import expect, read_yaml
 from plugin.config.launch import LaunchFlags, OutputFlags
 from plugin.config.loss.loss_config import ESTIMATOR_TRAITS, estimator_traits
 from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS, RATIO_LOSSES, ROLLOUT_LOSSES
-from plugin.config.rollout import ConversationFlags, RolloutFlags, SamplingFlags
+from plugin.config.rollout import ConversationFlags, RolloutFlags, SamplingFlags, check_sampling
 from plugin.config.servers import ServerFlags
 from plugin.config.teachers import TeacherFlags
 from plugin.config.trainer_config import CriticFlags, TrainerConfig
@@ -84,9 +84,9 @@ class JobConfig(
         self._check_mini_batches()
         self._check_approximation()
         self._check_stale_samples()
-        self.check_sampling(self)
+        check_sampling(self)
         check_engine(self)
-        self.check_evaluation(self)
+        check_evaluation(self)
         self._check_other_policies()
         self._check_estimator()
         self._check_lora()
@@ -106,6 +106,21 @@ class JobConfig(
     def reference_is_base(self) -> bool:
         """Whether the reference is the policy without its adapters, and no model of its own."""
         return self.lora_rank > 0 and self.use_kl_loss and self.ref_hf_checkpoint is None
+
+    @property
+    def trains_critic(self) -> bool:
+        """Whether the job has a value model."""
+        return self.advantage_estimator == "gae"
+
+    def critic_learning_rate(self, update: int) -> float:
+        """Warm-up, then constant; `update` counts from 0."""
+        rate = self.critic_lr or self.lr
+        return rate * min(1.0, (update + 1) / max(1, self.critic_lr_warmup_steps))
+
+    @property
+    def fixed_length(self) -> int:
+        """The tokens that --loss-reduction fixed-length divides a sample by."""
+        return self.loss_fixed_length or self.max_response_length
 
     @property
     def saves_at_end(self) -> bool:
@@ -253,7 +268,7 @@ class JobConfig(
         approximate = self.train_log_probs == "approximate"
         expect(
             not approximate or self.updates_per_rollout > 1,
-            "--train-log-probs approximate with one update per rollout: the old log-probs are then "
+            "--train-log-probs approximate with one update per rollout: the trainer's own are then "
             "the update's own and no pass is saved; drop it, or set --global-batch-size or "
             "--num-updates-per-rollout",
         )

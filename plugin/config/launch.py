@@ -6,7 +6,16 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
+from plugin.config.flags import (
+    FlagGroup,
+    Needs,
+    absolute_code,
+    absolute_path,
+    expect,
+    flag,
+    needs_flag,
+    runtime_flag,
+)
 
 
 @dataclass(frozen=True)
@@ -19,9 +28,12 @@ class LaunchFlags(FlagGroup):
         "GPUs per node with a trainer rank (or CPU slots); engines have others, or with --colocate "
         "the same; none = as few as fit the layout",
         at_least=1,
+        common_in="train",
     )
-    address: str | None = flag(
-        None, "Ray cluster to join: host:port, or auto; none = a private one on this machine"
+    address: str | None = runtime_flag(
+        None,
+        "Ray cluster to join: host:port, or auto; none = a private one on this machine",
+        common_in="train",
     )
     colocate: bool = flag(
         False,
@@ -36,23 +48,25 @@ class LaunchFlags(FlagGroup):
         needs=needs_flag("colocate"),
     )
     cpus_per_rank: int = flag(1, "CPU slots that a rank or engine reserves", at_least=1)
-    threads_per_rank: int | Literal["auto"] = flag(
+    threads_per_rank: int | Literal["auto"] = runtime_flag(
         "auto",
         "torch threads of a rank or engine on CPU; auto = the node's cores over its ranks, or over "
         "the engines; asynchronous: over both; 1 for a model of hidden size below 256",
         at_least=1,
     )
-    start_timeout: float = flag(300.0, "seconds the actors may take to start", above=0)
-    step_timeout: float = flag(1800.0, "seconds a step of trainer or engine may take", above=0)
-    max_restarts: int = flag(
+    start_timeout: float = runtime_flag(300.0, "seconds the actors may take to start", above=0)
+    step_timeout: float = runtime_flag(
+        1800.0, "seconds a step of trainer or engine may take", above=0
+    )
+    max_restarts: int = runtime_flag(
         3,
         "times in a row that a lost engine, or the trainer, is restarted without progress",
         at_least=0,
     )
-    network_interface: str | None = flag(
+    network_interface: str | None = runtime_flag(
         None, "interface for trainer traffic between nodes; none = loopback, or Ray's with several"
     )
-    seed: int = flag(1234, "seed of weights, prompts and sampling", at_least=0)
+    seed: int = flag(1234, "seed of weights, prompts and sampling", at_least=0, common_in="eval")
 
     def check(self) -> None:
         expect(
@@ -65,28 +79,34 @@ class LaunchFlags(FlagGroup):
 class OutputFlags(FlagGroup):
     title: ClassVar[str] = "output"
 
-    run_dir: str | None = flag(None, "run directory; none = runs/<time>-<name>")
-    name: str = flag("train", "name of the run")
-    save_interval: int | None = flag(
+    run_dir: str | None = runtime_flag(
+        None, "run directory; none = runs/<time>-<name>", common_in="train"
+    )
+    name: str = runtime_flag("train", "name of the run")
+    save_interval: int | None = runtime_flag(
         None, "rollouts between checkpoints; a lost trainer rank restarts from the last", at_least=1
     )
-    save_at_end: bool | None = flag(
+    save_at_end: bool | None = runtime_flag(
         None,
         "write a checkpoint at the end and on Ctrl-C; none = with --hf-checkpoint or "
         "--save-interval",
     )
-    keep_checkpoints: int = flag(2, "checkpoints to keep, the newest", at_least=1)
-    resume: bool = flag(False, "go on from the newest checkpoint in --run-dir")
-    resume_from: str | None = flag(
+    keep_checkpoints: int = runtime_flag(2, "checkpoints to keep, the newest", at_least=1)
+    resume: bool = runtime_flag(
+        False, "go on from the newest checkpoint in --run-dir", common_in="train"
+    )
+    resume_from: str | None = runtime_flag(
         None, "go on from this checkpoint in --run-dir instead, e.g. step_0000012"
     )
-    overwrite: bool = flag(
+    overwrite: bool = runtime_flag(
         False, "delete what an earlier run wrote to --run-dir and --dump-log-probs, then start"
     )
-    save_hf: bool = flag(
-        False, "write the trained model as a Hugging Face directory, model/, at the end"
+    save_hf: bool = runtime_flag(
+        False,
+        "write the trained model as a Hugging Face directory, model/, at the end",
+        common_in="train",
     )
-    save_hf_interval: int | None = flag(
+    save_hf_interval: int | None = runtime_flag(
         None, "rollouts between Hugging Face models in models/step_<number>/; all stay", at_least=1
     )
     detect_mismatch: bool = flag(
@@ -102,9 +122,12 @@ class OutputFlags(FlagGroup):
         None,
         "import paths of your own mismatch detectors, comma-separated",
         needs=needs_flag("detect_mismatch"),
+        path=absolute_code,
     )
-    dump_log_probs: str | None = flag(
-        None, "directory for the log-probs of every step, for `megatron-tis compare`"
+    dump_log_probs: str | None = runtime_flag(
+        None,
+        "directory for the log-probs of every step, for `megatron-tis compare`",
+        path=absolute_path,
     )
     dump_routes: bool = flag(
         False,
@@ -115,14 +138,14 @@ class OutputFlags(FlagGroup):
             lambda config: config.dump_log_probs is not None and config.wants_rollout_routes,
         ),
     )
-    log_samples: int = flag(
+    log_samples: int = runtime_flag(
         3,
         "samples per rollout that samples.jsonl and the report keep, with their texts: in turn the "
         "best, the worst, a random one; 0 = none",
         at_least=0,
     )
-    use_wandb: bool = flag(False, "also log to Weights & Biases, if it is installed")
-    wandb_project: str = flag("megatron-tis", "its project", needs=needs_flag("use_wandb"))
+    use_wandb: bool = runtime_flag(False, "also log to Weights & Biases, if it is installed")
+    wandb_project: str = runtime_flag("megatron-tis", "its project", needs=needs_flag("use_wandb"))
 
     def check(self) -> None:
         expect(

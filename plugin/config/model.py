@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
+from plugin.config.flags import FlagGroup, Needs, absolute_path, expect, flag, needs_flag
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
@@ -15,7 +15,10 @@ class ModelFlags(FlagGroup):
     title: ClassVar[str] = "model"
 
     hf_checkpoint: str | None = flag(
-        None, "Hugging Face model directory; none = a tiny model built on the spot"
+        None,
+        "Hugging Face model directory; none = a tiny model built on the spot",
+        path=absolute_path,
+        common_in="train",
     )
     embedded_model: Literal["qwen3", "qwen3_moe", "llama"] = flag(
         "qwen3", "family of the tiny model that is built without --hf-checkpoint"
@@ -24,16 +27,14 @@ class ModelFlags(FlagGroup):
         None,
         "reference policy of --use-kl-loss; none = the weights the run starts from (with "
         "--lora-rank the model without adapters)",
-    )
-    teacher_hf_checkpoint: str | None = flag(
-        None, "teacher of --teacher-tau and --distill-topk, loaded by the job"
+        path=absolute_path,
     )
     reference_offload: bool = flag(
         False,
         "keep the weights of reference and teacher in host memory between their passes",
         needs=Needs(
             "--use-kl-loss or a teacher that the job loads",
-            lambda config: config.use_kl_loss or getattr(config, "loads_teachers", False),
+            lambda config: config.use_kl_loss or config.loads_teachers,
         ),
     )
     transformer_impl: Literal["auto", "transformer_engine", "local"] = flag(
@@ -46,8 +47,7 @@ class ModelFlags(FlagGroup):
         "auto = bfloat16 on CUDA, float32 elsewhere; float16 scales the loss",
     )
     fp8: Literal["e4m3", "hybrid"] | None = flag(
-        None,
-        "format in which Transformer Engine multiplies matrices; hybrid = gradients in e5m2",
+        None, "format in which Transformer Engine multiplies matrices; hybrid = gradients in e5m2"
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = flag(
         "tensorwise",
@@ -78,8 +78,7 @@ class ModelFlags(FlagGroup):
         "MoE, where the engine's weights are replayed: stop = the router learns nothing; keep = "
         "the value is the engine's, the gradient that of the trainer's own weights",
         needs=Needs(
-            "--use-rollout-routing-replay ids+weights",
-            lambda config: config.replays_route_weights,
+            "--use-rollout-routing-replay ids+weights", lambda config: config.replays_route_weights
         ),
     )
     detect_routing: bool = flag(
@@ -175,7 +174,10 @@ class LoraFlags(FlagGroup):
         needs=_LORA,
     )
     lora_path: str | None = flag(
-        None, "directory of a PEFT adapter that the run starts from; none = new ones", needs=_LORA
+        None,
+        "directory of a PEFT adapter that the run starts from; none = new ones",
+        needs=_LORA,
+        path=absolute_path,
     )
     lora_sync: Literal["merged", "adapter"] = flag(
         "merged",

@@ -5,11 +5,22 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from plugin.config.engines import ENGINES
-from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
+from plugin.config.flags import (
+    FlagGroup,
+    Needs,
+    absolute_code,
+    expect,
+    flag,
+    needs_flag,
+    runtime_flag,
+)
 from plugin.config.model import DtypeName
+
+if TYPE_CHECKING:
+    from plugin.config.job_config import JobConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +31,8 @@ class RolloutFlags(FlagGroup):
         "transformers",
         "what generates; sglang, vllm_server: servers of the job; http: --rollout-url",
         names=ENGINES,
+        path=absolute_code,
+        common_in="train eval",
     )
     num_rollout_engines: int = flag(1, "engine actors; prompts are shared out", at_least=1)
     rollout_num_gpus_per_engine: int = flag(
@@ -28,11 +41,19 @@ class RolloutFlags(FlagGroup):
         "a node has",
         at_least=1,
     )
-    rollout_batch_size: int = flag(32, "prompts per rollout", at_least=1)
-    n_samples_per_prompt: int = flag(8, "responses per prompt (one group)", at_least=1)
-    num_rollouts: int = flag(100, "rollout batches to train on", at_least=1)
-    max_prompt_length: int = flag(1024, "longer prompts are an error, in tokens", at_least=1)
-    max_response_length: int = flag(1024, "tokens a response may have", at_least=1)
+    rollout_batch_size: int = flag(32, "prompts per rollout", at_least=1, common_in="train")
+    n_samples_per_prompt: int = flag(
+        8, "responses per prompt (one group)", at_least=1, common_in="train"
+    )
+    num_rollouts: int = runtime_flag(
+        100, "rollout batches to train on", at_least=1, common_in="train"
+    )
+    max_prompt_length: int = flag(
+        1024, "longer prompts are an error, in tokens", at_least=1, common_in="eval"
+    )
+    max_response_length: int = flag(
+        1024, "tokens a response may have", at_least=1, common_in="train"
+    )
     rollout_top_p: float = flag(1.0, "nucleus sampling; 1 = off", above=0)
     rollout_top_k: int | None = flag(None, "sample among the k likeliest; none = off", at_least=1)
     use_rollout_sampling_mask: Literal["auto", "on", "off"] = flag(
@@ -46,12 +67,12 @@ class RolloutFlags(FlagGroup):
     return_rollout_log_probs: bool = flag(
         True, "have the engine report the log-prob of every sampled token"
     )
-    rollout_dtype: DtypeName = flag("float32", "dtype of the engine's weights")
+    rollout_dtype: DtypeName = flag("float32", "dtype of the engine's weights", common_in="eval")
     rollout_quantization: Literal["none", "int8"] = flag(
         "none", "int8 = the engine's linear layers keep 8-bit weights, one scale per output row"
     )
     rollout_max_batch: int = flag(256, "responses an engine generates at once", at_least=1)
-    async_rollouts: bool = flag(False, "generate while the trainer trains")
+    async_rollouts: bool = flag(False, "generate while the trainer trains", common_in="train")
     max_weight_staleness: int | None = flag(
         None, "async: drop samples more weight versions old than this; none = 1", at_least=0
     )
@@ -95,7 +116,7 @@ class RolloutFlags(FlagGroup):
         "none = for ever, or 3 times where the reward failed",
         at_least=0,
     )
-    rollout_timeout: float | None = flag(
+    rollout_timeout: float | None = runtime_flag(
         None,
         "seconds an engine may take for the requests it is sent at once before it is replaced; "
         "none = --step-timeout",
@@ -155,8 +176,7 @@ class SamplingFlags(FlagGroup):
     title: ClassVar[str] = "groups and responses that are trained on"
 
     dynamic_sampling: bool = flag(
-        False,
-        "drop groups whose rewards are all equal, and sample other prompts in their place",
+        False, "drop groups whose rewards are all equal, and sample other prompts in their place"
     )
     max_refills_per_rollout: int | None = flag(
         None,
@@ -197,31 +217,6 @@ class SamplingFlags(FlagGroup):
         needs=needs_flag("overlong_buffer_length"),
     )
 
-    def check_sampling(self, rollouts: RolloutFlags) -> None:
-        """Check these flags against those of the rollouts."""
-        batch, wanted = rollouts.rollout_batch_size, self.over_sampling_batch_size
-        expect(
-            not self.dynamic_sampling or rollouts.n_samples_per_prompt > 1,
-            "--dynamic-sampling with --n-samples-per-prompt 1: the one reward of a group has no "
-            "spread, so every group would be dropped; sample at least 2",
-        )
-        expect(
-            wanted is None or wanted > batch,
-            f"--over-sampling-batch-size is {wanted}, and --rollout-batch-size {batch} are trained "
-            "on; it must be larger, or drop it",
-        )
-        expect(
-            wanted is None or not rollouts.async_rollouts,
-            f"--over-sampling-batch-size {wanted} with --async-rollouts: the engines are ahead of "
-            "the trainer already; raise --max-weight-staleness instead",
-        )
-        longest, buffer = rollouts.max_response_length, self.overlong_buffer_length
-        expect(
-            buffer is None or buffer <= longest,
-            f"--overlong-buffer-length is {buffer}, longer than --max-response-length {longest}; "
-            "lower it",
-        )
-
     def first_round_size(self, rollout_batch_size: int) -> int:
         """Prompts that a synchronous rollout begins with."""
         return self.over_sampling_batch_size or rollout_batch_size
@@ -229,6 +224,32 @@ class SamplingFlags(FlagGroup):
     def refill_limit(self, rollout_batch_size: int) -> int:
         """Prompts that may be sampled in place of dropped groups, per rollout."""
         return self.max_refills_per_rollout or _REFILL_BATCHES * rollout_batch_size
+
+
+def check_sampling(config: JobConfig) -> None:
+    """Check which groups and responses are trained on against the flags of the rollouts."""
+    batch, wanted = config.rollout_batch_size, config.over_sampling_batch_size
+    expect(
+        not config.dynamic_sampling or config.n_samples_per_prompt > 1,
+        "--dynamic-sampling with --n-samples-per-prompt 1: the one reward of a group has no "
+        "spread, so every group would be dropped; sample at least 2",
+    )
+    expect(
+        wanted is None or wanted > batch,
+        f"--over-sampling-batch-size is {wanted}, and --rollout-batch-size {batch} are trained "
+        "on; it must be larger, or drop it",
+    )
+    expect(
+        wanted is None or not config.async_rollouts,
+        f"--over-sampling-batch-size {wanted} with --async-rollouts: the engines are ahead of "
+        "the trainer already; raise --max-weight-staleness instead",
+    )
+    longest, buffer = config.max_response_length, config.overlong_buffer_length
+    expect(
+        buffer is None or buffer <= longest,
+        f"--overlong-buffer-length is {buffer}, longer than --max-response-length {longest}; "
+        "lower it",
+    )
 
 
 #: A task of the user's own may read any flag, and only such a task has several turns.

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
 from plugin.config.engines import ENGINES
-from plugin.config.flags import FlagGroup, Needs, expect, flag
+from plugin.config.flags import FlagGroup, Needs, absolute_path, expect, flag, runtime_flag
 
 
 def parse_urls(text: str | None) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ _SERVERS = Needs(
 class ServerFlags(FlagGroup):
     title: ClassVar[str] = "rollout servers (--rollout-engine http)"
 
-    rollout_url: str | None = flag(
+    rollout_url: str | None = runtime_flag(
         None, "URLs of inference servers, separated by commas; requests are balanced over them"
     )
     rollout_server: Literal["vllm", "sglang"] = flag(
@@ -94,18 +94,19 @@ class ServerFlags(FlagGroup):
             ),
         ),
     )
-    rollout_weights_dir: str | None = flag(
+    rollout_weights_dir: str | None = runtime_flag(
         None,
         "directory that job and servers share, through which the servers get new weights; none = a "
         "temporary one for servers that the job starts",
+        path=absolute_path,
     )
-    rollout_request_timeout: float = flag(
+    rollout_request_timeout: float = runtime_flag(
         600.0,
         "seconds a server may take for one response, to its last byte",
         above=0,
         needs=_SERVERS,
     )
-    rollout_request_retries: int = flag(
+    rollout_request_retries: int = runtime_flag(
         3,
         "times a response is asked for again before it counts as failed",
         at_least=0,
@@ -117,7 +118,7 @@ class ServerFlags(FlagGroup):
         "time",
         at_least=1 << 10,
     )
-    rollout_api_key_env: str | None = flag(
+    rollout_api_key_env: str | None = runtime_flag(
         None, "environment variable with the servers' API key, which is sent as a bearer token"
     )
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from plugin.config.flags import FlagGroup, Needs, expect, flag, needs_flag
+from plugin.config.flags import FlagGroup, Needs, absolute_path, expect, flag, needs_flag
 from plugin.config.servers import check_key_variable, check_urls, parse_urls
 
 #: What the only teacher is called.
@@ -36,6 +36,9 @@ _SERVED = Needs(
 class TeacherFlags(FlagGroup):
     title: ClassVar[str] = "teachers (on-policy distillation)"
 
+    teacher_hf_checkpoint: str | None = flag(
+        None, "teacher of --teacher-tau and --distill-topk, loaded by the job", path=absolute_path
+    )
     teacher_url: str | None = flag(
         None,
         "URLs of servers that have the teacher, separated by commas; requests are balanced over "
@@ -46,6 +49,7 @@ class TeacherFlags(FlagGroup):
         (),
         "one of several teachers, NAME=DIRECTORY or NAME=URL[,URL]; --teacher-key says which one a "
         "prompt has",
+        path=lambda text: _absolute_teacher(text),
     )
     teacher_key: str | None = flag(
         None,
@@ -88,7 +92,7 @@ class TeacherFlags(FlagGroup):
     @property
     def teacher_specs(self) -> tuple[TeacherSpec, ...]:
         """The teachers, in the order in which they are given."""
-        directory = getattr(self, "teacher_hf_checkpoint", None)
+        directory = self.teacher_hf_checkpoint
         given = {
             "--teacher-hf-checkpoint": directory,
             "--teacher-url": self.teacher_url,
@@ -111,6 +115,11 @@ class TeacherFlags(FlagGroup):
     def loads_teachers(self) -> bool:
         """Whether the job holds a teacher's weights."""
         return any(spec.directory for spec in self.teacher_specs)
+
+
+def _absolute_teacher(text: str) -> str:
+    spec = _parsed(text)
+    return text if spec.directory is None else f"{spec.name}={absolute_path(spec.directory)}"
 
 
 def _parsed(text: str) -> TeacherSpec:

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from plugin.config.flags import FlagGroup, Needs, expect, flag
+from plugin.config.flags import FlagGroup, Needs, absolute_path, expect, flag
 from plugin.config.loss.loss_config import LossConfig
 from plugin.config.model import LoraFlags, ModelFlags
 
@@ -26,7 +26,7 @@ _DYNAMIC = Needs(
 class OptimizerFlags(FlagGroup):
     title: ClassVar[str] = "optimizer"
 
-    lr: float = flag(1e-6, "learning rate; 1e-5 with --lora-rank", above=0)
+    lr: float = flag(1e-6, "learning rate; 1e-5 with --lora-rank", above=0, common_in="train")
     min_lr: float = flag(
         0.0,
         "learning rate at the end of the decay",
@@ -108,15 +108,11 @@ class OptimizerFlags(FlagGroup):
         for name in ("adam_beta1", "adam_beta2"):
             value = getattr(self, name)
             expect(value < 1, f"--{name.replace('_', '-')} is {value}; it must lie in [0, 1)")
-        expect(
-            self.min_lr <= self.lr,
-            f"--min-lr is {self.min_lr}, above --lr {self.lr}; lower it",
-        )
+        expect(self.min_lr <= self.lr, f"--min-lr is {self.min_lr}, above --lr {self.lr}; lower it")
 
 
 _PIPELINE = Needs(
-    "--pipeline-model-parallel-size above 1",
-    lambda config: config.pipeline_model_parallel_size > 1,
+    "--pipeline-model-parallel-size above 1", lambda config: config.pipeline_model_parallel_size > 1
 )
 
 
@@ -124,8 +120,10 @@ _PIPELINE = Needs(
 class ParallelFlags(FlagGroup):
     title: ClassVar[str] = "parallel layout (Megatron's names)"
 
-    tensor_model_parallel_size: int = flag(1, "tensor parallel ranks", at_least=1)
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages", at_least=1)
+    tensor_model_parallel_size: int = flag(
+        1, "tensor parallel ranks", at_least=1, common_in="train"
+    )
+    pipeline_model_parallel_size: int = flag(1, "pipeline stages", at_least=1, common_in="train")
     virtual_pipeline_model_parallel_size: int | None = flag(
         None, "model chunks per pipeline stage (interleaved schedule)", at_least=2
     )
@@ -142,9 +140,7 @@ class ParallelFlags(FlagGroup):
         needs=_PIPELINE,
     )
     account_for_embedding_in_pipeline_split: bool = flag(
-        False,
-        "count the embedding as a layer when the model is cut into stages",
-        needs=_PIPELINE,
+        False, "count the embedding as a layer when the model is cut into stages", needs=_PIPELINE
     )
     account_for_loss_in_pipeline_split: bool = flag(
         False,
@@ -247,7 +243,10 @@ class CriticFlags(FlagGroup):
     title: ClassVar[str] = "critic"
 
     critic_hf_checkpoint: str | None = flag(
-        None, "model that the critic starts from; none = that of the policy", needs=_GAE
+        None,
+        "model that the critic starts from; none = that of the policy",
+        needs=_GAE,
+        path=absolute_path,
     )
     critic_lr: float | None = flag(
         None, "the critic's learning rate; none = --lr", above=0, needs=_GAE
@@ -268,13 +267,3 @@ class CriticFlags(FlagGroup):
         above=0,
         needs=_GAE,
     )
-
-    @property
-    def trains_critic(self) -> bool:
-        """Whether the job has a value model."""
-        return getattr(self, "advantage_estimator", None) == "gae"
-
-    def critic_learning_rate(self, update: int) -> float:
-        """Warm-up, then constant; `update` counts from 0."""
-        rate = float(self.critic_lr or self.lr)  # type: ignore[attr-defined]
-        return rate * min(1.0, (update + 1) / max(1, self.critic_lr_warmup_steps))

@@ -18,9 +18,7 @@ from plugin.cluster.trainer_actor import teacher_policy
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
 from plugin.controller.interrupts import Interrupts, ignored_interrupts
-from plugin.controller.job_paths import with_absolute_paths
 from plugin.controller.preflight.job_checks import JobParts, check_job
-from plugin.controller.queue.scoring import make_scorer
 from plugin.controller.records.resuming import (
     CHECKPOINTS,
     RunCheckpoints,
@@ -33,6 +31,7 @@ from plugin.controller.training_loop import TrainingLoop
 from plugin.controller.weight_sync.sync import WeightSync
 from plugin.observe.console import Console
 from plugin.observe.run_files import RunFiles, new_run_dir
+from plugin.rewards.scorers import make_scorer
 
 
 @dataclass
@@ -68,7 +67,7 @@ def run_job(
         with cluster(config) as connected:
             return run_job(config, console, connected, ended)
     console = console or Console()
-    config = with_absolute_paths(config)
+    config = config.with_absolute_paths()
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
     check_run_dir(run_dir, config)
     with console.phase("checking the job"):

@@ -18,8 +18,7 @@ from plugin.batch_types import RolloutBatch
 from plugin.cluster.engine_pool import EnginePool
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
-from plugin.controller.batch.mini_batches import mini_batches
-from plugin.controller.batch.preparation import describe_batch, prepare_batch, without_old_tokens
+from plugin.controller.batch import describe_batch, mini_batches, prepare_batch, without_old_tokens
 from plugin.controller.evaluation import Evaluations, Evaluator, describe
 from plugin.controller.interrupts import Interrupts
 from plugin.controller.passes.critic_steps import CriticSteps
@@ -28,7 +27,6 @@ from plugin.controller.passes.teachers import Teachers
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.controller.queue.groups import Group, joined, reward_parts
 from plugin.controller.queue.rollout_queue import RolloutQueue
-from plugin.controller.queue.scoring import scorer_for
 from plugin.controller.records.resuming import RunCheckpoints, find_checkpoint, warn_of_other_rows
 from plugin.controller.records.run_directory import MODEL, MODELS
 from plugin.controller.records.sample_log import readable_samples
@@ -40,7 +38,7 @@ from plugin.errors import ActorLost, MegatronTisError, ParallelError
 from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
 from plugin.observe.console import Console
 from plugin.observe.run_files import RunFiles
-from plugin.rewards.scorers import Scorer
+from plugin.rewards.scorers import Scorer, scorer_for
 
 
 @dataclass

@@ -1,19 +1,28 @@
-"""The engine that a configuration names: built in, or the user's own by import path."""
+"""The engine that a configuration names: built in, or the user's own by import path; what it is
+started with is checked before.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from plugin.config import JobConfig
 from plugin.config.engines import check_names
 from plugin.config.import_paths import load_function
-from plugin.engines.installed_arguments import installed_arguments
 from plugin.engines.protocol import RolloutEngine, SamplingParameters
 from plugin.errors import ConfigError
+
+#: Of each engine, the file and the dataclass whose fields are its arguments.
+_SOURCES = {
+    "vllm": ("engine/arg_utils.py", "EngineArgs"),
+    "sglang": ("srt/server_args.py", "ServerArgs"),
+}
 
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> RolloutEngine:
@@ -104,3 +113,41 @@ def check_engine(config: JobConfig) -> None:
         raise ConfigError(
             f"--rollout-engine {config.rollout_engine}: {package} is not installed; {install}"
         )
+
+
+def installed_arguments(package: str) -> set[str] | None:
+    """Names of the arguments that the installed `package` takes; None where they cannot be read.
+
+    Read from its source: an import would be slow.
+    """
+    file, name = _SOURCES[package]
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        module = ast.parse((Path(spec.origin).parent / file).read_text())
+    except (OSError, SyntaxError):
+        return None
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            fields = {
+                item.target.id
+                for item in node.body
+                if isinstance(item, ast.AnnAssign)
+                and isinstance(item.target, ast.Name)
+                and "ClassVar" not in ast.unparse(item.annotation)
+            }
+            return fields or None
+    return None
+
+
+def with_architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the name of its causal language model class; engines take a model without
+    one for an encoder.
+    """
+    config = dict(hf_config)
+    if not config.get("architectures"):
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+    return config

@@ -101,13 +101,6 @@ class _Expired(BaseException):
     """Raised in a call at its deadline; not an `Exception`, which the call might catch."""
 
 
-def call_here(function: Callable[[], T], *, seconds: float) -> T | CallFailure:
-    """The result of one call in this thread, which is interrupted after `seconds`."""
-    with calls_here(seconds) as call:
-        result: T | CallFailure = call(function)
-    return result
-
-
 @contextmanager
 def calls_here(seconds: float) -> Iterator[Callable[[Callable[[], Any]], Any]]:
     """A function that makes calls in this thread, each of which is interrupted after `seconds`.

@@ -6,8 +6,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from plugin.environments.environment_protocol import Ending, Message, Reply, Step
-from plugin.environments.tool_calls import MalformedToolCall, ToolCall
+from plugin.environments.environment_protocol import (
+    Ending,
+    MalformedToolCall,
+    Message,
+    Reply,
+    Step,
+    ToolCall,
+)
 
 
 class ToolEnvironment:

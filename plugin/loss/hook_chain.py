@@ -121,7 +121,7 @@ def _statistics_of(
     if not declared:
         return {}
     with torch.no_grad():
-        log_r = log_ratio(inputs.train_log_probs, inputs.require_rollout(), inputs.mask)
+        log_r = log_ratio(inputs.proximal_log_probs, inputs.require_rollout(), inputs.mask)
         log_r = log_r[inputs.mask]
         return {path: collect(found, log_r, flags) for path, found in declared.items()}
 
@@ -175,7 +175,8 @@ def _arguments(
 ) -> dict[str, Any]:
     return {
         "pg_loss": pg_loss,
-        "train_log_probs": inputs.per_sample(inputs.train_log_probs),
+        # slime's keyword for the policy of the ratio, whichever flag chose it.
+        "train_log_probs": inputs.per_sample(inputs.proximal_log_probs),
         "rollout_log_probs": inputs.per_sample(inputs.require_rollout()),
         "loss_masks": list(loss_masks),
         "cur_log_probs": inputs.per_sample(inputs.cur_log_probs),

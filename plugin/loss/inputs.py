@@ -47,11 +47,11 @@ class KnownTokens:
     """What is known of the local response tokens before the forward pass.
 
     mask: [T] bool; fields: [T] float32 by the names of `LossInputs`, anything where masked, None
-        where the batch has none; `train_log_probs` or `recomputed_log_probs` is None where the
-        update's own log-probs stand for them
+        where the batch has none; `train_log_probs` is None where the update's own log-probs are
+        the trainer's, too
     sample_numbers: what errors call the samples; None = their places in the batch
-    share_of_current: [T] how far the approximated old policy is from the engine's towards the
-        current one; None where it is not approximated
+    share_of_current: [T] how far the approximated proximal policy is from the engine's towards
+        the current one; None where it is not approximated
     statistics: by hook, what it declared of the whole batch; None where that is not known
     """
 
@@ -75,13 +75,9 @@ class KnownTokens:
             name: shards.flat(name, batch.get(name))
             for name in ("advantages", *_OPTIONAL_LOG_PROBS)
         }
-        own, share = shards.flat("log_probs", batch.get("log_probs")), None
-        fields["train_log_probs"] = own
-        if config.train_log_probs != "recompute":
-            fields["train_log_probs"] = fields["rollout_log_probs"]
-            fields["recomputed_log_probs"] = own
-        if config.train_log_probs == "approximate":
-            share = share_of_current(batch, shards)
+        fields["train_log_probs"] = shards.flat("log_probs", batch.get("log_probs"))
+        approximate = config.train_log_probs == "approximate"
+        share = share_of_current(batch, shards) if approximate else None
         loss_masks = Ragged.of(batch["loss_masks"])
         lengths = loss_masks.lengths.tolist()
         if lengths != shards.response_lengths:
@@ -110,13 +106,8 @@ class KnownTokens:
                 "ones"
             )
         raw = {**self.fields, "cur_log_probs": cur}
-        for name in ("train_log_probs", "recomputed_log_probs"):
-            if name in raw and raw[name] is None:
-                raw[name] = cur.detach()
-        if self.share_of_current is not None:
-            rollout = raw["rollout_log_probs"]
-            assert rollout is not None
-            raw["train_log_probs"] = rollout + self.share_of_current * (cur.detach() - rollout)
+        if raw["train_log_probs"] is None:
+            raw["train_log_probs"] = cur.detach()
         if check and config.validates_on(cur.device):
             check_tokens(raw, mask, self.shards, self.sample_numbers)
         if entropy is not None:
@@ -125,6 +116,8 @@ class KnownTokens:
             name: None if value is None else zero_masked(value, mask) for name, value in raw.items()
         }
         clean["advantages"] = guided_advantages(config, clean)
+        if config.train_log_probs != "recompute":
+            clean["proximal_log_probs"] = zero_masked(self._proximal(clean), mask)
         return LossInputs(
             mask=mask,
             shards=self.shards,
@@ -134,6 +127,14 @@ class KnownTokens:
             statistics=self.statistics,
             **clean,  # type: ignore[arg-type]
         )
+
+    def _proximal(self, clean: Mapping[str, Tensor | None]) -> Tensor:
+        """The engine's log-probs [T], or those between them and the current ones."""
+        rollout, cur = clean["rollout_log_probs"], clean["cur_log_probs"]
+        assert rollout is not None and cur is not None
+        if self.share_of_current is None:
+            return rollout
+        return rollout + self.share_of_current * (cur.detach() - rollout)
 
     def part(self, index: Tensor) -> KnownTokens:
         """Return the tokens at `index` [n] as one sample of a single process.
@@ -169,9 +170,9 @@ def guided_advantages(config: LossConfig, fields: Mapping[str, Tensor | None]) -
 
 
 def share_of_current(batch: Mapping[str, Any], shards: SequenceShards) -> Tensor:
-    """alpha [T] of A-3PO: log old = log rollout + alpha (log cur - log rollout).
+    """alpha [T] of A-3PO: proximal = rollout + alpha (cur - rollout), in log-probs.
 
-    alpha = (v_old - v_rollout) / (v_cur - v_rollout) in weight versions: `weight_versions` of the
+    alpha = (v_train - v_rollout) / (v_cur - v_rollout) in weight versions: `weight_versions` of the
     samples or their tokens, `trainer_version` before the first update on the rollout, and
     `current_version`, which lies between that and the next by the updates made since. Before the
     first update alpha is 1 and nothing is approximated.

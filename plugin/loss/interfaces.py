@@ -25,11 +25,14 @@ class LossInputs:
     """All per-token inputs of a loss, float32, 0 where masked.
 
     mask: [T] bool, the original loss mask
-    cur_log_probs: [T] with gradient; train_log_probs, advantages: [T] without; the advantages are
-        scaled by --adv-tau and joined by the teacher (see `inputs.guided_advantages`)
+    cur_log_probs: [T] with gradient; advantages: [T] without, scaled by --adv-tau and joined by the
+        teacher (see `inputs.guided_advantages`)
+    train_log_probs: [T] the trainer's own at the start of the step, whatever a flag says: a
+        mismatch is measured on them
     rollout_log_probs, ref_log_probs, teacher_log_probs: [T] without gradient, or None
-    recomputed_log_probs: [T] the trainer's own where `train_log_probs` are the engine's or
-        approximated, else None
+    proximal_log_probs: [T] of the policy that a clipped ratio is taken against (pi_old): by
+        --train-log-probs the trainer's own, the engine's, or between that and the current ones;
+        not given = `train_log_probs`
     entropy: [T] or None; carries a gradient only if its coefficient is not 0
     distill_kl: [T] reverse KL from the teacher over its likeliest ids, with gradient, or None
     loss_masks: the full-response masks, one per sample, as hooks receive them
@@ -48,14 +51,12 @@ class LossInputs:
     teacher_log_probs: Tensor | None = None
     entropy: Tensor | None = None
     distill_kl: Tensor | None = None
-    recomputed_log_probs: Tensor | None = None
+    proximal_log_probs: Tensor = None  # type: ignore[assignment]
     statistics: Mapping[str, Statistics] | None = None
 
-    @property
-    def trainer_log_probs(self) -> Tensor:
-        """[T] computed by the trainer: what a mismatch with the engine is measured on."""
-        own = self.recomputed_log_probs
-        return self.train_log_probs if own is None else own
+    def __post_init__(self) -> None:
+        if self.proximal_log_probs is None:
+            object.__setattr__(self, "proximal_log_probs", self.train_log_probs)
 
     def require_rollout(self) -> Tensor:
         """Return rollout_log_probs [T]; set-up has checked that they are there."""

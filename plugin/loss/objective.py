@@ -63,8 +63,8 @@ def compute_loss(
         chain = hook_chain(config, args)
         term = chain.apply(args, term, inputs, with_weights=with_weights)
     elif config.get_mismatch_metrics and with_metrics:
-        # Observed is the mismatch of the trainer's own log-probs, whatever stands for the old ones.
-        of_trainer = replace(inputs, train_log_probs=inputs.trainer_log_probs)
+        # Observed is the mismatch of the trainer's own log-probs, whatever the ratio is against.
+        of_trainer = replace(inputs, proximal_log_probs=inputs.train_log_probs)
         with torch.no_grad():
             observed = hook_chain(config, args).apply(args, term, of_trainer)
         term = replace(term, metrics=observed.metrics | term.metrics)
@@ -92,16 +92,16 @@ def compute_loss(
 def _comparison_metrics(inputs: LossInputs, kept: Tensor) -> dict[str, TokenMetric]:
     """How far the three policies are from each other."""
     mask, cur = inputs.mask, inputs.cur_log_probs.detach()
-    cur_over_train = log_ratio(cur, inputs.train_log_probs, mask)
+    cur_over_proximal = log_ratio(cur, inputs.proximal_log_probs, mask)
     metrics = {
-        "ppo_kl": TokenMetric(-cur_over_train, mask),
-        "ois": TokenMetric(safe_exp(cur_over_train), mask),
+        "ppo_kl": TokenMetric(-cur_over_proximal, mask),
+        "ois": TokenMetric(safe_exp(cur_over_proximal), mask),
     }
     if inputs.teacher_log_probs is not None:
         metrics["teacher_kl"] = TokenMetric(log_ratio(cur, inputs.teacher_log_probs, mask), mask)
     if inputs.rollout_log_probs is None:
         return metrics
-    train_over_rollout = log_ratio(inputs.trainer_log_probs, inputs.rollout_log_probs, mask)
+    train_over_rollout = log_ratio(inputs.train_log_probs, inputs.rollout_log_probs, mask)
     mismatch = k3(log_ratio(inputs.rollout_log_probs, cur, mask))
     metrics |= {
         "train_rollout_logprob_abs_diff": TokenMetric(train_over_rollout.abs(), mask),

@@ -1,9 +1,8 @@
 """The policy losses: one small function each, from `LossInputs` to a `PolicyTerm`.
 
-Notation: cur, train, rollout are log-probs; r is a ratio; A the advantage; sg the stop-gradient.
-    Inputs are 0
-where masked, so every per-token loss is 0 there too. Losses that compare with the rollout policy
-are in `rollout_losses`.
+Notation: cur, proximal, rollout are log-probs; r is a ratio; A the advantage; sg the stop-gradient.
+Inputs are 0 where masked, so every per-token loss is 0 there too. Losses that compare with the
+rollout policy are in `rollout_losses`.
 
 Each docstring is the entry of its loss in `megatron-tis corrections`: a sentence, the formula, the
 flags with their defaults, the reference.
@@ -47,23 +46,23 @@ from plugin.ppo_utils.separability import token_separable
 def ppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Clipped surrogate: no gain from moving a token's ratio beyond the clip.
 
-    loss = max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(cur - train); for A < 0
-    at most -eps_clip_c A
+    loss = max(-r A, -clip(r, 1 - eps_clip, 1 + eps_clip_high) A), r = exp(cur - proximal); for
+    A < 0 at most -eps_clip_c A
     Flags: --eps-clip 0.2, --eps-clip-high (= eps-clip), --eps-clip-c (none).
     Reference: Schulman et al. 2017 (PPO); Ye et al. 2020 (dual clip).
     """
-    return _clipped_surrogate(_cur_over_train(inputs), inputs, config)
+    return _clipped_surrogate(_cur_over_proximal(inputs), inputs, config)
 
 
 def gspo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """PPO's clip on the ratio of the whole sequence; each token passes its own gradient.
 
-    loss = max(-s A, -clip(s, 1 - eps_clip, 1 + eps_clip_high) A), s = exp(mean(cur - train))
+    loss = max(-s A, -clip(s, 1 - eps_clip, 1 + eps_clip_high) A), s = exp(mean(cur - proximal))
     Flags: --eps-clip 0.2, --eps-clip-high (= eps-clip), --eps-clip-c (none). The paper's bounds are
         3e-4 and 4e-4.
     Reference: Zheng et al. 2025 (GSPO).
     """
-    token_log_r = _cur_over_train(inputs)
+    token_log_r = _cur_over_proximal(inputs)
     sequence_log_r = geometric_log_ratio(token_log_r, inputs.mask, inputs.shards)
     # The value is the sequence's, the gradient the token's: no gradient has to cross a collective.
     straight_through = inputs.cur_log_probs - inputs.cur_log_probs.detach()
@@ -88,12 +87,12 @@ def reinforce(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 def cispo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Clips the weight, never the gradient: every token keeps a gradient, through cur alone.
 
-    loss = -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A cur, r = exp(cur - train)
+    loss = -sg(clip(r, 1 - eps_clip, 1 + eps_clip_high)) A cur, r = exp(cur - proximal)
     Flags: --eps-clip 0.2 (1.0 removes the lower bound), --eps-clip-high (= eps-clip).
     Reference: MiniMax 2025 (CISPO, MiniMax-M1).
     """
     low, high = _clip_bounds(config)
-    log_r = _cur_over_train(inputs).detach()
+    log_r = _cur_over_proximal(inputs).detach()
     weight = clipped_ratio(log_r, low, high)
     loss = -weight * inputs.advantages * inputs.cur_log_probs
     metrics = {
@@ -107,12 +106,12 @@ def cispo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 def sapo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """A soft gate in place of the clip, steeper for A <= 0.
 
-    loss = -sigmoid(tau (r - 1)) 4 / tau A, r = exp(cur - train); tau = sapo_tau_pos for A > 0, else
-    sapo_tau_neg
+    loss = -sigmoid(tau (r - 1)) 4 / tau A, r = exp(cur - proximal); tau = sapo_tau_pos for A > 0,
+    else sapo_tau_neg
     Flags: --sapo-tau-pos 1.0, --sapo-tau-neg 1.05.
     Reference: Gao et al. 2025 (SAPO).
     """
-    ratio = safe_exp(_cur_over_train(inputs))
+    ratio = safe_exp(_cur_over_proximal(inputs))
     positive = inputs.advantages > 0
     tau = torch.where(positive, config.sapo_tau_pos, config.sapo_tau_neg)
     gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
@@ -120,8 +119,8 @@ def sapo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     return PolicyTerm(-gate * inputs.advantages, inputs.mask, {"pg_clipfrac": closed.float()})
 
 
-def _cur_over_train(inputs: LossInputs) -> Tensor:
-    return log_ratio(inputs.cur_log_probs, inputs.train_log_probs, inputs.mask)
+def _cur_over_proximal(inputs: LossInputs) -> Tensor:
+    return log_ratio(inputs.cur_log_probs, inputs.proximal_log_probs, inputs.mask)
 
 
 def _clip_bounds(config: LossConfig) -> tuple[float, float]:

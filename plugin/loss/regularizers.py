@@ -33,7 +33,8 @@ def regularizer_terms(
 def reference_kl(inputs: LossInputs, config: LossConfig) -> Tensor:
     """KL of the current from the reference policy [T], over every real token.
 
-    With --use-unbiased-kl it is weighted by exp(cur - train), through which its gradient flows too.
+    With --use-unbiased-kl it is weighted by exp(cur - proximal), through which its gradient flows
+    too.
     """
     if inputs.ref_log_probs is None:
         raise ConfigError(
@@ -45,7 +46,7 @@ def reference_kl(inputs: LossInputs, config: LossConfig) -> Tensor:
     estimator = "k3" if bounded else config.kl_loss_type
     values = kl_estimate(cur, inputs.ref_log_probs, inputs.mask, estimator)
     if config.use_unbiased_kl:
-        values = values * safe_exp(log_ratio(cur, inputs.train_log_probs, inputs.mask))
+        values = values * safe_exp(log_ratio(cur, inputs.proximal_log_probs, inputs.mask))
     return values.clamp(max=LOW_VAR_KL_BOUND) if bounded else values
 
 

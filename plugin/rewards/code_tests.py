@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -22,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from plugin.rewards import sandbox
-from plugin.rewards.text_rewards import code_block
 
+_FENCE = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\r?\n(.*?)```", re.DOTALL)
 _SECONDS = 10.0
 _MEMORY_MB = 1024
 _OUTPUT_BYTES = 1 << 20
@@ -51,6 +52,12 @@ def code_tests(response: str, row: Mapping[str, Any], *, label: Any, timeout: fl
         if printed is None or printed.split() != wanted.split():
             return 0.0
     return 1.0
+
+
+def code_block(text: str, languages: tuple[str, ...]) -> str | None:
+    """The last fenced block in one of `languages`; '' is a block without a name."""
+    found = [code for language, code in _FENCE.findall(text) if language.lower() in languages]
+    return found[-1] if found else None
 
 
 def run_program(program: str, given: str, deadline: float) -> str | None:

@@ -1,7 +1,8 @@
 """Worker processes that compute rewards while the driver does something else.
 
 A thread per process gives it one response at a time and waits for the answer. A process that does
-not answer in time, or dies, is replaced; that costs the response it was working on.
+not answer in time, or dies, is replaced; that costs the response it was working on. Both ends of
+the socket are here: a worker is `python -m plugin.rewards.pool FD MEGABYTES`.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import contextlib
 import itertools
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
 import threading
+import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Protocol
 
 from plugin.environments.deadline_calls import CallFailure
 from plugin.rewards.reward_set import Score
+from plugin.rewards.sandbox import die_with_the_caller
 
 _START_SECONDS = 300.0
 
@@ -33,53 +37,19 @@ class RewardSource(Protocol):
     def load(self) -> Any: ...
 
 
-class _Letters:
-    """The answers to one asker, until it forgets them all."""
+class _Results:
+    """The scores for one scorer, until it drops what it has submitted."""
 
     def __init__(self) -> None:
         self.done: queue.SimpleQueue[tuple[int, Score | CallFailure]] = queue.SimpleQueue()
-        self.forgotten = False
+        self.dropped = False
 
 
 @dataclass(frozen=True)
 class _Job:
     ticket: int
     given: Any
-    letters: _Letters
-
-
-class Mailbox:
-    """Submits responses to a pool and collects their scores."""
-
-    def __init__(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
-        self._jobs, self._letters, self._tickets = jobs, _Letters(), itertools.count()
-
-    def submit(self, given: Any) -> int:
-        """A ticket for the score of what the source's `score` takes; never waits."""
-        ticket = next(self._tickets)
-        self._jobs.put(_Job(ticket, given, self._letters))
-        return ticket
-
-    def fail(self, reason: str) -> int:
-        """A ticket for a response that cannot be scored."""
-        ticket = next(self._tickets)
-        self._letters.done.put((ticket, CallFailure(reason)))
-        return ticket
-
-    def finished(self, *, wait_seconds: float = 0.0) -> list[tuple[int, Score | CallFailure]]:
-        """What has been scored since the last call; waits for the first if asked to."""
-        found, done = [], self._letters.done
-        with contextlib.suppress(queue.Empty):
-            if wait_seconds:
-                found.append(done.get(timeout=wait_seconds))
-            while True:
-                found.append(done.get_nowait())
-        return found
-
-    def forget(self) -> None:
-        """Drop what was submitted; a worker finishes the response that it is working on."""
-        self._letters.forgotten = True
-        self._letters = _Letters()
+    results: _Results
 
 
 class RewardPool:
@@ -102,9 +72,9 @@ class RewardPool:
         for thread in self._threads:
             thread.start()
 
-    def mailbox(self) -> Mailbox:
-        """Where one asker submits responses and finds their scores; others have their own."""
-        return Mailbox(self._jobs)
+    def enqueue(self, ticket: int, given: Any, results: _Results) -> None:
+        """Have `given` scored by the next free worker; never waits."""
+        self._jobs.put(_Job(ticket, given, results))
 
     @property
     def restarts(self) -> int:
@@ -131,9 +101,49 @@ class RewardPool:
     def _serve(self, worker: _Worker) -> None:
         worker.start()
         while (job := self._jobs.get()) is not None:
-            if not job.letters.forgotten:
-                job.letters.done.put((job.ticket, worker.score(job.given)))
+            if not job.results.dropped:
+                job.results.done.put((job.ticket, worker.score(job.given)))
         worker.kill()
+
+
+class PoolScorer:
+    """Submits responses to a pool and collects their scores.
+
+    Several may share a pool; whoever has made it closes it.
+    """
+
+    def __init__(self, pool: RewardPool) -> None:
+        self.pool, self._results, self._tickets = pool, _Results(), itertools.count()
+
+    def enqueue(self, given: Any) -> int:
+        """A ticket for the score of what the source's `score` takes; never waits."""
+        ticket = next(self._tickets)
+        self.pool.enqueue(ticket, given, self._results)
+        return ticket
+
+    def fail(self, reason: str) -> int:
+        """A ticket for a response that cannot be scored."""
+        ticket = next(self._tickets)
+        self._results.done.put((ticket, CallFailure(reason)))
+        return ticket
+
+    def finished(self, *, wait_seconds: float = 0.0) -> list[tuple[int, Score | CallFailure]]:
+        """What has been scored since the last call; waits for the first if asked to."""
+        found, done = [], self._results.done
+        with contextlib.suppress(queue.Empty):
+            if wait_seconds:
+                found.append(done.get(timeout=wait_seconds))
+            while True:
+                found.append(done.get_nowait())
+        return found
+
+    def forget(self) -> None:
+        """Drop what was submitted; a worker finishes the response that it is working on."""
+        self._results.dropped = True
+        self._results = _Results()
+
+    def close(self) -> None:
+        self.pool.close()
 
 
 class _Worker:
@@ -170,7 +180,7 @@ class _Worker:
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             process = subprocess.Popen(
                 [
-                    *(sys.executable, "-P", "-m", "plugin.rewards.worker"),
+                    *(sys.executable, "-P", "-m", "plugin.rewards.pool"),
                     *(str(descriptor), str(self._memory_mb)),
                 ],
                 env={**os.environ, "PYTHONPATH": path},
@@ -232,3 +242,58 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     # Before the process is waited for: until then its number, which names the group, is its own.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def serve(descriptor: int, memory_mb: int) -> None:
+    """Compute rewards in a worker process until the driver is gone.
+
+    Gets a source of rewards over the socket `descriptor`, loads it, answers "ready" or the error,
+    then answers one response after the other until the socket is closed. Imports no torch of its
+    own.
+    """
+    # Also while a reward hangs, when nobody reads the socket.
+    die_with_the_caller()
+    # What a reward prints belongs to the person, not into the answers.
+    os.dup2(2, 1)
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, ConnectionError):
+        source = connection.recv()
+        try:
+            rewards = source.load()
+            rewards.import_libraries()
+        except BaseException as error:
+            connection.send(_described(error))
+            return
+        _limit_memory(memory_mb)
+        connection.send("ready")
+        while True:
+            given = connection.recv()
+            try:
+                answer = rewards.score(given)
+            except BaseException as error:  # sys.exit() of a reward is a failed reward
+                answer = _described(error)
+            connection.send(answer)
+
+
+def _described(error: BaseException) -> CallFailure:
+    """An exception with the place in the code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return CallFailure(f"a reward failed: {type(error).__name__}: {str(error)[:500]}{where}")
+
+
+def _limit_memory(megabytes: int) -> None:
+    """So much more address space than the rewards have taken to load; Linux only."""
+    try:
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[0])
+    except OSError:
+        return
+    bound = pages * resource.getpagesize() + (megabytes << 20)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    bound = bound if hard == resource.RLIM_INFINITY else min(bound, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), int(sys.argv[2]))

@@ -15,26 +15,10 @@ from plugin.config.data import RewardSpec, parse_rewards
 from plugin.config.import_paths import load_function
 from plugin.config.loss.loss_config import estimator_traits
 from plugin.errors import BatchError, ConfigError, HookLoadError
-from plugin.rewards import text_rewards
-from plugin.rewards.code_tests import code_tests, network_is_blocked, tests_problem
-from plugin.rewards.http_reward import http
+from plugin.rewards.built_in import BUILT_IN
+from plugin.rewards.code_tests import network_is_blocked
 from plugin.tasks.prompt_format import lookup, no_column
 from plugin.tasks.protocol import Prompt, as_reward
-
-LabelProblem = Callable[[Any], str | None]
-
-#: name -> function, what is wrong with a label (None: the label does not matter)
-BUILT_IN: dict[str, tuple[Callable[..., float], LabelProblem | None]] = {
-    "exact": (text_rewards.exact, text_rewards.text_problem),
-    "numeric": (text_rewards.numeric, text_rewards.number_problem),
-    "gsm8k": (text_rewards.gsm8k, text_rewards.number_problem),
-    "boxed": (text_rewards.boxed, text_rewards.text_problem),
-    "choice": (text_rewards.choice, text_rewards.letter_problem),
-    "json_schema": (text_rewards.json_schema, text_rewards.schema_problem),
-    "code_tests": (code_tests, tests_problem),
-    "length_penalty": (text_rewards.length_penalty, None),
-    "http": (http, None),
-}
 
 
 @dataclass(frozen=True)

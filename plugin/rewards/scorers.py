@@ -1,17 +1,26 @@
-"""Scorers: responses are submitted to them, and their scores are found some time later."""
+"""Who scores the responses of a job: worker processes, or the task itself on the driver.
+
+A response is submitted to a scorer, which has its score some time later.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from plugin.config import JobConfig
 from plugin.environments.deadline_calls import CallFailure, calls_here
 from plugin.errors import BatchError
-from plugin.rewards.pool import RewardPool
+from plugin.rewards.pool import PoolScorer, RewardPool
 from plugin.rewards.reward_set import Score, reward_input
-from plugin.tasks.dataset_task import DatasetTask
-from plugin.tasks.protocol import Prompt, Task, reward_by
+from plugin.tasks.loading import load_task, load_tokenizer
+from plugin.tasks.prompt_data import DatasetTask
+from plugin.tasks.protocol import Prompt, Task, as_reward, reward_by
+
+_MOST_WORKERS = 8
 
 
 class Scorer(Protocol):
@@ -70,22 +79,6 @@ class DriverScorer:
         pass
 
 
-class PoolScorer:
-    """Scores in worker processes; several may share a pool, and whoever has made it closes it."""
-
-    def __init__(self, pool: RewardPool) -> None:
-        self.pool, self._mail = pool, pool.mailbox()
-
-    def finished(self, *, wait_seconds: float = 0.0) -> list[tuple[int, Score | CallFailure]]:
-        return self._mail.finished(wait_seconds=wait_seconds)
-
-    def forget(self) -> None:
-        self._mail.forget()
-
-    def close(self) -> None:
-        self.pool.close()
-
-
 class TextScorer(PoolScorer):
     """The rewards of responses as text; `task` turns token ids into it."""
 
@@ -100,5 +93,70 @@ class TextScorer(PoolScorer):
                 task, prompt, response, truncated=truncated, with_prompt=task.asks_prompt
             )
         except Exception as error:  # of whatever tokenizer
-            return self._mail.fail(f"the tokenizer failed: {type(error).__name__}: {error}")
-        return self._mail.submit(given)
+            return self.fail(f"the tokenizer failed: {type(error).__name__}: {error}")
+        return self.enqueue(given)
+
+
+class TaskScorer(PoolScorer):
+    """The rewards of a task by path, in workers that each have a task of their own."""
+
+    def submit(self, prompt: Prompt, response: Sequence[int], *, truncated: bool) -> int:
+        return self.enqueue((prompt, list(response)))
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """A task as a worker is sent it: by its configuration."""
+
+    config: JobConfig
+
+    def load(self) -> TaskRewards:
+        return TaskRewards(self.config)
+
+
+class TaskRewards:
+    """The rewards of a task that was made in this process."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self._task: Any = load_task(config, load_tokenizer(config))
+
+    def import_libraries(self) -> None:
+        """The task has been made, and whatever it needs is there."""
+
+    def score(self, given: tuple[Prompt, list[int]]) -> Score:
+        """The reward of one response; a `BatchError` if it is no finite number."""
+        value = self._task.reward(*given)
+        number = as_reward(value)
+        if number is None:
+            raise BatchError(f"the task's reward is {value!r}; it must be a finite number")
+        return Score(number)
+
+
+def make_scorer(config: JobConfig, task: Task) -> Scorer:
+    """Start what scores: workers for --prompt-data, and for --task-path if their number is given.
+
+    A task of the user's own may keep state between its methods, so it stays in this process unless
+    the user says that it need not.
+    """
+    given = config.reward_workers
+    if isinstance(task, DatasetTask):
+        workers = min(_MOST_WORKERS, os.cpu_count() or 1) if given == "auto" else given
+        return TextScorer(task, _pool(task.rewards, workers, config))
+    if given == "auto" or config.task_path is None:
+        return DriverScorer(task, config.reward_timeout)
+    return TaskScorer(_pool(TaskSource(config), given, config))
+
+
+def scorer_for(task: Task, scorer: Scorer, config: JobConfig) -> Scorer:
+    """A scorer of another task of the job, in the processes of `scorer` where they can serve it."""
+    if isinstance(task, DatasetTask) and isinstance(scorer, TextScorer):
+        return TextScorer(task, scorer.pool)
+    if not isinstance(task, DatasetTask) and isinstance(scorer, TaskScorer):
+        return TaskScorer(scorer.pool)
+    return DriverScorer(task, config.reward_timeout)
+
+
+def _pool(source: Any, workers: int, config: JobConfig) -> RewardPool:
+    return RewardPool(
+        source, workers=workers, seconds=config.reward_timeout, memory_mb=config.reward_memory
+    )

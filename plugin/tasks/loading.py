@@ -10,10 +10,8 @@ from plugin.config.import_paths import load_called_with, try_on_example
 from plugin.environments.environment_protocol import MultiTurnTask
 from plugin.errors import ConfigError
 from plugin.rewards.reward_set import RewardSet, enforced_limits
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET, CopyDigitsTask
-from plugin.tasks.dataset_task import DatasetTask
-from plugin.tasks.prompt_data import PromptDataset
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTask
+from plugin.tasks.prompt_data import DatasetTask, PromptDataset
 from plugin.tasks.prompt_format import PromptFormat, lookup, no_column
 from plugin.tasks.protocol import Task, require_task
 

@@ -1,4 +1,6 @@
-"""The prompts of a dataset by number: every pass over the rows has its own order.
+"""The task of `--prompt-data`: prompts of a dataset by number, responses scored by their text.
+
+Every pass over the rows has its own order.
 
 All rows are checked when the dataset is opened: a missing column, a prompt of a wrong type, one
 that the template does not render and one that is too long are found before anything starts, with
@@ -12,13 +14,14 @@ import math
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from plugin.errors import ConfigError
+from plugin.rewards.reward_set import RewardSet, reward_input
 from plugin.tasks.prompt_format import PromptFormat
 from plugin.tasks.protocol import Prompt
 from plugin.tasks.row_files import BadRow, Place, Rows, open_rows
@@ -157,6 +160,34 @@ class PromptDataset:
                     f"the prompt has {len(tokens)} tokens, more than {self._max_length}; shorten "
                     "it or raise --max-prompt-length"
                 )
+
+
+class DatasetTask:
+    """Prompts of `data`; `rewards` of a response's text and its row.
+
+    In a job the rewards are computed by a `TextScorer`; `reward` is the same on this thread.
+    """
+
+    def __init__(self, data: PromptDataset, tokenizer: Any, rewards: RewardSet) -> None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError("the tokenizer has no eos_token_id, so no response could end")
+        self.data, self.rewards, self.tokenizer = data, rewards, tokenizer
+        self._loaded = rewards.load()
+        self.stop_token_ids: tuple[int, ...] = (int(tokenizer.eos_token_id),)
+
+    def prompt(self, index: int) -> Prompt:
+        """Prompt `index`, from 0 on without end."""
+        return self.data.prompt(index)
+
+    def reward(self, prompt: Prompt, response: Sequence[int]) -> float:
+        """The weighted sum of the rewards of a response."""
+        given = reward_input(self, prompt, response, with_prompt=self.asks_prompt)
+        return self._loaded.score(given).total
+
+    @property
+    def asks_prompt(self) -> bool:
+        """Whether a reward reads the prompt's text."""
+        return self._loaded.asks_prompt
 
 
 class _Check:

@@ -62,6 +62,20 @@ class Task(Protocol):
         ...
 
 
+#: Prompts of a task from this number on are for evaluation; no rollout gets so far.
+FIRST_HELD_OUT = 1 << 40
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """`rows` prompts of `task` for evaluation, from number `first` on."""
+
+    name: str
+    task: Task
+    rows: int
+    first: int = 0
+
+
 def require_task(candidate: Any, path: str) -> Task | MultiTurnTask:
     """`candidate` if it is a task, or a `ConfigError` that names the members it lacks."""
     if isinstance(candidate, (Task, MultiTurnTask)):

@@ -8,8 +8,7 @@ import pytest
 
 from plugin.config import JobConfig
 from plugin.controller.job import run_job
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer
 from tests.ray.casualties import AfterSteps, kill_one
 from tests.ray.small_jobs import SIZES
 from tests.unit.engines.servers.misbehaving_server import MisbehavingServer, saying

@@ -16,7 +16,7 @@ from plugin.controller.local_engine import load_directory
 from plugin.controller.weight_sync.verification import make_probe, probe_batch, scores_of
 from plugin.engines.protocol import Generation, SamplingParameters
 from plugin.engines.transformers.engine import TransformersEngine
-from plugin.engines.weight_probe import answer_probe
+from plugin.engines.weight_changes import answer_probe
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.observe.findings import Finding
 from plugin.observe.probe_diagnosis import ProbedModel, limit_for, probe_finding

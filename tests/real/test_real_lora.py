@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plugin.batch_types import RolloutBatch
-from plugin.rewards.text_rewards import numeric
+from plugin.rewards.built_in import numeric
 from tests.real import chat_samples, layout_runs
 from tests.real.conftest import SECONDS
 from tests.real.layout_runs import Curve

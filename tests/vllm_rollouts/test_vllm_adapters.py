@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from plugin.engines.vllm.adapters import AdapterShape
+from plugin.engines.vllm.startup import AdapterShape
 from plugin.errors import EngineError
 from plugin.weights.broadcast import BroadcastSender
 from plugin.weights.group import Membership, WeightGroup, open_store

@@ -7,7 +7,7 @@ from dataclasses import InitVar, dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
-from plugin.config.flags import FlagGroup, Needs, alias, expect, expect_band, flag
+from plugin.config.flags import FlagGroup, Needs, absolute_code, alias, expect, expect_band, flag
 from plugin.errors import ConfigError
 
 
@@ -102,7 +102,7 @@ def _parse_rule(text: str) -> RejectionRule:
     return RejectionRule(level, statistic, low, high)
 
 
-OldLogProbs = Literal["recompute", "approximate", "rollout"]
+RatioAgainst = Literal["recompute", "approximate", "rollout"]
 
 
 VANILLA_TIS = "plugin.ppo_utils.vanilla_tis_function"
@@ -113,7 +113,7 @@ _SEQUENCE_HOOKS = needs_hook("sequence_tis_function", "segment_tis_function")
 
 _UNCORRECTED_ASYNC = Needs(
     "--async-rollouts without a correction",
-    lambda config: getattr(config, "staleness_limit", 0) > 0 and not config.corrects_mismatch,
+    lambda config: config.staleness_limit > 0 and not config.corrects_mismatch,
 )
 
 
@@ -127,7 +127,7 @@ _UNREPLAYED_TRUNCATION = Needs(
 class CorrectionFlags(FlagGroup):
     title: ClassVar[str] = "off-policy correction"
 
-    use_tis: bool = flag(False, "weight the policy loss by a correction")
+    use_tis: bool = flag(False, "weight the policy loss by a correction", common_in="train")
     tis_clip: float | str = flag(
         2.0,
         "upper bound of the correction weight; auto:ess=0.9 = the largest, from 1 on, that keeps "
@@ -145,6 +145,8 @@ class CorrectionFlags(FlagGroup):
         None,
         "correction to use: pkg.mod.fn, pkg.mod:fn or file.py:fn, comma-separated; none = vanilla "
         "TIS",
+        path=absolute_code,
+        common_in="train",
     )
     allow_biased_correction: bool = flag(
         False,
@@ -213,11 +215,11 @@ class CorrectionFlags(FlagGroup):
         "opsm_function drops whole sequences by their mean advantage, or their tokens with A < 0",
         needs=needs_hook("opsm_function"),
     )
-    train_log_probs: OldLogProbs = flag(
+    train_log_probs: RatioAgainst = flag(
         "recompute",
-        "the old log-probs of later updates on a rollout: from a pass of the trainer before the "
-        "first, interpolated between the engine's and the current ones by weight version (A-3PO, "
-        "no pass), or the engine's; mismatch metrics always compare the trainer's own",
+        "the log-probs that a clipped ratio is taken against: the trainer's own, of a pass before "
+        "the first of several updates; interpolated between the engine's and the current ones by "
+        "weight version (A-3PO, no pass); or the engine's. Mismatch metrics compare the trainer's",
     )
     use_rollout_logprobs: InitVar[bool | None] = alias(
         "train_log_probs",

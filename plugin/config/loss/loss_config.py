@@ -10,7 +10,7 @@ from collections.abc import Container
 from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, Literal
 
-from plugin.config.flags import FlagGroup, Needs, alias, expect, flag, needs_flag
+from plugin.config.flags import FlagGroup, Needs, absolute_code, alias, expect, flag, needs_flag
 from plugin.config.loss.corrections import CorrectionFlags
 from plugin.config.loss.policy_loss import PolicyLossFlags
 from plugin.errors import ConfigError
@@ -88,7 +88,7 @@ class RegularizerFlags(FlagGroup):
         "k1", "its estimator (low_var_kl is k3, at most 10)", needs=needs_flag("use_kl_loss")
     )
     use_unbiased_kl: bool = flag(
-        False, "weight the reference KL by exp(cur - train)", needs=needs_flag("use_kl_loss")
+        False, "weight the reference KL by exp(cur - proximal)", needs=needs_flag("use_kl_loss")
     )
     distill_topk: int | None = flag(
         None,
@@ -128,6 +128,7 @@ class AdvantageFlags(FlagGroup):
         "grpo",
         "how rewards become advantages; none = they do not, a teacher alone says what is learned",
         names=ESTIMATOR_TRAITS,
+        path=absolute_code,
     )
     grpo_std_normalization: bool = flag(
         True, "grpo: divide by the group's standard deviation", needs=needs_estimator("grpo")
@@ -215,7 +216,7 @@ class LossConfig(
     @property
     def fixed_length(self) -> int | None:
         """The tokens that a sample is divided by, where that is a constant."""
-        return self.loss_fixed_length or getattr(self, "max_response_length", None)
+        return self.loss_fixed_length
 
     @property
     def distills(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeVar
 
-from plugin.config.flags import FlagGroup, Needs, expect, expect_band, flag
+from plugin.config.flags import FlagGroup, Needs, absolute_code, expect, expect_band, flag
 from plugin.config.import_paths import load_function
 from plugin.config.loss.corrections import needs_hook
 
@@ -50,7 +50,7 @@ POLICY_LOSS_TRAITS: dict[str, PolicyLossTraits] = {
 ROLLOUT_LOSSES = tuple(n for n, t in POLICY_LOSS_TRAITS.items() if t.compares_with == "rollout")
 
 
-#: Losses whose gradient already carries exp(cur - train).
+#: Losses whose gradient already carries exp(cur - proximal).
 RATIO_LOSSES = tuple(n for n, t in POLICY_LOSS_TRAITS.items() if t.compares_with == "train")
 
 
@@ -89,7 +89,13 @@ _CLIP = needs_loss("ppo", "gspo", "cispo", "minpro") | needs_hook("off_policy_is
 class PolicyLossFlags(FlagGroup):
     title: ClassVar[str] = "policy loss"
 
-    policy_loss: str = flag("ppo", "the per-token policy loss", names=POLICY_LOSS_TRAITS)
+    policy_loss: str = flag(
+        "ppo",
+        "the per-token policy loss",
+        names=POLICY_LOSS_TRAITS,
+        path=absolute_code,
+        common_in="train",
+    )
     eps_clip: float = flag(
         0.2, "lower clip: ratio >= 1 - eps; 1.0 removes the bound", above=0, needs=_CLIP
     )
@@ -144,9 +150,7 @@ class PolicyLossFlags(FlagGroup):
         needs=needs_loss("dppo", "ipo_kl"),
     )
     adv_tau: float = flag(
-        1.0,
-        "scale of the advantage that the rewards give; 0 = they do not matter",
-        at_least=0,
+        1.0, "scale of the advantage that the rewards give; 0 = they do not matter", at_least=0
     )
     teacher_tau: float = flag(
         0.0,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from plugin.batch_types import RolloutBatch
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
-from plugin.controller.batch.mini_batches import MiniBatch
+from plugin.controller.batch import MiniBatch
 from plugin.controller.passes.teachers import Teachers
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.loss.hook_chain import batch_declarations
@@ -52,14 +52,14 @@ class LogProbPasses:
         if self._config.train_log_probs == "approximate" and len(updates) > 1:
             batch, saved = self._checked(batch)
         elif len(updates) > 1 or self._config.use_routing_replay or self._whole_batch_first:
-            batch = batch.with_column("log_probs", self._old_log_probs(batch, updates))
+            batch = batch.with_column("log_probs", self._train_log_probs(batch, updates))
         if self._parts.reference is not None:
             batch = batch.with_column("ref_log_probs", self._trainer.log_probs("reference", batch))
         if self._teachers is not None:
             batch = self._teachers.added_to(batch, updates, prompts)
         return batch, {"seconds_log_probs": time.monotonic() - began, **saved}
 
-    def _old_log_probs(self, batch: RolloutBatch, updates: list[MiniBatch]) -> Ragged:
+    def _train_log_probs(self, batch: RolloutBatch, updates: list[MiniBatch]) -> Ragged:
         if not self._config.use_routing_replay:
             return self._trainer.log_probs("policy", batch)
         # Recorded routes belong to one cut of one batch. The first epoch is in order.

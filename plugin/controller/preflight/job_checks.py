@@ -27,11 +27,9 @@ from plugin.loss.objective import check_loss
 from plugin.loss.separable_loss import takes_separable_head
 from plugin.observe.detectors import load_detectors
 from plugin.ppo_utils.advantages import ESTIMATORS
-from plugin.tasks.dataset_task import DatasetTask
-from plugin.tasks.eval_set import EvalSet
 from plugin.tasks.loading import load_tokenizer
-from plugin.tasks.prompt_data import PromptDataset
-from plugin.tasks.protocol import Task
+from plugin.tasks.prompt_data import DatasetTask, PromptDataset
+from plugin.tasks.protocol import EvalSet, Task
 
 
 @dataclass(frozen=True)

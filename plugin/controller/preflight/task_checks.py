@@ -11,9 +11,15 @@ from plugin.engines.protocol import SamplingParameters
 from plugin.environments.environment_protocol import MultiTurnTask
 from plugin.environments.multi_turn import OpeningPrompts
 from plugin.errors import ConfigError
-from plugin.tasks.eval_set import FIRST_HELD_OUT, EvalSet
 from plugin.tasks.loading import load_dataset_task, load_task, load_tokenizer
-from plugin.tasks.protocol import Prompt, Task, checked_prompt, checked_reward
+from plugin.tasks.protocol import (
+    FIRST_HELD_OUT,
+    EvalSet,
+    Prompt,
+    Task,
+    checked_prompt,
+    checked_reward,
+)
 
 
 def checked_task(

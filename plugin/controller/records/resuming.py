@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,6 @@ from plugin.tasks.prompt_data import PromptDataset
 
 #: Where a run directory keeps them.
 CHECKPOINTS = "checkpoints"
-
-#: Settings that a resumed run may change without training differently.
-_HARMLESS = {
-    *("resume", "resume_from", "overwrite", "run_dir", "address", "num_rollouts", "name"),
-    *("save_interval", "save_at_end", "keep_checkpoints", "dump_log_probs"),
-    *("start_timeout", "step_timeout", "rollout_timeout", "max_restarts", "network_interface"),
-    *("use_wandb", "wandb_project", "save_hf", "save_hf_interval"),
-    *("log_samples", "reward_workers", "reward_timeout", "reward_memory"),
-    *("rollout_url", "rollout_weights_dir", "rollout_request_timeout", "rollout_request_retries"),
-    *("rollout_api_key_env", "threads_per_rank"),
-    *("eval_data", "eval_interval", "eval_at_start", "n_samples_per_eval_prompt", "keep_best"),
-    *("eval_temperature", "eval_top_p", "eval_max_response_length"),
-    *("eval_pass_at", "eval_pass_reward"),
-}
 
 
 def earlier_steps(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -71,7 +58,8 @@ def earlier_settings(run_dir: Path) -> dict[str, Any]:
 def changed_settings(run_dir: Path, config: JobConfig) -> Iterator[str]:
     """Settings that differ from those of the run so far and change what is trained."""
     before, now = earlier_settings(run_dir), plain_settings(config.as_dict())
-    for name in sorted(set(before) & set(now) - _HARMLESS):
+    harmless = {item.name for item in fields(config) if item.metadata["may_change_on_resume"]}
+    for name in sorted(set(before) & set(now) - harmless):
         if before[name] != now[name]:
             yield f"--{name.replace('_', '-')} was {before[name]}, is {now[name]}"
 

@@ -1,4 +1,7 @@
-"""Which of several servers is asked next, and which are out of service."""
+"""Which of several servers is asked next, and which are out of service.
+
+One that holds the prefix of a request is asked before the idlest.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from plugin.engines.servers.answers import MalformedAnswer
 from plugin.engines.servers.calls import ServerGone, ServerTrouble
-from plugin.engines.servers.prefix_router import PrefixRouter
 
 _LOG = logging.getLogger(__name__)
 
@@ -21,6 +25,13 @@ UPDATE_POLL_SECONDS = 0.02
 _LONGEST_BACKOFF = 15.0
 _TROUBLES_UNTIL_OUT = 3
 _FIRST_PROBE_SECONDS, _LAST_PROBE_SECONDS = 1.0, 30.0
+
+
+#: Requests by which the holder of a prefix may be busier than the idlest before that one is asked.
+SLACK = 16
+_REMEMBERED = 100_000
+
+Place = TypeVar("Place", bound=Hashable)
 
 
 @dataclass
@@ -63,6 +74,42 @@ def backoff_seconds(attempt: int, first: float) -> float:
     Spread, so that calls do not come back together.
     """
     return min(first * 2 ** (attempt - 1), _LONGEST_BACKOFF) * random.uniform(0.5, 1.5)
+
+
+class PrefixRouter:
+    """Remembers where each prefix was sent: the requests of one prompt, and later turns of an
+    episode, find its keys and values there.
+
+    slack: see `SLACK`; remembered: prefixes that are kept, those used last
+    """
+
+    def __init__(self, slack: int = SLACK, remembered: int = _REMEMBERED) -> None:
+        self._slack, self._remembered = slack, remembered
+        self._homes: OrderedDict[Hashable, Hashable] = OrderedDict()
+
+    def choose(self, prefix: Hashable | None, loads: Mapping[Place, int]) -> Place | None:
+        """Return the place to ask, None if there is none.
+
+        prefix: what the request shares with others; None = nothing
+        loads: requests under way at every place that may be asked; of equals the first is taken
+        """
+        if not loads:
+            return None
+        chosen = idlest = min(loads, key=lambda place: loads[place])
+        if prefix is not None:
+            home: Any = self._homes.get(prefix)
+            if home in loads and loads[home] - loads[idlest] <= self._slack:
+                chosen = home
+            self._homes[prefix] = chosen
+            self._homes.move_to_end(prefix)
+            if len(self._homes) > self._remembered:
+                self._homes.popitem(last=False)
+        return chosen
+
+    def forget(self, place: Hashable) -> None:
+        """Drop what was sent to a place that has lost it."""
+        for prefix in [prefix for prefix, home in self._homes.items() if home == place]:
+            del self._homes[prefix]
 
 
 class ServerPool:

@@ -1,14 +1,19 @@
-"""Runs a command until whoever started it is gone, and leaves no process of it behind.
+"""A guard that outlives an engine's process, and leaves nothing of it behind.
 
-A script of its own with the standard library alone: it stands between an engine's actor and the
-server that the actor starts. Its standard input is a pipe of the actor's. When that closes, because
-the actor closed it or was killed, the command gets SIGTERM, and what is left of it and of all its
-descendants SIGKILL. If the guard itself is killed, the command is killed with it.
+A script of its own with the standard library alone, which waits until its standard input, a pipe of
+the process that started it, closes: because that process closed it or was killed.
 
     python process_guard.py STATUS DIRECTORY COMMAND ...
 
-STATUS is the number of a file descriptor that gets the process id of the guard and, at the end, the
-exit code of the command. DIRECTORY is removed at the end.
+runs a server. At the end the command gets SIGTERM, and what is left of it and of all its
+descendants SIGKILL. If the guard itself is killed, the command is killed with it. STATUS is the
+number of a file descriptor that gets the process id of the guard and, at the end, the exit code of
+the command. DIRECTORY is removed at the end.
+
+    python process_guard.py --remove FILE ...
+
+removes files at the end. vLLM's workers share memory through files in /dev/shm, which nobody
+removes when the engine's actor is killed: Ray kills Python's resource tracker with it.
 """
 
 from __future__ import annotations
@@ -22,10 +27,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS, _GRACE_SECONDS = 0.2, 10.0
+_REMOVE, _SHARED_MEMORY = "--remove", "/dev/shm/"
+
+#: Pipes that close with this process, however it ends.
+_lifelines: list[IO[bytes] | None] = []
 
 
 def _prctl(option: int, value: int) -> None:
@@ -65,11 +76,8 @@ def _end_all(command: subprocess.Popen[bytes]) -> None:
         _reap()
 
 
-def main(status: int, directory: str, command: list[str]) -> None:
+def run_guarded(status: int, directory: str, command: list[str]) -> None:
     """Run the command; see above."""
-    # Not a child of the actor's: Ray kills those, and the guard has to outlive it by a moment.
-    if os.fork():
-        os._exit(0)
     asked_to_end: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked_to_end.append(number))
     # Descendants whose parents end become children of this process.
@@ -92,5 +100,35 @@ def main(status: int, directory: str, command: list[str]) -> None:
             os.write(status, f"{process.returncode}\n".encode())
 
 
+def mapped_files() -> set[str]:
+    """Files in /dev/shm that this process and its descendants have mapped, but for deleted ones."""
+    found: set[str] = set()
+    for process in (os.getpid(), *descendants(os.getpid())):
+        try:
+            lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+        except OSError:
+            continue  # it has ended
+        paths = {line[line.index(_SHARED_MEMORY) :] for line in lines if _SHARED_MEMORY in line}
+        found |= {path for path in paths if not path.endswith(" (deleted)")}
+    return found
+
+
+def remove_with_this_process(files: Iterable[str]) -> None:
+    """Have `files` removed when this process has ended."""
+    starter = subprocess.Popen(
+        [sys.executable, __file__, _REMOVE, *files], stdin=subprocess.PIPE, start_new_session=True
+    )
+    starter.wait()
+    _lifelines.append(starter.stdin)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    # Not a child of the actor's: Ray kills those, and the guard has to outlive it by a moment.
+    if os.fork():
+        os._exit(0)
+    if sys.argv[1] == _REMOVE:
+        sys.stdin.buffer.read()
+        for name in sys.argv[2:]:
+            Path(name).unlink(missing_ok=True)
+    else:
+        run_guarded(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

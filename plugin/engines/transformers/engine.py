@@ -17,7 +17,6 @@ from torch import Tensor
 
 from plugin.config import JobConfig
 from plugin.config.model import DtypeName
-from plugin.engines.pause_point import PausePoint
 from plugin.engines.protocol import (
     Finished,
     GenerationRequest,
@@ -25,13 +24,12 @@ from plugin.engines.protocol import (
 )
 from plugin.engines.response_stream import GeneratesBySteps
 from plugin.engines.sleep import EnginePart, SleepingModel
-from plugin.engines.transformers.decode_attention import Block, use_decode_attention
-from plugin.engines.transformers.decode_batch import DecodeBatch
+from plugin.engines.transformers.decode_batch import Block, DecodeBatch, use_decode_attention
 from plugin.engines.transformers.int8_weights import quantize_linears
-from plugin.engines.transformers.response_table import ResponseTable
-from plugin.engines.transformers.route_recorder import RouteRecorder
+from plugin.engines.transformers.response_table import ResponseTable, RouteRecorder
 from plugin.engines.transformers.sampling import draw, kept_ids, sampling_log_probs
 from plugin.engines.transformers.weight_loader import WeightLoader
+from plugin.engines.weight_changes import PausePoint
 from plugin.errors import ConfigError
 from plugin.weights import make_receiver
 from plugin.weights.buckets import NO_WEIGHTS
@@ -107,7 +105,7 @@ class TransformersEngine(GeneratesBySteps):
         self._pause_point = PausePoint(waits=interrupts is not None)
         self._membership = Membership()
         self._staged: tuple[int, list[bytes | np.ndarray]] = (NO_WEIGHTS, [])
-        self._batch = DecodeBatch(self._logits, lambda: growing_cache(self._model.config))
+        self._batch = DecodeBatch(self._forward, lambda: growing_cache(self._model.config))
         self._table = ResponseTable(SamplingParameters(max_response_length=1), 0)
         self._joining: list[tuple[int, GenerationRequest, SamplingParameters]] = []
         self._last_read = torch.empty(0, dtype=torch.int64)
@@ -272,7 +270,7 @@ class TransformersEngine(GeneratesBySteps):
         self._batch.leave(ended)
         return self._table.close(ended)
 
-    def _logits(
+    def _forward(
         self,
         tokens: Tensor,
         mask: Tensor,
@@ -281,18 +279,8 @@ class TransformersEngine(GeneratesBySteps):
         blocks: Sequence[Block] | None,
     ) -> Tensor:
         """[B, V] after `tokens` [B, S], the last S columns of `mask` [B, past + S]."""
-        return self._forward(tokens, mask, positions, cache, blocks).logits[:, -1]
-
-    def _forward(
-        self,
-        tokens: Tensor,
-        mask: Tensor,
-        positions: Tensor,
-        cache: Any,
-        blocks: Sequence[Block] | None,
-    ) -> Any:
         further = {"blocks": blocks} if self._takes_blocks and blocks is not None else {}
-        return self._model(
+        output = self._model(
             input_ids=tokens.to(self._device),
             attention_mask=mask.to(self._device),
             position_ids=positions.to(self._device),
@@ -303,3 +291,4 @@ class TransformersEngine(GeneratesBySteps):
             logits_to_keep=self._last_position,
             **further,
         )
+        return output.logits[:, -1]

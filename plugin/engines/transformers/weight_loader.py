@@ -1,7 +1,8 @@
 """Weights into a transformers model, bucket by bucket, every tensor accounted for.
 
 Names are those of a Hugging Face checkpoint on disk. transformers 5 fuses the experts of a layer
-into two tensors; per-expert names are written into their slices.
+into two tensors; per-expert names are written into their slices. LoRA adapters, which have PEFT's
+names, stay beside the layers that they belong to.
 """
 
 from __future__ import annotations
@@ -12,15 +13,59 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plugin.engines.transformers.adapters import EngineAdapters, is_adapter
 from plugin.engines.transformers.int8_weights import Int8Linear, through_int8
 from plugin.errors import EngineError, WeightError
 from plugin.weights.buckets import NO_WEIGHTS, read_bucket
 from plugin.weights.checksums import Checksums, checksum
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+
+_ADAPTER = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight$")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor is a half of an adapter, by PEFT's names."""
+    return _ADAPTER.match(name) is not None
+
+
+class EngineAdapters:
+    """Adds scale * B A x to the output of every layer that has got an adapter."""
+
+    def __init__(self, model: nn.Module, scale: float) -> None:
+        self._scale = scale
+        self._layers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, (nn.Linear, Int8Linear))
+        }
+        self._held: dict[str, dict[str, Tensor]] = {}
+        self.names: set[str] = set()
+
+    def take(self, name: str, tensor: Tensor, like: Tensor) -> None:
+        """Take a half of an adapter, with the dtype and on the device of `like`."""
+        match = _ADAPTER.match(name)
+        assert match is not None
+        layer, half = match.groups()
+        if layer not in self._layers:
+            raise WeightError(f"the engine's model has no linear layer {layer} for {name}")
+        held = self._held.setdefault(layer, {})
+        if half in held and held[half].shape == tensor.shape:
+            held[half].copy_(tensor)
+        else:
+            held[half] = tensor.to(like.device, like.dtype, copy=True)
+        if name not in self.names and len(held) == 2:
+            self._layers[layer].register_forward_hook(self._hook(held))
+        self.names.add(name)
+
+    def _hook(self, held: dict[str, Tensor]) -> Any:
+        def add(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            low = F.linear(inputs[0], held["A"])
+            return output + F.linear(low, held["B"]) * self._scale
+
+        return add
 
 
 class WeightLoader:

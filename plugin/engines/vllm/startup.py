@@ -11,14 +11,14 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from plugin.engines.model_config import with_architecture
-from plugin.engines.vllm.on_cpu import cpu_options, head_size
-from plugin.engines.vllm.shared_memory_guard import mapped_files, remove_with_this_process
+from plugin.engines.choice import with_architecture
+from plugin.engines.servers.process_guard import mapped_files, remove_with_this_process
 from plugin.errors import ConfigError
 
 _ENVIRONMENT = {
@@ -32,6 +32,10 @@ _ENVIRONMENT = {
 _LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Where the pool names the bundles of an engine that is larger than a node.
 _BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
+#: Of keys and values on CPU, in bytes.
+_SMALLEST_CACHE, _LARGEST_CACHE = 64 << 20, 4 << 30
+#: The ranks of adapters that vLLM makes room for.
+_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class Reports(NamedTuple):
@@ -152,3 +156,51 @@ def require_interrupts(engine: Any) -> None:
             "--partial-rollouts: this vLLM does not say which weights sampled which token; use "
             "vLLM 0.32 or later, or --rollout-engine transformers"
         )
+
+
+def cpu_options(
+    hf_config: Mapping[str, Any],
+    dtype: str,
+    max_batch: int,
+    max_model_len: int,
+    given: Mapping[str, Any],
+) -> dict[str, Any]:
+    """No compilation, and room for the keys and values of a full batch; then what the user gives.
+
+    vLLM would reserve 92 % of the machine's memory. A compiled graph would keep the packed weights
+    that it was traced with.
+    """
+    heads = int(hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"])
+    element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+    width = 2 * int(hf_config["num_hidden_layers"]) * heads * head_size(hf_config) * element
+    row = width * max_model_len
+    wanted = max(_SMALLEST_CACHE, 2 * row, min(row * max_batch, _LARGEST_CACHE))
+    # A size would win over the user's share.
+    cache = {} if "gpu_memory_utilization" in given else {"kv_cache_memory_bytes": wanted}
+    return {"enforce_eager": True, **cache, **given}
+
+
+def head_size(hf_config: Mapping[str, Any]) -> int:
+    """Channels of an attention head."""
+    heads = int(hf_config["num_attention_heads"])
+    return int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads)
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """The rank of all adapters, and the alpha of which alpha / rank is their scale."""
+
+    rank: int
+    alpha: float
+
+    def start_options(self) -> dict[str, Any]:
+        """What vLLM is started with to take one adapter of this rank at a time."""
+        room = next((room for room in _ADAPTER_RANKS if room >= self.rank), self.rank)
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+
+
+def request_with_adapters(directory: str = "loaded", *, new: bool = False) -> Any:
+    """The `LoRARequest` of the policy's adapters; `new`: read them from `directory`."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", 1, directory, load_inplace=new)

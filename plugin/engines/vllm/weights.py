@@ -7,6 +7,8 @@ on CPU as well, and ends when the driver calls the transfer off.
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,9 +25,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from plugin.engines.transformers.adapters import is_adapter
-from plugin.engines.vllm.adapters import AdapterShape, use_adapters
+from plugin.engines.transformers.weight_loader import is_adapter
 from plugin.engines.vllm.reload import WeightReload
+from plugin.engines.vllm.startup import AdapterShape, request_with_adapters
 from plugin.errors import TransferError, WeightError
 from plugin.weights import make_receiver
 from plugin.weights.group import Membership, NamedTensors, TensorSpec, WeightGroup
@@ -140,6 +142,7 @@ class WorkerExtension:
     """Methods of every worker."""
 
     weight_transfer_engine: Any
+    add_lora: Any
 
     def device_id(self) -> str:
         """The device, for ranks that hand over weights within it."""
@@ -156,11 +159,24 @@ class WorkerExtension:
     def use_adapters(self, shape: AdapterShape) -> str | None:
         """Compute with the adapters of the last version; why vLLM refuses them, if it does."""
         adapters = self.weight_transfer_engine.received.adapters
-        try:
-            if adapters:
-                use_adapters(self, adapters, shape)
-        except ValueError as error:
-            return str(error)
+        if not adapters:
+            return None
+        described = {
+            "peft_type": "LORA",
+            "r": shape.rank,
+            "lora_alpha": shape.alpha,
+            "target_modules": sorted({name.split(".")[-3] for name in adapters}),
+            "bias": "none",
+        }
+        # vLLM reads adapters from PEFT's files.
+        with tempfile.TemporaryDirectory(prefix="megatron_tis_adapters_") as directory:
+            (Path(directory) / "adapter_config.json").write_text(json.dumps(described))
+            tensors = {name: tensor.cpu() for name, tensor in adapters.items()}
+            safetensors.torch.save_file(tensors, Path(directory) / "adapter_model.safetensors")
+            try:
+                self.add_lora(request_with_adapters(directory, new=True))
+            except ValueError as error:
+                return str(error)
         return None
 
 

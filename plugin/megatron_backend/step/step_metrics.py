@@ -48,7 +48,7 @@ def record_step(
             own.add_extremes(name, values, inputs.mask)
         own.add("num_tokens", inputs.mask.sum())
         if config.train_log_probs == "approximate" and columns.get("log_probs") is not None:
-            off = (inputs.train_log_probs - inputs.trainer_log_probs).abs()
+            off = (inputs.proximal_log_probs - inputs.train_log_probs).abs()
             own.add_mean("old_log_prob_error", off, inputs.mask)
         if inputs.rollout_log_probs is not None:
             _record_mismatch(own, inputs, outputs, columns)
@@ -90,7 +90,7 @@ def _record_mismatch(
     record_mismatch(
         table,
         mask=inputs.mask,
-        train_log_probs=inputs.trainer_log_probs,
+        train_log_probs=inputs.train_log_probs,
         rollout_log_probs=inputs.require_rollout(),
         position=inputs.shards.positions,
         cur_log_probs=inputs.cur_log_probs,

@@ -12,7 +12,7 @@ from plugin.controller.evaluation import Evaluations, Evaluator, describe, evalu
 from plugin.controller.queue.rollout_queue import RolloutQueue
 from plugin.engines.protocol import SamplingParameters
 from plugin.errors import BatchError, ConfigError, EngineError
-from plugin.tasks.eval_set import FIRST_HELD_OUT, EvalSet
+from plugin.tasks.protocol import FIRST_HELD_OUT, EvalSet
 from tests.unit.controller.queue.test_rollout_queue import (
     PARAMETERS,
     TASK,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from plugin.config import JobConfig
-from plugin.engines.choice import check_engine, check_engine_size
-from plugin.engines.installed_arguments import installed_arguments
+from plugin.engines.choice import check_engine, check_engine_size, installed_arguments
 from plugin.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from plugin.environments.environment_protocol import Step
 from plugin.environments.multi_turn import OpeningPrompts, run_multi_turn, turn_seed
 from plugin.environments.trajectory import Trajectory
 from plugin.errors import BatchError
-from plugin.tasks.character_tokenizer import CharacterTokenizer
+from plugin.tasks.copy_digits import CharacterTokenizer
 from tests.parallel.tiny_models import FAMILIES, VOCAB_SIZE, hf_model
 from tests.unit.engines.tiny_engines import loaded_engine
 from tests.unit.environments.conversations import (

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from plugin.environments.environment_protocol import Reply
-from plugin.environments.tool_calls import (
+from plugin.environments.environment_protocol import (
     MalformedToolCall,
+    Reply,
     ToolCall,
     answer_of,
     parse_tool_calls,

@@ -36,7 +36,7 @@ CUR = torch.tensor([-2.0, -2.0, -1.0])
 
 
 def old(batch: dict[str, Any], cur: Tensor = CUR, config: LossConfig = APPROXIMATE) -> Tensor:
-    return loss_inputs(config, batch, cur).train_log_probs
+    return loss_inputs(config, batch, cur).proximal_log_probs
 
 
 def test_the_old_policy_lies_between_rollout_and_current_by_version() -> None:

@@ -51,7 +51,9 @@ def test_the_difference_to_the_engine_is_never_measured_against_the_engine(
     assert outputs.metrics["train_rollout_logprob_abs_diff"].values.tolist() == want
     # What a correction would do is told of the same two policies.
     assert outputs.metrics["tis"].values.tolist() == pytest.approx([math.exp(want[0]), 1.0])
-    assert torch.equal(inputs.train_log_probs, torch.tensor([-2.0, -1.0])), "the loss is unchanged"
+    assert torch.equal(inputs.proximal_log_probs, torch.tensor([-2.0, -1.0])), (
+        "the loss is unchanged"
+    )
     table = StatisticsTable()
     record_step(table, config, inputs, outputs, torch.ones(2), batch)
     assert step_metrics(table)["mismatch/abs_log_ratio"] == pytest.approx(want[0] / 2)

@@ -19,7 +19,7 @@ from plugin.errors import ConfigError
 from plugin.observe.html_report import MAX_SAMPLES, report_html
 from plugin.observe.run_files import RunFiles
 from plugin.observe.run_record import read_run, read_samples
-from plugin.tasks.character_tokenizer import CharacterTokenizer
+from plugin.tasks.copy_digits import CharacterTokenizer
 from tests.unit.observe.test_html_report import BROWSER, browse
 
 TOKENIZER = CharacterTokenizer("0123456789=")

@@ -18,12 +18,11 @@ from plugin.controller.queue.rollout_queue import RolloutQueue
 from plugin.environments.deadline_calls import CallFailure
 from plugin.errors import BatchError
 from plugin.rewards.code_tests import code_tests, network_is_blocked
-from plugin.rewards.pool import RewardPool
+from plugin.rewards.pool import PoolScorer, RewardPool
 from plugin.rewards.reward_set import RewardInput, RewardSet, Score
 from plugin.rewards.scorers import TextScorer
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.dataset_task import DatasetTask
-from plugin.tasks.prompt_data import PromptDataset
+from plugin.tasks.copy_digits import CharacterTokenizer
+from plugin.tasks.prompt_data import DatasetTask, PromptDataset
 from tests.parallel.tiny_models import tiny_qwen3
 from tests.unit.controller.queue.test_rollout_queue import DirectEngines
 from tests.unit.engines.tiny_engines import loaded_engine
@@ -80,8 +79,8 @@ def pool(own: str) -> Iterator[RewardPool]:
 
 
 def ask(pool: RewardPool, *rows: dict[str, Any]) -> list[Score | CallFailure]:
-    box = pool.mailbox()
-    tickets = [box.submit(RewardInput("text", row)) for row in rows]
+    box = PoolScorer(pool)
+    tickets = [box.enqueue(RewardInput("text", row)) for row in rows]
     found: dict[int, Score | CallFailure] = {}
     while len(found) < len(tickets):
         found |= dict(box.finished(wait_seconds=60))
@@ -124,8 +123,8 @@ def test_a_hanging_reward_is_killed_with_what_it_has_started(
 
 def test_rewards_run_several_at_once_and_submitting_never_waits(pool: RewardPool) -> None:
     ask(pool, {}, {})
-    box, other = pool.mailbox(), pool.mailbox()
-    left = {box.submit(RewardInput("text", {"kind": "slow"})) for _ in range(6)}
+    box, other = PoolScorer(pool), PoolScorer(pool)
+    left = {box.enqueue(RewardInput("text", {"kind": "slow"})) for _ in range(6)}
     assert box.finished() == []
     processes: set[float] = set()
     while left:
@@ -143,7 +142,7 @@ def test_closing_ends_the_workers_at_once_also_while_they_work(own: str) -> None
     ask(pool, {})
     process = pool._workers[0]._process
     assert process is not None
-    pool.mailbox().submit(RewardInput("text", {"kind": "hangs"}))
+    PoolScorer(pool).enqueue(RewardInput("text", {"kind": "hangs"}))
     time.sleep(0.2)
     began = time.monotonic()
     pool.close()
@@ -157,7 +156,7 @@ def test_a_program_under_test_ends_with_the_worker(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     program = f"import os, time\nopen({str(file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
     with RewardPool(chosen, workers=1, seconds=60, memory_mb=256) as pool:
-        pool.mailbox().submit(RewardInput(program, {"answer": "assert True"}))
+        PoolScorer(pool).enqueue(RewardInput(program, {"answer": "assert True"}))
         while not (file.exists() and file.read_text()):
             time.sleep(0.05)
     for _ in range(100):

@@ -16,10 +16,9 @@ import pytest
 from plugin.config import JobConfig
 from plugin.controller.queue.rollout_queue import RolloutQueue
 from plugin.engines.protocol import SamplingParameters
-from plugin.environments.deadline_calls import CallFailure, call_here
+from plugin.environments.deadline_calls import CallFailure, calls_here
 from plugin.errors import BatchError
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET, CopyDigitsTask
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTask
 from plugin.tasks.protocol import Prompt
 from tests.unit.controller.queue.test_rollout_queue import DirectEngines
 from tests.unit.engines.tiny_engines import loaded_engine
@@ -123,6 +122,11 @@ def test_a_reward_that_always_fails_does_not_sample_for_ever() -> None:
         BatchError, match=r"for 8 groups in a row; the first error: .*no such answer"
     ):
         queue.take(0)
+
+
+def call_here(function: Callable[[], Any], *, seconds: float) -> Any:
+    with calls_here(seconds) as call:
+        return call(function)
 
 
 def test_a_deadline_leaves_the_alarm_as_it_was() -> None:

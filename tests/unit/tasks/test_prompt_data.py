@@ -15,8 +15,7 @@ from plugin.config import JobConfig
 from plugin.controller.job import _with_epochs
 from plugin.controller.records.resuming import warn_of_other_rows
 from plugin.errors import ConfigError
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer
 from plugin.tasks.loading import load_task
 from plugin.tasks.prompt_data import PromptDataset
 from plugin.tasks.prompt_format import PromptFormat

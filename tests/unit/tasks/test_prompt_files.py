@@ -11,8 +11,7 @@ import pytest
 from plugin.config import JobConfig
 from plugin.errors import ConfigError
 from plugin.observe.run_record import read_run
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer
 from plugin.tasks.prompt_data import PromptDataset
 from plugin.tasks.prompt_format import PromptFormat, lookup, no_column
 from plugin.tools.compare.dump_reading import open_dump

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plugin.errors import BatchError, ConfigError
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET, CopyDigitsTask
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTask
 from plugin.tasks.protocol import (
     Prompt,
     checked_prompt,

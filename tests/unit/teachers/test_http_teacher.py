@@ -12,7 +12,7 @@ import torch
 from plugin.batch_types import RolloutBatch
 from plugin.config.teachers import TeacherSpec
 from plugin.errors import ConfigError, EngineError
-from plugin.tasks.character_tokenizer import CharacterTokenizer
+from plugin.tasks.copy_digits import CharacterTokenizer
 from plugin.teachers.http_teacher import HttpTeacher
 from tests.unit.teachers.stand_in_teacher import VOCAB, StandInTeacher
 

@@ -14,8 +14,7 @@ import torch
 from plugin.batch_types import RolloutBatch
 from plugin.cluster.model_source import policy_source
 from plugin.config import JobConfig
-from plugin.controller.batch.mini_batches import MiniBatch
-from plugin.controller.job_paths import with_absolute_paths
+from plugin.controller.batch import MiniBatch
 from plugin.controller.passes.teachers import Teachers
 from plugin.controller.preflight.job_checks import check_job
 from plugin.errors import BatchError, ConfigError
@@ -187,5 +186,5 @@ def test_directories_of_teachers_become_whole_paths(monkeypatch: pytest.MonkeyPa
     config = JobConfig(
         teachers=tuple(given), teacher_key="k", teacher_tau=1.0, prompt_data="x", hf_checkpoint="y"
     )
-    whole = with_absolute_paths(config)
+    whole = config.with_absolute_paths()
     assert whole.teachers == ("math=/models/math", "code=http://127.0.0.1:1")

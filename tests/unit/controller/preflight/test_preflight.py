@@ -13,15 +13,14 @@ from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
 from plugin.config.engines import ENGINES
 from plugin.config.import_paths import load_function
-from plugin.controller.batch.preparation import advantages_of
+from plugin.controller.batch import advantages_of
 from plugin.controller.preflight.job_checks import check_job
 from plugin.engines.choice import make_engine, sampling_parameters
 from plugin.environments.trajectory import Rollouts, Trajectory
 from plugin.errors import BatchError, ConfigError, HookLoadError
-from plugin.tasks.character_tokenizer import CharacterTokenizer
-from plugin.tasks.copy_digits import ALPHABET, CopyDigitsTask
-from plugin.tasks.dataset_task import DatasetTask
+from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTask
 from plugin.tasks.loading import load_task
+from plugin.tasks.prompt_data import DatasetTask
 
 TASK = CopyDigitsTask(CharacterTokenizer(ALPHABET))
 

@@ -18,7 +18,7 @@ from plugin.controller.local_engine import load_tensors
 from plugin.controller.weight_sync.verification import WeightVerification, make_probe
 from plugin.engines.protocol import GenerationFailure, SamplingParameters
 from plugin.engines.transformers.engine import TransformersEngine
-from plugin.engines.weight_probe import ProbeAnswer, answer_probe
+from plugin.engines.weight_changes import ProbeAnswer, answer_probe
 from plugin.errors import FindingError
 from plugin.observe.run_files import RunFiles
 from plugin.observe.run_record import read_run

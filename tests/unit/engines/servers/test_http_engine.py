@@ -26,7 +26,7 @@ from plugin.engines.protocol import (
     check_generations,
 )
 from plugin.engines.servers.http_engine import HttpEngine
-from plugin.engines.weight_probe import WeightProbe, answer_probe
+from plugin.engines.weight_changes import WeightProbe, answer_probe
 from plugin.errors import ConfigError, EngineError, WeightError
 from tests.parallel.tiny_models import FAMILIES, hf_state_dict
 from tests.unit.engines.servers import misbehaving_server as server_kinds

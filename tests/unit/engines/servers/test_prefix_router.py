@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from plugin.engines.servers.pool import ServerPool
-from plugin.engines.servers.prefix_router import PrefixRouter
+from plugin.engines.servers.pool import PrefixRouter, ServerPool
 
 
 def test_without_a_prefix_the_idlest_is_asked() -> None:

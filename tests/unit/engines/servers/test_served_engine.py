@@ -19,10 +19,9 @@ import pytest
 from plugin.config import JobConfig
 from plugin.engines.choice import check_engine, make_engine
 from plugin.engines.protocol import Generation, GenerationRequest, SamplingParameters
-from plugin.engines.servers.commands import options, sglang_command, vllm_command
 from plugin.engines.servers.process import ServerEnded, ServerProcess, free_port
-from plugin.engines.servers.served_engine import ServedEngine
-from plugin.engines.vllm.on_cpu import cpu_options
+from plugin.engines.servers.served_engine import ServedEngine, options, sglang_command, vllm_command
+from plugin.engines.vllm.startup import cpu_options
 from plugin.errors import ConfigError
 from tests.parallel.tiny_models import FAMILIES, hf_state_dict
 from tests.unit.engines.servers.misbehaving_server import STOP, TOKENS

@@ -1,0 +1,252 @@
+"""The built-in rewards: a response's text against the label of its row, or a server's answer.
+
+A reward is `fn(response, row, **asked) -> float`: `response` is the text without the stop token,
+`row` all columns, and `asked` those values of `RewardInput` that the function names as keyword
+arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from plugin.errors import ConfigError, EngineError
+from plugin.rewards.code_tests import code_block, code_tests, tests_problem
+
+Row = Mapping[str, Any]
+
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
+)
+_CHOICES = (
+    re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Z])\b"),
+    re.compile(r"(?i:answer|choice|option)(?i:\s+is)?\s*:?\s*\**\s*\(?([A-Z])\b"),
+    re.compile(r"(?m)^\s*\**\(?([A-Z])\)?[.):]?\**\s*$"),
+)
+_MATH_SECONDS = 5
+_HTTP_ATTEMPTS = 3
+_ANSWER_BYTES = 1 << 16
+
+
+def exact(response: str, row: Row, *, label: Any) -> float:
+    """1 if the response is the label, apart from white space around it."""
+    return float(response.strip() == str(label).strip())
+
+
+def numeric(response: str, row: Row, *, label: Any) -> float:
+    """1 if the last number of the response is the label; 1,000.0 is 1000."""
+    found = _NUMBER.findall(response)
+    return float(bool(found) and _same_number(found[-1], label))
+
+
+def gsm8k(response: str, row: Row, *, label: Any) -> float:
+    """1 if the number after the response's last #### is that of the label."""
+    _, mark, answer = response.rpartition("####")
+    found = _NUMBER.match(answer.strip().lstrip("$"))
+    return float(bool(mark) and found is not None and _same_number(found[0], label))
+
+
+def boxed(response: str, row: Row, *, label: Any) -> float:
+    """1 if the response's last \\boxed{} is mathematically equal to the label (math-verify)."""
+    answer, wanted = last_boxed(response), _boxed_label(label)
+    if answer is None:
+        return 0.0
+    if answer.split() == wanted.split():
+        return 1.0
+    from math_verify import parse, verify
+
+    # Of the library, which bounds the time by itself: a hostile answer then is wrong, and the
+    # process goes on.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    gold, given = (
+        parse(f"\\boxed{{{text}}}", parsing_timeout=_MATH_SECONDS) for text in (wanted, answer)
+    )
+    return float(verify(gold, given, timeout_seconds=_MATH_SECONDS))
+
+
+def choice(response: str, row: Row, *, label: Any) -> float:
+    """1 if the response chooses the label's letter: in a box, after "answer", or on a line."""
+    for pattern in _CHOICES:
+        found = pattern.findall(response)
+        if found:
+            return float(found[-1] == _letter(label))
+    return 0.0
+
+
+def json_schema(response: str, row: Row, *, label: Any) -> float:
+    """1 if the response, or its last code block, is JSON that the label's schema accepts."""
+    import jsonschema
+    import referencing
+
+    text = code_block(response, ("json", "")) or response
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return 0.0
+    # An own registry: a schema must not make the job fetch what it refers to.
+    validator = jsonschema.Draft202012Validator(_schema(label), registry=referencing.Registry())
+    return float(validator.is_valid(value))
+
+
+def length_penalty(response: str, row: Row, *, num_tokens: int, max_response_length: int) -> float:
+    """0 for an empty response, -1 for one of --max-response-length tokens, linear between."""
+    return -num_tokens / max_response_length
+
+
+def http(response: str, row: Row, *, prompt: str, label: Any, url: str, timeout: float) -> float:
+    """The number that the server at --reward-url answers, such as a reward model.
+
+    It gets a POST of `{"prompt": ..., "response": ..., "label": ..., "row": {...}}` and answers
+    with a number, or with `{"reward": number}`; asked again after a failed connection or a 5xx.
+    """
+    body = {"prompt": prompt, "response": response, "label": label, "row": dict(row)}
+    request = urllib.request.Request(
+        url,
+        data=json.dumps(body, default=str).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    deadline = time.monotonic() + 0.9 * timeout
+    for attempt in range(1, _HTTP_ATTEMPTS + 1):
+        try:
+            patience = max(0.01, deadline - time.monotonic())
+            with _opener().open(request, timeout=patience) as answer:
+                return _answered_number(answer.read(_ANSWER_BYTES), url)
+        except OSError as error:
+            refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
+            pause = 0.2 * attempt
+            if refused or attempt == _HTTP_ATTEMPTS or time.monotonic() + pause > deadline:
+                raise EngineError(f"--reward-url {url}: {error}") from error
+            time.sleep(pause)
+    raise AssertionError("unreachable")
+
+
+def last_boxed(text: str) -> str | None:
+    """What is inside of the last \\boxed{} whose braces are balanced."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        depth = 0
+        for position in range(start + 6, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[start + 7 : position].strip()
+        start = text.rfind("\\boxed{", 0, start)
+    return None
+
+
+def number_problem(label: Any) -> str | None:
+    """Why a label has no number."""
+    if _label_number(label) is None:
+        return f"it is {_shown(label)}; it must be a number, or text with one after ####"
+    return None
+
+
+def text_problem(label: Any) -> str | None:
+    """Why a label cannot be compared as text."""
+    if isinstance(label, (str, int, float)) and label != "":
+        return None
+    return f"it is {_shown(label)}; it must be text or a number"
+
+
+def letter_problem(label: Any) -> str | None:
+    """Why a label names no choice."""
+    if _letter(label) is None:
+        return f"it is {_shown(label)}; it must be one letter, such as B"
+    return None
+
+
+def schema_problem(label: Any) -> str | None:
+    """Why a label is no JSON schema."""
+    try:
+        import jsonschema
+    except ImportError as error:
+        raise ConfigError(
+            "--reward json_schema needs the package jsonschema; pip install jsonschema"
+        ) from error
+    try:
+        schema = _schema(label)
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except (ValueError, RecursionError) as error:
+        return f"it is text that is not JSON ({error})"
+    except jsonschema.SchemaError as error:
+        return f"it is no JSON schema ({error.message[:200]})"
+    if not isinstance(schema, dict):
+        return f"it is {_shown(label)}; it must be a JSON schema, as an object or as JSON text"
+    return None
+
+
+def _same_number(text: str, label: Any) -> bool:
+    wanted = _label_number(label)
+    return wanted is not None and math.isclose(
+        float(text.replace(",", "")), wanted, rel_tol=1e-6, abs_tol=1e-9
+    )
+
+
+def _label_number(label: Any) -> float | None:
+    if isinstance(label, bool):
+        return None
+    if isinstance(label, (int, float)):
+        return float(label) if math.isfinite(label) else None
+    if not isinstance(label, str):
+        return None
+    text = label.rpartition("####")[2].strip().strip("$%").strip()
+    return float(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
+
+
+def _boxed_label(label: Any) -> str:
+    text = str(label)
+    return last_boxed(text) or text.strip().strip("$")
+
+
+def _letter(label: Any) -> str | None:
+    text = label.strip().strip("().").upper() if isinstance(label, str) else ""
+    return text if re.fullmatch("[A-Z]", text) else None
+
+
+def _schema(label: Any) -> Any:
+    return json.loads(label) if isinstance(label, str) else label
+
+
+def _shown(label: Any) -> str:
+    return f"{str(label)[:80]!r}, of type {type(label).__name__}"
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    # Without the proxies of the environment: rows must not pass through a third machine.
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _answered_number(answer: bytes, url: str) -> float:
+    try:
+        value = json.loads(answer)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        value = value.get("reward")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise EngineError(
+            f'--reward-url {url} answered {answer[:100]!r}; answer a number or {{"reward": number}}'
+        )
+    return float(value)
+
+
+LabelProblem = Callable[[Any], str | None]
+
+#: name -> function, what is wrong with a label (None: the label does not matter)
+BUILT_IN: dict[str, tuple[Callable[..., float], LabelProblem | None]] = {
+    "exact": (exact, text_problem),
+    "numeric": (numeric, number_problem),
+    "gsm8k": (gsm8k, number_problem),
+    "boxed": (boxed, text_problem),
+    "choice": (choice, letter_problem),
+    "json_schema": (json_schema, schema_problem),
+    "code_tests": (code_tests, tests_problem),
+    "length_penalty": (length_penalty, None),
+    "http": (http, None),
+}

@@ -1,0 +1,115 @@
+"""The thread of an engine's actor that plays groups, and calls that have to wait for it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plugin.cluster.engine_actor import EngineActor
+from plugin.engines.protocol import GenerationRequest, SamplingParameters
+from plugin.engines.weight_changes import WeightProbe
+from plugin.environments.group_server import GroupServer, PlayedGroup
+from plugin.weights.buckets import pack_buckets
+from tests.parallel.tiny_models import FAMILIES, hf_state_dict
+from tests.unit.engines.tiny_engines import PARAMETERS, loaded_engine
+
+REQUEST = GenerationRequest((1,), (1,))
+
+
+class OneByOne:
+    """Plays one group, which is done when `finish` is set."""
+
+    def __init__(self) -> None:
+        self.groups: list[int] = []
+        self.begun, self.finish = threading.Event(), threading.Event()
+
+    @property
+    def open(self) -> int:
+        return len(self.groups)
+
+    def has_room(self, *_: Any) -> bool:
+        return not self.groups
+
+    def begin(self, group: int, *_: Any) -> None:
+        self.groups.append(group)
+        self.begun.set()
+
+    def step(self) -> list[PlayedGroup]:
+        if not self.finish.wait(0.01):
+            return []
+        return [(self.groups.pop(), [])]
+
+    def abort(self) -> None:
+        self.groups.clear()
+
+
+def test_who_holds_the_server_waits_for_what_is_under_way_and_lets_nothing_begin() -> None:
+    player = OneByOne()
+    server = GroupServer(player).start()
+    server.submit({0: REQUEST, 1: REQUEST}, SamplingParameters(), -1)
+    assert player.begun.wait(10)
+    holder = threading.Thread(target=server.hold)
+    holder.start()
+    holder.join(0.1)
+    assert holder.is_alive() and player.open == 1  # an engine would sleep only now
+    player.finish.set()
+    holder.join(10)
+    assert not holder.is_alive()
+    assert [group for group, _ in server.collect(0)] == [0]
+    assert player.open == 0
+    with server.changing(5, last=True, interrupts=False):
+        assert player.open == 0
+    assert [group for group, _ in server.collect(0)] == [1]
+
+
+def test_a_pause_lets_groups_begin_again() -> None:
+    player = OneByOne()
+    server = GroupServer(player).start()
+    player.finish.set()
+    with server.held():
+        server.submit({0: REQUEST}, SamplingParameters(), -1)
+        assert not player.begun.wait(0.1)
+    assert [group for group, _ in server.collect(0)] == [0]
+
+
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_an_engine_answers_the_probe_with_new_weights_before_any_group_begins(
+    interrupts: bool,
+) -> None:
+    """Also where new weights may interrupt responses: then those under way end first."""
+    player, engine = OneByOne(), loaded_engine(interrupts="recompute" if interrupts else None)
+    actor: Any = object.__new__(EngineActor)
+    actor._server, actor._engine = GroupServer(player).start(), engine
+    actor._reads_views, actor._interrupts = True, interrupts
+    actor._server.submit({0: REQUEST, 1: REQUEST}, SamplingParameters(), -1)
+    assert player.begun.wait(10)
+    [bucket] = pack_buckets(hf_state_dict(FAMILIES["qwen3"](), 1).items())
+    probe = WeightProbe(GenerationRequest((5, 6), (1, 2)), PARAMETERS, checksums=True)
+    generate, under_way = engine.generate, []
+
+    def watched(*asked: Any) -> Any:
+        under_way.append(player.open)
+        return generate(*asked)
+
+    engine.generate = watched  # type: ignore[method-assign]
+    threading.Timer(0.2, player.finish.set).start()
+    [answer] = actor.load_weights(1, np.frombuffer(bucket, np.uint8), True, probe)
+    assert all((one.token_versions() == 1).all() for one in answer.answers)
+    assert answer.checksums == engine.weight_checksums()
+    done = [*actor._server.collect(0), *([] if player.open == 0 else actor._server.collect(0))]
+    assert under_way == [0] and {group for group, _ in done} <= {0, 1}
+    assert actor.load_weights(2, np.frombuffer(bucket, np.uint8), True) == []
+    [again] = actor.answer_probe(probe)
+    assert all((one.token_versions() == 2).all() for one in again.answers)
+
+
+def test_a_canceled_group_holds_nobody_up() -> None:
+    player = OneByOne()
+    server = GroupServer(player).start()
+    server.submit({0: REQUEST}, SamplingParameters(), -1)
+    server.cancel(1)
+    server.hold()
+    assert player.open == 0 and server.collect(0) == []
