@@ -131,7 +131,7 @@ SECTIONS: tuple[Section, ...] = (
     ),
     Section(
         "Rewards and responses",
-        "plugin/controller/batch/preparation.py",
+        "plugin/controller/batch.py",
         (
             Metric("reward", "reward without overlong penalty", "", "responses", better="higher"),
             Metric("reward_std", "standard deviation of the reward", "", "responses"),
@@ -148,9 +148,7 @@ SECTIONS: tuple[Section, ...] = (
             Metric("staleness_max", "the same of the oldest token", "versions"),
             _share("interrupted_share", "responses of several weight versions", "responses"),
             _tokens("stale_token_share", "tokens masked by --max-token-staleness", "share"),
-            Metric(
-                "kept_ids_per_token", "ids that truncated sampling kept", "ids", "response tokens"
-            ),
+            Metric("kept_ids_per_token", "ids kept by top-p/top-k", "ids", "response tokens"),
         ),
     ),
     Section(
@@ -200,9 +198,7 @@ SECTIONS: tuple[Section, ...] = (
             Metric("masked_mismatch_kl", "mismatch_kl of these", "nats", "dropped tokens"),
             Metric("unmasked_mismatch_kl", "mismatch_kl of these", "nats", "kept tokens"),
             _tokens("train_rollout_logprob_abs_diff", "|train − rollout|", "nats", "lower"),
-            _tokens(
-                "old_log_prob_error", "|approximate − recomputed| old log-prob", "nats", "lower"
-            ),
+            _tokens("old_log_prob_error", "|approximate − own| old log-prob", "nats", "lower"),
         ),
     ),
     Section(
@@ -285,9 +281,7 @@ SECTIONS: tuple[Section, ...] = (
         "Routing replay",
         "plugin/megatron_backend/routing/router_replay.py",
         (
-            _share(
-                "replay/agreement", "experts that live routing chooses too", "choices", "higher"
-            ),
+            _share("replay/agreement", "experts equal to live routing", "choices", "higher"),
             _share("replay/agreement/layer_<i>", "the same of one MoE layer", "choices", "higher"),
             _share("replay/coverage", "tokens whose routes were replayed", "all tokens", "higher"),
             Metric("replay/live_tokens", "tokens without a recorded route", "tokens"),
@@ -299,13 +293,7 @@ SECTIONS: tuple[Section, ...] = (
         (
             _weighted("critic/loss", "value loss", "", "lower"),
             _tokens("critic/clipped", "tokens whose value change was clipped", "share"),
-            Metric(
-                "critic/explained_variance",
-                "1 − Var(return − value) / Var(return)",
-                "",
-                "",
-                "higher",
-            ),
+            Metric("critic/explained_variance", "1 − Var(return − value) / Var(return)"),
             _tokens("critic/value", "value before the update"),
             _tokens("critic/return", "return that the value is trained towards"),
             Metric("critic/grad_norm", "L2 norm of the critic's gradient, before clipping"),
@@ -319,12 +307,8 @@ SECTIONS: tuple[Section, ...] = (
         "Evaluation",
         "plugin/observe/evaluation_metrics.py and plugin/controller/evaluation.py",
         (
-            Metric(
-                "eval/<set>/mean", "reward: mean of each prompt's mean", "", "prompts", "higher"
-            ),
-            _share(
-                "eval/<set>/pass@<k>", "one of k responses is right, unbiased", "prompts", "higher"
-            ),
+            Metric("eval/<set>/mean", "reward, mean of means", "", "prompts", "higher"),
+            _share("eval/<set>/pass@<k>", "one of k is right, unbiased", "prompts", "higher"),
             Metric("eval/<set>/<score>/ci_low", "lower end of the 95 % interval over prompts"),
             Metric("eval/<set>/<score>/ci_high", "upper end of the 95 % interval over prompts"),
             Metric("eval/<set>/prompts", "prompts evaluated", "prompts"),
