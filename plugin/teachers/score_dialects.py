@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,18 +38,6 @@ class Scores(NamedTuple):
     log_probs: Tensor
     topk_ids: Tensor
     topk_log_probs: Tensor
-
-
-class ScoreDialect(Protocol):
-    """A kind of server."""
-
-    def call(self, ask: ScoreAsk) -> ServerCall:
-        """The call for one sample."""
-        ...
-
-    def parse(self, body: Any, ask: ScoreAsk, vocab_size: int) -> Scores:
-        """The scores in `body`, or `MalformedAnswer`."""
-        ...
 
 
 class VllmScores:
