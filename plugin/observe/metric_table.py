@@ -127,7 +127,7 @@ SECTIONS: tuple[Section, ...] = (
     ),
     Section(
         "Rewards and responses",
-        "plugin/controller/batch/preparation.py",
+        "plugin/controller/batch.py",
         (
             Metric("reward", "reward without overlong penalty", "", "responses", better="higher"),
             Metric("reward_std", "standard deviation of the reward", "", "responses"),
