@@ -42,7 +42,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The finding for a person, without its severity."""
+        """The finding as text, without its severity."""
         return (
             f"{self.title}\n  evidence: {self.evidence}\n"
             f"  likely cause: {self.likely_cause}\n  what to try: {self.what_to_try}"
