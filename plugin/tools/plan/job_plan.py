@@ -108,7 +108,7 @@ def decided(config: JobConfig, gpu: Gpu | None) -> JobConfig:
 
 
 def does_not_build(error: Exception) -> str:
-    """The error of Megatron-Core or torch for a rank that cannot be built or stepped, on one line."""
+    """One line with the error of Megatron-Core or torch for a rank that cannot be built or run."""
     lines = str(error).strip().splitlines() or ["no message"]
     return f"does not build: {type(error).__name__}: {lines[0]}"
 
