@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from plugin.config import JobConfig
+from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO
+from plugin.ppo_utils.kl_estimators import k3
 from plugin.ragged import Integers, Ragged, as_integers, ragged_range
 
 Severity = Literal["info", "warning", "error"]
@@ -72,12 +74,11 @@ class StepTokens:
     @property
     def log_ratio(self) -> NDArray[np.float64]:
         """train - rollout, bounded so that its exponential stays finite."""
-        return np.clip(self.train - self.rollout, -20.0, 20.0)
+        return np.clip(self.train - self.rollout, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def k3(self) -> float:
         """KL(rollout || train) per token."""
-        ratio = self.log_ratio
-        return float(np.mean(np.expm1(ratio) - ratio)) if len(self) else 0.0
+        return float(k3(torch.from_numpy(-self.log_ratio)).mean()) if len(self) else 0.0
 
     def fresh(self) -> StepTokens:
         """The tokens that the trainer's own weights sampled, as far as versions are known.

@@ -93,7 +93,38 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
     """Give a function of tokens the signature that slime calls its TIS hooks with.
 
     A correction that weights leaves the loss masks as they are; one that only drops zeroes them.
+    Our own loss calls `hook.on_tokens` with flat tokens and never makes lists of them.
     """
+
+    def on_tokens(
+        args: Any,
+        tokens: CorrectionTokens,
+        pg_loss: Tensor,
+        loss_masks: Sequence[Tensor],
+        batch_statistics: Statistics | None,
+    ) -> HookResult:
+        config, mask, shards = flags_of(args), tokens.mask, tokens.shards
+        with torch.no_grad():
+            if batch_statistics is None and (declared := declared_statistics(hook, config)):
+                log_r = tokens.log_ratio("train", "rollout")[mask]
+                batch_statistics = microbatch_statistics(
+                    declared, log_r, config, shards.context.cp_group
+                )
+            tokens = dataclasses.replace(tokens, statistics=batch_statistics or ())
+            weight, keep, metrics = function(tokens, config)
+        observed = config.get_mismatch_metrics and not config.use_tis
+        kept = mask if keep is None else mask & keep
+        loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
+        if keep is not None:
+            metrics["is_masked"] = ~keep
+        if observed:  # slime calls a hook for its metrics alone and would train on its loss
+            loss = torch.where(mask, pg_loss, pg_loss.new_zeros(()))
+        elif weight is not None:
+            loss = loss * weight.to(pg_loss.dtype)
+        elif keep is not None:
+            loss_masks = shards.masks_and(loss_masks, keep)
+        metrics = {name: zero_masked(values, mask) for name, values in metrics.items()}
+        return loss, loss_masks, metrics
 
     def hook(
         args: Any,
@@ -126,29 +157,9 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
         }
         flat = {name: shards.flat(name, values) for name, values in given.items()}
         tokens = CorrectionTokens(mask, shards, flat, function.__name__)
-        config = flags_of(args)
-        with torch.no_grad():
-            if batch_statistics is None and (declared := declared_statistics(hook, config)):
-                log_r = tokens.log_ratio("train", "rollout")[mask]
-                batch_statistics = microbatch_statistics(
-                    declared, log_r, config, shards.context.cp_group
-                )
-            tokens = dataclasses.replace(tokens, statistics=batch_statistics or ())
-            weight, keep, metrics = function(tokens, config)
-        observed = config.get_mismatch_metrics and not config.use_tis
-        kept = mask if keep is None else mask & keep
-        loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
-        if keep is not None:
-            metrics["is_masked"] = ~keep
-        if observed:  # slime calls a hook for its metrics alone and would train on its loss
-            loss = torch.where(mask, pg_loss, pg_loss.new_zeros(()))
-        elif weight is not None:
-            loss = loss * weight.to(pg_loss.dtype)
-        elif keep is not None:
-            loss_masks = shards.masks_and(loss_masks, keep)
-        metrics = {name: zero_masked(values, mask) for name, values in metrics.items()}
-        return loss, loss_masks, metrics
+        return on_tokens(args, tokens, pg_loss, loss_masks, batch_statistics)
 
     functools.update_wrapper(hook, function)
     del hook.__wrapped__  # type: ignore[attr-defined]  # the signature is the hook's
+    hook.on_tokens = on_tokens  # type: ignore[attr-defined]
     return hook

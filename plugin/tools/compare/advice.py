@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from plugin.config import JobConfig
 from plugin.errors import BatchError
 from plugin.observe.dump_columns import DumpBlock
 from plugin.observe.run_record import RunRecord, read_run
 from plugin.observe.text_table import aligned
+from plugin.ppo_utils.importance_ratio import effective_sample_size
+from plugin.ppo_utils.kl_estimators import k3
 from plugin.tools.compare.dump_reading import open_dump
 from plugin.tools.compare.replay import Method, MethodStatistics, replay_block
 
@@ -185,7 +188,7 @@ def situation_of(blocks: Iterable[DumpBlock]) -> Situation:
         if len(version) and (block.weight_versions[mask] >= 0).all() and (version >= 0).all():
             behind, known_versions = np.maximum(version - block.weight_versions[mask], 0), True
         sums += (
-            *(mask.sum(), _k3(rollout - train).sum(), _k3(train - cur).sum()),
+            *(mask.sum(), _sum_k3(rollout - train), _sum_k3(train - cur)),
             *(ratio.sum(), np.square(ratio).sum(), outside.sum()),
             *((outside & (rollout < math.log(0.01))).sum(), behind.sum(), len(behind)),
         )
@@ -197,7 +200,7 @@ def situation_of(blocks: Iterable[DumpBlock]) -> Situation:
         int(tokens),
         float(sums[1] / tokens),
         float(sums[2] / tokens),
-        float(sums[3] ** 2 / (tokens * sums[4])),
+        effective_sample_size(float(sums[3]), float(sums[4])) / float(tokens),
         float(sums[5] / tokens),
         float(sums[6] / max(sums[5], 1.0)),
         float(tokens / max(samples, 1)),
@@ -205,9 +208,8 @@ def situation_of(blocks: Iterable[DumpBlock]) -> Situation:
     )
 
 
-def _k3(difference: np.ndarray) -> np.ndarray:
-    bounded = np.clip(difference, -20, 20)
-    return np.expm1(-bounded) + bounded
+def _sum_k3(difference: np.ndarray) -> float:
+    return float(k3(torch.from_numpy(difference)).sum())
 
 
 def _reasons(situation: Situation) -> list[str]:
