@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -50,6 +51,23 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.text}"
+
+
+def bisect_command(config: JobConfig | None) -> str:
+    """The `doctor --bisect` that compares the layers of engine and trainer as the job has them."""
+    words = ["megatron-tis", "doctor", "--bisect"]
+    if config is None:
+        return " ".join(words)
+    if config.hf_checkpoint is not None:
+        words += ["--hf-checkpoint", config.hf_checkpoint]
+    else:
+        words += ["--embedded-model", config.embedded_model]
+    if config.train_dtype != "auto":
+        words += ["--train-dtype", config.train_dtype]
+    words += ["--rollout-dtype", config.rollout_dtype]
+    if config.rollout_quantization != "none":
+        words += ["--rollout-quantization", config.rollout_quantization]
+    return shlex.join(words)
 
 
 @dataclass(frozen=True)
