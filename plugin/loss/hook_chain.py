@@ -19,9 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from plugin.config import LossConfig
 from plugin.config.import_paths import load_function
 from plugin.errors import BatchError, HookLoadError
-from plugin.loss.example_tokens import example_inputs
 from plugin.loss.hook_loading import load_hook
-from plugin.loss.interfaces import LossInputs, PolicyTerm
+from plugin.loss.interfaces import LossInputs, PolicyTerm, example_inputs
 from plugin.ppo_utils.batch_statistics import (
     Declaration,
     Statistics,

@@ -7,9 +7,11 @@ A built-in correction is a function of tokens,
 weight: [T] what the policy loss is multiplied by, None = 1; keep: bool [T] the tokens that stay,
     None = all;
 metrics: name -> [T]. It runs without gradient and need not look at the mask: what is masked is 0 in
-    every
-log-ratio, and its weight and metrics are ignored. `@correction` turns it into a hook. What it needs
-to know of the whole batch it declares with `@batch_statistics` and finds in `tokens.statistics`.
+    every log-ratio, and its weight and metrics are ignored.
+
+`@correction` turns it into a hook. What it needs to know of the whole batch it declares with
+`@batch_statistics` and finds in `tokens.statistics`; `@token_separable` says that it needs no other
+token.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +37,7 @@ from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.sharding.sequence_shards import SequenceShards
 
 Corrected = tuple[Tensor | None, Tensor | None, dict[str, Tensor]]
+Function = TypeVar("Function", bound=Callable[..., Any])
 HookResult = tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(LossConfig)}
 
@@ -163,3 +166,19 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
     del hook.__wrapped__  # type: ignore[attr-defined]  # the signature is the hook's
     hook.on_tokens = on_tokens  # type: ignore[attr-defined]
     return hook
+
+
+def token_separable(function: Function) -> Function:
+    """Declare that what `function` makes of a token depends on that token's inputs alone.
+
+    Not on other tokens, not on the length or the number of samples. The loss of such tokens can be
+    evaluated inside the LM head, block by block. The declaration is checked: a function that turns
+    out to mix tokens is evaluated the ordinary way.
+    """
+    function.token_separable = True  # type: ignore[attr-defined]
+    return function
+
+
+def declares_separable(function: Callable[..., Any]) -> bool:
+    """Whether `function` was declared `token_separable`."""
+    return bool(getattr(function, "token_separable", False))
