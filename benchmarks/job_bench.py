@@ -302,7 +302,7 @@ def _driver_pass(answers: Sequence[Sequence[Any]], ranks: int) -> dict[str, floa
     """The one place that follows the way of a batch from the engines' answers to a rank's microbatches."""
     from plugin.cluster.array_transport import share_from_arrays, share_to_arrays
     from plugin.config import JobConfig
-    from plugin.controller.batch.preparation import describe_batch, prepare_batch
+    from plugin.controller.batch import describe_batch, prepare_batch
     from plugin.environments.trajectory import Rollouts
     from plugin.megatron_backend.step.batch_share import cut_share, plan_batch
     from plugin.megatron_backend.step.loss_scaling import total_weight

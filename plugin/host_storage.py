@@ -94,8 +94,3 @@ def _copy(storage: torch.UntypedStorage) -> Tensor:
     pinned = storage.device.type == "cuda"
     host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
     return host.copy_(_bytes_of(storage))
-
-
-def bytes_held(tensors: Iterable[Tensor]) -> int:
-    """Bytes of memory behind the tensors, each storage once."""
-    return sum(storage.nbytes() for storage in _storages(tensors))

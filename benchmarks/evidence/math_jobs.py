@@ -23,8 +23,7 @@ from benchmarks.evidence.grid import Row, read_rows, record
 from examples.math_words import make_data, warm_up
 from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
-from plugin.controller.batch.mini_batches import mini_batches
-from plugin.controller.batch.preparation import describe_batch, prepare_batch
+from plugin.controller.batch import describe_batch, mini_batches, prepare_batch
 from plugin.controller.evaluation import Evaluator
 from plugin.controller.local_engine import LocalEngine
 from plugin.controller.passes.log_prob_passes import LogProbPasses
@@ -32,8 +31,6 @@ from plugin.controller.preflight.job_checks import check_job
 from plugin.controller.queue.groups import joined
 from plugin.controller.queue.rollout_queue import RolloutQueue
 from plugin.engines.choice import make_engine
-from plugin.engines.response_stream import ResponseStream
-from plugin.environments.multi_turn import choose_player
 from plugin.megatron_backend.parallel_groups import ParallelGroups, one_process
 from plugin.megatron_backend.trainer import MegatronTrainer
 from plugin.ragged import Ragged
@@ -149,16 +146,12 @@ class StaleJob:
         self._engine, self._newest = (
             make_engine(config, parts.policy.hf_config, name) for name in ("behind", "newest")
         )
-        behind, newest = (self._local(engine) for engine in (self._engine, self._newest))
+        behind, newest = (LocalEngine(engine, config) for engine in (self._engine, self._newest))
         self._queue = RolloutQueue(parts.task, behind, parts.sampling, config, lambda _: None)
         self._evaluator = Evaluator(config, parts.eval_sets, newest, parts.sampling, lambda _: None)
         self._passes = LogProbPasses(config, parts, self)  # type: ignore[arg-type]
         self._held: deque[tuple[int, list[bytes]]] = deque(maxlen=staleness + 1)
         self._sent = -1
-
-    def _local(self, engine: Any) -> LocalEngine:
-        stream = ResponseStream(engine, self._config.rollout_max_batch)
-        return LocalEngine(choose_player(self._config)(stream))
 
     def log_probs(self, policy: str, batch: RolloutBatch) -> Ragged:
         """What a job's trainer ranks answer to `LogProbPasses`."""

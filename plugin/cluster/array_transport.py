@@ -67,31 +67,33 @@ def tensor_view(array: np.ndarray) -> Tensor:
 
 def share_to_arrays(share: BatchShare) -> Arrays:
     """A rank's share: its samples as a batch, and what it knows of the whole."""
-    mine = {
-        f"/{field.name}": np.asarray(getattr(share, field.name))
-        for field in fields(BatchShare)
-        if field.name != "batch"
-    }
-    return batch_to_arrays(share.batch) | mine
+    return _to_arrays(share)
 
 
 def share_from_arrays(arrays: Mapping[str, np.ndarray]) -> BatchShare:
     """The share that `share_to_arrays` took apart; its tensors are views of the arrays."""
-    batch = batch_from_arrays({name: a for name, a in arrays.items() if name[0] != "/"})
-    rest: dict[str, Any] = {
-        name[1:]: a if a.ndim else a.item() for name, a in arrays.items() if name[0] == "/"
-    }
-    return BatchShare(batch, **rest)
+    batch, rest = _from_arrays(arrays)
+    return BatchShare(batch, **{name: a if a.ndim else a.item() for name, a in rest.items()})
 
 
 def rollouts_to_arrays(rollouts: Rollouts) -> Arrays:
     """The samples as a batch, and one array per property of a trajectory."""
-    mine = {f"/{field.name}": getattr(rollouts, field.name) for field in fields(Rollouts)}
-    del mine["/batch"]
-    return batch_to_arrays(rollouts.batch) | mine
+    return _to_arrays(rollouts)
 
 
 def rollouts_from_arrays(arrays: Mapping[str, np.ndarray]) -> Rollouts:
     """The rollouts that `rollouts_to_arrays` took apart."""
-    batch = batch_from_arrays({name: a for name, a in arrays.items() if name[0] != "/"})
-    return Rollouts(batch, **{name[1:]: a for name, a in arrays.items() if name[0] == "/"})
+    batch, rest = _from_arrays(arrays)
+    return Rollouts(batch, **rest)
+
+
+def _to_arrays(record: BatchShare | Rollouts) -> Arrays:
+    """The columns of the record's batch, and its other fields with a slash before their names."""
+    names = [field.name for field in fields(record) if field.name != "batch"]
+    rest = {f"/{name}": np.asarray(getattr(record, name)) for name in names}
+    return batch_to_arrays(record.batch) | rest
+
+
+def _from_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[RolloutBatch, dict[str, Any]]:
+    rest = {name[1:]: a for name, a in arrays.items() if name[0] == "/"}
+    return batch_from_arrays({n: a for n, a in arrays.items() if n[0] != "/"}), rest

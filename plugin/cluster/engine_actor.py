@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from plugin.cluster.array_transport import Arrays, rollouts_to_arrays
 from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
 from plugin.engines.choice import make_engine
-from plugin.engines.protocol import (
-    BroadcastEngine,
-    GenerationRequest,
-    SamplingParameters,
-)
+from plugin.engines.protocol import BroadcastEngine
 from plugin.engines.response_stream import ResponseStream
 from plugin.engines.sleep import EnginePart, SleepingEngine
 from plugin.engines.weight_changes import ProbeAnswer, WeightProbe, answer_probe
-from plugin.environments.group_loop import GroupLoop, PlayedGroup
+from plugin.environments.group_server import GroupServer
 from plugin.environments.multi_turn import choose_player
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import ConfigError
@@ -31,8 +25,6 @@ from plugin.weights.group import WeightGroup
 
 #: Ray's concurrency groups: a thread each for loading weights and for waiting for groups.
 WEIGHTS, ANSWERS = "weights", "answers"
-#: Groups that are done within so many seconds travel together: a call costs milliseconds.
-_GATHER_SECONDS = 0.05
 
 
 class EngineActor(ReportingActor):
@@ -61,18 +53,17 @@ class EngineActor(ReportingActor):
                 "its memory to the trainer; give it sleep(level) and wake(part), or drop --colocate"
             )
         stream = ResponseStream(self._engine, config.rollout_max_batch)
-        self._server = GroupServer(GroupLoop(choose_player(config)(stream)))
+        self._server = GroupServer(choose_player(config)(stream)).start()
         self.health = self._engine.health
         self.submit, self.cancel = self._server.submit, self._server.cancel
 
     def ping(self) -> None:
         """Answer: the process is alive."""
 
-    def collect(self, era: int) -> tuple[list[int], Arrays]:
-        """Wait for groups: their tickets, and one trajectory per seed of each."""
+    def collect(self, era: int) -> Arrays:
+        """Wait for groups: the `Rollouts` of those that are done, one trajectory per seed."""
         done = self._server.collect(era)
-        rollouts = Rollouts.of([group.trajectories for group in done])
-        return [group.ticket for group in done], rollouts_to_arrays(rollouts)
+        return rollouts_to_arrays(Rollouts.of([t for _, t in done], [group for group, _ in done]))
 
     def load_weights(
         self, version: int, bucket: np.ndarray, last: bool, probe: WeightProbe | None = None
@@ -125,132 +116,3 @@ class EngineActor(ReportingActor):
     def wake(self, part: EnginePart) -> None:
         """As `SleepingEngine.wake`."""
         cast(SleepingEngine, self._engine).wake(part)
-
-
-class GroupServer:
-    """Plays groups in a thread of its own, until the process ends; calls come from other threads.
-
-    Only that thread touches the loop, which others hold or find idle under the lock.
-    """
-
-    def __init__(self, loop: GroupLoop) -> None:
-        self._loop = loop
-        self._turn = threading.Condition()
-        self._inbox: list[tuple[Any, ...]] = []
-        self._done: list[PlayedGroup] = []
-        self._stepping, self._abort = False, False
-        self._era = 0
-        self._failure: BaseException | None = None
-        threading.Thread(target=self._play, daemon=True).start()
-
-    def submit(
-        self,
-        tickets: Sequence[int],
-        requests: Sequence[GenerationRequest],
-        parameters: SamplingParameters,
-        at_least: int,
-    ) -> None:
-        """Take groups; see `GroupLoop.add`."""
-        with self._turn:
-            self._inbox.append((tickets, requests, parameters, at_least))
-            self._turn.notify_all()
-
-    def collect(self, era: int) -> list[PlayedGroup]:
-        """The groups that are done, once there are some; none if a later era has begun.
-
-        Raises what ended the generation.
-        """
-        with self._turn:
-
-            def over() -> bool:
-                return self._failure is not None or self._era > era
-
-            self._turn.wait_for(lambda: bool(self._done) or over())
-            self._turn.wait_for(lambda: self._is_idle() or over(), timeout=_GATHER_SECONDS)
-            self._require_alive()
-            if self._era > era:
-                return []
-            done, self._done = self._done, []
-            return done
-
-    def cancel(self, era: int) -> None:
-        """Forget every group, also those that are done; what comes next is of `era`."""
-        with self._turn:
-            self._inbox.clear()
-            self._done.clear()
-            self._era = era
-            self._abort = True
-            self._turn.notify_all()
-
-    @contextlib.contextmanager
-    def changing(self, version: int, *, last: bool, interrupts: bool) -> Iterator[None]:
-        """Keep responses away from weights that change, from the first part of them to the last.
-
-        interrupts: the engine does so itself, between two tokens
-        """
-        if not interrupts:
-            self.hold()
-        yield
-        if last:
-            with self._turn:
-                self._loop.version, self._loop.held = version, False
-                self._turn.notify_all()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep responses away for a while."""
-        self.hold()
-        yield
-        with self._turn:
-            self._loop.held = False
-            self._turn.notify_all()
-
-    def hold(self) -> None:
-        """Begin no further group, and wait until none is under way."""
-        with self._turn:
-            self._loop.held = True
-            self._turn.wait_for(lambda: self._failure is not None or not self._is_playing())
-            self._require_alive()
-
-    def _require_alive(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _is_playing(self) -> bool:
-        return self._stepping or self._loop.open > 0
-
-    def _is_idle(self) -> bool:
-        return not (self._stepping or self._inbox) and self._loop.is_idle
-
-    def _play(self) -> None:
-        # OpenMP counts threads for each of ours; torch sets the number only at its first operation
-        # here, and vLLM plans its attention before that.
-        torch.set_num_threads(torch.get_num_threads())
-        try:
-            while True:
-                with self._turn:
-                    self._turn.wait_for(self._has_work)
-                    era = self._era
-                    self._stepping = True
-                    self._take_mail()
-                done = self._loop.step()
-                with self._turn:
-                    self._stepping = False
-                    if self._era == era:
-                        self._done += done
-                    self._turn.notify_all()
-        except BaseException as error:
-            with self._turn:
-                self._failure, self._stepping = error, False
-                self._turn.notify_all()
-
-    def _has_work(self) -> bool:
-        return self._abort or bool(self._inbox) or self._loop.can_step
-
-    def _take_mail(self) -> None:
-        if self._abort:
-            self._loop.abort()
-            self._abort = False
-        for groups in self._inbox:
-            self._loop.add(*groups)
-        self._inbox.clear()

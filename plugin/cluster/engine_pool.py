@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from plugin.cluster.placement import Reservation, ResourcePlan
 from plugin.cluster.remote_calls import result_of, wait_for_all
 from plugin.cluster.trainer_actor import RankPlace
 from plugin.config import JobConfig
-from plugin.controller.queue.groups_in_flight import Arrival
 from plugin.engines.choice import api_key
 from plugin.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters
 from plugin.engines.sleep import EnginePart
 from plugin.engines.weight_changes import ProbeAnswer, WeightProbe
+from plugin.environments.trajectory import Rollouts
 from plugin.errors import (
     ClusterError,
     EngineError,
@@ -72,6 +72,54 @@ class Probed:
     answers: list[ProbeAnswer]
 
 
+class Assignments:
+    """Which engine has which group, and since when.
+
+    patience: seconds without an answer after which an engine counts as hung
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._groups: dict[int, tuple[int, float]] = {}  # number -> engine, when it was sent
+        self._last_answer: dict[int, float] = {}
+
+    def loads(self) -> Counter[int]:
+        """How many groups each engine has."""
+        return Counter(engine for engine, _ in self._groups.values())
+
+    def add(self, engine: int, groups: Iterable[int]) -> None:
+        """Note that groups were sent to an engine."""
+        now = time.monotonic()
+        self._groups |= dict.fromkeys(groups, (engine, now))
+
+    def remove_answered(self, engine: int, groups: Iterable[int]) -> None:
+        """Note that an engine has answered groups."""
+        self._last_answer[engine] = time.monotonic()
+        for group in groups:
+            self._groups.pop(group, None)
+
+    def remove_lost(self, engine: int) -> list[int]:
+        """The groups that an engine had, which is no more."""
+        lost = [group for group, (owner, _) in self._groups.items() if owner == engine]
+        for group in lost:
+            del self._groups[group]
+        return lost
+
+    def hung(self) -> dict[int, str]:
+        """Engines that have not answered for too long, and what to say about them."""
+        sent: dict[int, float] = {}
+        for engine, since in self._groups.values():
+            sent[engine] = min(since, sent.get(engine, since))
+        # One that answers is alive, however long a response takes.
+        limit = time.monotonic() - self._patience
+        late = [e for e, since in sent.items() if max(since, self._last_answer.get(e, 0.0)) < limit]
+        return dict.fromkeys(late, f"did not answer within {self._patience:g} s")
+
+    def clear(self) -> None:
+        """Forget every group."""
+        self._groups.clear()
+
+
 class EnginePool:
     """Starts the engines; sends groups and weights, and receives groups as they are done.
 
@@ -110,10 +158,9 @@ class EnginePool:
         self._probed: list[Probed] = []
         self._is_asleep = False
         self._loads: dict[Any, tuple[int, Any]] = {}
-        self._asked: dict[int, int] = {}  # ticket -> engine
-        self._tickets = itertools.count()
+        self._assignments = Assignments(config.engine_patience)
         self._collects: dict[Any, tuple[int, Any]] = {}
-        self._arrived: list[Arrival] = []
+        self._lost: list[int] = []  # groups that were at engines that were replaced
         self._era = 0  # ends when every group is dropped
         self.restarts = 0
         self._engines = [self._start(number) for number in range(config.num_rollout_engines)]
@@ -169,71 +216,75 @@ class EnginePool:
             engine.birth = None
         return healths
 
-    def available(self) -> list[int]:
-        """Numbers of the engines that have started, and have weights."""
-        return [
-            number
+    def available(self) -> dict[int, int]:
+        """Engines that have started and have weights, and how many groups each of them has."""
+        loads = self._assignments.loads()
+        return {
+            number: loads[number]
             for number, engine in enumerate(self._engines)
             if engine.birth is None and (not self._from_ranks or engine.version != NO_WEIGHTS)
-        ]
+        }
 
     def send(
-        self, engine: int, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-    ) -> list[int]:
-        """Tickets of the groups that engine number `engine` gets."""
-        actor = self._engines[engine].actor
-        tickets = [next(self._tickets) for _ in requests]
+        self, engine: int, requests: Mapping[int, GenerationRequest], parameters: SamplingParameters
+    ) -> None:
+        """Have engine number `engine` generate groups, by their numbers."""
         at_least = NO_WEIGHTS if self._newest is None else self._newest
-        actor.call.remote("submit", tickets, list(requests), parameters, at_least)
-        self._asked |= dict.fromkeys(tickets, engine)
+        actor = self._engines[engine].actor
+        actor.call.remote("submit", dict(requests), parameters, at_least)
+        self._assignments.add(engine, requests)
         self._collect_from(engine)
-        return tickets
 
     def _collect_from(self, number: int) -> None:
         """Have one call wait at an engine that has groups."""
-        actor = self._engines[number].actor
-        if number in self._asked.values() and (number, actor) not in self._collects.values():
+        actor, has_groups = self._engines[number].actor, self._assignments.loads()[number]
+        if has_groups and (number, actor) not in self._collects.values():
             call = actor.call.options(concurrency_group=ANSWERS).remote("collect", self._era)
             self._collects[call] = (number, actor)
 
-    def receive(self, *, wait_seconds: float) -> list[Arrival]:
-        """Groups that are done, or lost with their engine; waits so long for the first.
+    def receive(self, *, wait_seconds: float) -> tuple[list[Rollouts], list[int]]:
+        """Groups that are done, and numbers of those that were lost with their engine.
 
-        Our own errors (a wrong answer, a configuration that cannot work) are not tried again.
+        Waits so long for the first. Our own errors (a wrong answer, a configuration that cannot
+        work) are not tried again.
         """
         import ray
 
         self.poll()
         calls = list(self._collects)
-        if not calls and not self._arrived:
+        if not calls and not self._lost:
             time.sleep(min(wait_seconds, _IDLE_SECONDS))
-            return []
+            return [], []
         done, _ = ray.wait(calls, num_returns=len(calls), timeout=0) if calls else ([], [])
-        if not done and not self._arrived and wait_seconds:
+        if not done and not self._lost and wait_seconds:
             done, _ = ray.wait(calls, num_returns=1, timeout=wait_seconds)
-        for call in done:
-            self._receive_from(call)
-        arrivals, self._arrived = self._arrived, []
-        return arrivals
+        answers = [answer for call in done if (answer := self._receive_from(call)) is not None]
+        for number, reason in self._assignments.hung().items():
+            self.replace(number, reason)
+        lost, self._lost = self._lost, []
+        return answers, lost
 
-    def _receive_from(self, call: Any) -> None:
+    def _receive_from(self, call: Any) -> Rollouts | None:
         number, actor = self._collects.pop(call)
         try:
-            tickets, arrays = result_of(call, f"engine {number}", self._console)
+            arrays = result_of(call, f"engine {number}", self._console)
         except ParallelError as error:
             self.replace_unless_done(number, actor, str(error))
-            return
+            return None
         if self._engines[number].actor is not actor:
-            return
-        for ticket in tickets:
-            self._asked.pop(ticket, None)
-        if tickets:
+            return None
+        rollouts = rollouts_from_arrays(arrays)
+        if len(rollouts):
             self._engines[number].failures_in_a_row = 0
-            self._arrived.append(Arrival(tickets, rollouts_from_arrays(arrays)))
+            self._assignments.remove_answered(number, set(rollouts.groups.tolist()))
         self._collect_from(number)
+        return rollouts if len(rollouts) else None
 
     def replace(self, engine: int, reason: str) -> None:
-        """End an engine and start another for it; an `EngineError` if that keeps happening."""
+        """End an engine and start another for it; an `EngineError` if that keeps happening.
+
+        The groups that it had are lost; `receive` names them.
+        """
         old = self._engines[engine]
         if old.failures_in_a_row >= self._config.max_restarts:
             raise EngineError(
@@ -245,18 +296,14 @@ class EnginePool:
         self.restarts += 1
         self._loads = {ref: owner for ref, owner in self._loads.items() if owner[0] != engine}
         self._collects = {ref: owner for ref, owner in self._collects.items() if owner[0] != engine}
-        self._asked = {ticket: owner for ticket, owner in self._asked.items() if owner != engine}
+        self._lost += self._assignments.remove_lost(engine)
         self._engines[engine] = self._start(engine, old.failures_in_a_row + 1)
         self._load(engine)
 
     def replace_unless_done(self, number: int, actor: Any, reason: str) -> None:
-        """Replace an engine, whichever of its calls failed first, and report its groups as lost."""
-        if self._engines[number].actor is not actor:
-            return
-        lost = [ticket for ticket, owner in self._asked.items() if owner == number]
-        self.replace(number, reason)
-        if lost:
-            self._arrived.append(Arrival(lost, None))
+        """Replace an engine, whichever of its calls failed first."""
+        if self._engines[number].actor is actor:
+            self.replace(number, reason)
 
     def begin_version(self, version: int) -> None:
         """Have all engines lack the newest weights, which are `version` from now on."""
@@ -444,9 +491,9 @@ class EnginePool:
     def forget(self) -> None:
         """Drop every group and load under way: the trainer goes back to an earlier state."""
         self._loads.clear()
-        self._asked.clear()
+        self._assignments.clear()
         self._collects.clear()
-        self._arrived.clear()
+        self._lost.clear()
         self._probed.clear()
         self._newest, self._buckets = None, []
         self._era += 1

@@ -10,8 +10,8 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,12 +65,11 @@ class RankPlace:
 class RankPart:
     """Which part of a batch a rank works on.
 
-    dp_rank: whose samples; pp_rank: whose layers
+    dp_rank: whose samples
     reports: whether this rank returns results of its samples: one of each share does
     """
 
     dp_rank: int
-    pp_rank: int
     reports: bool
 
 
@@ -172,10 +171,9 @@ class TrainerRank(ReportingActor):
             expert_tensor_parallel_size=config.expert_tensor_parallel_size,
             timeout_seconds=config.step_timeout,
         )
-        groups = self._groups
-        first = groups.tp_rank == 0 and groups.cp_rank == 0
-        self._reports = first and groups.is_last_stage
-        return RankPart(groups.dp_rank, groups.pp_rank, self._reports)
+        first = self._groups.tp_rank == 0 and self._groups.cp_rank == 0
+        self._reports = first and self._groups.is_last_stage
+        return RankPart(self._groups.dp_rank, self._reports)
 
     def build(self, name: PolicyName, source: ModelSource) -> list[int] | None:
         """Build one of the models and load its weights; policy and critic can be trained.
@@ -228,25 +226,21 @@ class TrainerRank(ReportingActor):
             self._memory[name].offload(("weights",))
         return None if trainer.routed_model is None else trainer.routed_model.route_layers
 
-    def log_probs(self, share: Arrays, name: PolicyName, keep_routes: bool) -> Any:
-        """Log-probs of the share's responses, end to end; None where another rank reports them."""
-        if name == "reference" and self._config.reference_is_base:
-            policy = self._trainers["policy"]
-            results = policy.compute_base_log_probs(share_from_arrays(share))
-            return results.values.numpy() if self._reports else None
-        with self._in_memory(name):
-            results = self._trainers[name].compute_log_probs(
-                share_from_arrays(share), keep_routes=keep_routes
-            )
-        return results.values.numpy() if self._reports else None
+    def compute(
+        self, share: Arrays, name: PolicyName, method: str, options: Mapping[str, Any]
+    ) -> dict[str, np.ndarray] | None:
+        """What a forward-only method of a model says of the share's responses, end to end.
 
-    def scores(self, share: Arrays, name: PolicyName) -> dict[str, np.ndarray] | None:
-        """What a teacher says of the share's responses, end to end; None where another reports."""
-        with self._in_memory(name):
-            found = self._trainers[name].compute_scores(share_from_arrays(share))
+        By column where it returns several, else under `method`; None where another rank reports.
+        """
+        # A model that rests has device memory only while it is asked.
+        rests = self._rests(name)
+        with self._memory[name].used("weights") if rests else nullcontext():
+            found = getattr(self._trainers[name], method)(share_from_arrays(share), **options)
         if not self._reports:
             return None
-        return {column: values.values.numpy() for column, values in found.items()}
+        columns = found if isinstance(found, dict) else {method: found}
+        return {column: values.values.numpy() for column, values in columns.items()}
 
     def train(
         self, share: Arrays, version: int, progress: float, learning_rate: float
@@ -266,18 +260,13 @@ class TrainerRank(ReportingActor):
             with_log_probs=watch and "rollout_log_probs" in share,
             with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in share,
         )
-        skipped, log_probs = None, None
+        skipped = None
         if not result.updated:
             skipped = _why_skipped(result, self._config.skip_on_grad_norm)
-        if result.log_probs is not None and self._reports:
-            log_probs = result.log_probs.values.numpy()
+        reports = self._reports and result.log_probs is not None
+        log_probs = result.log_probs.values.numpy() if reports else None
         live_routes = result.live_routes if self._rank == 0 else None
         return TrainedStep(result.metrics, skipped, log_probs, live_routes, result.overflow)
-
-    def values(self, share: Arrays) -> Any:
-        """The critic's values of the share's responses, end to end; None where another reports."""
-        results = self._trainers["critic"].compute_values(share_from_arrays(share))
-        return results.values.numpy() if self._reports else None
 
     def train_critic(self, share: Arrays, learning_rate: float) -> TrainedStep:
         """One optimizer step of the critic."""
@@ -374,10 +363,6 @@ class TrainerRank(ReportingActor):
         rests = name == "reference" or name.startswith(_TEACHER)
         return self._config.reference_offload and rests
 
-    def _in_memory(self, name: PolicyName) -> AbstractContextManager[None]:
-        """Have a model's weights on the device while it is asked."""
-        return self._memory[name].used("weights") if self._rests(name) else nullcontext()
-
     def save_hf(self, directory: str, tokenizer_from: str | None, replace: bool) -> None:
         """Write the policy as a Hugging Face directory, from rank 0."""
         from plugin.megatron_backend.hf_weights.saving import save_hf_checkpoint
@@ -389,8 +374,7 @@ class TrainerRank(ReportingActor):
 
     def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any], keep: int) -> None:
         """Write `<root>/step_<step>` with the driver's state in it and keep the last `keep`."""
-        critic, waiting = self._trainers.get("critic"), Path(root) / _CRITIC_WAITS
-        saved = None
+        critic, waiting, saved = self._trainers.get("critic"), Path(root) / _CRITIC_WAITS, None
         if critic is not None:
             saved = critic.save_checkpoint(waiting, step, {}, keep_last=1)
         whole = self._trainers["policy"].save_checkpoint(root, step, user_state, keep_last=keep)
@@ -404,12 +388,6 @@ class TrainerRank(ReportingActor):
         if "critic" in self._trainers:
             self._trainers["critic"].load_checkpoint(_critic_of(resolve(Path(root))))
         return user_state if self._rank == 0 else None
-
-    def leave(self) -> None:
-        """Leave the process group."""
-        from plugin.megatron_backend.parallel_groups import destroy_parallel
-
-        destroy_parallel()
 
 
 def _critic_of(checkpoint: Path) -> Path:

@@ -126,14 +126,29 @@ class TrainerGroup:
 
         keep_routes: see `MegatronTrainer.compute_log_probs`
         """
-        plan, shares = self._delivered(batch)
-        results = self._call("log_probs", name, keep_routes, shares=shares)
-        return self._merged(results, plan, batch)
+        if name == "reference" and self._config.reference_is_base:
+            return self._compute("policy", "compute_base_log_probs", batch)
+        return self._compute(name, "compute_log_probs", batch, keep_routes=keep_routes)
 
     def scores(self, name: PolicyName, batch: RolloutBatch) -> dict[str, Ragged]:
         """The columns that the teacher `name` fills in."""
+        return self._columns(name, "compute_scores", batch)
+
+    def values(self, batch: RolloutBatch) -> Ragged:
+        """The critic's values, one [response] tensor per sample."""
+        return self._compute("critic", "compute_values", batch)
+
+    def _compute(
+        self, name: PolicyName, method: str, batch: RolloutBatch, **options: Any
+    ) -> Ragged:
+        return self._columns(name, method, batch, **options)[method]
+
+    def _columns(
+        self, name: PolicyName, method: str, batch: RolloutBatch, **options: Any
+    ) -> dict[str, Ragged]:
+        """The columns that a forward-only method of a model fills in."""
         plan, shares = self._delivered(batch)
-        results = self._call("scores", name, shares=shares)
+        results = self._call("compute", name, method, options, shares=shares)
         columns = next(found for found in results if found is not None)
         return {
             column: self._merged([found and found[column] for found in results], plan, batch)
@@ -150,11 +165,6 @@ class TrainerGroup:
         if all(values is None for values in log_probs):
             return results[0]
         return replace(results[0], log_probs=self._merged(log_probs, plan, batch))
-
-    def values(self, batch: RolloutBatch) -> Ragged:
-        """The critic's values, one [response] tensor per sample."""
-        plan, shares = self._delivered(batch)
-        return self._merged(self._call("values", shares=shares), plan, batch)
 
     def train_critic(self, batch: RolloutBatch, learning_rate: float) -> TrainedStep:
         """One optimizer step of the critic."""

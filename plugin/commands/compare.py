@@ -203,8 +203,12 @@ def _compare(args: argparse.Namespace) -> Comparison:
 
 
 def _present(args: argparse.Namespace, comparison: Comparison) -> None:
-    from plugin.tools.compare.compare_page import comparison_html
-    from plugin.tools.compare.comparison import recommendation_text, text_table
+    from plugin.observe.run_record import finding_text, steps_text
+    from plugin.tools.compare.comparison import (
+        comparison_html,
+        comparison_text,
+        recommendation_text,
+    )
 
     for problem in comparison.problems:
         print(f"warning: {problem}", file=sys.stderr)
@@ -216,11 +220,11 @@ def _present(args: argparse.Namespace, comparison: Comparison) -> None:
         print(text)
     else:
         print(f"{comparison.tokens:,} tokens in {comparison.samples:,} samples")
-        print(f"\n{text_table(comparison)}")
+        print(f"\n{comparison_text(comparison)}")
         for sweep in result["sweeps"]:
             print("\n" + recommendation_text(sweep["recommendation"], args.target_ess))
-        for repeated in comparison.findings:
-            print(f"\n{repeated.finding} (steps {repeated.first_step} to {repeated.last_step})")
+        for finding in comparison.findings:
+            print(f"\n{finding_text(finding)} ({steps_text(finding)})")
     if args.json and args.json != "-":
         write_page(Path(args.json), text, force=args.force)
     if args.html:

@@ -18,6 +18,7 @@ from typing import Any
 
 from plugin.config import JobConfig
 from plugin.errors import CheckpointError, ConfigError
+from plugin.observe.console import text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +72,6 @@ def evaluate(
     from plugin.controller.preflight.task_checks import evaluation_parts
     from plugin.controller.records.resuming import find_source
     from plugin.engines.choice import check_engine, make_engine
-    from plugin.engines.response_stream import ResponseStream
-    from plugin.environments.multi_turn import choose_player
     from plugin.rewards.scorers import make_scorer, scorer_for
 
     with contextlib.ExitStack() as cleanup:
@@ -100,13 +99,11 @@ def evaluate(
         with console.phase("loading the model"):
             engine = make_engine(config, policy.hf_config, "engine")
             load_directory(engine, weights)
-        stream = ResponseStream(engine, config.rollout_max_batch)
-        engines = LocalEngine(choose_player(config)(stream))
         with console.phase("evaluating"):
             scorer = make_scorer(config, sets[0].task)
             cleanup.callback(scorer.close)
             metrics = Evaluator(
-                *(config, sets, engines, sampling, console.log),
+                *(config, sets, LocalEngine(engine, config), sampling, console.log),
                 scorer_of=lambda task: scorer_for(task, scorer, config),
             ).run(0)
     about = {"source": str(source)} | ({} if chosen is None else {"checkpoint": chosen.name})
@@ -148,8 +145,4 @@ def as_table(metrics: Mapping[str, Any]) -> str:
         bounds = "" if low is None else f"{low:.4f} to {high:.4f}"
         shown = f"{value:.0f}" if metric.endswith("prompts") else f"{value:.4f}"
         rows.append((name, metric, shown, bounds))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join(
-        f"{r[0]:<{widths[0]}}  {r[1]:<{widths[1]}}  {r[2]:>{widths[2]}}  {r[3]}".rstrip()
-        for r in rows
-    )
+    return "\n".join(text_table(rows, left=(0, 1, 3)))

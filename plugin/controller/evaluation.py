@@ -12,15 +12,13 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from plugin.config import JobConfig
 from plugin.controller.queue.groups import Group
-from plugin.controller.queue.groups_in_flight import Engines
-from plugin.controller.queue.rollout_queue import QueueCounts, RolloutQueue
+from plugin.controller.queue.rollout_queue import Engines, QueueCounts, RolloutQueue
 from plugin.engines.protocol import SamplingParameters
 from plugin.errors import BatchError, EngineError
 from plugin.observe.evaluation_metrics import evaluation_metrics
@@ -122,7 +120,7 @@ class Evaluator:
 
     def _evaluate(self, evaluated: EvalSet, version: int) -> dict[str, float]:
         config = self._config
-        queue = _FiniteQueue(
+        queue = RolloutQueue(
             evaluated.task,
             self._engines,
             self._sampling,
@@ -130,9 +128,14 @@ class Evaluator:
             lambda text: self._log(f"evaluation on {evaluated.name}: {text}"),
             self._scorer_of(evaluated.task),
             counts=QueueCounts(issued=evaluated.first),
-            rows=evaluated.rows,
         )
-        groups = queue.take_all(version)
+        groups = queue.take_all(evaluated.rows)
+        foreign = {group.weight_version for group in groups} - {version}
+        if foreign:
+            raise EngineError(
+                f"an engine answered with weights of version {min(foreign)} while version "
+                f"{version} was evaluated; it does not load new weights"
+            )
         if not groups:
             raise BatchError(
                 f"evaluation on {evaluated.name}: none of its {evaluated.rows} prompts could be "
@@ -150,29 +153,6 @@ class Evaluator:
             "response_length": float(np.concatenate(lengths).mean()),
             "truncated_share": float(np.concatenate([group.truncated for group in groups]).mean()),
         }
-
-
-@dataclass
-class _FiniteQueue(RolloutQueue):
-    """A queue that issues each of its prompts once; one that cannot be scored is left out."""
-
-    rows: int = 0
-
-    def take_all(self, version: int) -> list[Group]:
-        """All groups in order; an `EngineError` if one is of other weights than `version`."""
-        while len(self._ready) < self._limit():
-            self._issue()
-            self._collect(wait=True)
-        foreign = {group.weight_version for group in self._ready} - {version}
-        if foreign:
-            raise EngineError(
-                f"an engine answered with weights of version {min(foreign)} while version "
-                f"{version} was evaluated; it does not load new weights"
-            )
-        return sorted(self._ready, key=lambda group: group.index)
-
-    def _limit(self) -> int:
-        return self.rows - self.counts.dropped_failed
 
 
 def _queue_config(config: JobConfig, evaluated: EvalSet) -> JobConfig:

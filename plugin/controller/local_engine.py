@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from plugin.controller.queue.groups_in_flight import Arrival
+from plugin.config import JobConfig
 from plugin.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
-from plugin.environments.group_loop import GroupLoop, Player
+from plugin.engines.response_stream import ResponseStream
+from plugin.environments.group_server import GroupServer
+from plugin.environments.multi_turn import choose_player
 from plugin.environments.trajectory import Rollouts
-from plugin.errors import EngineError
 from plugin.megatron_backend.hf_weights.files import HfDirectory
 from plugin.weights.buckets import pack_buckets
 
@@ -20,37 +20,31 @@ from plugin.weights.buckets import pack_buckets
 class LocalEngine:
     """Generates when somebody waits for it."""
 
-    def __init__(self, player: Player) -> None:
-        self._loop = GroupLoop(player)
-        self._tickets = itertools.count()
+    def __init__(self, engine: RolloutEngine, config: JobConfig) -> None:
+        stream = ResponseStream(engine, config.rollout_max_batch)
+        self._server = GroupServer(choose_player(config)(stream))
 
     def __len__(self) -> int:
         return 1
 
-    def available(self) -> list[int]:
-        """The one engine."""
-        return [0]
+    def available(self) -> dict[int, int]:
+        """The one engine, and how many groups it has."""
+        return {0: len(self._server)}
 
     def send(
-        self, engine: int, requests: list[GenerationRequest], parameters: SamplingParameters
-    ) -> list[int]:
-        """Tickets of the groups."""
-        tickets = [next(self._tickets) for _ in requests]
-        self._loop.add(tickets, requests, parameters)
-        return tickets
+        self, engine: int, requests: Mapping[int, GenerationRequest], parameters: SamplingParameters
+    ) -> None:
+        """Have the engine generate groups, by their numbers."""
+        self._server.submit(requests, parameters)
 
-    def receive(self, *, wait_seconds: float) -> list[Arrival]:
-        """The next groups that are done; generates until there are some."""
-        while not self._loop.is_idle:
-            done = self._loop.step()
-            if done:
-                rollouts = Rollouts.of([group.trajectories for group in done])
-                return [Arrival([group.ticket for group in done], rollouts)]
-        return []
-
-    def replace(self, engine: int, reason: str) -> None:
-        """Refuse: there is no process to replace."""
-        raise EngineError(f"the engine {reason}; raise --rollout-timeout")
+    def receive(self, *, wait_seconds: float) -> tuple[list[Rollouts], list[int]]:
+        """The next groups that are done; generates until there are some, and loses none."""
+        done: list[Rollouts] = []
+        while len(self._server) and not done:
+            played = self._server.step()
+            if played:
+                done.append(Rollouts.of([t for _, t in played], [group for group, _ in played]))
+        return done, []
 
 
 def load_directory(engine: RolloutEngine, directory: Path) -> None:

@@ -18,8 +18,7 @@ from plugin.batch_types import RolloutBatch
 from plugin.cluster.engine_pool import EnginePool
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
-from plugin.controller.batch.mini_batches import mini_batches
-from plugin.controller.batch.preparation import describe_batch, prepare_batch, without_old_tokens
+from plugin.controller.batch import describe_batch, mini_batches, prepare_batch, without_old_tokens
 from plugin.controller.evaluation import Evaluations, Evaluator, describe
 from plugin.controller.interrupts import Interrupts
 from plugin.controller.passes.critic_steps import CriticSteps

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -140,9 +140,12 @@ class BroadcastEngine(RolloutEngine, Protocol):
 
 
 class Finished(NamedTuple):
-    """The response to seed number `place` of the request that was added as `ticket`."""
+    """The response to seed number `place` of the request that was added as `ticket`.
 
-    ticket: int
+    An engine is given numbers as tickets; a `ResponseStream` takes anything.
+    """
+
+    ticket: Any
     place: int
     answer: Answer
 

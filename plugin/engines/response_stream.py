@@ -6,10 +6,11 @@ is given as much as fits, and nothing more until all of it is answered.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from plugin.engines.protocol import (
     Answer,
@@ -26,14 +27,18 @@ from plugin.engines.protocol import (
 from plugin.engines.transformers.weight_loader import WeightLoader
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Part:
-    """Seeds of a request that join together; the first of them is seed `start` of the request."""
+    """Seeds of a request that join together; the first of them is seed `start` of the request.
 
-    ticket: int
+    left: responses that have not finished
+    """
+
+    owner: Any
     start: int
     request: GenerationRequest
     parameters: SamplingParameters
+    left: int
 
 
 class ResponseStream:
@@ -55,8 +60,7 @@ class ResponseStream:
         self.max_batch = self._engine.room
         self._waiting: deque[_Part] = deque()
         self._running: dict[int, _Part] = {}
-        self._left: dict[int, int] = {}
-        self._numbers = 0
+        self._tickets = itertools.count()
 
     @property
     def open(self) -> int:
@@ -71,21 +75,19 @@ class ResponseStream:
         alike = self._waiting[0].parameters == parameters
         return alike and ahead + len(request.seeds) <= self._engine.room
 
-    def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
-        """Take a request; `step` returns its responses under `ticket`."""
+    def add(self, owner: Any, request: GenerationRequest, parameters: SamplingParameters) -> None:
+        """Take a request; `step` returns its responses as those of `owner`, of any type."""
         for start in range(0, len(request.seeds), self.max_batch):
             seeds = request.seeds[start : start + self.max_batch]
             part = GenerationRequest(request.prompt, seeds, request.prompt_index)
-            self._waiting.append(_Part(ticket, start, part, parameters))
+            self._waiting.append(_Part(owner, start, part, parameters, len(seeds)))
 
     def step(self) -> list[Finished]:
         """Let in what fits and go one step; the responses that finished, checked."""
         while self._waiting and self._fits(self._waiting[0].request, self._waiting[0].parameters):
-            part = self._waiting.popleft()
-            self._numbers += 1
-            self._running[self._numbers] = part
-            self._left[self._numbers] = len(part.request.seeds)
-            self._engine.add(self._numbers, part.request, part.parameters)
+            part, ticket = self._waiting.popleft(), next(self._tickets)
+            self._running[ticket] = part
+            self._engine.add(ticket, part.request, part.parameters)
         if not self._running:
             return []
         return [self._finished(*finished) for finished in self._engine.step()]
@@ -94,7 +96,6 @@ class ResponseStream:
         """Forget everything that was asked for."""
         self._waiting.clear()
         self._running.clear()
-        self._left.clear()
         self._engine.abort()
 
     def _fits(self, request: GenerationRequest, parameters: SamplingParameters) -> bool:
@@ -103,31 +104,13 @@ class ResponseStream:
         alike = next(iter(self._running.values())).parameters == parameters
         return alike and min(len(request.seeds), self.max_batch) <= self._engine.room
 
-    def _finished(self, number: int, place: int, answer: Answer) -> Finished:
-        part = self._running[number]
+    def _finished(self, ticket: int, place: int, answer: Answer) -> Finished:
+        part = self._running[ticket]
         check_answer(part.request.prompt_index, part.request, answer, part.parameters)
-        self._left[number] -= 1
-        if not self._left[number]:
-            del self._running[number], self._left[number]
-        return Finished(part.ticket, part.start + place, answer)
-
-
-def generate_by_steps(
-    engine: SteppingEngine, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-) -> list[list[Answer]]:
-    """`RolloutEngine.generate` of an engine that batches continuously."""
-    stream = ResponseStream(cast(RolloutEngine, engine), engine.room)
-    answers: list[dict[int, Answer]] = [{} for _ in requests]
-    for number, request in enumerate(requests):
-        stream.add(number, request, parameters)
-    try:
-        while stream.open:
-            for number, place, answer in stream.step():
-                answers[number][place] = answer
-    except BaseException:
-        stream.abort()
-        raise
-    return [[group[place] for place in sorted(group)] for group in answers]
+        part.left -= 1
+        if not part.left:
+            del self._running[ticket]
+        return Finished(part.owner, part.start + place, answer)
 
 
 class GeneratesBySteps:
@@ -149,7 +132,18 @@ class GeneratesBySteps:
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters
     ) -> list[list[Answer]]:
         """For each request, one answer per seed, in order."""
-        return generate_by_steps(cast(SteppingEngine, self), requests, parameters)
+        stream = ResponseStream(cast(RolloutEngine, self), 0)
+        answers: list[dict[int, Answer]] = [{} for _ in requests]
+        for group, request in zip(answers, requests, strict=True):
+            stream.add(group, request, parameters)
+        try:
+            while stream.open:
+                for group, place, answer in stream.step():
+                    group[place] = answer
+        except BaseException:
+            stream.abort()
+            raise
+        return [[group[place] for place in sorted(group)] for group in answers]
 
     def _counted(self, finished: list[Finished]) -> list[Finished]:
         """`finished`, with its tokens added to those generated."""

@@ -32,7 +32,7 @@ from plugin.environments.environment_protocol import (
     Reply,
     Step,
 )
-from plugin.environments.group_loop import PlayedGroup, Player, play_all
+from plugin.environments.group_server import PlayedGroup, Player, play_all
 from plugin.environments.single_turn import SingleTurnPlayer
 from plugin.environments.trajectory import Trajectory, failed
 from plugin.errors import BatchError
@@ -117,11 +117,6 @@ class _Episode:
     conversation: Conversation = field(init=False)
     result: Trajectory | None = None
 
-    @property
-    def next_seed(self) -> int:
-        """Of the reply that comes next."""
-        return turn_seed(self.seed, self.conversation.turns)
-
 
 class MultiTurnPlayer:
     """A `Player` of conversations: each goes on as soon as its own environment has answered.
@@ -138,8 +133,6 @@ class MultiTurnPlayer:
         self._renderer = renderer_of(task, tokenizer, config)
         self._groups: dict[int, list[_Episode]] = {}
         self._unasked: list[_Episode] = []
-        self._asked: dict[int, dict[int, _Episode]] = {}
-        self._asks = 0
         self._calls = DeadlineCalls(
             seconds=config.environment_timeout, threads=config.environment_threads
         )
@@ -158,12 +151,10 @@ class MultiTurnPlayer:
         fits = len(episodes) + len(request.seeds) <= self._stream.max_batch
         return alike and (fits or not episodes)
 
-    def begin(
-        self, ticket: int, request: GenerationRequest, parameters: SamplingParameters
-    ) -> None:
+    def begin(self, group: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
         """Start the environments of a group."""
         episodes = [_Episode(request.prompt_index, seed, parameters) for seed in request.seeds]
-        self._groups[ticket] = episodes
+        self._groups[group] = episodes
         for episode in episodes:
             start = partial(self._task.environment, episode.index, episode.seed)
             self._call(episode, start, "starting the environment", self._open)
@@ -175,14 +166,11 @@ class MultiTurnPlayer:
             self._collect(_LOOK_SECONDS)
         self._ask()
         if self._stream.open:
-            for number, place, answer in self._stream.step():
-                episodes = self._asked[number]
-                self._answered(episodes.pop(place), answer)
-                if not episodes:
-                    del self._asked[number]
+            for episodes, place, answer in self._stream.step():
+                self._answered(episodes[place], answer)
         elif self._awaited:
             self._collect(_LOOK_SECONDS)
-        return [PlayedGroup(ticket, self._take(ticket)) for ticket in self._done()]
+        return self._take_done()
 
     def abort(self) -> None:
         """Forget what is open and close its environments."""
@@ -196,22 +184,15 @@ class MultiTurnPlayer:
                     self._end(episode, failed("not finished"))
         self._groups.clear()
         self._unasked.clear()
-        self._asked.clear()
 
     def finish_calls(self) -> None:
         """Wait for the environments that are being closed."""
         while self._calls.open:
             self._collect(_LOOK_SECONDS)
 
-    def _done(self) -> list[int]:
-        return [
-            ticket
-            for ticket, group in self._groups.items()
-            if all(episode.result is not None for episode in group)
-        ]
-
-    def _take(self, ticket: int) -> list[Trajectory]:
-        return [e.result for e in self._groups.pop(ticket) if e.result is not None]
+    def _take_done(self) -> list[PlayedGroup]:
+        done = [n for n, group in self._groups.items() if all(e.result is not None for e in group)]
+        return [(n, [e.result for e in self._groups.pop(n) if e.result is not None]) for n in done]
 
     # -- replies
 
@@ -227,11 +208,9 @@ class MultiTurnPlayer:
                     by_context.setdefault(what, []).append(episode)
         self._unasked.clear()
         for (index, context), episodes in by_context.items():
-            seeds = tuple(episode.next_seed for episode in episodes)
-            self._asks += 1
-            self._asked[self._asks] = dict(enumerate(episodes))
+            seeds = tuple(turn_seed(e.seed, e.conversation.turns) for e in episodes)
             request = GenerationRequest(context, seeds, index)
-            self._stream.add(self._asks, request, episodes[0].parameters)
+            self._stream.add(episodes, request, episodes[0].parameters)
 
     def _answered(self, episode: _Episode, answer: Answer) -> None:
         if isinstance(answer, GenerationFailure):

@@ -15,7 +15,7 @@ from plugin.engines.protocol import (
     SamplingParameters,
 )
 from plugin.engines.response_stream import ResponseStream
-from plugin.environments.group_loop import PlayedGroup, play_all
+from plugin.environments.group_server import PlayedGroup, play_all
 from plugin.environments.trajectory import Trajectory, failed
 
 
@@ -35,22 +35,20 @@ class SingleTurnPlayer:
         """Whether the responses would be generated at once."""
         return self._stream.has_room(request, parameters)
 
-    def begin(
-        self, ticket: int, request: GenerationRequest, parameters: SamplingParameters
-    ) -> None:
+    def begin(self, group: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
         """Ask for the responses to a request."""
-        self._groups[ticket] = (request, {})
-        self._stream.add(ticket, request, parameters)
+        self._groups[group] = (request, {})
+        self._stream.add(group, request, parameters)
 
     def step(self) -> list[PlayedGroup]:
         """Go on with what is open; the groups that are done now."""
         done: list[PlayedGroup] = []
-        for ticket, place, answer in self._stream.step():
-            request, trajectories = self._groups[ticket]
+        for group, place, answer in self._stream.step():
+            request, trajectories = self._groups[group]
             trajectories[place] = trajectory_of(request.prompt, answer)
             if len(trajectories) == len(request.seeds):
-                del self._groups[ticket]
-                done.append(PlayedGroup(ticket, [trajectories[i] for i in sorted(trajectories)]))
+                del self._groups[group]
+                done.append((group, [trajectories[i] for i in sorted(trajectories)]))
         return done
 
     def abort(self) -> None:

@@ -60,12 +60,15 @@ class Rollouts:
     truncated: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, answers: Sequence[Sequence[Trajectory]]) -> Rollouts:
-        """The trajectories of every prompt."""
+    def of(
+        cls, answers: Sequence[Sequence[Trajectory]], numbers: Sequence[int] | None = None
+    ) -> Rollouts:
+        """The trajectories of every prompt; `numbers`: of the prompts, 0 and up if not given."""
         flat = [trajectory for answer in answers for trajectory in answer]
+        prompts = np.array(range(len(answers)) if numbers is None else numbers, np.int64)
         return cls(
             RolloutBatch.from_samples([sample for t in flat for sample in t.samples]),
-            np.repeat(np.arange(len(answers)), [len(answer) for answer in answers]),
+            np.repeat(prompts, [len(answer) for answer in answers]),
             np.array([len(t.samples) for t in flat], np.int64),
             np.array([math.nan if t.reward is None else t.reward for t in flat], np.float64),
             np.array([t.error or "" for t in flat], np.str_),
@@ -80,6 +83,11 @@ class Rollouts:
     def sample_starts(self) -> Integers:
         """[M]: the first sample of each trajectory."""
         return np.cumsum(self.samples) - self.samples
+
+    def per_trajectory(self, column: Ragged) -> Ragged:
+        """A per-token column of the samples as one sequence per trajectory."""
+        ends = np.cumsum([0, *column.lengths])[np.append(self.sample_starts, len(column))]
+        return Ragged(column.values, np.diff(ends))
 
     @cached_property
     def oldest_version(self) -> Integers:

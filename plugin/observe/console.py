@@ -1,4 +1,4 @@
-"""What a person sees of a running job: steps, messages and warnings go through one `Console`."""
+"""What a person sees in a terminal: steps, messages and warnings of a job; tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from plugin.observe.metric_table import CONSOLE
@@ -22,6 +22,18 @@ _SPINNER, _SECONDS_BETWEEN_MARKS = "|/-\\", 0.2
 _BAR_WIDTH = 20
 _NARROW = 80
 _COLORS = {"warning": "\x1b[33m", "error": "\x1b[31m", "bar": "\x1b[32m", "off": "\x1b[0m"}
+
+
+def text_table(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,)) -> list[str]:
+    """One line per row; columns to the right, those in `left` to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def progress_line(

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from plugin.config import JobConfig
 from plugin.config.import_paths import load_called_with
 from plugin.errors import HookLoadError
-from plugin.observe.findings import Finding, Step, StepTokens, join_tokens
-from plugin.observe.next_commands import bisect_command
+from plugin.observe.findings import Finding, Step, StepTokens, bisect_command, join_tokens
 from plugin.observe.routing_agreement import routing_finding
 
 #: Detectors that need log-probs are run on at least this many tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from plugin.config import JobConfig
+from plugin.ppo_utils.kl_estimators import k3
 from plugin.ragged import Integers, Ragged, as_integers, ragged_range
 
 Severity = Literal["info", "warning", "error"]
@@ -50,6 +52,23 @@ class Finding:
         return f"{self.severity}: {self.text}"
 
 
+def bisect_command(config: JobConfig | None) -> str:
+    """The `doctor --bisect` that compares the layers of engine and trainer as the job has them."""
+    words = ["megatron-tis", "doctor", "--bisect"]
+    if config is None:
+        return " ".join(words)
+    if config.hf_checkpoint is not None:
+        words += ["--hf-checkpoint", config.hf_checkpoint]
+    else:
+        words += ["--embedded-model", config.embedded_model]
+    if config.train_dtype != "auto":
+        words += ["--train-dtype", config.train_dtype]
+    words += ["--rollout-dtype", config.rollout_dtype]
+    if config.rollout_quantization != "none":
+        words += ["--rollout-quantization", config.rollout_quantization]
+    return shlex.join(words)
+
+
 @dataclass(frozen=True)
 class StepTokens:
     """The unmasked response tokens of a step, flat [T].
@@ -76,8 +95,7 @@ class StepTokens:
 
     def k3(self) -> float:
         """KL(rollout || train) per token."""
-        ratio = self.log_ratio
-        return float(np.mean(np.expm1(ratio) - ratio)) if len(self) else 0.0
+        return float(k3(torch.from_numpy(-self.log_ratio)).mean()) if len(self) else 0.0
 
     def fresh(self) -> StepTokens:
         """The tokens that the trainer's own weights sampled, as far as versions are known.

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plugin.errors import ConfigError
-from plugin.observe.dump_columns import ROUTES, Ragged
 from plugin.sampling_mask import KEPT_COUNTS, KEPT_IDS
 
 if TYPE_CHECKING:
@@ -59,6 +58,7 @@ LISTS = {
     KEPT_COUNTS: "kept_counts",
     KEPT_IDS: "kept_ids",
 }
+ROUTES = ("rollout_routed_experts", "rollout_routed_weights", "train_routed_experts")
 _ELEMENTS: dict[str, type] = {
     "loss_mask": np.bool_,
     **dict.fromkeys(("tokens", "weight_versions", "kept_counts", "kept_ids"), np.int32),
@@ -176,9 +176,10 @@ def _table(
 def _list_array(values: Sequence[Any], kind: type) -> pa.Array:
     import pyarrow as pa
 
-    column = Ragged.of([np.asarray(value).reshape(-1) for value in values])
-    flat = column.values != 0 if kind is np.bool_ else column.values.astype(kind)
-    offsets = np.append(0, np.cumsum(column.lengths)).astype(np.int32)
+    rows = [np.asarray(value).reshape(-1) for value in values]
+    flat = np.concatenate(rows or [np.zeros(0)])
+    flat = flat != 0 if kind is np.bool_ else flat.astype(kind)
+    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
 

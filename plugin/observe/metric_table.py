@@ -62,12 +62,16 @@ def _bookkeeping(name: str, formula: str, unit: str = "") -> Metric:
 
 def _tokens(name: str, formula: str, unit: str = "", better: Better = "") -> Metric:
     """A mean over the tokens with a loss mask of 1."""
-    return Metric(name, formula, unit, "unmasked tokens", better)
+    return Metric(name, formula, unit, _TOKENS, better)
+
+
+def _share(name: str, formula: str, over: str, better: Better = "") -> Metric:
+    return Metric(name, formula, "share", over, better)
 
 
 def _mismatch(name: str, formula: str, unit: str = "", over: str | None = None) -> Metric:
     extreme = name.endswith(("_max", "_min")) or unit == "tokens"
-    over = ("" if extreme else "unmasked tokens") if over is None else over
+    over = ("" if extreme else _TOKENS) if over is None else over
     return Metric(f"mismatch/{name}", formula, unit, over, own_chart=False)
 
 
@@ -76,7 +80,7 @@ def _weighted(name: str, formula: str, unit: str = "", better: Better = "") -> M
     return Metric(name, formula, unit, "as --loss-reduction", better)
 
 
-_SLICE = "tokens of the slice"
+_TOKENS, _SLICE = "unmasked tokens", "tokens of the slice"
 #: Parts of `mismatch/...` that also exist of cur against rollout, and their formulas.
 _OF_RATIO = {
     "ratio_mean": "mean ratio",
@@ -106,10 +110,10 @@ SECTIONS: tuple[Section, ...] = (
             _bookkeeping("trainer_restarts", "restarts of the trainer from a checkpoint so far"),
             Metric(
                 "tokens_per_second",
-                "response tokens of the step over its wall-clock time, generation included",
+                "response tokens of the step",
                 "tokens/s",
-                "seconds",
-                better="higher",
+                "wall clock",
+                "higher",
             ),
             _bookkeeping("seconds", "wall-clock time of the step", "s"),
             _bookkeeping("seconds_training", "of these, the update of policy and critic", "s"),
@@ -127,41 +131,24 @@ SECTIONS: tuple[Section, ...] = (
     ),
     Section(
         "Rewards and responses",
-        "plugin/controller/batch/preparation.py",
+        "plugin/controller/batch.py",
         (
             Metric("reward", "reward without overlong penalty", "", "responses", better="higher"),
             Metric("reward_std", "standard deviation of the reward", "", "responses"),
             Metric("reward/<part>", "one of several rewards, before its weight", "", "responses"),
             Metric("overlong_penalty", "penalty of long responses", "", "responses"),
-            Metric(
-                "uniform_group_share",
-                "groups whose rewards are all equal: no advantage",
-                "share",
-                "groups",
-                better="lower",
+            _share(
+                "uniform_group_share", "groups of equal rewards: no advantage", "groups", "lower"
             ),
             Metric("response_length", "tokens of a response", "tokens", "samples"),
             Metric("truncated_share", "responses that were cut off", "share", "responses"),
             _bookkeeping("turns", "mean number of turns per trajectory"),
             _bookkeeping("samples_per_trajectory", "mean number of samples per trajectory"),
-            Metric(
-                "staleness",
-                "trainer's weight version minus that of the token",
-                "versions",
-                "unmasked tokens",
-                better="lower",
-            ),
+            Metric("staleness", "weight version, trainer − token", "versions", _TOKENS, "lower"),
             Metric("staleness_max", "the same of the oldest token", "versions"),
-            Metric(
-                "interrupted_share",
-                "responses whose tokens come from more than one weight version",
-                "share",
-                "responses",
-            ),
+            _share("interrupted_share", "responses of several weight versions", "responses"),
             _tokens("stale_token_share", "tokens masked by --max-token-staleness", "share"),
-            Metric(
-                "kept_ids_per_token", "ids that truncated sampling kept", "ids", "response tokens"
-            ),
+            Metric("kept_ids_per_token", "ids kept by top-p/top-k", "ids", "response tokens"),
         ),
     ),
     Section(
@@ -179,12 +166,7 @@ SECTIONS: tuple[Section, ...] = (
             _bookkeeping("groups_surplus", "over-sampled groups that were not needed"),
             _bookkeeping("groups_kept_uniform", "groups of equal rewards that were trained on"),
             Metric("failed_rewards", "groups of which a reward failed, so far", "groups"),
-            Metric(
-                "reward_generated",
-                "reward of all that was generated, before dynamic sampling chose",
-                "",
-                "groups",
-            ),
+            Metric("reward_generated", "reward before dynamic sampling chose", "", "groups"),
         ),
     ),
     Section(
@@ -213,17 +195,10 @@ SECTIONS: tuple[Section, ...] = (
             _tokens("ppo_kl", "train − cur: k1 of the updates on this rollout", "nats"),
             _tokens("ois", "π_cur / π_train"),
             _tokens("mismatch_kl", "k3 of KL(rollout ‖ cur)", "nats", "lower"),
-            Metric(
-                "masked_mismatch_kl", "mismatch_kl of what was dropped", "nats", "dropped tokens"
-            ),
-            Metric("unmasked_mismatch_kl", "mismatch_kl of what was kept", "nats", "kept tokens"),
+            Metric("masked_mismatch_kl", "mismatch_kl of these", "nats", "dropped tokens"),
+            Metric("unmasked_mismatch_kl", "mismatch_kl of these", "nats", "kept tokens"),
             _tokens("train_rollout_logprob_abs_diff", "|train − rollout|", "nats", "lower"),
-            _tokens(
-                "old_log_prob_error",
-                "|approximate − recomputed| log-prob of the old policy, where checked",
-                "nats",
-                "lower",
-            ),
+            _tokens("old_log_prob_error", "|approximate − own| old log-prob", "nats", "lower"),
         ),
     ),
     Section(
@@ -306,27 +281,9 @@ SECTIONS: tuple[Section, ...] = (
         "Routing replay",
         "plugin/megatron_backend/routing/router_replay.py",
         (
-            Metric(
-                "replay/agreement",
-                "choices of experts equal to live routing",
-                "share",
-                "choices",
-                "higher",
-            ),
-            Metric(
-                "replay/agreement/layer_<i>",
-                "the same of one MoE layer",
-                "share",
-                "choices",
-                "higher",
-            ),
-            Metric(
-                "replay/coverage",
-                "tokens whose routes were replayed",
-                "share",
-                "all tokens",
-                "higher",
-            ),
+            _share("replay/agreement", "experts equal to live routing", "choices", "higher"),
+            _share("replay/agreement/layer_<i>", "the same of one MoE layer", "choices", "higher"),
+            _share("replay/coverage", "tokens whose routes were replayed", "all tokens", "higher"),
             Metric("replay/live_tokens", "tokens without a recorded route", "tokens"),
         ),
     ),
@@ -336,42 +293,22 @@ SECTIONS: tuple[Section, ...] = (
         (
             _weighted("critic/loss", "value loss", "", "lower"),
             _tokens("critic/clipped", "tokens whose value change was clipped", "share"),
-            Metric(
-                "critic/explained_variance",
-                "1 − Var(return − value) / Var(return)",
-                "",
-                "",
-                "higher",
-            ),
+            Metric("critic/explained_variance", "1 − Var(return − value) / Var(return)"),
             _tokens("critic/value", "value before the update"),
             _tokens("critic/return", "return that the value is trained towards"),
             Metric("critic/grad_norm", "L2 norm of the critic's gradient, before clipping"),
             Metric("critic/lr", "learning rate of the critic"),
             Metric("critic/loss_scale", "dynamic loss scale of float16 training"),
             Metric("critic/skipped", "1 if the step changed nothing"),
-            Metric(
-                "critic/skipped_steps", "steps of the critic that changed nothing, so far", "steps"
-            ),
+            Metric("critic/skipped_steps", "steps that changed nothing, so far", "steps"),
         ),
     ),
     Section(
         "Evaluation",
         "plugin/observe/evaluation_metrics.py and plugin/controller/evaluation.py",
         (
-            Metric(
-                "eval/<set>/mean",
-                "reward, first over the responses of a prompt",
-                "",
-                "prompts",
-                "higher",
-            ),
-            Metric(
-                "eval/<set>/pass@<k>",
-                "probability that one of k responses is right, unbiased",
-                "share",
-                "prompts",
-                "higher",
-            ),
+            Metric("eval/<set>/mean", "reward, mean of means", "", "prompts", "higher"),
+            _share("eval/<set>/pass@<k>", "one of k is right, unbiased", "prompts", "higher"),
             Metric("eval/<set>/<score>/ci_low", "lower end of the 95 % interval over prompts"),
             Metric("eval/<set>/<score>/ci_high", "upper end of the 95 % interval over prompts"),
             Metric("eval/<set>/prompts", "prompts evaluated", "prompts"),
@@ -379,12 +316,11 @@ SECTIONS: tuple[Section, ...] = (
                 "eval/<set>/failed_prompts",
                 "prompts left out after failures",
                 "prompts",
-                better="lower",
+                "",
+                "lower",
             ),
             Metric("eval/<set>/response_length", "tokens of a response", "tokens", "responses"),
-            Metric(
-                "eval/<set>/truncated_share", "responses that were cut off", "share", "responses"
-            ),
+            _share("eval/<set>/truncated_share", "responses that were cut off", "responses"),
         ),
     ),
 )

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from plugin.config import JobConfig
 from plugin.config.model import DtypeName
-from plugin.observe.findings import Finding
-from plugin.observe.next_commands import bisect_command
+from plugin.observe.findings import Finding, bisect_command
 
 #: From the finest to the coarsest.
 Precision = Literal["float32", "float16", "bfloat16", "quantized"]

@@ -149,10 +149,6 @@ def summarize(table: StatisticsTable) -> dict[str, float]:
     return metrics | _cur_metrics(table)
 
 
-#: The name of `summarize` before it had this one.
-summarise = summarize
-
-
 def histogram_bin(log_r: Tensor) -> Tensor:
     """int64: the bin of each log-ratio; fine around 0, 5 to 10 % wide elsewhere, up to +-20."""
     scale = _HISTOGRAM_HALF / math.log1p(_HISTOGRAM_LIMIT / _HISTOGRAM_UNIT)

@@ -18,11 +18,11 @@ from plugin.engines.choice import key_in_environment
 from plugin.engines.servers.answers import MalformedAnswer, field, shown
 from plugin.engines.servers.calls import (
     CallRefused,
+    ServerCall,
     ServerGone,
     ServerSession,
     ServerTrouble,
 )
-from plugin.engines.servers.dialects import ServerCall
 from plugin.engines.servers.pool import FailedCall, Server, ServerPool, backoff_seconds
 from plugin.errors import ConfigError, EngineError
 from plugin.ragged import Ragged

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from plugin.engines.servers.answers import MalformedAnswer, field, log_probs, shown
-from plugin.engines.servers.dialects import ServerCall
+from plugin.engines.servers.calls import ServerCall
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,11 @@ class Scores(NamedTuple):
     topk_log_probs: Tensor
 
 
-class ScoreDialect(Protocol):
-    """A kind of server."""
-
-    def call(self, ask: ScoreAsk) -> ServerCall:
-        """The call for one sample."""
-        ...
-
-    def parse(self, body: Any, ask: ScoreAsk, vocab_size: int) -> Scores:
-        """The scores in `body`, or `MalformedAnswer`."""
-        ...
-
-
 class VllmScores:
     """`prompt_logprobs` of vLLM's completions; one token is generated and thrown away."""
 
     def call(self, ask: ScoreAsk) -> ServerCall:
+        """The call for one sample."""
         payload = {
             "prompt": list(ask.tokens),
             "max_tokens": 1,
@@ -67,6 +56,7 @@ class VllmScores:
         return ServerCall("/v1/completions", payload)
 
     def parse(self, body: Any, ask: ScoreAsk, vocab_size: int) -> Scores:
+        """The scores in `body`, or `MalformedAnswer`."""
         choice = field(body, "choices", 0)
         echoed = choice.get("prompt_token_ids") if isinstance(choice, dict) else None
         if echoed is not None and echoed != list(ask.tokens):

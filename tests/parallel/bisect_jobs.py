@@ -12,10 +12,10 @@ from torch import nn
 
 from plugin.engines.transformers.int8_weights import through_int8
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.tools.doctor.bisect.bisection import Bisection
-from plugin.tools.doctor.bisect.engine_trace import trace_engine
-from plugin.tools.doctor.bisect.layer_trace import load_trace, save_trace
-from plugin.tools.doctor.bisect.runs import bisect_passes, random_sequences, verdict_of
+from plugin.tools.doctor.bisection import Bisection
+from plugin.tools.doctor.bisection_runs import bisect_passes, random_sequences, verdict_of
+from plugin.tools.doctor.layer_trace import load_trace, save_trace
+from plugin.tools.doctor.trace_recording import trace_engine
 from tests.parallel import tiny_models
 
 Fault = tuple[Any, ...]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
-from plugin.controller.batch.mini_batches import mini_batches
+from plugin.controller.batch import mini_batches
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import ReplayError
 from plugin.megatron_backend.parallel_groups import ParallelGroups

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from plugin.host_storage import bytes_held
 from plugin.megatron_backend.offloading import ALL_PARTS, TrainerMemory
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from tests.held_bytes import bytes_held
 from tests.parallel.training_jobs import RunRanks, Start, exported, new_trainer
 
 CYCLES = 3

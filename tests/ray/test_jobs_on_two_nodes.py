@@ -13,7 +13,7 @@ import pytest
 
 from plugin.batch_types import RolloutBatch
 from plugin.controller import training_loop
-from plugin.controller.batch.preparation import prepare_batch
+from plugin.controller.batch import prepare_batch
 from plugin.controller.job import JobResult
 from plugin.errors import ClusterError
 from plugin.observe.run_record import read_run

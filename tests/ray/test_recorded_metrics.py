@@ -20,7 +20,7 @@ WITH_CRITIC = {
     "train_dtype": "float16",
     "rollout_batch_size": 32,
     "global_batch_size": 64,
-    "eval_data": ("held=copy_digits",),
+    "eval_data": "held:6",
     "eval_interval": 2,
 }
 #: Experts whose routes are replayed, several rewards, truncated sampling, tokens of old weights.

@@ -73,6 +73,45 @@ def test_files_and_make_targets_that_are_named_exist(page: Path) -> None:
         assert target in targets, f"make {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_folders_and_modules_of_the_package_that_are_named_exist(page: Path) -> None:
+    """`plugin.x.y`, `plugin/x/` anywhere; on the architecture page also `x/y.py` and `x/` below plugin/."""
+    text = page.read_text()
+    for path in re.findall(r"`(plugin/[\w/]*)", text):
+        found = ROOT / path
+        assert found.exists() or found.with_suffix(".py").exists(), path
+    for dotted in re.findall(r"\bplugin(?:\.\w+)+", text):
+        if not dotted.endswith((".py", ".md")):
+            assert resolves(dotted), dotted
+    if page.name == "architecture.md":
+        for path in re.findall(r"`(\w+/[\w/]*(?:\.py)?)`", text):
+            below = {
+                "plugin",
+                "plugin/megatron_backend",
+                "plugin/tools",
+                "plugin/engines",
+                "plugin/logprobs",
+            }
+            places = [ROOT / folder / path for folder in below]
+            assert (ROOT / path).exists() or any(place.exists() for place in places), path
+
+
+def resolves(dotted: str) -> bool:
+    """Whether a dotted name is a module, or something that can be reached from one."""
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("plugin"):
+                return True  # an adapter of a framework that is not installed
+            continue
+        for name in parts[cut:]:
+            found = getattr(found, name, None)
+        return found is not None
+    return False
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
     for page in DOCS.rglob("*.md"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plugin.host_storage import HostStorage, bytes_held
+from plugin.host_storage import HostStorage
+from tests.held_bytes import bytes_held
 
 
 def test_values_views_and_bytes_come_back_exactly() -> None:

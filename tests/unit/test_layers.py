@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     **dict.fromkeys(("tasks", "rewards", "environments"), TASKS),
     "engines": {*TYPES, "weights"},
     "teachers": {*TYPES, "engines"},
-    "cluster": {*CORE, "megatron_backend", *ROLLOUT, "observe", "controller"},
+    "cluster": {*CORE, "megatron_backend", *ROLLOUT, "observe"},
     "controller": {*CORE, "megatron_backend", *ROLLOUT, "observe", "cluster"},
     "tools": {*CORE, "megatron_backend", *ROLLOUT, "observe", "cluster", "controller"},
     "commands": {*CORE, "megatron_backend", *ROLLOUT, "observe", "cluster", "controller", "tools"},

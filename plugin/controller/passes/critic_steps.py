@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
 import torch
 
 from plugin.batch_types import RolloutBatch
@@ -59,12 +58,10 @@ def with_gae(
     A trajectory is one sequence of steps, however many samples it was split into.
     """
     masks: Ragged = batch.columns["loss_masks"]
-    ends = np.cumsum([0, *masks.lengths])[np.append(rollouts.sample_starts, len(masks))]
-    whole = np.diff(ends)
-    whole_masks = Ragged(masks.values, whole)
+    whole_masks = rollouts.per_trajectory(masks)
     advantages, returns = gae_advantages(
         torch.from_numpy(rollouts.rewards).float(),
-        Ragged(values.values, whole),
+        rollouts.per_trajectory(values),
         whole_masks,
         gamma=config.gamma,
         lambd=config.lambd,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from plugin.batch_types import RolloutBatch
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
-from plugin.controller.batch.mini_batches import MiniBatch
+from plugin.controller.batch import MiniBatch
 from plugin.controller.passes.teachers import Teachers
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.loss.hook_chain import batch_declarations

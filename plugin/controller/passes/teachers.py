@@ -12,7 +12,7 @@ from plugin.batch_types import RolloutBatch
 from plugin.cluster.trainer_actor import teacher_policy
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
-from plugin.controller.batch.mini_batches import MiniBatch
+from plugin.controller.batch import MiniBatch
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.ragged import Ragged
 from plugin.tasks.prompt_format import lookup

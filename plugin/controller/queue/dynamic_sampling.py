@@ -1,4 +1,4 @@
-"""Which groups are dropped because they teach nothing, and how many prompts take their place."""
+"""Which groups are dropped for lack of reward spread, and how many prompts take their place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DynamicSampling:
         self._allowed = self._config.refill_limit(self._config.rollout_batch_size)
         self._at_limit = False
 
-    def teaches(self, group: Group) -> bool:
+    def has_reward_spread(self, group: Group) -> bool:
         """Whether its rewards differ and not all of its responses are masked."""
         if self._config.overlong_filtering and bool(group.truncated.all()):
             return False
@@ -47,13 +47,13 @@ class DynamicSampling:
         """
         if not self._config.dynamic_sampling:
             return []
-        uniform = self._uniform(groups)
-        teaching = len(groups) - len(uniform)
-        missing = max(0, self._config.rollout_batch_size - teaching)
+        uniform = sorted(group.index for group in groups if not self.has_reward_spread(group))
+        useful = len(groups) - len(uniform)
+        missing = max(0, self._config.rollout_batch_size - useful)
         stay = max(0, missing - self._allowed)
         if stay:
             self._note_limit()
-        self.round_size = teaching + stay
+        self.round_size = useful + stay
         if missing:
             refills = min(self._first_round - self.round_size, self._allowed)
             self.round_size += refills
@@ -62,16 +62,13 @@ class DynamicSampling:
 
     def drops_on_arrival(self, group: Group) -> bool:
         """Whether a group of an asynchronous rollout is dropped; another prompt may be issued."""
-        if not self._config.dynamic_sampling or self.teaches(group):
+        if not self._config.dynamic_sampling or self.has_reward_spread(group):
             return False
         if not self._allowed:
             self._note_limit()
             return False
         self._allowed -= 1
         return True
-
-    def _uniform(self, groups: Sequence[Group]) -> list[int]:
-        return sorted(group.index for group in groups if not self.teaches(group))
 
     def _note_limit(self) -> None:
         batch = self._config.rollout_batch_size

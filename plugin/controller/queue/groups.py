@@ -1,38 +1,57 @@
-"""Groups: a prompt's scored responses, as the engines sent them and as a batch takes them."""
+"""Groups: a prompt's responses, as they are sampled, scored and joined to a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plugin.environments.deadline_calls import CallFailure
 from plugin.environments.trajectory import Rollouts
 from plugin.ragged import ragged_range
+from plugin.rewards.scorers import Scorer
+from plugin.tasks.protocol import Prompt
 
 
 @dataclass(frozen=True, order=True)
-class Try:
-    """A prompt's number and how often its group has failed before."""
+class Attempt:
+    """One attempt to sample a prompt's group.
+
+    index: the prompt's number, by which the queue, the pool and the engines know the group
+    failures: of the attempts before this one
+    prompt, sent_with: set when it is sent; the attempts that went to the engine together
+    """
 
     index: int
     failures: int = 0
+    prompt: Prompt | None = field(default=None, compare=False, repr=False)
+    sent_with: Sequence[Attempt] = field(default=(), compare=False, repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Group:
-    """The number of a prompt, and its scored responses: trajectories `place` of `rollouts`.
+    """The responses of an attempt: trajectories `place` of `rollouts`.
 
     rollouts: what came from an engine at the same time, shared by the groups in it
     parts: [n] float64 of every reward before its weight, by name; empty where there is only one
         number, the task's or the environment's
+    unscored: responses that wait for their rewards
+    errors: why responses have no reward
     """
 
-    index: int
+    attempt: Attempt
     rollouts: Rollouts
     place: slice
-    parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    parts: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    unscored: int = 0
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def index(self) -> int:
+        """The number of the prompt."""
+        return self.attempt.index
 
     @property
     def rewards(self) -> NDArray[np.float64]:
@@ -46,13 +65,73 @@ class Group:
 
     @property
     def weight_version(self) -> int:
-        """The oldest weights that any of the responses came from."""
+        """Minimum over responses of their oldest weight version."""
         return int(self.rollouts.oldest_version[self.place].min())
 
     @property
-    def newest_of_each(self) -> int:
-        """The weights of which every response has a token, or a newer one."""
+    def newest_version(self) -> int:
+        """Minimum over responses of their newest weight version."""
         return int(self.rollouts.newest_version[self.place].min())
+
+
+class GroupScoring:
+    """Hands the responses of groups to a scorer, while others are still generated."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._open: dict[int, tuple[Group, int]] = {}  # scorer's ticket -> group, trajectory
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """Of the groups that are being scored."""
+        return list({group.index: group.attempt for group, _ in self._open.values()}.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def begin(self, group: Group) -> bool:
+        """Have the responses scored that carry no reward yet; whether there are any."""
+        rollouts, prompt = group.rollouts, group.attempt.prompt
+        assert prompt is not None
+        for i in range(group.place.start, group.place.stop):
+            if np.isnan(rollouts.rewards[i]):
+                cut = bool(rollouts.truncated[i])
+                ticket = self._scorer.submit(prompt, rollouts.response(i), truncated=cut)
+                self._open[ticket] = group, i
+                group.unscored += 1
+        return group.unscored > 0
+
+    def finished(self, wait_seconds: float) -> list[Group]:
+        """The groups of which every response has been scored since the last call, or has failed."""
+        done: list[Group] = []
+        for ticket, score in self._scorer.finished(wait_seconds=wait_seconds):
+            if ticket not in self._open:  # of before a restart
+                continue
+            group, i = self._open.pop(ticket)
+            group.unscored -= 1
+            if isinstance(score, CallFailure):
+                group.errors.append(score.reason)
+            else:
+                group.rollouts.rewards[i] = score.total
+                for name, value in score.parts.items():
+                    part = group.parts.setdefault(name, np.full(len(group.rewards), np.nan))
+                    part[i - group.place.start] = value
+            if not group.unscored:
+                done.append(group)
+        return done
+
+    def withdraw(self, attempts: Collection[Attempt]) -> None:
+        """Forget the groups of these attempts."""
+        self._open = {
+            ticket: (group, i)
+            for ticket, (group, i) in self._open.items()
+            if group.attempt not in attempts
+        }
+
+    def clear(self) -> None:
+        """Forget every group."""
+        self._open.clear()
+        self._scorer.forget()
 
 
 def reward_parts(groups: Sequence[Group]) -> dict[str, NDArray[np.float64]]:

@@ -11,26 +11,25 @@ A synchronous batch does not depend on timing: prompts are issued in rounds, eac
 results of the rounds before it, and the batch is the first groups by number. An idle engine gets
 its share of a round at once and nothing else until it has answered, so that what is generated
 together follows from the round alone, and rounding with it. With dynamic sampling the groups of a
-round that teach nothing are dropped when the round is complete, and the next round refills them;
-asynchronous rollouts drop and refill them as they arrive.
+round that have no reward spread are dropped when the round is complete, and the next round refills
+them; asynchronous rollouts drop and refill them as they arrive.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from plugin.config import JobConfig
 from plugin.controller.queue.dynamic_sampling import DynamicSampling
-from plugin.controller.queue.group_scoring import GroupScoring, Scored
-from plugin.controller.queue.groups import Group, Try
-from plugin.controller.queue.groups_in_flight import Engines, GroupsInFlight, SentGroup
+from plugin.controller.queue.groups import Attempt, Group, GroupScoring
 from plugin.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import BatchError, EngineError
@@ -46,6 +45,17 @@ _SHORT_POLL_SECONDS = 0.01
 _REWARD_ATTEMPTS = 3
 #: Of all that may be under way, so many times over may be too old before a batch is given up.
 _STALE_ROUNDS = 4
+
+
+class Engines(Protocol):
+    """What the queue needs of the engines, wherever they run; see `EnginePool`, which has it."""
+
+    def __len__(self) -> int: ...
+    def available(self) -> Mapping[int, int]: ...
+    def send(
+        self, engine: int, requests: Mapping[int, GenerationRequest], parameters: SamplingParameters
+    ) -> None: ...
+    def receive(self, *, wait_seconds: float) -> tuple[list[Rollouts], list[int]]: ...
 
 
 @dataclass
@@ -86,19 +96,20 @@ class RolloutQueue:
     log: Callable[[str], None] = print
     scorer: Scorer | None = None
     counts: QueueCounts = field(default_factory=QueueCounts)
-    _waiting: deque[Try] = field(default_factory=deque)
+    _waiting: deque[Attempt] = field(default_factory=deque)
+    _in_flight: dict[int, Attempt] = field(default_factory=dict)  # by number, at engines
     _ready: deque[Group] = field(default_factory=deque)
     _dropped: dict[str, list[int]] = field(default_factory=dict)
     _batch_is_out: bool = False
     _reward_errors: list[str] = field(default_factory=list)
     _generated: dict[int, float] = field(default_factory=dict)  # mean rewards, since the last batch
     _reward_generated: float = math.nan
+    _finite: int | None = None  # groups that `take_all` wants
 
     def __post_init__(self) -> None:
         self._sampling = DynamicSampling(self.config, lambda text: self.log(text))
         scorer = self.scorer or DriverScorer(self.task, self.config.reward_timeout)
         self._scoring = GroupScoring(scorer)
-        self._in_flight = GroupsInFlight(self.engines, self.config.engine_patience)
 
     def take(self, version: int) -> list[Group]:
         """The next batch of `rollout_batch_size` groups, oldest prompts first; waits for it.
@@ -117,17 +128,30 @@ class RolloutQueue:
         batch, rest = ordered[:wanted], ordered[wanted:]
         if self._in_rounds:  # the next batch is of other weights
             self.counts.surplus += len(rest)
-            self._waiting.extend(Try(group.index) for group in rest)
+            self._waiting.extend(Attempt(group.index) for group in rest)
             rest = []
         self._ready = deque(rest)
         self.counts.taken += wanted
         if self.config.dynamic_sampling:
-            self.counts.kept_uniform += sum(not self._sampling.teaches(group) for group in batch)
+            self.counts.kept_uniform += sum(
+                not self._sampling.has_reward_spread(group) for group in batch
+            )
             # In order: the last digit of a sum depends on it, and answers come in any order.
             self._reward_generated = float(np.mean(sorted(self._generated.values()) or [math.nan]))
         self._begin_rollout()
         self._batch_is_out = True
         return batch
+
+    def take_all(self, groups: int) -> list[Group]:
+        """The next so many prompts' groups, in order; one that keeps failing is left out.
+
+        For a queue of its own that is used once: nothing else is issued, before or after.
+        """
+        self._finite = groups
+        while len(self._ready) < self._limit():
+            self._issue()
+            self._collect(wait=True)
+        return sorted(self._ready, key=lambda group: group.index)
 
     def begin(self) -> None:
         """Send the prompts of the next batch, which `take` then waits for."""
@@ -148,7 +172,7 @@ class RolloutQueue:
     @property
     def under_way(self) -> int:
         """Groups issued and not yet taken."""
-        scored = len(self._ready) + len(self._scoring.tries)
+        scored = len(self._ready) + len(self._scoring.attempts)
         return scored + len(self._waiting) + len(self._in_flight)
 
     def metrics(self) -> dict[str, float]:
@@ -183,8 +207,8 @@ class RolloutQueue:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the counts, and the prompts that were issued and not taken."""
-        pending = [Try(group.index) for group in self._ready] + self._scoring.tries
-        pending += [*self._in_flight.tries, *self._waiting]
+        pending = [Attempt(group.index) for group in self._ready] + self._scoring.attempts
+        pending += [*self._in_flight.values(), *self._waiting]
         return {
             "counts": asdict(self.counts),
             "pending": [[t.index, t.failures] for t in sorted(pending)],
@@ -193,7 +217,7 @@ class RolloutQueue:
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to `state`: sample anew what was under way then, forget what came later."""
         self.counts = QueueCounts(**state["counts"])
-        self._waiting = deque(Try(*pending) for pending in state["pending"])
+        self._waiting = deque(Attempt(*pending) for pending in state["pending"])
         self._ready.clear()
         self._in_flight.clear()
         self._scoring.clear()
@@ -223,6 +247,8 @@ class RolloutQueue:
         One that has n groups before it is trained on after n // batch further weight versions, plus
         one if a batch is with the trainer now.
         """
+        if self._finite is not None:
+            return self._finite - self.counts.dropped_failed
         if self._in_rounds:
             return 0 if self._batch_is_out else self._sampling.round_size
         rounds = self.config.staleness_limit + (0 if self._batch_is_out else 1)
@@ -232,16 +258,14 @@ class RolloutQueue:
         """Send what waits, then new prompts, as far as the limit and the engines allow."""
         share, most = self._shares()
         while self._waiting or self.under_way < self._limit():
-            load = self._in_flight.loads()
             # A part of a round goes to an idle engine: what is generated together is then the same
             # however long the engines take.
-            free = [
-                e for e in self.engines.available() if load[e] < (1 if self._in_rounds else most)
-            ]
+            bound = 1 if self._in_rounds else most
+            free = {e: load for e, load in self.engines.available().items() if load < bound}
             if not free:
                 return
-            engine = min(free, key=load.__getitem__)
-            self._send(engine, self._next_tries(min(share, most - load[engine])))
+            engine = min(free, key=free.__getitem__)
+            self._send(engine, self._next_attempts(min(share, most - free[engine])))
 
     def _shares(self) -> tuple[int, int]:
         """Groups that are sent together, and those that an engine may have at most."""
@@ -253,70 +277,64 @@ class RolloutQueue:
         share = -(-config.rollout_batch_size // len(self.engines))
         return share, (1 + _BATCHES_AHEAD) * fits
 
-    def _next_tries(self, size: int) -> list[Try]:
-        tries = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
-        new = max(0, min(size, self._limit() - self.under_way) - len(tries))
+    def _next_attempts(self, size: int) -> list[Attempt]:
+        attempts = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
+        new = max(0, min(size, self._limit() - self.under_way) - len(attempts))
         start = self.counts.issued
         self.counts.issued += new
-        return tries + [Try(index) for index in range(start, start + new)]
+        return attempts + [Attempt(index) for index in range(start, start + new)]
 
-    def _send(self, engine: int, tries: list[Try]) -> None:
-        longest = self.config.max_prompt_length
-        prompts = [checked_prompt(self.task, t.index, longest) for t in tries]
-        requests = []
-        for one_try, prompt in zip(tries, prompts, strict=True):
+    def _send(self, engine: int, attempts: list[Attempt]) -> None:
+        requests: dict[int, GenerationRequest] = {}
+        for attempt in attempts:
+            index, failures = attempt.index, attempt.failures
+            prompt = checked_prompt(self.task, index, self.config.max_prompt_length)
             # A response that failed might fail again with the same seed.
-            again = f"/{one_try.failures}" if one_try.failures else ""
-            draw = random.Random(f"{self.config.seed}/{one_try.index}{again}")
+            again = f"/{failures}" if failures else ""
+            draw = random.Random(f"{self.config.seed}/{index}{again}")
             seeds = [draw.getrandbits(62) for _ in range(self.config.n_samples_per_prompt)]
-            requests.append(GenerationRequest(prompt.tokens, tuple(seeds), one_try.index))
-        groups = list(zip(tries, prompts, strict=True))
-        self._in_flight.send(engine, groups, requests, self.parameters)
+            requests[index] = GenerationRequest(prompt.tokens, tuple(seeds), index)
+            self._in_flight[index] = Attempt(index, failures, prompt, attempts)
+        self.engines.send(engine, requests, self.parameters)
 
     def _collect(self, *, wait: bool) -> None:
-        if self._in_flight:
+        if self._in_flight or (wait and not self._scoring):  # else all engines are starting
             long = 0.0 if not wait else _SHORT_POLL_SECONDS if self._scoring else _POLL_SECONDS
-            for groups, rollouts in self._in_flight.receive(wait_seconds=long):
-                if rollouts is None:
-                    self._send_again([group for group in groups if group is not None])
-                else:
-                    self._accept(groups, rollouts)
-            self._send_again(self._in_flight.replace_hung_engines())
-        elif not self._scoring and wait:  # all engines are starting
-            self.engines.receive(wait_seconds=_POLL_SECONDS)
+            answers, lost = self.engines.receive(wait_seconds=long)
+            for answer in answers:
+                self._accept(answer)
+            self._send_again(lost)
         if self._scoring:
             long = _POLL_SECONDS if wait and not self._in_flight else 0.0
-            for scored in self._scoring.finished(long):
-                self._scored(scored)
+            for group in self._scoring.finished(long):
+                self._accept_scored(group)
 
-    def _accept(self, sent: Sequence[SentGroup | None], answer: Rollouts) -> None:
+    def _accept(self, answer: Rollouts) -> None:
         """Have the responses scored that carry no reward yet."""
         # Arrays of another process are read-only, and rewards are filled in here.
         answer = replace(answer, rewards=answer.rewards.copy())
-        ends = np.searchsorted(answer.groups, np.arange(len(sent) + 1))
-        for number, group in enumerate(sent):
-            if group is None:  # of before a restart
+        starts = np.flatnonzero(np.diff(answer.groups, prepend=-1))
+        for start, end in itertools.pairwise([*starts.tolist(), len(answer)]):
+            attempt = self._in_flight.pop(int(answer.groups[start]), None)
+            if attempt is None:  # of before a restart
                 continue
-            place = slice(int(ends[number]), int(ends[number + 1]))
-            errors = [error for error in answer.errors[place].tolist() if error]
+            errors = [error for error in answer.errors[start:end].tolist() if error]
+            group = Group(attempt, answer, slice(start, end))
             if errors:
-                self._resample_or_drop(group.one_try, errors)
-                continue
-            self._in_flight.note_answer(group)
-            ready = self._scoring.begin(group.one_try, group.prompt, answer, place)
-            if ready is not None:
-                self._add_ready(ready)
+                self._resample_or_drop(attempt, errors)
+            elif not self._scoring.begin(group):
+                self._add_ready(group)
 
-    def _scored(self, scored: Scored) -> None:
-        if scored.failures:
-            self._count_failed_reward(scored.failures[0])
-            self._resample_or_drop(scored.one_try, scored.failures, _REWARD_ATTEMPTS)
+    def _accept_scored(self, group: Group) -> None:
+        if group.errors:
+            self._count_failed_reward(group.errors[0])
+            self._resample_or_drop(group.attempt, group.errors, _REWARD_ATTEMPTS)
             return
         self._reward_errors.clear()
-        self._add_ready(scored.group)
+        self._add_ready(group)
 
     def _add_ready(self, group: Group) -> None:
-        """Take a scored group, or drop it if it teaches nothing.
+        """Take a scored group, or drop it for lack of reward spread.
 
         Those of a round are decided together, when all of it is there.
         """
@@ -343,9 +361,8 @@ class RolloutQueue:
             )
 
     def _resample_or_drop(
-        self, failed: Try, errors: list[str], default_limit: int | None = None
+        self, failed: Attempt, errors: list[str], default_limit: int | None = None
     ) -> None:
-        self._in_flight.forget_answer(failed)
         failures, limit = failed.failures + 1, self.config.max_error_reschedule_attempts
         limit = default_limit if limit is None else limit
         cause = f"{len(errors)} of {self.config.n_samples_per_prompt} responses failed: {errors[0]}"
@@ -358,25 +375,24 @@ class RolloutQueue:
         if failures & (failures - 1) == 0:
             self.log(f"prompt {failed.index} is sampled again (attempt {failures} failed); {cause}")
         self.counts.resampled += 1
-        self._waiting.append(Try(failed.index, failures))
+        self._waiting.append(Attempt(failed.index, failures))
 
-    def _send_again(self, lost: Sequence[SentGroup]) -> None:
+    def _send_again(self, lost: Sequence[int]) -> None:
         """Have what an engine lost generated once more, in order.
 
         In rounds also what it had answered of the same shipment: rounding depends on what is
         generated together.
         """
-        if not lost:
+        again = {self._in_flight.pop(index) for index in lost if index in self._in_flight}
+        if not again:
             return
-        again = {group.one_try.index: group.one_try for group in lost}
         if self._in_rounds:
-            held = {t.index for t in self._scoring.tries} | {g.index for g in self._ready}
-            answered = self._in_flight.answered_with(lost)
-            again |= {t.index: t for t in answered if t.index in held}
-            self._scoring.withdraw(again.keys())
-            self._ready = deque(group for group in self._ready if group.index not in again)
+            held = {*self._scoring.attempts, *(group.attempt for group in self._ready)}
+            again |= held.intersection([mate for attempt in again for mate in attempt.sent_with])
+            self._scoring.withdraw(again)
+            self._ready = deque(group for group in self._ready if group.attempt not in again)
         self.counts.resent += len(again)
-        self._waiting = deque(sorted([*again.values(), *self._waiting]))
+        self._waiting = deque(sorted([*again, *self._waiting]))
 
     def _require_progress(self, dropped: list[Group], version: int) -> None:
         """An `EngineError` if a batch waits for engines whose weights do not get newer.
@@ -405,4 +421,4 @@ class RolloutQueue:
         if limit is None:
             return group.weight_version < version - self.config.staleness_limit
         # Older tokens are masked; the others of the response are trained on.
-        return group.newest_of_each < version - limit
+        return group.newest_version < version - limit

@@ -6,17 +6,17 @@ while the engines work on the next batch.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from plugin.batch_types import RolloutBatch
 from plugin.cluster.trainer_actor import TrainedStep
 from plugin.config import JobConfig
-from plugin.controller.records.mismatch_watch import MismatchWatch
 from plugin.controller.records.resuming import RunCheckpoints
-from plugin.errors import TrainingError
+from plugin.errors import FindingError, TrainingError
 from plugin.observe.console import Console
+from plugin.observe.detectors import MismatchDetectors
 from plugin.observe.findings import Finding
 from plugin.observe.learning import learning_findings
 from plugin.observe.run_files import RunFiles, without_slices
@@ -162,3 +162,41 @@ class StepRecords:
                 f"--max-skipped-steps; the last one: {cause}. Repair that and "
                 f"{'go on from the last checkpoint with --resume' if saved else 'start again'}"
             )
+
+
+class MismatchWatch:
+    """Runs the detectors on a step's log-probs and says what is new."""
+
+    def __init__(self, config: JobConfig, files: RunFiles, log: Callable[[str], None]) -> None:
+        self._detectors = MismatchDetectors(config=config)
+        self._counts: Counter[str] = Counter()
+        self._on, self._stops = config.detect_mismatch, config.on_finding == "stop"
+        self._files, self._log = files, log
+
+    def check(
+        self,
+        step: int,
+        columns: Mapping[str, Sequence[Any]],
+        trainer_version: int,
+        live_routes: Sequence[Any] | None = None,
+    ) -> None:
+        """Check one step; columns as in `RolloutBatch`, with the trainer's `log_probs`.
+
+        A `FindingError` for an unmistakable finding, with --on-finding stop.
+
+        live_routes: the trainer's own choices of experts for the first samples
+        """
+        if live_routes is not None:
+            columns = {**columns, "train_routed_experts": live_routes}
+        if not self._on or "rollout_log_probs" not in columns:
+            return
+        findings = self._detectors.check(columns, step=step, trainer_version=trainer_version)
+        self._files.log_findings(step, findings)
+        self._counts.update(finding.detector for finding in findings)
+        for finding in findings:
+            if finding.unmistakable and self._stops:
+                raise FindingError(f"step {step}: {finding.text}")
+        for finding in self._detectors.news(findings, step):
+            times = self._counts[finding.detector]
+            again = f"again ({times} times so far): {finding.title}"
+            self._log(f"step {step}: {finding if times == 1 else again}")

@@ -5,16 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from typing import Any, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import aiohttp
 
 from plugin.engines.servers.answers import MalformedAnswer
-from plugin.engines.servers.dialects import ServerCall
 
 _RETRIABLE = (408, 425, 429)
 _BODIES_AT_ONCE = 16
 _BODY_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class ServerCall:
+    """One HTTP call; `check` raises `MalformedAnswer` on parsed JSON that does not confirm it."""
+
+    path: str
+    payload: Mapping[str, Any] | None = None
+    method: Literal["GET", "POST"] = "POST"
+    check: Callable[[Any], None] = lambda body: None
 
 
 class ServerTrouble(Exception):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from plugin.engines.expert_routes import RouteShape
 from plugin.engines.protocol import Generation, SamplingParameters
@@ -21,18 +21,9 @@ from plugin.engines.servers.answers import (
     shown,
     token_ids,
 )
+from plugin.engines.servers.calls import ServerCall
 from plugin.weights.broadcast import group_backend
 from plugin.weights.group import TensorSpec, WeightGroup
-
-
-@dataclass(frozen=True)
-class ServerCall:
-    """One HTTP call; `check` raises `MalformedAnswer` on parsed JSON that does not confirm it."""
-
-    path: str
-    payload: Mapping[str, Any] | None = None
-    method: Literal["GET", "POST"] = "POST"
-    check: Callable[[Any], None] = lambda body: None
 
 
 @dataclass(frozen=True)
@@ -48,65 +39,6 @@ class ResponseShape:
     routes: RouteShape
 
 
-class Dialect(Protocol):
-    """A kind of server."""
-
-    def generation(self, ask: Ask) -> ServerCall:
-        """The call for one response."""
-        ...
-
-    def parse(self, body: Any, ask: Ask, shape: ResponseShape, weight_version: int) -> Generation:
-        """The response in `body`, or `MalformedAnswer`."""
-        ...
-
-    def weight_update(self, directory: str, label: str, *, abort: bool) -> list[ServerCall]:
-        """The calls after which the server has the weights in `directory` and says so.
-
-        abort: responses may be running; they end at once with what they have
-        """
-        ...
-
-    def weight_label(self, label: str) -> ServerCall:
-        """A call whose answer confirms that the server's weights are those named `label`."""
-        ...
-
-    def label_of_response(self, body: Any) -> str | None:
-        """The weights that the response says it came from; None where responses do not say."""
-        ...
-
-    def self_test(self, parameters: SamplingParameters) -> ServerCall | None:
-        """A call that finds a server with log-probs of another distribution, if one can."""
-        ...
-
-
-class BroadcastDialect(Dialect, Protocol):
-    """A kind of server that can join a process group with the trainer."""
-
-    def server_size(self) -> ServerCall:
-        """A call that is answered with what `workers_of` reads."""
-        ...
-
-    def workers_of(self, body: Any) -> int:
-        """How many workers of a server receive weights."""
-        ...
-
-    def join_group(self, group: WeightGroup, sender: int, rank: int) -> ServerCall:
-        """The call that makes a server's workers ranks `rank` and up of a sender's group."""
-        ...
-
-    def receive(self, group_name: str, specs: Sequence[TensorSpec], label: str) -> ServerCall:
-        """The call that has a server take one bucket, and name its weights `label`."""
-        ...
-
-    def name_weights(self, label: str) -> list[ServerCall]:
-        """The calls after which the server says that its weights are those named `label`."""
-        ...
-
-    def pause_calls(self) -> tuple[list[ServerCall], list[ServerCall]]:
-        """What ends running responses at once, and what lets new ones begin."""
-        ...
-
-
 class VllmDialect:
     """vLLM's OpenAI-compatible server.
 
@@ -118,6 +50,7 @@ class VllmDialect:
     load_method = ("reload_weights", "weights_path")
 
     def generation(self, ask: Ask) -> ServerCall:
+        """The call for one response."""
         payload = {
             "prompt": list(ask.prompt),
             "seed": ask.seed,
@@ -143,6 +76,7 @@ class VllmDialect:
         return ServerCall("/v1/completions", payload)
 
     def parse(self, body: Any, ask: Ask, shape: ResponseShape, weight_version: int) -> Generation:
+        """The response in `body`, or `MalformedAnswer`."""
         choice = _only(field(body, "choices"))
         echoed = choice.get("prompt_token_ids")
         if echoed is not None and echoed != list(ask.prompt):
@@ -157,6 +91,10 @@ class VllmDialect:
         return Generation(tokens, finished, weight_version, values, routes)
 
     def weight_update(self, directory: str, label: str, *, abort: bool) -> list[ServerCall]:
+        """The calls after which the server has the weights in `directory` and says so.
+
+        abort: responses may be running; they end at once with what they have
+        """
         method, argument = self.load_method
         reload = {"method": method, "kwargs": {argument: directory}}
         # The label is changed last: a failure half-way leaves none that could be believed.
@@ -171,12 +109,15 @@ class VllmDialect:
         ]
 
     def weight_label(self, label: str) -> ServerCall:
+        """A call whose answer confirms that the server's weights are those named `label`."""
         return ServerCall("/weight_info", method="GET", check=_has_label(label))
 
     def label_of_response(self, body: Any) -> str | None:
+        """The weights that the response says it came from; None where responses do not say."""
         return None
 
     def self_test(self, parameters: SamplingParameters) -> ServerCall | None:
+        """A call that finds a server with log-probs of another distribution, if one can."""
         truncated = parameters.top_p != 1 or parameters.top_k is not None
         if not parameters.log_probs or (parameters.temperature == 1 and not truncated):
             return None
@@ -193,7 +134,7 @@ class ExtendedVllmDialect(VllmDialect):
 
 
 class SglangDialect:
-    """SGLang's native server."""
+    """SGLang's native server, which can also join a process group with the trainer."""
 
     def generation(self, ask: Ask) -> ServerCall:
         sampling = {
@@ -258,19 +199,23 @@ class SglangDialect:
         return [*pause, update, *resume, self.weight_label(label)]
 
     def pause_calls(self) -> tuple[list[ServerCall], list[ServerCall]]:
+        """What ends running responses at once, and what lets new ones begin."""
         pause = ServerCall("/pause_generation", {"mode": "abort"})
         return [pause], [ServerCall("/continue_generation", {})]
 
     def server_size(self) -> ServerCall:
+        """A call that is answered with what `workers_of` reads."""
         return ServerCall("/get_server_info", method="GET")
 
     def workers_of(self, body: Any) -> int:
+        """How many workers of a server receive weights."""
         size = field(body, "tp_size")
         if not isinstance(size, int) or size < 1:
             raise MalformedAnswer(f"the server has tensor parallel size {shown(size)}")
         return size
 
     def join_group(self, group: WeightGroup, sender: int, rank: int) -> ServerCall:
+        """The call that makes a server's workers ranks `rank` and up of a sender's group."""
         payload = {
             "master_address": group.host,
             "master_port": group.port,
@@ -282,6 +227,7 @@ class SglangDialect:
         return ServerCall("/init_weights_update_group", payload, check=_update_succeeded)
 
     def receive(self, group_name: str, specs: Sequence[TensorSpec], label: str) -> ServerCall:
+        """The call that has a server take one bucket, and name its weights `label`."""
         payload = {
             "names": [spec.name for spec in specs],
             "dtypes": [str(spec.dtype).split(".")[-1] for spec in specs],
@@ -293,6 +239,7 @@ class SglangDialect:
         return ServerCall("/update_weights_from_distributed", payload, check=_update_succeeded)
 
     def name_weights(self, label: str) -> list[ServerCall]:
+        """The calls after which the server says that its weights are those named `label`."""
         name = {"new_version": label, "abort_all_requests": False}
         return [ServerCall("/update_weight_version", name), self.weight_label(label)]
 
@@ -307,7 +254,8 @@ class SglangDialect:
         return None  # log-probs are after the temperature; truncation comes with its sampling mask
 
 
-DIALECTS: dict[str, type[VllmDialect] | type[SglangDialect]] = {
+Dialect = VllmDialect | SglangDialect
+DIALECTS: dict[str, type[Dialect]] = {
     "vllm": VllmDialect,
     "extended vllm": ExtendedVllmDialect,
     "sglang": SglangDialect,

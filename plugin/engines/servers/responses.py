@@ -39,7 +39,7 @@ from plugin.engines.servers.pool import (
     ServerPool,
     backoff_seconds,
 )
-from plugin.engines.servers.weights import WeightLabels
+from plugin.engines.servers.updates import version_of
 from plugin.errors import ConfigError
 from plugin.ragged import Ragged
 
@@ -185,7 +185,7 @@ class ServerResponses:
         if not server.tested:
             await self._test(session, server, ask)
         call = self._dialect.generation(ask)
-        version = WeightLabels.version_of(label)
+        version = version_of(label)
         try:
             body = await session.call(server.url, call, self._timeout)
             generation = self._dialect.parse(body, ask, self._shape, version)

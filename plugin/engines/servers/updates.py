@@ -9,24 +9,125 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from plugin.engines.servers.answers import MalformedAnswer
-from plugin.engines.servers.calls import CallRefused, ServerSession, ServerTrouble
-from plugin.engines.servers.dialects import BroadcastDialect, Dialect, ServerCall
+from plugin.engines.servers.calls import CallRefused, ServerCall, ServerSession, ServerTrouble
+from plugin.engines.servers.dialects import Dialect, SglangDialect
 from plugin.engines.servers.pool import UPDATE_POLL_SECONDS, Server, ServerPool
-from plugin.engines.servers.weights import Call, ServerStream, WeightLabels
 from plugin.engines.transformers.weight_loader import WeightLoader
 from plugin.errors import ActorLost, TransferError, WeightError
 from plugin.weights.directory import WeightDirectory
-from plugin.weights.group import Membership, WeightGroup
+from plugin.weights.group import GroupStore, Membership, WeightGroup
 
 _PROBE_TIMEOUT = 10.0
 _REVIVE_SECONDS = 0.5
+
+
+Call = Callable[[Server, ServerCall], Awaitable[None]]
+
+
+def version_of(label: str) -> int:
+    """The weight version that a label names."""
+    return int(label.rpartition("-v")[2])
+
+
+@contextlib.asynccontextmanager
+async def _locked(server: Server) -> AsyncIterator[None]:
+    """Wait until nobody else changes a server's weights; the other thread may revive it."""
+    while not server.updating.acquire(blocking=False):
+        await asyncio.sleep(UPDATE_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        server.updating.release()
+
+
+class ServerMember:
+    """Stands for the workers of servers in a group, and tells the servers what they receive.
+
+    No weights come through this process.
+    """
+
+    def __init__(self, group: WeightGroup) -> None:
+        self._store, self._joined = GroupStore(group), False
+
+    @property
+    def group(self) -> WeightGroup:
+        """The group that the servers are members of."""
+        return self._store.group
+
+    async def receive(
+        self,
+        version: int,
+        servers: Sequence[Server],
+        first: int,
+        label: str,
+        dialect: SglangDialect,
+        call: Call,
+        take: Callable[[Iterable[tuple[str, Tensor]]], None],
+    ) -> None:
+        """Have `servers` receive all of `version` and name it `label`.
+
+        first: number of the first server's first worker among the receivers
+        call: makes a call to a server, or raises
+        take: is told what the servers receive
+        """
+        workers = sum(server.workers for server in servers)
+        if not self._joined:
+            await asyncio.to_thread(self._store.barrier, "joined", workers)
+            await self._join(servers, first, dialect, call)
+        await asyncio.to_thread(self._store.barrier, f"version {version}", workers)
+        buckets = self._store.buckets(version)
+        while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
+            sender, specs = bucket
+            take((s.name, torch.empty(s.shape, dtype=s.dtype, device="meta")) for s in specs)
+            received = dialect.receive(self.group.sender_name(sender), specs, f"loading {label}")
+            await self._unless_aborted(call(server, received) for server in servers)
+
+        async def name(server: Server) -> None:
+            for one in dialect.name_weights(label):
+                await call(server, one)
+
+        await self._unless_aborted(map(name, servers))
+
+    async def _join(
+        self, servers: Sequence[Server], first: int, dialect: SglangDialect, call: Call
+    ) -> None:
+        """Have every server join the groups of all senders, which form when all have come."""
+        joins = []
+        for server in servers:
+            for sender in range(self.group.senders):
+                joins.append(call(server, dialect.join_group(self.group, sender, 1 + first)))
+            first += server.workers
+        await self._unless_aborted(joins)
+        self._joined = True
+
+    async def _unless_aborted(self, calls: Iterable[Awaitable[None]]) -> None:
+        """Wait for all calls, or for the `TransferError` of a transfer that was aborted."""
+        ended = threading.Event()
+        watch = asyncio.ensure_future(asyncio.to_thread(self._store.wait_until, ended.is_set))
+        work: Any = asyncio.gather(*calls)
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()
+            await work
+        finally:
+            ended.set()
+            work.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+
+    def close(self, *, abort: bool = False) -> None:
+        """Leave the group; the servers stay in theirs until they end or are told of another."""
 
 
 class ServerUpdates:
@@ -38,7 +139,7 @@ class ServerUpdates:
     timeout: seconds for loading weights
     interrupts: whether responses are cut short, and later continued, when weights arrive
     patience: seconds within which a server has to answer before the first version; None = ever
-    label: the newest version's name
+    label: the newest version's name among all jobs that ever sent weights to the servers
     """
 
     def __init__(
@@ -57,7 +158,7 @@ class ServerUpdates:
         self._patience = patience
         self._directory, self._session = directory, session
         self._timeout, self._interrupts = timeout, interrupts
-        self._labels, self.label = WeightLabels(), ""
+        self._token, self.label = secrets.token_hex(6), ""
         self._membership = Membership()
 
     def load(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
@@ -73,7 +174,7 @@ class ServerUpdates:
         weights.add(bucket)
         if not last:
             return
-        self.label = self._labels.of(version)
+        self.label = f"{self._token}-v{version}"
         weights.finish(self.label)
         asyncio.run(self._distribute())
         weights.remove_older(self.label)
@@ -117,8 +218,9 @@ class ServerUpdates:
         return None
 
     @property
-    def _broadcast_dialect(self) -> BroadcastDialect:
-        return cast(BroadcastDialect, self._dialect)
+    def _broadcast_dialect(self) -> SglangDialect:
+        assert isinstance(self._dialect, SglangDialect), "only SGLang servers join process groups"
+        return self._dialect
 
     def count_workers(self) -> int:
         """The workers of all servers that answer."""
@@ -146,15 +248,15 @@ class ServerUpdates:
 
         A server that does not confirm the version is out of service.
         """
-        self.label = self._labels.of(version)
+        self.label = f"{self._token}-v{version}"
         servers = [server for server in self._pool.servers if server.workers]
-        with self._membership.of(group, lambda: ServerStream(group)) as stream:
+        with self._membership.of(group, lambda: ServerMember(group)) as stream:
             self._ledger.begin(version)
             asyncio.run(self._receive(stream, version, first, servers))
             self._ledger.end()
 
     async def _receive(
-        self, stream: ServerStream, version: int, first: int, servers: Sequence[Server]
+        self, stream: ServerMember, version: int, first: int, servers: Sequence[Server]
     ) -> None:
         async with self._session() as session, contextlib.AsyncExitStack() as stack:
 
@@ -180,9 +282,7 @@ class ServerUpdates:
         self, session: ServerSession, server: Server, call: Call
     ) -> AsyncIterator[None]:
         """Keep requests from a server whose weights change; with `interrupts` cut them short."""
-        while not server.updating.acquire(blocking=False):
-            await asyncio.sleep(UPDATE_POLL_SECONDS)
-        try:
+        async with _locked(server):
             if self._interrupts and server.label is not None:
                 await self._note_interruption(session, server, server.label)
             server.label = None
@@ -193,17 +293,11 @@ class ServerUpdates:
             yield
             for one in resume:
                 await call(server, one)
-        finally:
-            server.updating.release()
 
     async def _update(self, session: ServerSession, server: Server) -> str | None:
         """Give `server` the newest weights; the reason if it answered and refused."""
-        while not server.updating.acquire(blocking=False):
-            await asyncio.sleep(UPDATE_POLL_SECONDS)  # the other thread revives it
-        try:
+        async with _locked(server):
             return await self._update_alone(session, server)
-        finally:
-            server.updating.release()
 
     async def _update_alone(self, session: ServerSession, server: Server) -> str | None:
         label = self.label

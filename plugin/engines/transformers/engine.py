@@ -105,7 +105,7 @@ class TransformersEngine(GeneratesBySteps):
         self._pause_point = PausePoint(waits=interrupts is not None)
         self._membership = Membership()
         self._staged: tuple[int, list[bytes | np.ndarray]] = (NO_WEIGHTS, [])
-        self._batch = DecodeBatch(self._logits, lambda: growing_cache(self._model.config))
+        self._batch = DecodeBatch(self._forward, lambda: growing_cache(self._model.config))
         self._table = ResponseTable(SamplingParameters(max_response_length=1), 0)
         self._joining: list[tuple[int, GenerationRequest, SamplingParameters]] = []
         self._last_read = torch.empty(0, dtype=torch.int64)
@@ -270,7 +270,7 @@ class TransformersEngine(GeneratesBySteps):
         self._batch.leave(ended)
         return self._table.close(ended)
 
-    def _logits(
+    def _forward(
         self,
         tokens: Tensor,
         mask: Tensor,
@@ -279,18 +279,8 @@ class TransformersEngine(GeneratesBySteps):
         blocks: Sequence[Block] | None,
     ) -> Tensor:
         """[B, V] after `tokens` [B, S], the last S columns of `mask` [B, past + S]."""
-        return self._forward(tokens, mask, positions, cache, blocks).logits[:, -1]
-
-    def _forward(
-        self,
-        tokens: Tensor,
-        mask: Tensor,
-        positions: Tensor,
-        cache: Any,
-        blocks: Sequence[Block] | None,
-    ) -> Any:
         further = {"blocks": blocks} if self._takes_blocks and blocks is not None else {}
-        return self._model(
+        output = self._model(
             input_ids=tokens.to(self._device),
             attention_mask=mask.to(self._device),
             position_ids=positions.to(self._device),
@@ -301,3 +291,4 @@ class TransformersEngine(GeneratesBySteps):
             logits_to_keep=self._last_position,
             **further,
         )
+        return output.logits[:, -1]

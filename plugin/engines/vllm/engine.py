@@ -9,24 +9,29 @@ place, at the price of one copy of the weights in host memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from plugin.config import JobConfig
+from plugin.config.engines import ENGINES
 from plugin.config.model import DtypeName
-from plugin.engines.expert_routes import RouteShape
+from plugin.engines.expert_routes import RouteShape, complete_routes
 from plugin.engines.protocol import (
+    Answer,
     Finished,
+    Generation,
     GenerationFailure,
     GenerationRequest,
     SamplingParameters,
 )
 from plugin.engines.response_stream import GeneratesBySteps
+from plugin.engines.servers.answers import MalformedAnswer, kept_rows
 from plugin.engines.sleep import EnginePart
 from plugin.engines.transformers.weight_loader import weight_ledger
-from plugin.engines.vllm.answers import AnswerReader, require_temperature, sampling_params
 from plugin.engines.vllm.startup import (
     AdapterShape,
     Reports,
@@ -39,6 +44,9 @@ from plugin.engines.weight_changes import PausePoint
 from plugin.errors import ConfigError, EngineError, TransferError, WeightError
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.group import WeightGroup
+
+#: vLLM raises lower temperatures to this one without saying so in the answer.
+LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
 
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> VllmEngine:
@@ -106,9 +114,8 @@ class VllmEngine(GeneratesBySteps):
         self._buckets: list[bytes] = []
         positions = int(hf_config.get("max_position_embeddings") or 4096)
         self._max_model_len = min(max_model_len or positions, positions)
-        self._reader = AnswerReader(
-            name, int(hf_config["vocab_size"]), RouteShape.of(hf_config), interrupts
-        )
+        self._vocab_size = int(hf_config["vocab_size"])
+        self._routes = RouteShape.of(hf_config)
         self._workers = tensor_parallel_size
         further = parallel_options(tensor_parallel_size) | dict(arguments or {})
         if adapters is not None:
@@ -237,7 +244,12 @@ class VllmEngine(GeneratesBySteps):
 
     def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
         """Begin the responses to a request; see `SteppingEngine`."""
-        require_temperature(parameters)
+        if parameters.temperature < LOWEST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature {parameters.temperature} is below {LOWEST_TEMPERATURE}, to which "
+                "vLLM raises it; the log-probs would be of another distribution than the "
+                "trainer's; choose a higher one"
+            )
         room = self._max_model_len - len(request.prompt)
         for place, seed in enumerate(request.seeds):
             if room < 1:
@@ -248,7 +260,7 @@ class VllmEngine(GeneratesBySteps):
                 )
                 self._failed.append(Finished(ticket, place, failure))
                 continue
-            sampling = sampling_params(seed, min(room, parameters.max_response_length), parameters)
+            sampling = _sampling_params(seed, min(room, parameters.max_response_length), parameters)
             response = _Response(ticket, place, request, parameters, sampling)
             self._unbegun[f"{ticket}-{place}"] = self._open[f"{ticket}-{place}"] = response
 
@@ -271,11 +283,54 @@ class VllmEngine(GeneratesBySteps):
         for output in outputs:
             if output.finished:
                 response = self._open.pop(output.request_id)
-                answer = self._reader.read(
-                    response.request, output, response.parameters, self._weights.version
-                )
+                answer = self._read(response, output.outputs[0])
                 finished.append(Finished(response.ticket, response.place, answer))
         return self._counted(finished)
+
+    def _read(self, response: _Response, completion: Any) -> Answer:
+        """The answer in vLLM's output, with the version of the engine's weights now."""
+        request, parameters = response.request, response.parameters
+        if completion.finish_reason not in ("stop", "length"):
+            return GenerationFailure(f"vLLM ended the response with {completion.finish_reason!r}")
+        tokens = torch.tensor(list(completion.token_ids), dtype=torch.int64)
+        log_probs = routes = kept = None
+        if parameters.log_probs and completion.logprobs is not None:
+            pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+            log_probs = torch.tensor([position[token].logprob for token, position in pairs])
+            if not bool(log_probs.isfinite().all()):
+                return GenerationFailure("vLLM reported a log-prob that is not finite")
+        if parameters.routed_experts and completion.routed_experts is not None:
+            length = len(request.prompt) + tokens.numel()
+            found = torch.as_tensor(completion.routed_experts)
+            routes = complete_routes(found, length, self._routes)
+        if parameters.sampling_mask:
+            try:
+                rows = mask_rows(getattr(completion, "sampling_mask", None))
+                kept = kept_rows(rows, tokens, self._vocab_size)
+            except MalformedAnswer as error:
+                return GenerationFailure(f"vLLM: {error}")
+        return Generation(
+            tokens=tokens,
+            finish_reason=completion.finish_reason,
+            weight_version=self._versions(completion),
+            log_probs=log_probs,
+            routed_experts=routes,
+            sampling_mask=kept,
+        )
+
+    def _versions(self, completion: Any) -> int | Tensor:
+        """The version of the weights that sampled every token, or [response] of each."""
+        version = self._weights.version
+        spans = getattr(completion, "weight_versions", None) or ()
+        wrong = [span for span in spans if span.version != str(version)]
+        if not wrong:
+            return version
+        if not self._interrupts:
+            raise EngineError(
+                f"{self._name}: vLLM generated with weight version {wrong[0].version}, expected "
+                f"{version}"
+            )
+        return torch.cat([torch.full((s.end - s.start,), int(s.version)) for s in spans])
 
     def abort(self) -> None:
         """Forget the responses under way."""
@@ -295,3 +350,34 @@ class _Response(NamedTuple):
     request: GenerationRequest
     parameters: SamplingParameters
     sampling: Any
+
+
+def _sampling_params(seed: int, max_tokens: int, parameters: SamplingParameters) -> Any:
+    """How vLLM is asked for one response."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=parameters.temperature,
+        top_p=parameters.top_p,
+        top_k=parameters.top_k or 0,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop_token_ids=list(parameters.stop_token_ids),
+        # Only the task's stop tokens end a response.
+        ignore_eos=True,
+        logprobs=0 if parameters.log_probs else None,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def mask_rows(mask: Any) -> list[list[int]] | None:
+    """The kept ids of every token, of a vLLM that reports lists or flat ids with offsets."""
+    if mask is None:
+        return None
+    offsets = getattr(mask, "offsets", None)
+    if offsets is None:
+        return [list(map(int, row)) for row in mask.token_ids]
+    ids = list(map(int, mask.token_ids))
+    return [ids[start:end] for start, end in itertools.pairwise(offsets)]

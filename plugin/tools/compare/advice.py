@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from plugin.config import JobConfig
 from plugin.errors import BatchError
-from plugin.observe.dump_columns import DumpBlock
+from plugin.observe.console import text_table
 from plugin.observe.run_record import RunRecord, read_run
-from plugin.observe.text_table import aligned
+from plugin.ppo_utils.kl_estimators import k3
+from plugin.tools.compare.dump_columns import DumpBlock
 from plugin.tools.compare.dump_reading import open_dump
 from plugin.tools.compare.replay import Method, MethodStatistics, replay_block
 
@@ -179,13 +181,17 @@ def situation_of(blocks: Iterable[DumpBlock]) -> Situation:
         mask = block.mask
         columns = (block.rollout, block.train, block.cur)
         rollout, train, cur = (column[mask].astype(np.float64) for column in columns)
+        mismatch, drift = (
+            float(k3(torch.from_numpy(difference)).sum())
+            for difference in (rollout - train, train - cur)
+        )
         ratio = np.exp(np.clip(cur - rollout, -20, 20))
         outside = np.abs(cur - rollout) > math.log(2)
         behind, version = np.zeros(0), np.repeat(block.trainer_version, block.lengths)[mask]
         if len(version) and (block.weight_versions[mask] >= 0).all() and (version >= 0).all():
             behind, known_versions = np.maximum(version - block.weight_versions[mask], 0), True
         sums += (
-            *(mask.sum(), _k3(rollout - train).sum(), _k3(train - cur).sum()),
+            *(mask.sum(), mismatch, drift),
             *(ratio.sum(), np.square(ratio).sum(), outside.sum()),
             *((outside & (rollout < math.log(0.01))).sum(), behind.sum(), len(behind)),
         )
@@ -203,11 +209,6 @@ def situation_of(blocks: Iterable[DumpBlock]) -> Situation:
         float(tokens / max(samples, 1)),
         float(sums[7] / max(sums[8], 1.0)) if known_versions else None,
     )
-
-
-def _k3(difference: np.ndarray) -> np.ndarray:
-    bounded = np.clip(difference, -20, 20)
-    return np.expm1(-bounded) + bounded
 
 
 def _reasons(situation: Situation) -> list[str]:
@@ -316,5 +317,5 @@ def advice_text(advice: Advice) -> str:
         for row in advice.others:
             numbers = (row["kept_share"], row["ess_share"], row["bias_bound"])
             table.append([" ".join(row["flags"]), *(f"{value:.3f}" for value in numbers)])
-        lines += ["", *aligned(table)]
+        lines += ["", *text_table(table)]
     return "\n".join(lines)

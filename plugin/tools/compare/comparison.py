@@ -1,4 +1,7 @@
-"""One pass over a dump: replays, sweeps and detectors together, in bounded memory."""
+"""One pass over a dump: replays, sweeps and detectors together, in bounded memory.
+
+The result is printed as a table, or shown as a page (`megatron-tis compare --html`).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plugin.observe.text_table import aligned
+import numpy as np
+
+from plugin.config import JobConfig
+from plugin.observe.console import text_table
+from plugin.observe.detectors import MismatchDetectors
+from plugin.observe.html_page import located, page, series
+from plugin.observe.run_record import FindingGroups
+from plugin.tools.compare.dump_columns import DumpBlock
 from plugin.tools.compare.dump_reading import Dump
-from plugin.tools.compare.offline_detection import OfflineDetection, RepeatedFinding
 from plugin.tools.compare.replay import Method, MethodStatistics, replay_block
 from plugin.tools.compare.sweeps import Sweep
 
@@ -36,7 +45,7 @@ class Comparison:
     tokens: int
     methods: list[MethodStatistics]
     sweeps: list[Sweep]
-    findings: list[RepeatedFinding]
+    findings: list[dict[str, Any]]
     problems: list[str]
     target_ess: float
 
@@ -55,7 +64,7 @@ class Comparison:
                 for sweep in self.sweeps
             ],
             "target_ess": self.target_ess,
-            "findings": [finding.as_dict() for finding in self.findings],
+            "findings": self.findings,
             "problems": self.problems,
         }
 
@@ -72,7 +81,7 @@ def compare(
     """Read the dump once; `progress` is called with the input bytes of every block."""
     statistics = [MethodStatistics(method) for method in methods]
     everything = statistics + [entry for sweep in sweeps for entry in sweep.statistics]
-    detection = OfflineDetection(custom_detector_path)
+    detection = DumpDetection(custom_detector_path)
     samples = tokens = 0
     for block, size in dump.blocks():
         replay_block(block, everything)
@@ -84,19 +93,44 @@ def compare(
         tokens,
         statistics,
         list(sweeps),
-        sorted(detection.findings.values(), key=lambda found: not found.finding.unmistakable),
+        detection.findings(),
         dump.problems,
         target_ess,
     )
 
 
-def text_table(comparison: Comparison) -> str:
+class DumpDetection:
+    """Runs the detectors over a dump, block after block in order."""
+
+    def __init__(self, custom_path: str | None = None, config: JobConfig | None = None) -> None:
+        self._detectors = MismatchDetectors(custom_path=custom_path, config=config)
+        self._groups = FindingGroups()
+
+    def add(self, block: DumpBlock) -> None:
+        """Check every step of a block; one that is spread over blocks is checked once for each."""
+        columns = block.batch_columns()
+        for step in np.unique(block.step).tolist():
+            rows = np.flatnonzero(block.step == step)
+            found = self._detectors.check(
+                {name: [values[i] for i in rows] for name, values in columns.items()},
+                step=step,
+                trainer_version=block.trainer_version[rows].tolist(),
+            )
+            for finding in found:
+                self._groups.add({"step": step, **finding.as_dict()})
+
+    def findings(self) -> list[dict[str, Any]]:
+        """What was found so far, as `group_findings` gives it."""
+        return self._groups.entries()
+
+
+def comparison_text(comparison: Comparison) -> str:
     """The comparison as aligned columns."""
     rows = [["method", *(heading for _, heading in COLUMNS)]]
     for entry in comparison.methods:
         summary = entry.summary()
         rows.append([entry.method.name, *(_number(summary[key]) for key, _ in COLUMNS)])
-    lines = aligned(rows)
+    lines = text_table(rows)
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
@@ -120,3 +154,71 @@ def _number(value: float) -> str:
     if value == 0:
         return "0"
     return f"{value:.4f}" if 1e-4 <= abs(value) < 1e4 else f"{value:.1e}"
+
+
+def comparison_html(result: dict[str, Any]) -> str:
+    """One page from `Comparison.as_dict()`."""
+    sweeps = result["sweeps"]
+    charts = [_ess_against_bias(sweeps), *map(_threshold_chart, sweeps)] if sweeps else []
+    data = {
+        "headers": ["method", *(heading for _, heading in COLUMNS)],
+        "rows": [[row["name"], *(row[key] for key, _ in COLUMNS)] for row in result["methods"]],
+        "charts": [{**chart, "keyColors": True} for chart in charts],
+        "recommendations": [
+            recommendation_text(sweep["recommendation"], result["target_ess"]) for sweep in sweeps
+        ],
+        "findings": [located(finding) for finding in result["findings"]],
+        "problems": result["problems"],
+        "footer": "bias: mean of g − g* over mean |g*|, g* = A·exp(cur − rollout), with a 95 % "
+        "interval from sequences; bias bound: mean |g − g*| over mean |g*|; A>0 removed: share of "
+        "positive advantage without gradient",
+    }
+    subtitle = f"{result['tokens']:,} tokens in {result['samples']:,} samples"
+    return page("Losses and corrections compared", subtitle, data, "compare.js")
+
+
+def _ess_against_bias(sweeps: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": "ess_against_bias",
+        "title": "ESS against bias bound",
+        "note": "Every point is one threshold; up and to the left is better.",
+        "xName": "bias bound",
+        "series": [
+            _line(i, _title(sweep), *(_column(sweep, key) for key in ("bias_bound", "ess_share")))
+            for i, sweep in enumerate(sweeps)
+        ],
+    }
+
+
+def _threshold_chart(sweep: dict[str, Any]) -> dict[str, Any]:
+    points = sweep["points"]
+    places = list(range(len(points)))
+    shown = {"ESS/N": "ess_share", "bias bound": "bias_bound", "kept": "kept_share"}
+    lines = [
+        _line(i, label, places, _column(sweep, key)) for i, (label, key) in enumerate(shown.items())
+    ]
+    for length in [row["length"] for row in points[0].get("by_length", [])]:
+        values = [
+            next((row["ess_share"] for row in point["by_length"] if row["length"] == length), None)
+            for point in points
+        ]
+        lines.append(_line(len(lines), f"ESS/N, {length} tokens", places, values, dash="4 3"))
+    return {
+        "id": f"{sweep['flag']}-{sweep['method']}".replace(" ", ""),
+        "title": _title(sweep),
+        "note": "Over the values of the threshold.",
+        "xLabels": [f"{point['value']:g}" for point in points],
+        "series": lines,
+    }
+
+
+def _title(sweep: dict[str, Any]) -> str:
+    return f"{sweep['flag'].replace('_', '-')} · {sweep['method']}"
+
+
+def _column(sweep: dict[str, Any], key: str) -> list[Any]:
+    return [point[key] for point in sweep["points"]]
+
+
+def _line(index: int, label: str, x: list[Any], y: list[Any], **more: Any) -> dict[str, Any]:
+    return series(index, label, x, y, kind=label, dots=True, **more)

@@ -35,11 +35,11 @@ from numpy.typing import NDArray
 
 from plugin.errors import BatchError, ConfigError
 from plugin.json_lines import read_json_lines
-from plugin.observe.dump_columns import (
+from plugin.observe.log_prob_dump import ROUTES, dump_files
+from plugin.tools.compare.dump_columns import (
     BLOCK_TOKENS,
     KNOWN_NAMES,
     PER_RESPONSE,
-    ROUTES,
     Columns,
     DumpBlock,
     Ragged,
@@ -47,7 +47,6 @@ from plugin.observe.dump_columns import (
     known_columns,
     short,
 )
-from plugin.observe.log_prob_dump import dump_files
 
 #: columns, the number of their first row in the file or of each, the bytes of input they stand for
 Piece = tuple[Columns, int | NDArray[Any], int]

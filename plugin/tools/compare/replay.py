@@ -34,11 +34,11 @@ from plugin.loss.hook_chain import statistics_of
 from plugin.loss.interfaces import LossInputs
 from plugin.loss.objective import compute_loss
 from plugin.loss.policy_losses import POLICY_LOSSES
-from plugin.observe.dump_columns import DumpBlock
 from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, log_ratio, safe_exp
 from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
 from plugin.tools.compare.correction_catalog import correction_functions
+from plugin.tools.compare.dump_columns import DumpBlock
 
 #: Settings that a replay leaves out: penalties, and checks that reading has already made.
 NEUTRAL = {

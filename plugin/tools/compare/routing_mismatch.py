@@ -22,11 +22,11 @@ from plugin.errors import BatchError, ConfigError
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.parallel_groups import ParallelGroups, one_process
 from plugin.megatron_backend.trainer import MegatronTrainer
-from plugin.observe.dump_columns import DumpBlock
-from plugin.observe.text_table import aligned
+from plugin.observe.console import text_table
 from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarize
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from plugin.ragged import Ragged
+from plugin.tools.compare.dump_columns import DumpBlock
 from plugin.tools.compare.dump_reading import Dump
 
 Replay = Literal[False, "ids", "ids+weights"]
@@ -170,7 +170,7 @@ def routing_text(result: dict[str, Any]) -> str:
     """The table for a terminal."""
     rows = [["routing", *_COLUMNS.values()]]
     rows += [[row["routing"], *(f"{row[key]:.3g}" for key in _COLUMNS)] for row in result["rows"]]
-    lines = aligned(rows)
+    lines = text_table(rows)
     head = f"{result['tokens']:,} tokens in {result['samples']:,} samples\n"
     if len(result["rows"]) < len(_NAMES):
         lines.append("the dump has no rollout_routed_weights: the engine did not report them")

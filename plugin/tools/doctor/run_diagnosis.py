@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from plugin.errors import ConfigError
-from plugin.observe.chain_stages import chain_lines, chain_rows
+from plugin.observe.console import text_table
 from plugin.observe.learning import run_findings
-from plugin.observe.run_record import RunRecord, read_run, steps_text
+from plugin.observe.run_record import RunRecord, finding_text, read_run, steps_text
+from plugin.tools.compare.comparison import DumpDetection
 from plugin.tools.compare.dump_reading import open_dump
-from plugin.tools.compare.offline_detection import OfflineDetection
+
+_STAGE = re.compile(r"chain/(\d+)_(.+)/(removed|weighted|weight)")
 
 
 def diagnose(run_dir: str | Path) -> dict[str, Any]:
@@ -38,9 +41,8 @@ def as_text(diagnosis: Mapping[str, Any]) -> str:
     if diagnosis["chain"]:
         lines += ["\nwhat each correction did in the last step:", *chain_lines(diagnosis["chain"])]
     for finding in diagnosis["findings"]:
-        lines.append(f"\n{finding.get('severity')}: {finding.get('title')} ({steps_text(finding)})")
-        for key in ("evidence", "likely_cause", "what_to_try"):
-            lines.append(f"  {key.replace('_', ' ')}: {finding.get(key)}")
+        title = f"{finding.get('title')} ({steps_text(finding)})"
+        lines.append(f"\n{finding_text({**finding, 'title': title})}")
     lines += [f"\nnot readable: {problem}" for problem in diagnosis["problems"]]
     if not diagnosis["findings"]:
         lines.append("\nnothing was found wrong")
@@ -92,8 +94,28 @@ def _findings_of_dump(record: RunRecord, directory: str) -> list[dict[str, Any]]
     except (ConfigError, OSError) as error:
         record.problems.append(str(error))
         return []
-    detection = OfflineDetection(config=record.job_config())
+    detection = DumpDetection(config=record.job_config())
     for block, _ in dump.blocks():
         detection.add(block)
     record.problems += dump.problems
-    return [repeated.as_dict() for repeated in detection.findings.values()]
+    return detection.findings()
+
+
+def chain_rows(step: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per stage of a step's metrics, in order; none where there is no chain."""
+    rows: dict[int, dict[str, Any]] = {}
+    for name, value in step.items():
+        if (found := _STAGE.fullmatch(name)) is not None:
+            number = int(found[1])
+            rows.setdefault(number, {"stage": number, "correction": found[2]})[found[3]] = value
+    return [rows[number] for number in sorted(rows)]
+
+
+def chain_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The rows as aligned columns: shares of all tokens, and the mean weight after the stage."""
+    table = [["stage", "correction", "removed", "weighted", "mean weight so far"]]
+    for row in rows:
+        shares = [f"{float(row.get(key, 0.0)):.2%}" for key in ("removed", "weighted")]
+        weight = f"{float(row.get('weight', 0.0)):.4f}"
+        table.append([str(row["stage"]), str(row["correction"]), *shares, weight])
+    return [f"  {line}" for line in text_table(table)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from plugin.observe.text_table import aligned
+from plugin.observe.console import text_table
 from plugin.tools.plan.estimates import (
     ASSUMED_UTILIZATION,
     GROUP_NAMES,
@@ -170,7 +170,7 @@ def _memory_table(report: dict[str, Any]) -> list[str]:
         ]
         for rank in report["ranks"]
     ]
-    return aligned([head, *rows])
+    return text_table([head, *rows])
 
 
 def _traffic(report: dict[str, Any]) -> list[str]:
@@ -185,7 +185,7 @@ def _traffic(report: dict[str, Any]) -> list[str]:
                 _size(entry["bytes"]),
             ]
         )
-    return aligned(rows)
+    return text_table(rows)
 
 
 def _rollout_line(rollout: dict[str, Any]) -> str:
@@ -245,7 +245,7 @@ def search_text(result: SearchResult, limit: int) -> list[str]:
     lines = [
         f"{line}  {why}"
         for line, why in zip(
-            aligned([row[:-1] for row in rows]),
+            text_table([row[:-1] for row in rows]),
             ["why", *(found.why for found in result.planned)],
             strict=True,
         )

@@ -11,8 +11,7 @@ import pytest
 from plugin.commands import doctor as doctor_command
 from plugin.errors import ConfigError
 from plugin.tools.doctor import layout_agreement
-from plugin.tools.doctor.configuration_checks import configuration_checks
-from plugin.tools.doctor.environment_checks import environment_checks
+from plugin.tools.doctor.checks import configuration_checks, environment_checks
 from plugin.tools.doctor.layout_agreement import LayoutResult, default_layouts, parse_layout
 
 
@@ -50,7 +49,7 @@ def test_an_old_or_missing_package_is_named_with_its_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted = {"torch": ("99.0", True, "all"), "no-such-package": (None, True, "tests")}
-    monkeypatch.setattr("plugin.tools.doctor.environment_checks._PACKAGES", wanted)
+    monkeypatch.setattr("plugin.tools.doctor.checks._PACKAGES", wanted)
     checks = {check.name: check for check in environment_checks(None)}
     assert checks["torch"].status == "fail" and "99.0" in checks["torch"].fix
     assert checks["no-such-package"].status == "fail"

@@ -9,7 +9,7 @@ import torch
 
 from plugin.engines.transformers.engine import TransformersEngine
 from plugin.errors import EngineError
-from plugin.host_storage import bytes_held
+from tests.held_bytes import bytes_held
 from tests.parallel.tiny_models import FAMILIES, hf_state_dict
 from tests.unit.engines.tiny_engines import PARAMETERS, REQUESTS, load, loaded_engine
 

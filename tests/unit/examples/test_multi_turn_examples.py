@@ -15,7 +15,7 @@ from plugin.engines.choice import make_engine, sampling_parameters
 from plugin.engines.protocol import GenerationRequest
 from plugin.engines.response_stream import ResponseStream
 from plugin.environments.environment_protocol import Reply
-from plugin.environments.group_loop import play_all
+from plugin.environments.group_server import play_all
 from plugin.environments.multi_turn import MultiTurnPlayer, choose_player, run_multi_turn
 from plugin.environments.single_turn import SingleTurnPlayer
 from plugin.environments.trajectory import Trajectory

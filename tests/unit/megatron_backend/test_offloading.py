@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plugin.host_storage import bytes_held
 from plugin.megatron_backend.offloading import TrainerMemory
+from tests.held_bytes import bytes_held
 
 
 def test_weights_have_memory_only_while_they_are_used() -> None:

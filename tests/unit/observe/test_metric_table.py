@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from plugin.config import JobConfig, TrainerConfig
-from plugin.controller.batch.preparation import describe_batch
+from plugin.controller.batch import describe_batch
 from plugin.controller.queue.groups import joined
 from plugin.loss import POLICY_LOSSES, compute_loss, loss_inputs
 from plugin.loss.hook_chain import statistics_of

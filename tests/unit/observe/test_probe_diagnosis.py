@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from plugin.config import JobConfig
-from plugin.observe.next_commands import bisect_command
+from plugin.observe.findings import bisect_command
 from plugin.observe.probe_diagnosis import (
     Limit,
     ProbedModel,

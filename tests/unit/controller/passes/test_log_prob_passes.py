@@ -10,7 +10,7 @@ import torch
 
 from plugin.batch_types import RolloutBatch, RolloutSample
 from plugin.config import JobConfig
-from plugin.controller.batch.mini_batches import MiniBatch
+from plugin.controller.batch import MiniBatch
 from plugin.controller.passes.log_prob_passes import LogProbPasses
 from plugin.ragged import Ragged
 

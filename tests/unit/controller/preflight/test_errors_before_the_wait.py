@@ -19,7 +19,7 @@ from plugin.controller.preflight.job_checks import check_job
 from plugin.errors import ConfigError, HookLoadError, MegatronTisError
 from plugin.loss.objective import check_loss
 from plugin.megatron_backend.model.layout_rules import check_model
-from plugin.tools.doctor.configuration_checks import configuration_checks
+from plugin.tools.doctor.checks import configuration_checks
 from tests.parallel.tiny_models import tiny_llama, tiny_qwen3_moe
 
 pytestmark = pytest.mark.hostile

@@ -13,7 +13,7 @@ from plugin.batch_types import RolloutSample
 from plugin.config import JobConfig
 from plugin.config.engines import ENGINES
 from plugin.config.import_paths import load_function
-from plugin.controller.batch.preparation import advantages_of
+from plugin.controller.batch import advantages_of
 from plugin.controller.preflight.job_checks import check_job
 from plugin.engines.choice import make_engine, sampling_parameters
 from plugin.environments.trajectory import Rollouts, Trajectory

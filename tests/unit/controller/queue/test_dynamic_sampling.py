@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugin.config import JobConfig
-from plugin.controller.queue.groups_in_flight import Arrival
 from plugin.controller.queue.rollout_queue import RolloutQueue
 from plugin.engines.protocol import (
     FinishReason,
@@ -23,6 +22,7 @@ from plugin.engines.protocol import (
     GenerationRequest,
     SamplingParameters,
 )
+from plugin.environments.trajectory import Rollouts
 from plugin.errors import ConfigError, TrainingError
 from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTask
 from plugin.tasks.protocol import Prompt
@@ -63,21 +63,25 @@ class InAnyOrder(DirectEngines):
         super().__init__([cast(Any, TwoTokens())] * engines)
         self.draw = random.Random(seed)
         self.chunks: list[tuple[int, ...]] = []
-        self.single: list[Arrival] = []
+        self.single: list[Rollouts] = []
 
-    def send(self, engine: int, requests: list[Any], parameters: SamplingParameters) -> list[int]:
-        self.chunks.append(tuple(request.prompt_index for request in requests))
-        return super().send(engine, requests, parameters)
+    def send(
+        self, engine: int, requests: Mapping[int, GenerationRequest], parameters: SamplingParameters
+    ) -> None:
+        self.chunks.append(tuple(request.prompt_index for request in requests.values()))
+        super().send(engine, requests, parameters)
 
-    def receive(self, *, wait_seconds: float) -> list[Arrival]:
+    def receive(self, *, wait_seconds: float) -> tuple[list[Rollouts], list[int]]:
         self.work()
-        for tickets, rollouts in self.arrived:
-            assert rollouts is not None
-            for number, ticket in enumerate(tickets):
-                places = np.flatnonzero(rollouts.groups == number)
-                self.single.append(Arrival([ticket], rollouts.select(places, 0 * places)))
+        assert not self.lost
+        for rollouts in self.arrived:
+            for group in dict.fromkeys(rollouts.groups.tolist()):
+                places = np.flatnonzero(rollouts.groups == group)
+                self.single.append(rollouts.select(places, rollouts.groups[places]))
         self.arrived.clear()
-        return [self.single.pop(self.draw.randrange(len(self.single)))] if self.single else []
+        if not self.single:
+            return [], []
+        return [self.single.pop(self.draw.randrange(len(self.single)))], []
 
 
 def make_queue(

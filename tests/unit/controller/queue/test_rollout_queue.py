@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugin.batch_types import RolloutSample
+from plugin.cluster import engine_pool
+from plugin.cluster.engine_pool import Assignments
 from plugin.config import JobConfig
-from plugin.controller.batch.preparation import describe_batch, prepare_batch, without_old_tokens
-from plugin.controller.queue import groups_in_flight
-from plugin.controller.queue.groups import Group, joined
-from plugin.controller.queue.groups_in_flight import Arrival
+from plugin.controller.batch import describe_batch, prepare_batch, without_old_tokens
+from plugin.controller.queue.groups import Attempt, Group, joined
 from plugin.controller.queue.rollout_queue import RolloutQueue
 from plugin.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.engines.transformers.engine import TransformersEngine
@@ -37,11 +39,13 @@ class DirectEngines:
     dead: shipments that are lost; spoiled: prompts whose next response fails, with how often
     """
 
-    def __init__(self, engines: list[TransformersEngine]) -> None:
+    def __init__(self, engines: list[TransformersEngine], patience: float = math.inf) -> None:
         self.engines = engines
-        self.waiting: list[tuple[int, int, list[GenerationRequest], SamplingParameters]] = []
-        self.arrived: list[Arrival] = []
-        self.tickets: dict[int, list[int]] = {}
+        self.assignments = Assignments(patience)
+        self.waiting: list[tuple[int, int, dict[int, GenerationRequest], SamplingParameters]] = []
+        self.arrived: list[Rollouts] = []
+        self.lost: list[int] = []
+        self.sent: dict[int, list[int]] = {}
         self.dead: set[int] = set()
         self.starting: set[int] = set()
         self.spoiled: dict[int, int] = {}
@@ -51,17 +55,17 @@ class DirectEngines:
     def __len__(self) -> int:
         return len(self.engines)
 
-    def available(self) -> list[int]:
-        return [number for number in range(len(self)) if number not in self.starting]
+    def available(self) -> dict[int, int]:
+        loads = self.assignments.loads()
+        return {number: loads[number] for number in range(len(self)) if number not in self.starting}
 
     def send(
-        self, engine: int, requests: list[GenerationRequest], parameters: SamplingParameters
-    ) -> list[int]:
-        shipment = len(self.tickets) + 1
-        first = sum(map(len, self.tickets.values()))
-        self.tickets[shipment] = list(range(first, first + len(requests)))
-        self.waiting.append((shipment, engine, requests, parameters))
-        return self.tickets[shipment]
+        self, engine: int, requests: Mapping[int, GenerationRequest], parameters: SamplingParameters
+    ) -> None:
+        shipment = len(self.sent) + 1
+        self.sent[shipment] = list(requests)
+        self.assignments.add(engine, requests)
+        self.waiting.append((shipment, engine, dict(requests), parameters))
 
     def work(self, engine: int | None = None) -> None:
         for item in [w for w in self.waiting if engine is None or w[1] == engine]:
@@ -70,16 +74,17 @@ class DirectEngines:
     def answer(self, item: Any, groups: int | None = None) -> None:
         """Answers the first `groups` of a shipment, and loses the rest."""
         self.waiting.remove(item)
-        shipment, number, requests, parameters = item
-        tickets = self.tickets[shipment]
+        shipment, number, by_group, parameters = item
+        sent, requests = self.sent[shipment], list(by_group.values())
         if shipment in self.dead:
             groups = 0
         self.served += requests
         answers = run_single_turn(self.engines[number], requests, parameters)
         spoiled = [self._spoil(*pair) for pair in zip(requests, answers, strict=True)]
-        self.arrived.append(Arrival(tickets[:groups], Rollouts.of(spoiled[:groups])))
+        self.arrived.append(Rollouts.of(spoiled[:groups], sent[:groups]))
+        self.assignments.remove_answered(number, sent)
         if groups is not None:
-            self.arrived.append(Arrival(tickets[groups:], None))
+            self.lost += sent[groups:]
 
     def _spoil(self, request: GenerationRequest, answer: list[Trajectory]) -> list[Trajectory]:
         left = self.spoiled.get(request.prompt_index, 0)
@@ -88,20 +93,20 @@ class DirectEngines:
         self.spoiled[request.prompt_index] = left - 1
         return [*answer[:-1], failed("the tool broke")]
 
-    def receive(self, *, wait_seconds: float) -> list[Arrival]:
-        if wait_seconds and not self.arrived:
+    def receive(self, *, wait_seconds: float) -> tuple[list[Rollouts], list[int]]:
+        if wait_seconds and not (self.arrived or self.lost):
             self.work()
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def replace(self, engine: int, reason: str) -> None:
-        self.replaced.append((engine, reason))
-        self.waiting = [item for item in self.waiting if item[1] != engine]
+        for engine, reason in self.assignments.hung().items():
+            self.replaced.append((engine, reason))
+            self.waiting = [item for item in self.waiting if item[1] != engine]
+            self.lost += self.assignments.remove_lost(engine)
+        arrived, lost, self.arrived, self.lost = self.arrived, self.lost, [], []
+        return arrived, lost
 
 
 def make_queue(engines: int = 1, **settings: Any) -> tuple[RolloutQueue, DirectEngines]:
     config = JobConfig(rollout_batch_size=4, n_samples_per_prompt=2, use_tis=True, **settings)
-    direct = DirectEngines([loaded_engine() for _ in range(engines)])
+    direct = DirectEngines([loaded_engine() for _ in range(engines)], config.engine_patience)
     return RolloutQueue(TASK, direct, PARAMETERS, config), direct
 
 
@@ -199,7 +204,7 @@ def one_group(*versions: list[int]) -> Group:
         for v in versions
     ]
     rollouts = Rollouts.of([[Trajectory((sample,), 1.0) for sample in samples]])
-    return Group(0, rollouts, slice(0, len(samples)))
+    return Group(Attempt(0), rollouts, slice(0, len(samples)))
 
 
 @pytest.mark.parametrize(
@@ -305,7 +310,7 @@ def test_an_engine_that_is_starting_gets_no_requests() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time by which engines count as hung; it stands still."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(groups_in_flight, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(engine_pool, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -329,8 +334,8 @@ def test_an_engine_that_answers_is_not_taken_for_one_that_hangs(clock: SimpleNam
     direct.answer(first)
     queue._collect(wait=False)
     clock.now += 4.0
-    queue._in_flight.replace_hung_engines()
-    assert not direct.replaced and set(direct.tickets[second[0]]) <= set(queue._in_flight)
+    queue._collect(wait=False)
+    assert not direct.replaced and set(direct.sent[second[0]]) <= set(queue._in_flight)
 
 
 def test_a_synchronous_shipment_that_is_lost_in_part_is_generated_whole_as_before() -> None:

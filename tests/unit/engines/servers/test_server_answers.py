@@ -22,10 +22,10 @@ from plugin.config import JobConfig
 from plugin.controller.preflight.job_checks import _check_answer_size
 from plugin.engines.protocol import Generation, GenerationRequest, SamplingParameters
 from plugin.engines.servers.answers import MalformedAnswer
-from plugin.engines.servers.calls import ServerSession, parse_json
-from plugin.engines.servers.dialects import ServerCall, SglangDialect, VllmDialect
+from plugin.engines.servers.calls import ServerCall, ServerSession, parse_json
+from plugin.engines.servers.dialects import SglangDialect, VllmDialect
 from plugin.engines.servers.http_engine import HttpEngine
-from plugin.engines.vllm.answers import mask_rows
+from plugin.engines.vllm.engine import mask_rows
 from plugin.errors import ConfigError
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3_moe
 from tests.unit.engines.servers.good_answers import (

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from plugin.cluster.engine_actor import GroupServer
 from plugin.engines.protocol import (
     Answer,
     Finished,
@@ -21,7 +20,7 @@ from plugin.engines.protocol import (
 from plugin.engines.response_stream import ResponseStream
 from plugin.engines.transformers.decode_batch import blocks_of, decode_attention
 from plugin.engines.transformers.engine import TransformersEngine
-from plugin.environments.group_loop import GroupLoop
+from plugin.environments.group_server import GroupServer
 from plugin.environments.single_turn import SingleTurnPlayer
 from plugin.errors import EngineError
 from tests.parallel.tiny_models import FAMILIES, hf_model
@@ -206,15 +205,15 @@ class Gated:
 
 
 def server_over(engine: Any) -> GroupServer:
-    server = GroupServer(GroupLoop(SingleTurnPlayer(ResponseStream(engine, 0))))
+    server = GroupServer(SingleTurnPlayer(ResponseStream(engine, 0))).start()
     with server.changing(0, last=True, interrupts=False):
         pass
     return server
 
 
-def ask(server: GroupServer, *tickets: int, at_least: int = 0) -> None:
-    requests = [GenerationRequest((1,), (1,)) for _ in tickets]
-    server.submit(list(tickets), requests, SamplingParameters(), at_least)
+def ask(server: GroupServer, *groups: int, at_least: int = 0) -> None:
+    requests = {group: GenerationRequest((1,), (1,)) for group in groups}
+    server.submit(requests, SamplingParameters(), at_least)
 
 
 def test_groups_are_collected_as_they_finish_while_others_run() -> None:
@@ -222,9 +221,9 @@ def test_groups_are_collected_as_they_finish_while_others_run() -> None:
     server = server_over(engine)
     ask(server, 0, 1, 2)
     engine.tickets.release()
-    assert [group.ticket for group in server.collect(0)] == [0]
+    assert [group for group, _ in server.collect(0)] == [0]
     engine.tickets.release(2)
-    assert [group.ticket for group in server.collect(0)] == [1, 2]
+    assert [group for group, _ in server.collect(0)] == [1, 2]
 
 
 def test_weights_wait_for_responses_under_way_and_groups_wait_for_their_weights() -> None:
@@ -249,10 +248,10 @@ def test_weights_wait_for_responses_under_way_and_groups_wait_for_their_weights(
     assert loaded.wait(10)
     thread.join()
     engine.tickets.release(2)
-    tickets: list[int] = []
-    while len(tickets) < 4:
-        tickets += [group.ticket for group in server.collect(0)]
-    assert tickets == [0, 1, 2, 3]
+    groups: list[int] = []
+    while len(groups) < 4:
+        groups += [group for group, _ in server.collect(0)]
+    assert groups == [0, 1, 2, 3]
 
 
 def test_canceled_groups_never_come_back() -> None:
@@ -270,7 +269,7 @@ def test_canceled_groups_never_come_back() -> None:
         time.sleep(0.001)
     ask(server, 7)
     engine.tickets.release(1)
-    assert [group.ticket for group in server.collect(1)] == [7]
+    assert [group for group, _ in server.collect(1)] == [7]
 
 
 def test_what_ends_the_generation_is_raised_by_whoever_waits_for_groups() -> None:
@@ -298,11 +297,12 @@ def test_an_answer_of_the_wrong_length_names_its_prompt() -> None:
 def test_all_groups_that_fit_join_at_one_step() -> None:
     # Room for 6 responses: three groups of two at once, the fourth when two responses have left.
     engine = loaded_engine("qwen3", max_batch=6)
-    loop = GroupLoop(SingleTurnPlayer(ResponseStream(engine, 6)))
-    requests = [GenerationRequest((i + 1,), (2 * i, 2 * i + 1)) for i in range(4)]
-    loop.add(range(4), requests, SamplingParameters(max_response_length=4))
-    loop.step()
-    assert loop.open == 3 and engine.running == 6
+    player = SingleTurnPlayer(ResponseStream(engine, 6))
+    server = GroupServer(player)
+    requests = {i: GenerationRequest((i + 1,), (2 * i, 2 * i + 1)) for i in range(4)}
+    server.submit(requests, SamplingParameters(max_response_length=4))
+    server.step()
+    assert player.open == 3 and engine.running == 6
 
 
 def test_rows_of_similar_length_are_a_block() -> None:

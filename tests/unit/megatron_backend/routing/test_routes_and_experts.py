@@ -18,7 +18,7 @@ from plugin.batch_types import (
     route_dtype,
 )
 from plugin.cluster.array_transport import batch_from_arrays, batch_to_arrays
-from plugin.controller.batch.preparation import with_checked_routes
+from plugin.controller.batch import with_checked_routes
 from plugin.errors import BatchError, ReplayError
 from plugin.megatron_backend.routing.microbatch_routes import routes_of
 from plugin.megatron_backend.routing.routed_model import RoutedModel

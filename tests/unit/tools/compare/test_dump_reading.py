@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from plugin.errors import ConfigError
-from plugin.observe import dump_columns
 from plugin.observe.log_prob_dump import LogProbDump
+from plugin.tools.compare import dump_columns
 from plugin.tools.compare.dump_reading import open_dump
 from tests.unit.observe.dump_samples import batch_columns
 

@@ -9,7 +9,7 @@ import pytest
 
 from plugin.errors import ConfigError
 from plugin.loss.hook_chain import batch_declarations
-from plugin.observe.dump_columns import DumpBlock
+from plugin.tools.compare.dump_columns import DumpBlock
 from plugin.tools.compare.replay import (
     Method,
     MethodStatistics,

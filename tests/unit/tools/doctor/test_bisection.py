@@ -13,10 +13,9 @@ import torch
 
 from plugin.commands import doctor as doctor_command
 from plugin.errors import BatchError, ConfigError
-from plugin.tools.doctor.bisect.bisection import Bisection, bisect, jump_of
-from plugin.tools.doctor.bisect.layer_trace import LayerTrace, load_trace, save_trace
-from plugin.tools.doctor.bisect.presentation import as_page, as_text
-from plugin.tools.doctor.bisect.verdict import judge
+from plugin.tools.doctor.bisection import Bisection, bisect, judge, jump_of
+from plugin.tools.doctor.bisection_report import as_page, as_text
+from plugin.tools.doctor.layer_trace import LayerTrace, load_trace, save_trace
 
 HIDDEN = 4
 

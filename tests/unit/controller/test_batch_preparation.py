@@ -10,7 +10,7 @@ import torch
 
 from plugin.batch_types import RolloutBatch, RolloutSample
 from plugin.config import JobConfig
-from plugin.controller.batch.preparation import (
+from plugin.controller.batch import (
     advantages_of,
     describe_batch,
     prepare_batch,

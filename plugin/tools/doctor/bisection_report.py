@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from plugin.observe.console import text_table
 from plugin.observe.html_page import page, series
-from plugin.observe.text_table import aligned
-from plugin.tools.doctor.bisect.bisection import Bisection, PartDifference
-from plugin.tools.doctor.bisect.verdict import Verdict
+from plugin.tools.doctor.bisection import Bisection, PartDifference, Verdict
 
 _PARTS = ("attention", "router", "mlp", "layer")
 #: Where a logarithmic axis shows 0.
@@ -20,7 +19,7 @@ def as_text(passes: Sequence[Bisection], verdict: Verdict) -> str:
     blocks = []
     for bisection in passes:
         headers, rows = table(bisection)
-        lines = aligned([headers, *(["" if c is None else c for c in row] for row in rows)])
+        lines = text_table([headers, *(["" if c is None else c for c in row] for row in rows)])
         off = bisection.log_prob_difference
         summary = "" if off is None else f"; log-probs differ by {off:.1e} on average"
         blocks.append("\n".join([bisection.name + summary, *lines]))

@@ -20,11 +20,9 @@ from plugin.controller.local_engine import load_directory, load_tensors
 from plugin.engines.transformers.engine import TransformersEngine
 from plugin.megatron_backend.parallel_groups import ParallelGroups, one_process
 from plugin.megatron_backend.trainer import MegatronTrainer
-from plugin.tools.doctor.bisect.bisection import Bisection, bisect
-from plugin.tools.doctor.bisect.engine_trace import trace_engine
-from plugin.tools.doctor.bisect.layer_trace import LayerTrace, load_trace, save_trace
-from plugin.tools.doctor.bisect.trainer_trace import trace_trainer
-from plugin.tools.doctor.bisect.verdict import Verdict, judge
+from plugin.tools.doctor.bisection import Bisection, Verdict, bisect, judge
+from plugin.tools.doctor.layer_trace import LayerTrace, load_trace, save_trace
+from plugin.tools.doctor.trace_recording import trace_engine, trace_trainer
 
 #: From a dtype and the trainer, whose weights it may take: the engine's model.
 EngineModel = Callable[[Any, MegatronTrainer], nn.Module]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plugin.batch_types import RolloutBatch, RolloutSample
 from plugin.config import JobConfig
-from plugin.controller.batch.mini_batches import mini_batches
+from plugin.controller.batch import mini_batches
 from plugin.controller.training_loop import learning_rate
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import ConfigError

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugin.errors import BatchError
+from plugin.observe.log_prob_dump import ROUTES
 
 #: Our name of a column -> names that other frameworks give it.
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -35,7 +36,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
 KNOWN_NAMES = frozenset(name for key, others in ALIASES.items() for name in (key, *others))
 LOG_PROBS = ("rollout_log_probs", "train_log_probs", "cur_log_probs")
 PER_RESPONSE = (*LOG_PROBS, "loss_mask", "advantages", "weight_versions")
-ROUTES = ("rollout_routed_experts", "rollout_routed_weights", "train_routed_experts")
 #: Tokens that are read in one piece; larger files of other frameworks should be cut.
 BLOCK_TOKENS = 1 << 18
 

@@ -1,20 +1,26 @@
-"""From groups of responses to a checked batch with advantages, and its description."""
+"""From groups of responses to checked batches with advantages, their description and their parts.
+
+Long responses are treated as in DAPO: those cut off may be masked, those close to the limit
+penalized. A mini-batch is `--global-batch-size` responses. The first epoch takes them in the order
+of the rollout; every later one is a new permutation by seed: of whole prompts where mini-batches
+hold whole prompts, otherwise of responses. Advantages are known before, so a group may be split.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from plugin.batch_types import RolloutBatch, check_routes, route_dtype
 from plugin.config import JobConfig
-from plugin.controller.batch.overlong_responses import overlong_penalty, with_overlong_rules
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import BatchError
 from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of, whiten
-from plugin.ragged import Ragged
+from plugin.ragged import Integers, Ragged, ragged_range
 from plugin.sampling_mask import KEPT_COUNTS
 
 
@@ -62,8 +68,7 @@ def advantages_of(config: JobConfig, rollouts: Rollouts) -> Ragged:
     sequence of steps that it was, and its advantages are then split over its samples.
     """
     masks: Ragged = rollouts.batch.columns["loss_masks"]
-    ends = np.cumsum([0, *masks.lengths])[np.append(rollouts.sample_starts, len(masks))]
-    whole_masks = Ragged(masks.values, np.diff(ends))
+    whole_masks = rollouts.per_trajectory(masks)
     advantages = estimator_of(config.advantage_estimator)(
         torch.from_numpy(rollouts.rewards).float(),
         torch.from_numpy(rollouts.groups),
@@ -123,3 +128,84 @@ def describe_batch(
         "interrupted_share": float((oldest < newest).mean()),
         **({} if penalty is None else {"overlong_penalty": float(penalty.mean())}),
     }
+
+
+def with_overlong_rules(config: JobConfig, rollouts: Rollouts) -> Rollouts:
+    """The rollouts as they are trained on: penalized rewards, and masks of 0 where cut off."""
+    penalty = overlong_penalty(config, rollouts)
+    if penalty is not None:
+        rollouts = replace(rollouts, rewards=rollouts.rewards + penalty)
+    if config.overlong_filtering and bool(rollouts.truncated.any()):
+        masks: Ragged = rollouts.batch.columns["loss_masks"]
+        cut = torch.from_numpy(np.repeat(rollouts.truncated, rollouts.samples)[masks.sample_index])
+        masks = masks.like(torch.where(cut, 0, masks.values))
+        rollouts = replace(rollouts, batch=rollouts.batch.with_column("loss_masks", masks))
+    return rollouts
+
+
+def overlong_penalty(config: JobConfig, rollouts: Rollouts) -> NDArray[np.float64] | None:
+    """[M] what each response's reward loses for its length, at most 0; None without the penalty.
+
+    0 up to `max_response_length - overlong_buffer_length` tokens, then linear down to
+    `-overlong_penalty_factor` at `max_response_length`. For responses of one turn, which are one
+    sample each.
+    """
+    buffer = config.overlong_buffer_length
+    if buffer is None:
+        return None
+    lengths = rollouts.batch.columns["response_lengths"].double().numpy()
+    beyond = lengths - (config.max_response_length - buffer)
+    return -config.overlong_penalty_factor * np.clip(beyond / buffer, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The samples of one optimizer step.
+
+    epoch, number: which pass over the rollout, and which step of that pass, from 0
+    samples: [n] their places in the rollout's batch, ascending; None = all
+    """
+
+    epoch: int
+    number: int
+    samples: Integers | None = None
+
+    def of(self, batch: RolloutBatch) -> RolloutBatch:
+        """The part of the rollout's batch; the batch itself where that is all of it."""
+        return batch if self.samples is None else batch.select(self.samples)
+
+
+def mini_batches(config: JobConfig, rollouts: Rollouts, rollout: int) -> list[MiniBatch]:
+    """The optimizer steps on a rollout, in order; `rollout`: its number in the run.
+
+    The last mini-batch of an epoch is smaller where the rollout holds fewer responses than planned.
+    """
+    size = config.global_batch_size or len(rollouts)
+    steps = []
+    for epoch in range(config.num_updates_per_rollout):
+        if size >= len(rollouts):
+            steps.append(MiniBatch(epoch, 0))
+            continue
+        for number, part in enumerate(_responses(config, rollouts, rollout, epoch, size)):
+            part.sort()
+            samples = ragged_range(rollouts.sample_starts[part], rollouts.samples[part])
+            steps.append(MiniBatch(epoch, number, samples))
+    return steps
+
+
+def _responses(
+    config: JobConfig, rollouts: Rollouts, rollout: int, epoch: int, size: int
+) -> list[Integers]:
+    """The responses of each mini-batch of an epoch."""
+    everything = np.arange(len(rollouts))
+    cuts = range(size, len(rollouts), size)
+    in_order = np.split(everything, cuts)
+    if epoch == 0:
+        return in_order
+    generator = np.random.default_rng([config.seed, rollout, epoch])
+    if config.use_routing_replay:
+        # Routes are recorded for these very mini-batches: only their order changes.
+        return [in_order[i] for i in generator.permutation(len(in_order))]
+    unit = rollouts.groups if size % config.n_samples_per_prompt == 0 else everything
+    order = np.argsort(generator.permutation(unit.max() + 1)[unit], kind="stable")
+    return np.split(order, cuts)

@@ -6,7 +6,7 @@ import torch
 
 from plugin.config import LossConfig
 from plugin.loss import compute_loss, loss_inputs
-from plugin.observe.chain_stages import chain_lines, chain_rows
+from plugin.tools.doctor.run_diagnosis import chain_lines, chain_rows
 from tests.unit.loss.sample_batches import logs
 
 HOOK = "plugin.ppo_utils."

@@ -9,7 +9,7 @@ import torch
 
 from plugin.batch_types import RolloutBatch, RolloutSample
 from plugin.config import JobConfig
-from plugin.controller.batch.preparation import describe_batch, prepare_batch
+from plugin.controller.batch import describe_batch, prepare_batch
 from plugin.environments.trajectory import Rollouts, Trajectory
 
 

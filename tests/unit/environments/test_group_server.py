@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plugin.cluster.engine_actor import EngineActor, GroupServer
+from plugin.cluster.engine_actor import EngineActor
 from plugin.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.engines.weight_changes import WeightProbe
-from plugin.environments.group_loop import GroupLoop, PlayedGroup
+from plugin.environments.group_server import GroupServer, PlayedGroup
 from plugin.weights.buckets import pack_buckets
 from tests.parallel.tiny_models import FAMILIES, hf_state_dict
 from tests.unit.engines.tiny_engines import PARAMETERS, loaded_engine
@@ -23,33 +23,33 @@ class OneByOne:
     """Plays one group, which is done when `finish` is set."""
 
     def __init__(self) -> None:
-        self.tickets: list[int] = []
+        self.groups: list[int] = []
         self.begun, self.finish = threading.Event(), threading.Event()
 
     @property
     def open(self) -> int:
-        return len(self.tickets)
+        return len(self.groups)
 
     def has_room(self, *_: Any) -> bool:
-        return not self.tickets
+        return not self.groups
 
-    def begin(self, ticket: int, *_: Any) -> None:
-        self.tickets.append(ticket)
+    def begin(self, group: int, *_: Any) -> None:
+        self.groups.append(group)
         self.begun.set()
 
     def step(self) -> list[PlayedGroup]:
         if not self.finish.wait(0.01):
             return []
-        return [PlayedGroup(self.tickets.pop(), [])]
+        return [(self.groups.pop(), [])]
 
     def abort(self) -> None:
-        self.tickets.clear()
+        self.groups.clear()
 
 
 def test_who_holds_the_server_waits_for_what_is_under_way_and_lets_nothing_begin() -> None:
     player = OneByOne()
-    server = GroupServer(GroupLoop(player))
-    server.submit([0, 1], [REQUEST, REQUEST], SamplingParameters(), -1)
+    server = GroupServer(player).start()
+    server.submit({0: REQUEST, 1: REQUEST}, SamplingParameters(), -1)
     assert player.begun.wait(10)
     holder = threading.Thread(target=server.hold)
     holder.start()
@@ -58,21 +58,21 @@ def test_who_holds_the_server_waits_for_what_is_under_way_and_lets_nothing_begin
     player.finish.set()
     holder.join(10)
     assert not holder.is_alive()
-    assert [group.ticket for group in server.collect(0)] == [0]
+    assert [group for group, _ in server.collect(0)] == [0]
     assert player.open == 0
     with server.changing(5, last=True, interrupts=False):
         assert player.open == 0
-    assert [group.ticket for group in server.collect(0)] == [1]
+    assert [group for group, _ in server.collect(0)] == [1]
 
 
 def test_a_pause_lets_groups_begin_again() -> None:
     player = OneByOne()
-    server = GroupServer(GroupLoop(player))
+    server = GroupServer(player).start()
     player.finish.set()
     with server.held():
-        server.submit([0], [REQUEST], SamplingParameters(), -1)
+        server.submit({0: REQUEST}, SamplingParameters(), -1)
         assert not player.begun.wait(0.1)
-    assert [group.ticket for group in server.collect(0)] == [0]
+    assert [group for group, _ in server.collect(0)] == [0]
 
 
 @pytest.mark.parametrize("interrupts", [False, True])
@@ -82,9 +82,9 @@ def test_an_engine_answers_the_probe_with_new_weights_before_any_group_begins(
     """Also where new weights may interrupt responses: then those under way end first."""
     player, engine = OneByOne(), loaded_engine(interrupts="recompute" if interrupts else None)
     actor: Any = object.__new__(EngineActor)
-    actor._server, actor._engine = GroupServer(GroupLoop(player)), engine
+    actor._server, actor._engine = GroupServer(player).start(), engine
     actor._reads_views, actor._interrupts = True, interrupts
-    actor._server.submit([0, 1], [REQUEST, REQUEST], SamplingParameters(), -1)
+    actor._server.submit({0: REQUEST, 1: REQUEST}, SamplingParameters(), -1)
     assert player.begun.wait(10)
     [bucket] = pack_buckets(hf_state_dict(FAMILIES["qwen3"](), 1).items())
     probe = WeightProbe(GenerationRequest((5, 6), (1, 2)), PARAMETERS, checksums=True)
@@ -100,7 +100,7 @@ def test_an_engine_answers_the_probe_with_new_weights_before_any_group_begins(
     assert all((one.token_versions() == 1).all() for one in answer.answers)
     assert answer.checksums == engine.weight_checksums()
     done = [*actor._server.collect(0), *([] if player.open == 0 else actor._server.collect(0))]
-    assert under_way == [0] and {group.ticket for group in done} <= {0, 1}
+    assert under_way == [0] and {group for group, _ in done} <= {0, 1}
     assert actor.load_weights(2, np.frombuffer(bucket, np.uint8), True) == []
     [again] = actor.answer_probe(probe)
     assert all((one.token_versions() == 2).all() for one in again.answers)
@@ -108,8 +108,8 @@ def test_an_engine_answers_the_probe_with_new_weights_before_any_group_begins(
 
 def test_a_canceled_group_holds_nobody_up() -> None:
     player = OneByOne()
-    server = GroupServer(GroupLoop(player))
-    server.submit([0], [REQUEST], SamplingParameters(), -1)
+    server = GroupServer(player).start()
+    server.submit({0: REQUEST}, SamplingParameters(), -1)
     server.cancel(1)
     server.hold()
     assert player.open == 0 and server.collect(0) == []

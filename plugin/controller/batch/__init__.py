@@ -1,1 +1,0 @@
-"""From groups of responses to the batches of the optimizer steps."""

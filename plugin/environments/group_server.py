@@ -1,0 +1,219 @@
+"""The groups at one engine: those that wait, those being played, those that are done.
+
+A group is a request that the controller's queue has numbered, with all its responses. It keeps that
+number from the queue to the engine and back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from plugin.engines.protocol import GenerationRequest, SamplingParameters
+from plugin.environments.trajectory import Trajectory
+from plugin.weights.buckets import NO_WEIGHTS
+
+#: Groups that are done within so many seconds travel together: a call costs milliseconds.
+_GATHER_SECONDS = 0.05
+
+#: A group's number and one trajectory per seed.
+PlayedGroup = tuple[int, list[Trajectory]]
+
+
+class Player(Protocol):
+    """Turns requests into trajectories, in one turn or several, many at the same time."""
+
+    @property
+    def open(self) -> int:
+        """Groups that were begun and are not done."""
+        ...
+
+    def has_room(self, request: GenerationRequest, parameters: SamplingParameters) -> bool:
+        """Whether the engine has room for another group."""
+        ...
+
+    def begin(self, group: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
+        """Begin a group."""
+        ...
+
+    def step(self) -> list[PlayedGroup]:
+        """Get everything open a step further; the groups that are done now."""
+        ...
+
+    def abort(self) -> None:
+        """Forget what is open."""
+        ...
+
+
+class GroupServer:
+    """Begins groups in the order in which they came, as soon as there is room for each.
+
+    Either its owner calls `step`, or `start` has a thread do so until the process ends, and calls
+    come from other threads. Only the one that steps uses the player; what waits is guarded by the
+    lock.
+    """
+
+    def __init__(self, player: Player) -> None:
+        self._player = player
+        self._turn = threading.Condition()
+        #: Number, request, parameters, and the oldest weights that may sample its tokens.
+        self._waiting: deque[tuple[int, GenerationRequest, SamplingParameters, int]] = deque()
+        self._done: list[PlayedGroup] = []
+        self._version, self._is_held = NO_WEIGHTS, False
+        self._is_stepping, self._aborts = False, False
+        self._era = 0
+        self._failure: BaseException | None = None
+
+    def __len__(self) -> int:
+        """Groups that are not done."""
+        return len(self._waiting) + self._player.open
+
+    def start(self) -> GroupServer:
+        """Play in a thread of its own from now on."""
+        threading.Thread(target=self._play, daemon=True).start()
+        return self
+
+    def submit(
+        self,
+        requests: Mapping[int, GenerationRequest],
+        parameters: SamplingParameters,
+        at_least: int = NO_WEIGHTS,
+    ) -> None:
+        """Take groups; no token of them is sampled with weights older than `at_least`."""
+        with self._turn:
+            for group, request in requests.items():
+                self._waiting.append((group, request, parameters, at_least))
+            self._turn.notify_all()
+
+    def step(self) -> list[PlayedGroup]:
+        """Begin what may begin, and go one step; the groups that are done now."""
+        self._begin_waiting()
+        return self._player.step() if self._player.open else []
+
+    def collect(self, era: int) -> list[PlayedGroup]:
+        """The groups that are done, once there are some; none if a later era has begun.
+
+        Raises what ended the generation.
+        """
+        with self._turn:
+
+            def over() -> bool:
+                return self._failure is not None or self._era > era
+
+            self._turn.wait_for(lambda: bool(self._done) or over())
+            self._turn.wait_for(lambda: self._is_idle() or over(), timeout=_GATHER_SECONDS)
+            self._require_alive()
+            if self._era > era:
+                return []
+            done, self._done = self._done, []
+            return done
+
+    def cancel(self, era: int) -> None:
+        """Forget every group, also those that are done; what comes next is of `era`."""
+        with self._turn:
+            self._waiting.clear()
+            self._done.clear()
+            self._era = era
+            self._aborts = True
+            self._turn.notify_all()
+
+    @contextlib.contextmanager
+    def changing(self, version: int, *, last: bool, interrupts: bool) -> Iterator[None]:
+        """Keep responses away from weights that change, from the first part of them to the last.
+
+        interrupts: the engine does so itself, between two tokens
+        """
+        if not interrupts:
+            self.hold()
+        yield
+        if last:
+            self._version = version
+            self._release()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep responses away for a while."""
+        self.hold()
+        yield
+        self._release()
+
+    def hold(self) -> None:
+        """Begin no further group, and wait until none is under way."""
+        with self._turn:
+            self._is_held = True
+            self._turn.wait_for(lambda: self._failure is not None or not self._is_playing())
+            self._require_alive()
+
+    def _release(self) -> None:
+        with self._turn:
+            self._is_held = False
+            self._turn.notify_all()
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _is_playing(self) -> bool:
+        return self._is_stepping or self._player.open > 0
+
+    def _is_idle(self) -> bool:
+        return not self._is_stepping and not len(self)
+
+    def _may_begin(self) -> bool:
+        """Whether the group that came first may."""
+        if self._is_held or not self._waiting:
+            return False
+        _, request, parameters, at_least = self._waiting[0]
+        return self._version >= at_least and self._player.has_room(request, parameters)
+
+    def _begin_waiting(self) -> None:
+        while self._may_begin():
+            group, request, parameters, _ = self._waiting.popleft()
+            self._player.begin(group, request, parameters)
+
+    def _play(self) -> None:
+        # OpenMP counts threads for each of ours; torch sets the number only at its first operation
+        # here, and vLLM plans its attention before that.
+        torch.set_num_threads(torch.get_num_threads())
+        try:
+            while True:
+                with self._turn:
+                    self._turn.wait_for(
+                        lambda: self._aborts or self._player.open > 0 or self._may_begin()
+                    )
+                    era, self._is_stepping = self._era, True
+                    if self._aborts:
+                        self._player.abort()
+                        self._aborts = False
+                    # Under the lock that `era` was read with: what begins here is of this era.
+                    self._begin_waiting()
+                done = self._player.step() if self._player.open else []
+                with self._turn:
+                    self._is_stepping = False
+                    if self._era == era:
+                        self._done += done
+                    self._turn.notify_all()
+        except BaseException as error:
+            with self._turn:
+                self._failure, self._is_stepping = error, False
+                self._turn.notify_all()
+
+
+def play_all(
+    player: Player, requests: Sequence[GenerationRequest], parameters: SamplingParameters
+) -> list[list[Trajectory]]:
+    """The trajectories of every request, in order, once all are done."""
+    server, done = GroupServer(player), dict[int, list[Trajectory]]()
+    server.submit(dict(enumerate(requests)), parameters)
+    try:
+        while len(server):
+            done.update(server.step())
+    except BaseException:
+        player.abort()
+        raise
+    return [done[number] for number in range(len(requests))]

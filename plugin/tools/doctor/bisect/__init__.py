@@ -1,1 +1,0 @@
-"""Where the mismatch between engine and trainer comes from: layer by layer, part by part."""
