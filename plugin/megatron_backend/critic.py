@@ -18,18 +18,15 @@ from plugin.errors import BatchError
 from plugin.loss.normalization import token_weights
 from plugin.loss.value_loss import clipped_value_loss
 from plugin.megatron_backend.model.builder import build_optimizer, wrap_with_ddp
-from plugin.megatron_backend.model.whole_weight import WholeWeight
+from plugin.megatron_backend.model.special_layers import WholeWeight
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.rank_model import RankModel
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.megatron_backend.step.forward_step import ForwardStep, LossClosure, run_model
 from plugin.megatron_backend.step.loss_scaling import LossScale
+from plugin.megatron_backend.step.optimizer_step import GuardedOptimizer, connect
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
-from plugin.megatron_backend.step.schedule import (
-    GuardedOptimizer,
-    connect,
-)
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.megatron_backend.trainer import StepResult
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable

@@ -29,9 +29,13 @@ from plugin.megatron_backend.hf_weights.export import export_hf_weights, export_
 from plugin.megatron_backend.hf_weights.loading import load_hf_weights
 from plugin.megatron_backend.lora.adapters import adapters_off, attach_adapters
 from plugin.megatron_backend.lora.peft import export_own_adapters, load_adapters
-from plugin.megatron_backend.model.builder import build_model, build_optimizer, wrap_with_ddp
+from plugin.megatron_backend.model.builder import (
+    build_model,
+    build_optimizer,
+    unwrap,
+    wrap_with_ddp,
+)
 from plugin.megatron_backend.model.device_settings import on_this_device
-from plugin.megatron_backend.model.model_chunks import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.microbatch_routes import MicrobatchRoutes, routes_of
 from plugin.megatron_backend.routing.routed_model import RoutedModel
@@ -43,14 +47,10 @@ from plugin.megatron_backend.step.batch_share import (
     with_stage_routes,
 )
 from plugin.megatron_backend.step.loss_scaling import LossScale, weigh_samples
+from plugin.megatron_backend.step.optimizer_step import GuardedOptimizer, connect
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch, prepare
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
-from plugin.megatron_backend.step.schedule import (
-    GuardedOptimizer,
-    Pipeline,
-    connect,
-    gather_responses,
-)
+from plugin.megatron_backend.step.schedule import Pipeline, gather_responses
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.ragged import Integers, Ragged, as_integers
 

@@ -35,10 +35,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from plugin.errors import CheckpointError
 from plugin.megatron_backend.checkpoint import directory as directories
-from plugin.megatron_backend.checkpoint.adapter_state import adapter_record
 from plugin.megatron_backend.checkpoint.directory import CheckpointMetadata
 from plugin.megatron_backend.checkpoint.rng_state import reseed, rng_state, set_rng_state
 from plugin.megatron_backend.checkpoint.sharded_state import (
+    adapter_record,
     load_sharded_state,
     optimizer_step,
     set_optimizer_step,

@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plugin.config import TrainerConfig
-from plugin.megatron_backend.hf_weights.bridge import weight_bridge
-from plugin.megatron_backend.hf_weights.parameter_names import canonical_name
+from plugin.megatron_backend.hf_weights.bridge import canonical_name, weight_bridge
 from plugin.megatron_backend.lora.low_rank import Adapters, Cut, LowRank, Place
 from plugin.megatron_backend.lora.targets import check_lora, chosen_targets
-from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.builder import first_expert, unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 #: How Megatron cuts its linear layers over tensor parallel ranks.
@@ -110,12 +109,11 @@ def _attach(
     seed: int,
 ) -> None:
     """Give a layer adapters; one of Transformer Engine's grouped layers, one set per expert."""
-    first_expert = groups.ep_rank * ((model.config.num_moe_experts or 0) // groups.ep_size)
     made = []
     for own_name, weight in linear.named_parameters(recurse=False):
         if not own_name.startswith("weight"):
             continue
-        canonical = canonical_name(f"{name}.{own_name}", model, first_expert)
+        canonical = canonical_name(f"{name}.{own_name}", model, first_expert(model, groups))
         hf_names = bridge._weight_name_mapping_mcore_to_hf(canonical)
         adapters = _adapters(hf_names, weight, place, model.config, settings, seed)
         if adapters is not None:

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from plugin.errors import WeightError
+from plugin.megatron_backend.hf_weights.export import all_gathered
 from plugin.megatron_backend.hf_weights.files import open_weights
-from plugin.megatron_backend.hf_weights.gathered import all_gathered
 from plugin.megatron_backend.lora.adapters import LoraSettings, low_ranks
 from plugin.megatron_backend.lora.low_rank import LowRank
 from plugin.megatron_backend.lora.targets import (
@@ -27,7 +27,7 @@ from plugin.megatron_backend.lora.targets import (
     ADAPTER_WEIGHTS,
     PEFT_PREFIX,
 )
-from plugin.megatron_backend.model.model_chunks import gather_updated_weights
+from plugin.megatron_backend.model.builder import gather_updated_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 

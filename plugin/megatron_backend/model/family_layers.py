@@ -15,9 +15,7 @@ from torch import Tensor
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.gated_delta_net import delta_net_spec
-from plugin.megatron_backend.model.latent_attention import LocalLatentAttention
 from plugin.megatron_backend.model.local_layers import use_local_layers
-from plugin.megatron_backend.model.post_norm import add_post_norms
 from plugin.megatron_backend.model.rope import (
     FULL,
     SLIDING,
@@ -30,6 +28,7 @@ from plugin.megatron_backend.model.rotary_embedding import (
     RotaryEmbeddingPerWindow,
     SelfAttentionPerWindow,
 )
+from plugin.megatron_backend.model.special_layers import LocalLatentAttention, add_post_norms
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 

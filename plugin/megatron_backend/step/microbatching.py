@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.errors import BatchError, ConfigError
 from plugin.ragged import Integers, as_integers
 
@@ -101,14 +100,6 @@ def plan_microbatches(
         ranks.append(bins)
     oversize = tuple(i for i in range(len(lengths)) if samples.is_oversize(i))
     return MicrobatchPlan(tuple(samples.largest_first(bins, count) for bins in ranks), oversize)
-
-
-def build_microbatches(batch: RolloutBatch, plan: MicrobatchPlan, dp_rank: int) -> list[Microbatch]:
-    """The microbatches of one DP rank, in schedule order."""
-    return [
-        Microbatch(batch.select(samples)) if samples else Microbatch.padding_like(batch)
-        for samples in plan.ranks[dp_rank]
-    ]
 
 
 @dataclass(frozen=True)

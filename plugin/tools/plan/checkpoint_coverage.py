@@ -32,7 +32,7 @@ class Claims:
         self, chunks: Sequence[Any], groups: Any, shapes: Mapping[str, Tensor] | None = None
     ) -> None:
         """Take up one stage, with the experts of all of its expert ranks."""
-        from plugin.megatron_backend.hf_weights.sources import weight_sources
+        from plugin.megatron_backend.hf_weights.loading import weight_sources
 
         for parameter, tensors in weight_sources(chunks, groups, shapes):
             self.parameters[parameter] = self.parameters.get(parameter, 0) + 1

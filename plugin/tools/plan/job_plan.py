@@ -128,7 +128,7 @@ def plan_job(
     ranks: these instead of one per kind; quick: run fewer microbatches, extrapolate more
     begin: told what is planned next
     """
-    from plugin.megatron_backend.hf_weights.sources import whole_parameters
+    from plugin.megatron_backend.hf_weights.loading import whole_parameters
     from plugin.megatron_backend.model.layout_rules import check_model
     from plugin.megatron_backend.step.sequence_packing import sequence_layout
 

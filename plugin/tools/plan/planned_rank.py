@@ -155,7 +155,7 @@ class MetaRank:
 
     def checkpoint_shapes(self) -> Mapping[str, Tensor]:
         """The tensors of the model's checkpoint, as transformers builds them."""
-        from plugin.megatron_backend.hf_weights.sources import checkpoint_tensors
+        from plugin.megatron_backend.hf_weights.loading import checkpoint_tensors
 
         with self.mode.meta_parameters():
             return checkpoint_tensors(self.trainer.hf_config)

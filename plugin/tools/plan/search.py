@@ -25,7 +25,7 @@ import plugin
 from plugin.config import JobConfig
 from plugin.errors import MegatronTisError
 from plugin.megatron_backend.model.families import family_of
-from plugin.megatron_backend.model.pipeline_split import layers_per_stage, split_arguments
+from plugin.megatron_backend.model.layout_rules import layers_per_stage, split_arguments
 from plugin.tools.plan.estimates import message_seconds, step_time
 from plugin.tools.plan.gpus import Gpu
 from plugin.tools.plan.job_plan import JobPlan, Models, RankKind, decided, does_not_build, plan_job
