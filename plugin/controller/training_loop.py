@@ -21,9 +21,7 @@ from plugin.config import JobConfig
 from plugin.controller.batch import describe_batch, mini_batches, prepare_batch, without_old_tokens
 from plugin.controller.evaluation import Evaluations, Evaluator, describe
 from plugin.controller.interrupts import Interrupts
-from plugin.controller.passes.critic_steps import CriticSteps
-from plugin.controller.passes.log_prob_passes import LogProbPasses
-from plugin.controller.passes.teachers import Teachers
+from plugin.controller.passes import CriticSteps, LogProbPasses, Teachers
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.controller.queue.groups import Group, joined, reward_parts
 from plugin.controller.queue.rollout_queue import RolloutQueue
