@@ -14,12 +14,12 @@ from plugin.batch_types import RolloutBatch
 from plugin.errors import BatchError, ReplayError
 from plugin.megatron_backend.lora.adapters import adapters_off
 from plugin.megatron_backend.rank_model import PreparedStep, RankModel
-from plugin.megatron_backend.routing.live_routes import LiveRoutes
 from plugin.megatron_backend.routing.microbatch_routes import (
     router_order,
     token_places,
 )
 from plugin.megatron_backend.routing.router_replay import (
+    LiveRoutes,
     RecordedRoutes,
     RouterReplaySession,
 )
@@ -31,11 +31,8 @@ from plugin.megatron_backend.step.forward_step import (
     log_prob_forward_step,
     training_forward_step,
 )
+from plugin.megatron_backend.step.optimizer_step import cause_of_skip, first_bad_parameter
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
-from plugin.megatron_backend.step.schedule import (
-    first_bad_parameter,
-)
-from plugin.megatron_backend.step.skipped_step import cause_of_skip
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from plugin.ragged import Ragged
@@ -71,7 +68,7 @@ class MegatronTrainer(RankModel):
     """Model, optimizer and the two passes of one rank.
 
     A rank is given its share of a batch (`BatchShare`), or every rank the same whole batch, of
-    which each takes its own share: all plan alike without talking.
+    which each takes its own share: all ranks compute the same plan without communication.
     """
 
     def compute_log_probs(

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from plugin.config import JobConfig
+from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO
 from plugin.ppo_utils.kl_estimators import k3
 from plugin.ragged import Integers, Ragged, as_integers, ragged_range
 
@@ -91,7 +92,7 @@ class StepTokens:
     @property
     def log_ratio(self) -> NDArray[np.float64]:
         """train - rollout, bounded so that its exponential stays finite."""
-        return np.clip(self.train - self.rollout, -20.0, 20.0)
+        return np.clip(self.train - self.rollout, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def k3(self) -> float:
         """KL(rollout || train) per token."""

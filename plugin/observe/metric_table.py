@@ -289,7 +289,7 @@ SECTIONS: tuple[Section, ...] = (
     ),
     Section(
         "Critic",
-        "plugin/controller/passes/critic_steps.py and plugin/megatron_backend/critic.py",
+        "plugin/controller/passes.py and plugin/megatron_backend/critic.py",
         (
             _weighted("critic/loss", "value loss", "", "lower"),
             _tokens("critic/clipped", "tokens whose value change was clipped", "share"),

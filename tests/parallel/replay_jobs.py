@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plugin.batch_types import RolloutBatch, route_dtype
 from plugin.config import TrainerConfig
-from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing import router_replay
 from plugin.megatron_backend.routing.microbatch_routes import router_order

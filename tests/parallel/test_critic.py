@@ -12,7 +12,7 @@ from torch import Tensor
 from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.megatron_backend.critic import CriticTrainer, ValueHead
-from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel.tiny_models import hf_model, hf_state_dict, tiny_qwen3
 from tests.parallel.training_jobs import SMOOTH_ADAM, uneven_batch

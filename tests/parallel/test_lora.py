@@ -16,7 +16,7 @@ from plugin.config import TrainerConfig
 from plugin.megatron_backend.lora.adapters import adapters_off, low_ranks
 from plugin.megatron_backend.lora.low_rank import Adapters
 from plugin.megatron_backend.lora.peft import export_adapters, save_peft_directory
-from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.trainer import MegatronTrainer
 from tests.parallel import tiny_models

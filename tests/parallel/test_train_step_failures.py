@@ -12,7 +12,7 @@ import torch
 
 from plugin.batch_types import RolloutBatch
 from plugin.logprobs import row_gradients
-from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.trainer import MegatronTrainer
 from plugin.sharding.sequence_shards import SequenceShards

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel.training_jobs import (
     Case,

@@ -1,34 +1,33 @@
 """Weights out of Megatron-Core chunks, by their Hugging Face names: all of them, or a rank's part.
 
-One tensor is gathered at a time, and names are exchanged once for the whole model.
-"""
+One tensor is gathered at a time, from the tensor parallel ranks, expert ranks and pipeline stages
+that hold a part of it, and names are exchanged once for the whole model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugin.megatron_backend.hf_weights.bridge import weight_bridge
-from plugin.megatron_backend.hf_weights.expert_tensors import joined_experts
-from plugin.megatron_backend.hf_weights.gathered import (
-    Entry,
-    entry_of,
-    joined_shards,
-    on_all_stages,
-    whole_tensor,
+from plugin.megatron_backend.hf_weights.bridge import (
+    GROUPED_EXPERT,
+    LAYER,
+    canonical_name,
+    weight_bridge,
 )
-from plugin.megatron_backend.hf_weights.parameter_names import GROUPED_EXPERT, LAYER, canonical_name
-from plugin.megatron_backend.model.families import FAMILIES
-from plugin.megatron_backend.model.model_chunks import (
+from plugin.megatron_backend.hf_weights.expert_tensors import joined_experts
+from plugin.megatron_backend.model.builder import (
     experts_per_rank,
+    first_expert,
     gather_updated_weights,
     model_tensors,
     unwrap,
 )
+from plugin.megatron_backend.model.families import FAMILIES
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 
@@ -121,13 +120,15 @@ def export_own_part(
 def _rounds(
     models: Sequence[Any], groups: ParallelGroups, round_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors of this rank by canonical name, whole layers at a time; alike within a stage."""
-    first_expert = groups.ep_rank * experts_per_rank(models[0], groups)
+    """Yield this rank's tensors by canonical name, whole layers at a time.
+
+    All ranks of a stage have the same rounds.
+    """
     held: list[tuple[str, Tensor]] = []
     size, last = 0, None
     for model in models:
         for name, parameter in model_tensors(model):
-            canonical = canonical_name(name, model, first_expert)
+            canonical = canonical_name(name, model, first_expert(model, groups))
             if canonical == "output_layer.weight" and model.hf_config.tie_word_embeddings:
                 continue
             match = LAYER.match(canonical)
@@ -175,3 +176,79 @@ def _by_expert(name: str, stacked: Tensor, model: Any, groups: ParallelGroups) -
     per_rank = experts_per_rank(model, groups)
     prefix, number = name[: match.start(3)], int(match.group(3)) % per_rank
     return {f"{prefix}{rank * per_rank + number}": own for rank, own in enumerate(stacked)}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What every pipeline stage must know about a parameter to take part in its export.
+
+    name: canonical; experts are numbered as on expert rank 0, so that all expert ranks agree on it
+    whole_shape: once merged over tensor parallel ranks; experts have the expert rank in front
+    """
+
+    name: str
+    whole_shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_sharded: bool
+
+
+def entry_of(name: str, parameter: Tensor, groups: ParallelGroups) -> Entry:
+    shape = list(parameter.shape)
+    if expert := GROUPED_EXPERT.search(name):
+        is_sharded = groups.etp_size > 1
+        if is_sharded:
+            shape[0 if expert.group(1) == "linear_fc1" else 1] *= groups.etp_size
+        shape = [groups.ep_size, *shape]
+    else:
+        is_sharded = bool(getattr(parameter, "tensor_model_parallel", False))
+        if is_sharded:
+            shape[parameter.partition_dim] *= groups.tp_size  # type: ignore[attr-defined]
+    return Entry(name, tuple(shape), parameter.dtype, is_sharded)
+
+
+def whole_tensor(
+    entry: Entry, parameter: Tensor | None, bridge: Any, groups: ParallelGroups
+) -> Tensor:
+    """A parameter merged over the ranks of its stage; empty memory for it where it is None.
+
+    For an expert, those of all expert ranks are stacked in front.
+    """
+    if parameter is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.empty(entry.whole_shape, dtype=entry.dtype, device=device)
+    whole = joined_shards(entry, parameter, bridge, groups)
+    if GROUPED_EXPERT.search(entry.name):
+        whole = torch.stack(all_gathered(whole, groups.ep_group))
+    return whole
+
+
+def joined_shards(entry: Entry, parameter: Tensor, bridge: Any, groups: ParallelGroups) -> Tensor:
+    """A parameter joined over the tensor parallel ranks that have a shard of it.
+
+    Adapters (`lora.py`) are added to it, unless they are switched off.
+    """
+    adapters = getattr(parameter, "lora", None)
+    whole = parameter.detach() if adapters is None else adapters.merged(parameter)
+    if entry.is_sharded:
+        is_expert = GROUPED_EXPERT.search(entry.name) is not None
+        shards = all_gathered(whole, groups.etp_group if is_expert else groups.tp_group)
+        if len(shards) > 1:
+            whole = bridge._weight_merge_across_tp(entry.name, shards, parameter)
+    return whole
+
+
+def on_all_stages(whole: Tensor, stage: int, groups: ParallelGroups) -> Tensor:
+    """What pipeline stage `stage` has in `whole`, on every stage."""
+    whole = whole.contiguous()
+    source = dist.get_global_rank(groups.pp_group, stage)
+    dist.broadcast(whole, src=source, group=groups.pp_group)
+    return whole
+
+
+def all_gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [tensor]
+    tensor = tensor.contiguous()
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered

@@ -1,9 +1,12 @@
-"""Hugging Face weights into Megatron-Core chunks: every rank reads just the tensors it holds."""
+"""Hugging Face weights into Megatron-Core chunks: every rank reads just the tensors it holds.
+
+Also which tensors each parameter is made of, without reading any, for a plan of a job."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,17 @@ import torch
 from torch import Tensor
 
 from plugin.errors import WeightError
-from plugin.megatron_backend.hf_weights.bridge import weight_bridge
+from plugin.megatron_backend.hf_weights.bridge import GROUPED_EXPERT, canonical_name, weight_bridge
 from plugin.megatron_backend.hf_weights.expert_tensors import ExpertsByNumber, split_by_expert
+from plugin.megatron_backend.hf_weights.export import entry_of
 from plugin.megatron_backend.hf_weights.files import HfDirectory
-from plugin.megatron_backend.hf_weights.parameter_names import GROUPED_EXPERT, canonical_name
+from plugin.megatron_backend.model.builder import (
+    experts_per_rank,
+    first_expert,
+    model_tensors,
+    unwrap,
+)
 from plugin.megatron_backend.model.families import FAMILIES, is_extra_layer
-from plugin.megatron_backend.model.model_chunks import experts_per_rank, model_tensors, unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 _HF_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -31,7 +39,7 @@ def load_hf_weights(
     """Fill this rank's parameters from a Hugging Face directory (safetensors) or state dict.
 
     No communication: each rank reads what it holds. An optimizer that keeps its own copy of the
-    weights must be told afterwards (`optimizer.reload_model_params()`).
+    weights must reload them afterwards (`optimizer.reload_model_params()`).
     """
     models = [unwrap(chunk) for chunk in chunks]
     hf_config, bridge = models[0].hf_config, weight_bridge(models[0], groups)
@@ -58,9 +66,8 @@ def load_hf_weights(
     if family.fused_experts:
         weights = ExpertsByNumber(weights)
     for model in models:
-        first_expert = groups.ep_rank * experts_per_rank(model, groups)
         for name, parameter in model_tensors(model):
-            canonical = canonical_name(name, model, first_expert)
+            canonical = canonical_name(name, model, first_expert(model, groups))
             hf_names = bridge._weight_name_mapping_mcore_to_hf(canonical)
             if missing := [hf_name for hf_name in hf_names if hf_name not in weights]:
                 raise WeightError(
@@ -115,3 +122,57 @@ def local_shard(
         f"{found} does not fit {canonical}, of which this rank holds {list(parameter.shape)}; "
         "load weights that belong to the config"
     ) from cause
+
+
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def weight_sources(
+    chunks: Sequence[torch.nn.Module],
+    groups: ParallelGroups,
+    shapes: Mapping[str, Tensor] | None = None,
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield (parameter, Hugging Face tensors) of this stage, for the experts of all expert ranks.
+
+    shapes: tensors by name, whose cuts are tried: a `WeightError` where one does not fit
+    """
+    models = [unwrap(chunk) for chunk in chunks]
+    bridge = weight_bridge(models[0], groups)
+    for model in models:
+        per_rank = experts_per_rank(model, groups)
+        for name, parameter in model_tensors(model):
+            ranks = range(groups.ep_size) if ".experts." in name else range(1)
+            for ep_rank in ranks:
+                canonical = canonical_name(name, model, ep_rank * per_rank)
+                names = bridge._weight_name_mapping_mcore_to_hf(canonical)
+                if shapes is not None and all(source in shapes for source in names):
+                    tensors = {source: shapes[source] for source in names}
+                    local_shard(canonical, parameter, tensors, bridge, groups)
+                yield canonical, names
+
+
+def checkpoint_tensors(hf_config: Any) -> Mapping[str, Tensor]:
+    """The tensors of a checkpoint as transformers builds them, not initialized, by expert."""
+    from transformers import AutoModelForCausalLM, initialization
+
+    with initialization.no_init_weights():
+        model = AutoModelForCausalLM.from_config(hf_config)
+    if FAMILIES[hf_config.model_type].fused_experts:
+        return ExpertsByNumber(model.state_dict())
+    return split_by_expert(model.state_dict())
+
+
+def whole_parameters(chunks: Sequence[torch.nn.Module], groups: ParallelGroups) -> int:
+    """Numbers of this stage's parameters over all its ranks: no copies, no vocabulary padding."""
+    total = 0
+    for model in (unwrap(chunk) for chunk in chunks):
+        tied = bool(model.hf_config.tie_word_embeddings)
+        for name, parameter in model_tensors(model):
+            canonical = canonical_name(name, model, first_expert=0)
+            if canonical == "output_layer.weight" and tied:
+                continue  # the embedding once more, on the last of several stages
+            shape: list[Any] = list(entry_of(canonical, parameter, groups).whole_shape)
+            if canonical in _VOCABULARY:
+                shape[0] = model.hf_config.vocab_size
+            total += math.prod(shape)
+    return total

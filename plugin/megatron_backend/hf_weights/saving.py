@@ -16,8 +16,8 @@ from torch import Tensor
 
 from plugin.errors import WeightError
 from plugin.megatron_backend.hf_weights.export import export_hf_weights
+from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.model.families import FAMILIES
-from plugin.megatron_backend.model.model_chunks import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 

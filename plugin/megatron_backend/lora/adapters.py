@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plugin.config import TrainerConfig
-from plugin.megatron_backend.hf_weights.bridge import weight_bridge
-from plugin.megatron_backend.hf_weights.parameter_names import canonical_name
+from plugin.megatron_backend.hf_weights.bridge import canonical_name, weight_bridge
 from plugin.megatron_backend.lora.low_rank import Adapters, Cut, LowRank, Place
 from plugin.megatron_backend.lora.targets import check_lora, chosen_targets
-from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.builder import first_expert, unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 #: How Megatron cuts its linear layers over tensor parallel ranks.
@@ -77,7 +76,7 @@ def attach_adapters(
 
 
 def _with_gradient(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    """Recomputed layers pass a gradient on only where their input asks for one."""
+    """Recomputed layers propagate a gradient only if their input requires one."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
@@ -110,12 +109,11 @@ def _attach(
     seed: int,
 ) -> None:
     """Give a layer adapters; one of Transformer Engine's grouped layers, one set per expert."""
-    first_expert = groups.ep_rank * ((model.config.num_moe_experts or 0) // groups.ep_size)
     made = []
     for own_name, weight in linear.named_parameters(recurse=False):
         if not own_name.startswith("weight"):
             continue
-        canonical = canonical_name(f"{name}.{own_name}", model, first_expert)
+        canonical = canonical_name(f"{name}.{own_name}", model, first_expert(model, groups))
         hf_names = bridge._weight_name_mapping_mcore_to_hf(canonical)
         adapters = _adapters(hf_names, weight, place, model.config, settings, seed)
         if adapters is not None:
@@ -194,7 +192,7 @@ def low_ranks(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, LowRank]]
 
 @contextmanager
 def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """In the body the model is its base."""
+    """Disable all adapters in the body: the model is its base."""
     held = [m for chunk in chunks for m in unwrap(chunk).modules() if isinstance(m, Adapters)]
     for adapters in held:
         adapters.enabled = False

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from plugin.errors import WeightError
+from plugin.megatron_backend.hf_weights.export import all_gathered
 from plugin.megatron_backend.hf_weights.files import open_weights
-from plugin.megatron_backend.hf_weights.gathered import all_gathered
 from plugin.megatron_backend.lora.adapters import LoraSettings, low_ranks
 from plugin.megatron_backend.lora.low_rank import LowRank
 from plugin.megatron_backend.lora.targets import (
@@ -27,7 +27,7 @@ from plugin.megatron_backend.lora.targets import (
     ADAPTER_WEIGHTS,
     PEFT_PREFIX,
 )
-from plugin.megatron_backend.model.model_chunks import gather_updated_weights
+from plugin.megatron_backend.model.builder import gather_updated_weights
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 
@@ -78,7 +78,7 @@ def export_own_adapters(
 def load_adapters(chunks: Sequence[nn.Module], directory: Path) -> None:
     """Fill this rank's adapters from a PEFT directory; no communication.
 
-    An optimizer that keeps its own copy of the weights must be told afterwards.
+    An optimizer that keeps its own copy of the weights must reload them afterwards.
     """
     file = open_weights(directory / ADAPTER_WEIGHTS)
     there = set(file.keys())

@@ -6,7 +6,7 @@ parallel sizes from the groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ from plugin.megatron_backend.model.device_settings import (
 )
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.family_layers import fit_to_family, layer_spec
-from plugin.megatron_backend.model.layout_rules import check_layout
-from plugin.megatron_backend.model.pipeline_split import split_arguments
+from plugin.megatron_backend.model.layout_rules import check_layout, split_arguments
 from plugin.megatron_backend.model.rope import rope_factor
 from plugin.megatron_backend.model.rotary_embedding import scale_rotation
 from plugin.megatron_backend.parallel_groups import ParallelGroups
@@ -60,7 +59,7 @@ def build_model(
 
     overrides: arguments of Megatron's `TransformerConfig` for which there is no flag
     """
-    wished, config = config.transformer_impl, on_this_device(config)
+    requested, config = config.transformer_impl, on_this_device(config)
     arguments = transformer_arguments(hf_config, config, groups) | overrides
     check_layout(hf_config.model_type, arguments)
     if config.moe_router_fusion:
@@ -73,7 +72,7 @@ def build_model(
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     use_te = config.transformer_impl == "transformer_engine"
-    if torch.cuda.is_available() and not use_te and wished == "auto" and groups.rank == 0:
+    if torch.cuda.is_available() and not use_te and requested == "auto" and groups.rank == 0:
         warn_of_local_layers()
     return [
         _build_chunk(hf_config, transformer, groups, number, use_te)
@@ -110,7 +109,7 @@ def transformer_arguments(
         "bf16": config.train_dtype == "bfloat16",
         "fp16": config.train_dtype == "float16",
         "attention_softmax_in_fp32": True,
-        # The interleaved schedule gets rows of one length (`forward_step.prepare`).
+        # The interleaved schedule gets rows of one length (`preparation.prepare`).
         "variable_seq_lengths": groups.vpp_size is None,
         "calculate_per_token_loss": config.per_token,
         "recompute_granularity": config.recompute_granularity,
@@ -271,3 +270,40 @@ def build_optimizer(
         params_dtype=params_dtype,
     )
     return get_megatron_optimizer(optimizer_config, list(chunks))
+
+
+def unwrap(chunk: torch.nn.Module) -> Any:
+    """The `GPTModel` inside DDP or precision wrappers."""
+    inner: Any = chunk
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return inner
+
+
+def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a chunk, adapters left out, and its routers' biases, which are not trained."""
+    for name, parameter in model.named_parameters():
+        if ".lora." not in name:
+            yield name, parameter
+    for name, tensor in model.named_buffers():
+        if name.endswith(".router.expert_bias"):
+            yield name, tensor
+
+
+def experts_per_rank(model: Any, groups: ParallelGroups) -> int:
+    return (model.config.num_moe_experts or 0) // groups.ep_size
+
+
+def first_expert(model: Any, groups: ParallelGroups) -> int:
+    """Return the number, in the whole model, of the first expert that this rank holds."""
+    return groups.ep_rank * experts_per_rank(model, groups)
+
+
+def gather_updated_weights(chunks: Sequence[Any]) -> None:
+    """Complete the weights that the next forward pass would gather; a collective.
+
+    With --overlap-param-gather an optimizer step leaves every rank with its own share updated.
+    """
+    for chunk in chunks:
+        if getattr(chunk, "use_forward_hook", False):
+            chunk.start_param_sync(force_sync=True)

@@ -15,9 +15,7 @@ from torch import Tensor
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.gated_delta_net import delta_net_spec
-from plugin.megatron_backend.model.latent_attention import LocalLatentAttention
 from plugin.megatron_backend.model.local_layers import use_local_layers
-from plugin.megatron_backend.model.post_norm import add_post_norms
 from plugin.megatron_backend.model.rope import (
     FULL,
     SLIDING,
@@ -30,6 +28,7 @@ from plugin.megatron_backend.model.rotary_embedding import (
     RotaryEmbeddingPerWindow,
     SelfAttentionPerWindow,
 )
+from plugin.megatron_backend.model.special_layers import LocalLatentAttention, add_post_norms
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 
@@ -82,7 +81,7 @@ def _use_delta_nets(
 
 
 def fit_to_family(model: GPTModel, hf_config: Any, groups: ParallelGroups, use_te: bool) -> None:
-    """Give a built chunk the RoPE of its config, and what else the family asks for; in place."""
+    """Give a built chunk the RoPE of its config, and whatever else the family needs; in place."""
     family, config = family_of(hf_config), model.config
     if config.multi_latent_attention:
         _fit_latent_attention(model, hf_config, groups, use_te, family.latent_norm_eps)
@@ -105,7 +104,7 @@ def _reduce_over_expert_ranks(model: GPTModel) -> None:
     Megatron-Core 0.16 does so only with more than one expert parallel rank. Experts that are cut
     into fewer parts than the dense layers see the tokens of one tensor parallel rank each, and
     would be trained apart. The mark of sequence parallelism on an expert's bias would have it
-    summed once more. Not needed once Megatron asks for the size of the expert groups.
+    summed once more. Not needed once Megatron checks the size of the expert groups.
     """
     for layer in model.decoder.layers:
         if hasattr(layer.mlp, "experts"):

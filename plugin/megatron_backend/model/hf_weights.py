@@ -3,6 +3,6 @@
 from plugin.megatron_backend.hf_weights.export import export_hf_weights
 from plugin.megatron_backend.hf_weights.loading import load_hf_weights
 from plugin.megatron_backend.hf_weights.saving import save_hf_checkpoint
-from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.builder import unwrap
 
 __all__ = ["export_hf_weights", "load_hf_weights", "save_hf_checkpoint", "unwrap"]

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.transformer.moe.router import TopKRouter
 
 from plugin.errors import ReplayError
-from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.builder import unwrap
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ Expert indices are replayed; scores are gathered from the live logits, so the ro
 gradient. Where the engine's weights are replayed too, they take the place of what the router
 returns, after softmax, renormalization and scaling: they are what the experts' outputs were
 multiplied with. The router then has no gradient, or that of its own weights (`keep_gradient`).
+
+`LiveRoutes` collects what the routers would choose by themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from torch import Tensor
 
 from plugin.errors import ReplayError
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.routing.live_routes import LiveRoutes
 from plugin.megatron_backend.routing.microbatch_routes import MicrobatchRoutes
 from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.step.batch_share import BatchShare
@@ -258,3 +259,50 @@ class _LayerReplay:
                 f"tokens and topk {topk}"
             )
         return target.long(), has_route
+
+
+class LiveRoutes:
+    """The experts that the trainer's routers would choose by themselves, gathered from all ranks.
+
+    Compared with the engine's routes on the driver they show whether engine and trainer route
+    alike, and if not, why. The first samples of a batch are enough to judge: only those are kept.
+    Filled by the routers during one schedule; `gathered` is a collective.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        topk: int,
+        lengths: Sequence[int],
+        places: Sequence[Tensor],
+        device: torch.device,
+    ) -> None:
+        """Watch the first samples of the global batch, whose total lengths are `lengths`.
+
+        places: per microbatch of this rank [rows], which token of the global batch a row is;
+            negative or past the end where it is padding
+        """
+        self._lengths = list(lengths)
+        tokens = sum(self._lengths)
+        watched = [(place >= 0) & (place < tokens) for place in places]
+        # One row more takes what is not watched: no mask, and so no wait for the device.
+        self._experts = torch.full(
+            (tokens + 1, num_layers, topk), -1, dtype=torch.int32, device=device
+        )
+        self._places = [
+            torch.where(inside, place, tokens).to(device)
+            for place, inside in zip(places, watched, strict=True)
+        ]
+        self._watched = [bool(inside.any()) for inside in watched]
+
+    def add(self, number: int, layer: int, chosen: Tensor) -> None:
+        """Experts [rows, topk] that the router of `layer` chose for microbatch `number`."""
+        if self._watched[number]:
+            self._experts[self._places[number], layer] = chosen.to(torch.int32)
+
+    def gathered(self) -> list[Tensor]:
+        """Routes [tokens, layers, topk] of the first samples; -1 where no router was asked."""
+        experts = self._experts[:-1]
+        # Ranks that see a token all route it alike; a rank that has not seen it has -1.
+        dist.all_reduce(experts, op=dist.ReduceOp.MAX)
+        return list(experts.cpu().split(self._lengths))

@@ -1,6 +1,6 @@
 """Cut a global batch into microbatches: balanced, equally many per rank, within a token budget.
 
-Every data-parallel rank must run the same number of microbatches, or the others wait for ever in a
+Every data-parallel rank must run the same number of microbatches, or the others hang in a
 collective. A rank with too few samples gets *padding microbatches*, which contribute nothing.
 Planning uses lengths only and is deterministic: every rank computes the same plan by itself.
 """
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.errors import BatchError, ConfigError
 from plugin.ragged import Integers, as_integers
 
@@ -75,7 +74,7 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Spread samples of the given total lengths over DP ranks and microbatches.
 
-    count_multiple: of which the number of microbatches per rank is a multiple (virtual pipelining)
+    count_multiple: the number of microbatches per rank is a multiple of it (virtual pipelining)
     """
     lengths = as_integers(total_lengths).tolist()
     if not lengths:
@@ -101,14 +100,6 @@ def plan_microbatches(
         ranks.append(bins)
     oversize = tuple(i for i in range(len(lengths)) if samples.is_oversize(i))
     return MicrobatchPlan(tuple(samples.largest_first(bins, count) for bins in ranks), oversize)
-
-
-def build_microbatches(batch: RolloutBatch, plan: MicrobatchPlan, dp_rank: int) -> list[Microbatch]:
-    """The microbatches of one DP rank, in schedule order."""
-    return [
-        Microbatch(batch.select(samples)) if samples else Microbatch.padding_like(batch)
-        for samples in plan.ranks[dp_rank]
-    ]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from plugin.logprobs.fused_lm_head import (
 )
 from plugin.logprobs.top_ids import fused_top_ids, top_ids
 from plugin.logprobs.vocab_parallel import at_rows, log_probs_and_entropy, log_probs_of_ids
-from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.step.sequence_packing import ModelInputs
 from plugin.ragged import Ragged

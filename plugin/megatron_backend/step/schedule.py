@@ -1,21 +1,17 @@
-"""Run stock Megatron schedules; step the optimizer if the gradient is sound."""
+"""Run stock Megatron schedules, and gather what their last stage computed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.step.grad_scaler import SharedGradScaler
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch
 from plugin.ragged import Integers
 
@@ -75,74 +71,6 @@ class Pipeline:
     @property
     def _last_rank(self) -> int:
         return dist.get_global_rank(self.groups.pp_group, self.groups.pp_size - 1)
-
-
-def connect(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
-    """Tell the model's config how to scale losses and how to finish gradients."""
-    for chunk in chunks:
-        chunk.config.grad_scale_func = optimizer.scale_loss
-        chunk.config.finalize_model_grads_func = finalize_model_grads
-
-
-class GuardedOptimizer:
-    """A Megatron optimizer that skips a step whose gradient norm is not finite or too large.
-
-    `optimizer.step()` stays Megatron's own; only its last act, applying the clipped gradients, asks
-    first. The norm is reduced over all ranks, so all of them decide alike. In float16 Megatron
-    itself skips what overflows, before there is a norm; its parts share one scaler.
-    """
-
-    def __init__(self, optimizer: MegatronOptimizer, max_norm: float | None = None) -> None:
-        self.optimizer = optimizer
-        self.skipped_steps = 0
-        self.scaler = SharedGradScaler.of(optimizer)
-        #: The last step was skipped because of a loss scale that is still being lowered.
-        self.overflowed = False
-        self._max_norm = math.inf if max_norm is None else max_norm
-        self._norm = 0.0
-        self._measure, self._apply = optimizer.get_grad_norm, optimizer.step_with_ready_grads
-        optimizer.get_grad_norm = self._measured
-        optimizer.step_with_ready_grads = self._apply_if_sound
-
-    @property
-    def loss_scale(self) -> float:
-        """What the schedule multiplies losses by; reading it waits for the device in float16."""
-        return 1.0 if self.scaler is None else float(self.scaler.scale)
-
-    def step(self) -> tuple[bool, float]:
-        """(whether the weights were updated, gradient norm before clipping, without loss scale)."""
-        self._norm = math.nan
-        can_fall = self.scaler is not None and self.scaler.can_fall
-        updated, _, _ = self.optimizer.step()
-        if not updated:
-            self.skipped_steps += 1
-        self.overflowed = can_fall and not updated and math.isnan(self._norm)
-        return bool(updated), self._norm
-
-    def _measured(self) -> Any:
-        norm = self._measure()
-        self._norm = float(norm)
-        return norm
-
-    def _apply_if_sound(self) -> bool:
-        if not math.isfinite(self._norm) or self._norm > self._max_norm:
-            return False
-        return bool(self._apply())
-
-
-def first_bad_parameter(chunks: Sequence[Any], groups: ParallelGroups) -> str | None:
-    """Name the first parameter with a non-finite gradient, on any rank; a collective."""
-    mine = None
-    for number, chunk in enumerate(chunks):
-        for name, parameter in chunk.named_parameters():
-            gradient = getattr(parameter, "main_grad", None)
-            if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                mine = (
-                    mine or f"{name.removeprefix('module.')} (rank {groups.rank}, chunk {number})"
-                )
-    found: list[str | None] = [None] * groups.world_size
-    dist.all_gather_object(found, mine)
-    return next((name for name in found if name), None)
 
 
 def gather_responses(

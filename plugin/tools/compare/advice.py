@@ -22,6 +22,7 @@ from plugin.config import JobConfig
 from plugin.errors import BatchError
 from plugin.observe.console import text_table
 from plugin.observe.run_record import RunRecord, read_run
+from plugin.ppo_utils.importance_ratio import effective_sample_size
 from plugin.ppo_utils.kl_estimators import k3
 from plugin.tools.compare.dump_columns import DumpBlock
 from plugin.tools.compare.dump_reading import open_dump
@@ -203,7 +204,7 @@ def situation_of(blocks: Iterable[DumpBlock]) -> Situation:
         int(tokens),
         float(sums[1] / tokens),
         float(sums[2] / tokens),
-        float(sums[3] ** 2 / (tokens * sums[4])),
+        effective_sample_size(float(sums[3]), float(sums[4])) / float(tokens),
         float(sums[5] / tokens),
         float(sums[6] / max(sums[5], 1.0)),
         float(tokens / max(samples, 1)),

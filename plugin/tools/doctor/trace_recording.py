@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plugin.batch_types import RolloutBatch
 from plugin.engines.transformers.growing_cache import growing_cache
-from plugin.megatron_backend.model.model_chunks import unwrap
+from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.trainer import MegatronTrainer
 from plugin.tools.doctor.layer_trace import LayerTrace, TraceRecorder
 

@@ -1,6 +1,6 @@
 """The files of a checkpoint without its weights: config.json and the index of its tensors.
 
-Do checkpoint and layout belong together? Each tensor has to be read once, each parameter fed.
+Checks that a layout covers a checkpoint: each tensor is read once, each parameter is filled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Claims:
         self, chunks: Sequence[Any], groups: Any, shapes: Mapping[str, Tensor] | None = None
     ) -> None:
         """Take up one stage, with the experts of all of its expert ranks."""
-        from plugin.megatron_backend.hf_weights.sources import weight_sources
+        from plugin.megatron_backend.hf_weights.loading import weight_sources
 
         for parameter, tensors in weight_sources(chunks, groups, shapes):
             self.parameters[parameter] = self.parameters.get(parameter, 0) + 1
@@ -89,7 +89,7 @@ def index_names(index: Path) -> set[str]:
 
 
 def require_coverage(claims: Claims, hf_config: Any, names: Iterable[str] | None) -> None:
-    """Refuse a checkpoint of which a tensor would be ignored, or from which one is missing."""
+    """Refuse a checkpoint with a tensor that would be ignored, or without one that is needed."""
     problems = claims.problems(hf_config, names)
     if problems:
         more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""

@@ -34,7 +34,7 @@ import sys
 from plugin.megatron_backend.cpu_runtime import import_megatron
 import_megatron()
 from plugin.megatron_backend.model.families import FAMILIES
-from plugin.megatron_backend.hf_weights.mbridge_tables import load_table
+from plugin.megatron_backend.hf_weights.bridge import load_table
 tables = [load_table(family.weights) for family in FAMILIES.values()]
 print("torch._dynamo" in sys.modules)
 from mbridge import AutoBridge

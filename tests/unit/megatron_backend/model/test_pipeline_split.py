@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
-from plugin.megatron_backend.model.pipeline_split import layers_per_stage, split_arguments
+from plugin.megatron_backend.model.layout_rules import layers_per_stage, split_arguments
 
 PP, VPP = "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"

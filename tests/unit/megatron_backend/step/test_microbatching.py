@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from plugin.batch_types import RolloutBatch
 from plugin.errors import BatchError, ConfigError
+from plugin.megatron_backend.step.batch_share import cut_share
 from plugin.megatron_backend.step.microbatching import (
     BatchingLimits,
     MicrobatchPlan,
-    build_microbatches,
     plan_microbatches,
     sample_cost,
 )
@@ -79,7 +79,7 @@ def test_ranks_without_samples_get_padding_microbatches() -> None:
     plan = plan_microbatches(batch.columns["total_lengths"], BatchingLimits(), dp_size=4)
     # 3 samples on 4 ranks, one each: 1 of 4 is padding.
     assert plan.num_microbatches == 1 and plan.padding_share() == 0.25
-    built = [build_microbatches(batch, plan, rank)[0] for rank in range(4)]
+    built = [cut_share(batch, plan, rank, weight=1.0).microbatches()[0] for rank in range(4)]
     assert [microbatch.is_padding for microbatch in built].count(True) == 1
     for microbatch in built:
         assert microbatch.batch.columns.keys() == batch.columns.keys()
@@ -96,7 +96,7 @@ def test_a_real_sample_that_is_fully_masked_is_no_padding() -> None:
     masked = batch.select([1])
     assert int(masked.columns["loss_masks"][0].sum()) == 0
     plan = plan_microbatches(masked.columns["total_lengths"], BatchingLimits())
-    (microbatch,) = build_microbatches(masked, plan, 0)
+    (microbatch,) = cut_share(masked, plan, 0, weight=1.0).microbatches()
     assert not microbatch.is_padding and plan.padding_share() == 0
     assert isinstance(microbatch.batch, RolloutBatch) and len(microbatch.batch) == 1
 

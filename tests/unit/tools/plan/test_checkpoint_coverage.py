@@ -44,7 +44,7 @@ def hf_config(name: str, **changes: Any) -> Any:
 
 def claims_of(config: Any, sizes: dict[str, Any]) -> tuple[Claims, int]:
     """What all stages claim, and the parameters of the whole model."""
-    from plugin.megatron_backend.hf_weights.sources import whole_parameters
+    from plugin.megatron_backend.hf_weights.loading import whole_parameters
 
     flags = {"train_dtype": "bfloat16", "hf_checkpoint": "model", **sizes}
     job = JobConfig.from_sources(flags)
