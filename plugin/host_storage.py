@@ -1,4 +1,4 @@
-"""Tensors whose memory is lent to somebody else: their values wait in host memory meanwhile."""
+"""Device memory that another process uses for a while; the values wait in host memory meanwhile."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def result_of(reference: Any, name: str, console: Console) -> Any:
 
 
 class Heartbeat(Generic[Who]):
-    """Asks actors for a sign of life every second, in a thread that no other call of theirs holds.
+    """Pings actors every second, in a thread that no other call of theirs holds.
 
     A process that is stopped, or whose machine is, fails no call: Ray would wait for it for ever.
     """
@@ -166,7 +166,7 @@ class Heartbeat(Generic[Who]):
         self._checked = 0.0
 
     def silent(self, actors: Collection[Who]) -> list[Who]:
-        """Those of `actors` that have left a question unanswered for too long; never waits."""
+        """The actors that have left a ping unanswered for too long; never waits."""
         import ray
 
         now = time.monotonic()

@@ -120,7 +120,7 @@ def _own_address(host: str) -> str:
 
 
 class BroadcastSender(Sender):
-    """The end of a group at trainer rank number `number` of those that send."""
+    """The side of trainer rank number `number` of those that send."""
 
     def __init__(self, group: WeightGroup, number: int) -> None:
         super().__init__(group, number)
@@ -159,9 +159,9 @@ def _small_ones(specs: Sequence[TensorSpec], group: WeightGroup) -> list[bool]:
 
 
 class BroadcastReceiver(Receiver):
-    """One engine worker's end of a group; worker `number` of all engines' workers.
+    """The side of worker `number` of all engines' workers.
 
-    keeps: whether the taker keeps the tensors; otherwise their memory is used again for the next
+    keeps: whether the consumer keeps the tensors; otherwise their memory is reused
     """
 
     def __init__(self, group: WeightGroup, number: int, *, keeps: bool = False) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
+from torch import Tensor
 
 from plugin.errors import ParallelError
 from plugin.weights.buckets import bucket_entries
@@ -101,6 +103,12 @@ class WeightDirectory:
         for file in self._tensors.iterdir():
             if file.name not in kept:
                 file.unlink(missing_ok=True)
+
+
+def read_directory(directory: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a version, one file in memory at a time."""
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        yield from safetensors.torch.load_file(file).items()
 
 
 def _is_whole(file: Path) -> bool:

@@ -175,7 +175,7 @@ class GroupStore:
         bucket: Sequence[TensorSpec] | None,
         handle: Sequence[Any] = (),
     ) -> None:
-        """Say what message `number` of a sender is.
+        """Announce what message `number` of a sender is.
 
         bucket: empty = the end of a round of turns; None = the sender has sent everything
         handle: IPC: of the memory that holds the bucket
@@ -279,7 +279,7 @@ class _Member(ABC):  # noqa: B024
 
 
 class Sender(_Member):
-    """The end of a group at a trainer's rank; `number` is what it announces under.
+    """A trainer rank's side of a group; `number` is what it announces under.
 
     takes_turns: receivers take this sender and others in turns, and so need the end of each round
     """
@@ -327,7 +327,7 @@ class Sender(_Member):
 
 
 class Receiver(_Member):
-    """The end of a group at a worker of an engine."""
+    """An engine worker's side of a group."""
 
     @abstractmethod
     def receive(self, version: int, take: Callable[[NamedTensors], None]) -> None:

@@ -108,7 +108,7 @@ class IpcBuffer:
 
 
 class IpcSender(Sender):
-    """The end of a group at trainer rank `rank`."""
+    """The side of trainer rank `rank`."""
 
     takes_turns = False
 
@@ -138,9 +138,9 @@ class IpcSender(Sender):
 
 
 class IpcReceiver(Receiver):
-    """The end of a group at worker `number` of all engines' workers.
+    """The side of worker `number` of all engines' workers.
 
-    keeps: whether the taker keeps the tensors, which then are copies
+    keeps: whether the consumer keeps the tensors, which then are copies
     """
 
     def __init__(self, group: WeightGroup, number: int, *, keeps: bool = False) -> None:

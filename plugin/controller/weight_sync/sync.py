@@ -223,7 +223,7 @@ class WeightSync:
         return self._group
 
     def _senders(self, members: list[Member]) -> dict[str, Any]:
-        """Those of a group with `members`: the ranks on their devices, or all that have a part."""
+        """Which ranks send to `members`: those on their devices, or all that hold a part."""
         config = self._config
         if self._transport == "broadcast":
             stages, experts = config.pipeline_model_parallel_size, config.expert_model_parallel_size

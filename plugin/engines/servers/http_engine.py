@@ -1,7 +1,7 @@
 """The `http` engine: a client of vLLM or SGLang servers that run elsewhere.
 
-Every response is a call of its own, so servers batch as they like (`server_responses`). Weights get
-to the servers by `server_updates`. No task or connection outlives the responses under way.
+Every response is a call of its own, so servers batch as they like (`responses`). Weights get
+to the servers by `updates`. No task or connection outlives the responses under way.
 
 With `interrupts` one thread may call `load_weights` while another generates. Servers then cut their
 running responses short, load the weights, and are asked for the rest of each.

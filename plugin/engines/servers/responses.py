@@ -197,13 +197,13 @@ class ServerResponses:
             if server.interrupted_at != label:
                 raise MalformedAnswer("finish reason abort, and no new weights were the cause")
             return generation
-        said = self._dialect.label_of_response(body)
+        reported = self._dialect.label_of_response(body)
         del body  # not held while the server is asked again
-        if server.label != label and said != label:
+        if server.label != label and reported != label:
             raise Overtaken  # asked before an update, answered after it
-        if said is not None and said != label:
-            raise ServerGone(f"the response came from weights {said!r}, not {label!r}")
-        if said is None:
+        if reported is not None and reported != label:
+            raise ServerGone(f"the response came from weights {reported!r}, not {label!r}")
+        if reported is None:
             await self._confirm(session, server, label)
         return generation
 

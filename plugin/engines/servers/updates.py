@@ -42,7 +42,7 @@ def version_of(label: str) -> int:
 
 @contextlib.asynccontextmanager
 async def _locked(server: Server) -> AsyncIterator[None]:
-    """Wait until nobody else changes a server's weights; the other thread may revive it."""
+    """Wait until no other thread updates or revives the server."""
     while not server.updating.acquire(blocking=False):
         await asyncio.sleep(UPDATE_POLL_SECONDS)
     try:
@@ -79,7 +79,7 @@ class ServerMember:
 
         first: number of the first server's first worker among the receivers
         call: makes a call to a server, or raises
-        take: is told what the servers receive
+        take: gets the names and shapes of what the servers receive
         """
         workers = sum(server.workers for server in servers)
         if not self._joined:

@@ -134,11 +134,11 @@ class TransformersEngine(GeneratesBySteps):
         self._staged = (NO_WEIGHTS, [])
 
     def weight_receivers(self) -> int:
-        """One: this process."""
+        """1: this process."""
         return 1
 
     def weight_devices(self) -> list[str]:
-        """That of this process."""
+        """The device of this process."""
         return [device_id()]
 
     def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:

@@ -46,7 +46,7 @@ from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.group import WeightGroup
 
 #: vLLM raises lower temperatures to this one without saying so in the answer.
-LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
+_LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
 
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> VllmEngine:
@@ -158,7 +158,7 @@ class VllmEngine(GeneratesBySteps):
         return self._workers
 
     def weight_devices(self) -> list[str]:
-        """Those of the workers."""
+        """The devices of the workers."""
         return self._llm.llm_engine.collective_rpc("device_id")
 
     def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
@@ -177,8 +177,8 @@ class VllmEngine(GeneratesBySteps):
         self._llm.finish_weight_update()
         received = self._llm.llm_engine.collective_rpc("received_weights")
         for worker in received:
-            if worker.cut_off is not None:
-                raise TransferError(f"{self._name}: {worker.cut_off}")
+            if worker.aborted is not None:
+                raise TransferError(f"{self._name}: {worker.aborted}")
             self._require_usable(worker.refused)
         self._weights.take(
             (spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
@@ -244,9 +244,9 @@ class VllmEngine(GeneratesBySteps):
 
     def add(self, ticket: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
         """Begin the responses to a request; see `SteppingEngine`."""
-        if parameters.temperature < LOWEST_TEMPERATURE:
+        if parameters.temperature < _LOWEST_TEMPERATURE:
             raise ConfigError(
-                f"temperature {parameters.temperature} is below {LOWEST_TEMPERATURE}, to which "
+                f"temperature {parameters.temperature} is below {_LOWEST_TEMPERATURE}, to which "
                 "vLLM raises it; the log-probs would be of another distribution than the "
                 "trainer's; choose a higher one"
             )

@@ -2,7 +2,7 @@
 
 Imported by every worker, for its `WorkerExtension`, which makes `StreamEngine` known to vLLM.
 vLLM's own `nccl` engine has one sender and no timeout; ours takes what every pipeline stage sends,
-on CPU as well, and ends when the driver calls the transfer off.
+on CPU as well, and ends when the driver aborts the transfer.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from plugin.engines.vllm.reload import WeightReload
 from plugin.engines.vllm.startup import AdapterShape, request_with_adapters
 from plugin.errors import TransferError, WeightError
 from plugin.weights import make_receiver
+from plugin.weights.directory import read_directory
 from plugin.weights.group import Membership, NamedTensors, TensorSpec, WeightGroup
 from plugin.weights.ipc import device_id
 
@@ -54,20 +55,20 @@ class Received:
     """What has come of a version in one worker.
 
     adapters: tensors of it that are no weights of the model
-    cut_off: why it is not whole, if so
+    aborted: why it is not whole, if so
     refused: why the model cannot compute with it, if so
     """
 
     specs: list[TensorSpec] = field(default_factory=list)
     adapters: dict[str, Tensor] = field(default_factory=dict)
-    cut_off: str | None = None
+    aborted: str | None = None
     refused: str | None = None
 
 
 class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
     """Receives a version in buckets and loads it layer by layer.
 
-    A transfer that is cut off, or weights that do not fit, are no error in a worker, because vLLM
+    A transfer that is aborted, or weights that do not fit, are no error in a worker, because vLLM
     would lose count of its workers' answers; `received` tells.
     """
 
@@ -99,7 +100,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
             torch.cuda.synchronize()
 
     def receive_weights(self, update_info: StreamUpdate) -> None:
-        """Receive a whole version, or note why it was cut off."""
+        """Receive a whole version, or note why it was aborted."""
         group, version = self._group, update_info.version
         assert group is not None
         try:
@@ -110,7 +111,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
                 receiver.barrier(version)
                 receiver.receive(version, self._load)
         except TransferError as error:
-            self.received.cut_off = str(error)
+            self.received.aborted = str(error)
 
     def _load(self, bucket: NamedTensors) -> None:
         self.received.specs += [TensorSpec(n, t.dtype, tuple(t.shape)) for n, t in bucket]
@@ -122,10 +123,10 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
             self._reload.load(weights)
 
     def finish_weight_update(self) -> None:
-        """End the loading; also after one that was cut off, so that the next begins afresh."""
+        """End the loading; also after one that was aborted, so that the next begins afresh."""
         if self._reload is None:
             return
-        if self.received.cut_off is not None:
+        if self.received.aborted is not None:
             self._reload.abort()
             return
         try:
@@ -145,7 +146,7 @@ class WorkerExtension:
     add_lora: Any
 
     def device_id(self) -> str:
-        """The device, for ranks that hand over weights within it."""
+        """The device of this worker, for weights by IPC."""
         return device_id()
 
     def received_weights(self) -> Received:
@@ -154,7 +155,7 @@ class WorkerExtension:
 
     def load_directory(self, directory: str) -> str | None:
         """Load the files of a whole version; why they do not fit, if so."""
-        return _reload(self, _saved_tensors(directory))
+        return _reload(self, read_directory(directory))
 
     def use_adapters(self, shape: AdapterShape) -> str | None:
         """Compute with the adapters of the last version; why vLLM refuses them, if it does."""
@@ -203,12 +204,6 @@ def _named_tensors(buckets: list[bytes]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of all buckets; each bucket is freed when it has been read."""
     while buckets:
         yield from safetensors.torch.load(buckets.pop(0)).items()
-
-
-def _saved_tensors(directory: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of all files of a directory, one file in memory at a time."""
-    for file in sorted(Path(directory).glob("*.safetensors")):
-        yield from safetensors.torch.load_file(file).items()
 
 
 WeightTransferEngineFactory.register_engine("megatron_tis", StreamEngine)
