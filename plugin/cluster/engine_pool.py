@@ -99,14 +99,14 @@ class Assignments:
             self._groups.pop(group, None)
 
     def remove_lost(self, engine: int) -> list[int]:
-        """The groups that an engine had, which is no more."""
+        """Remove and return the groups of an engine that is gone."""
         lost = [group for group, (owner, _) in self._groups.items() if owner == engine]
         for group in lost:
             del self._groups[group]
         return lost
 
     def hung(self) -> dict[int, str]:
-        """Engines that have not answered for too long, and what to say about them."""
+        """Engines that have not answered for too long, with the reason to replace them."""
         sent: dict[int, float] = {}
         for engine, since in self._groups.values():
             sent[engine] = min(since, sent.get(engine, since))
