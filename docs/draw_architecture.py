@@ -21,7 +21,7 @@ BOXES = (
     (30, 46, 165, 112, TEAL, "prompt", ("tasks/", "controller/queue/")),
     (255, 46, 185, 112, TEAL, "engine", ("engines/, environments/", "tokens, rollout_log_probs,", "routes")),
     (500, 46, 170, 112, TEAL, "reward", ("rewards/, teachers/", "scored while others", "are generated")),
-    (730, 46, 250, 112, BLUE, "batch", ("controller/batch", "advantages, checks", "controller/passes/: log-prob passes")),
+    (730, 46, 250, 112, BLUE, "batch", ("controller/batch", "advantages, checks", "controller/passes.py: log-prob passes")),
     (1040, 46, 116, 112, PURPLE, "observe/", ("run files,", "detectors,", "report")),
     (800, 250, 180, 104, BLUE, "microbatches", ("megatron_backend/step/", "token budget, packing,", "padding is a flag")),
     (545, 250, 195, 104, YELLOW, "model", ("stock Megatron-Core", "megatron_backend/model/", "routing/ replay")),

@@ -30,19 +30,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": (
         "plugin.commands.plan",
-        "say what every kind of rank of a job would hold, send and wait for, without running it",
+        "show memory, communication and pipeline bubbles of every kind of rank, without running",
     ),
     "doctor": (
         "plugin.commands.doctor",
-        "check packages and devices, a hook, a configuration, that parallel layouts agree; or say "
-        "what went wrong in a run",
+        "check packages and devices, a hook, a configuration, that parallel layouts agree; or "
+        "diagnose a run",
     ),
     "compare": (
         "plugin.commands.compare",
         "replay every loss and correction on dumped log-probs, offline",
     ),
     "report": ("plugin.commands.report", "write the HTML report of one or several runs"),
-    "samples": ("plugin.commands.samples", "print what the policy of a run said and earned"),
+    "samples": ("plugin.commands.samples", "print responses of a run and their rewards"),
     "corrections": (
         "plugin.commands.corrections",
         "list or draw every policy loss and correction",
@@ -119,7 +119,7 @@ def _parser(
 
 
 def _unknown(words: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """What to say about arguments that no parser has taken."""
+    """The error for arguments that no parser has taken."""
     flags = [word.partition("=")[0] for word in words if word.startswith("-")]
     if not flags:
         return f"unexpected argument {words[0]!r}"

@@ -26,7 +26,7 @@ from plugin.config import JobConfig
 from plugin.controller.batch import describe_batch, mini_batches, prepare_batch
 from plugin.controller.evaluation import Evaluator
 from plugin.controller.local_engine import LocalEngine
-from plugin.controller.passes.log_prob_passes import LogProbPasses
+from plugin.controller.passes import LogProbPasses
 from plugin.controller.preflight.job_checks import check_job
 from plugin.controller.queue.groups import joined
 from plugin.controller.queue.rollout_queue import RolloutQueue

@@ -6,7 +6,6 @@ import argparse
 import shlex
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plugin.config import JobConfig
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             with cluster(config) as connected:
                 return _run(config, console, connected, args)
         except MegatronTisError as error:
-            return _complain(error, console, args)
+            return _report_error(error, console, args)
 
 
 def _run(
@@ -76,8 +75,8 @@ def _run(
             from plugin.controller.job import run_job
         result = run_job(config, console, connected, ended)
     except FindingError as error:
-        # First of all: what the rewards say follows from it.
-        code = _complain(error, console, args)
+        # Before the summary: it explains the rewards.
+        code = _report_error(error, console, args)
         for result in results:
             _summarize(result, config, console, finished=False, advises=False)
         return code
@@ -87,13 +86,13 @@ def _run(
                 _summarize(result, config, console, finished=False)
         if isinstance(error, ParallelError):
             raise  # through the cluster, which then keeps Ray's logs
-        # Here, so that nobody waits for Ray's end to read it.
-        code = _complain(error, console, args)
+        # Here, so that it is shown before Ray shuts down.
+        code = _report_error(error, console, args)
         if owns_process and not results:
             end_process(code)
         return code
     if result.interrupted:
-        # What is left is the end of Ray.
+        # Only Ray's shutdown is left.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return 130
     return 0 if _summarize(result, config, console) else 1
@@ -107,13 +106,13 @@ def _summarize(
     finished: bool = True,
     advises: bool = True,
 ) -> bool:
-    """Say how far a job came and where its weights are; whether these can have changed.
+    """Log how far the job came and where its weights are; return whether any step was applied.
 
-    advises: also say why nothing was learned, if so
+    advises: also log why nothing was learned, if so
     """
     learned = True
     if result.history:
-        learned = _say_what_was_learned(result, config, console, advises=advises)
+        learned = _log_learning(result, config, console, advises=advises)
     if result.evaluations:
         from plugin.controller.evaluation import describe
 
@@ -127,14 +126,17 @@ def _summarize(
         longer = f" --num-rollouts {2 * config.num_rollouts}"
         if config.num_epochs is not None:
             longer = f" --num-epochs {2 * config.num_epochs:g}"
-        more = longer if finished else ""
-        _say_how_to_go_on(result.checkpoint, shlex.quote(str(result.run_dir)), more, console)
+        more, run_dir = longer if finished else "", shlex.quote(str(result.run_dir))
+        console.log(
+            f"weights: {result.checkpoint}\n"
+            f"  go on:  megatron-tis train --config {run_dir}/config.yaml --run-dir {run_dir} "
+            f"--resume{more}\n"
+            f"  export: megatron-tis export {run_dir} {run_dir}/model_{result.checkpoint.name}"
+        )
     return learned
 
 
-def _say_what_was_learned(
-    result: JobResult, config: JobConfig, console: Console, *, advises: bool
-) -> bool:
+def _log_learning(result: JobResult, config: JobConfig, console: Console, *, advises: bool) -> bool:
     from plugin.observe.learning import any_step_applied, learning_findings
     from plugin.observe.run_record import unmistakable_titles
 
@@ -153,16 +155,7 @@ def _say_what_was_learned(
     return any_step_applied(result.history)
 
 
-def _say_how_to_go_on(checkpoint: Path, run_dir: str, more: str, console: Console) -> None:
-    console.log(
-        f"weights: {checkpoint}\n"
-        f"  go on:  megatron-tis train --config {run_dir}/config.yaml --run-dir {run_dir} "
-        f"--resume{more}\n"
-        f"  export: megatron-tis export {run_dir} {run_dir}/model_{checkpoint.name}"
-    )
-
-
-def _complain(error: MegatronTisError, console: Console, args: argparse.Namespace) -> int:
+def _report_error(error: MegatronTisError, console: Console, args: argparse.Namespace) -> int:
     if getattr(args, "traceback", False):
         raise error
     console.error(str(error))

@@ -115,8 +115,8 @@ class DataFlags(FlagGroup):
     )
     label_key: str = flag(
         "answer",
-        "column with what a response is compared with; reward_model.ground_truth is a field inside "
-        "of a column",
+        "column with what a response is compared with; a dot selects a field inside a column: "
+        "reward_model.ground_truth",
         needs=_PROMPTS,
         common_in="eval",
     )
@@ -139,13 +139,13 @@ class DataFlags(FlagGroup):
     )
     bad_rows: Literal["error", "skip"] = flag(
         "error",
-        "rows of --prompt-data that are no JSON, lack a column, are too long or not rendered by "
-        "the template: error = end before the start and name them; skip = leave them out",
+        "rows of --prompt-data that are not JSON, lack a column, are too long or fail in the chat "
+        "template: error = list them and stop before training; skip = leave them out",
         common_in="eval",
     )
     shuffle_data: bool = flag(
         True,
-        "every pass over --prompt-data has its own order, from --seed; off = the files' order",
+        "shuffle every pass over --prompt-data, seeded by --seed; off = file order",
         needs=_PROMPTS,
     )
     num_epochs: float | None = flag(
@@ -212,7 +212,7 @@ class RewardFlags(FlagGroup):
     )
     reward_memory: int = runtime_flag(
         4096,
-        "megabytes that a process of --reward-workers may take on top of what it needs to start",
+        "megabytes that a process of --reward-workers may use beyond what it needs to start",
         at_least=16,
         needs=_PROMPTS,
         common_in="eval",

@@ -44,8 +44,8 @@ def _check_weight_transport(config: JobConfig) -> None:
     )
     expect(
         config.weight_transport != "ipc" or config.colocate,
-        "--weight-sync ipc: a trainer's rank lends memory to an engine on its own device, and "
-        "they have devices of their own; add --colocate, or use auto",
+        "--weight-sync ipc shares memory between a trainer rank and an engine on one device, and "
+        "here they have different devices; add --colocate, or use auto",
     )
 
 

@@ -216,7 +216,7 @@ class EngineArgumentFlags(FlagGroup):
     )
     sglang_args: tuple[str, ...] = flag(
         (),
-        'arguments of the SGLang servers, in the same way ("mem_fraction_static=0.8")',
+        'arguments of the SGLang servers, in the same form ("mem_fraction_static=0.8")',
         needs=Needs("--rollout-engine sglang", lambda config: config.rollout_engine in ("sglang",)),
     )
 

@@ -20,8 +20,8 @@ class EvalFlags(FlagGroup):
 
     eval_data: tuple[str, ...] = runtime_flag(
         (),
-        "NAME:PATH evaluates on the rows of PATH, which are like those of --prompt-data; NAME:N on "
-        "N prompts of the task that no rollout gets to",
+        "NAME:PATH evaluates on the rows of PATH, in the format of --prompt-data; NAME:N on N "
+        "held-out prompts of the task",
         path=lambda given: _absolute_rows(given),
         common_in="train eval",
     )
@@ -31,7 +31,7 @@ class EvalFlags(FlagGroup):
         at_least=1,
         needs=_SETS,
     )
-    eval_at_start: bool = runtime_flag(True, "evaluate before the first rollout, too", needs=_SETS)
+    eval_at_start: bool = runtime_flag(True, "also evaluate before the first rollout", needs=_SETS)
     n_samples_per_eval_prompt: int = runtime_flag(
         1, "responses per prompt", at_least=1, needs=_SETS, common_in="eval"
     )
@@ -44,7 +44,7 @@ class EvalFlags(FlagGroup):
         common_in="eval",
     )
     eval_top_p: float = runtime_flag(
-        1.0, "nucleus sampling; 1 = off", above=0, needs=_SETS, common_in="eval"
+        1.0, "nucleus sampling; 1 = off", above=0, at_most=1, needs=_SETS, common_in="eval"
     )
     eval_max_response_length: int | None = runtime_flag(
         None,
@@ -61,12 +61,15 @@ class EvalFlags(FlagGroup):
         common_in="eval",
     )
     eval_pass_reward: float = runtime_flag(
-        1.0, "reward from which a response counts as right in pass@k", needs=_SETS, common_in="eval"
+        1.0,
+        "a response with at least this reward counts as correct in pass@k",
+        needs=_SETS,
+        common_in="eval",
     )
     keep_best: bool = runtime_flag(
         False,
-        "keep the checkpoint with the best mean on the first --eval-data besides the newest ones, "
-        "named by checkpoints/best",
+        "besides the newest checkpoints keep the one with the best mean on the first --eval-data, "
+        "as checkpoints/best",
         needs=_SETS,
     )
 
@@ -97,7 +100,6 @@ def check_evaluation(config: JobConfig) -> None:
     names = [name for name, _ in config.eval_sets]
     doubled = [name for name in names if names.count(name) > 1]
     expect(not doubled, f"--eval-data names {doubled[:1]} twice; give every set its own name")
-    expect(config.eval_top_p <= 1, f"--eval-top-p is {config.eval_top_p}; it must lie in (0, 1]")
     expect(
         temperature != 0 or n == 1,
         f"--n-samples-per-eval-prompt is {n} with --eval-temperature 0: greedy responses to "

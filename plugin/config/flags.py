@@ -50,13 +50,17 @@ def flag(
     *,
     at_least: float | None = None,
     above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
     names: Iterable[str] = (),
     needs: Needs | None = None,
     path: Callable[[str], str] | None = None,
     may_change_on_resume: bool = False,
     common_in: str = "",
 ) -> Any:
-    """A field with its default, its help text, an optional lower bound, and what others ask of it.
+    """A field with its default, its help text, its bounds, and what others ask of it.
+
+    A flag with an upper bound (at_most, below) has a lower one, too.
 
     names: the built-in members of an open set; the value is one of them or the import path of the
         user's own
@@ -69,6 +73,8 @@ def flag(
         "help": help,
         "at_least": at_least,
         "above": above,
+        "at_most": at_most,
+        "below": below,
         "names": tuple(names),
         "needs": needs,
         "path": path,
@@ -503,7 +509,14 @@ def _converted(kind: Any, name: str, value: Any, words: Sequence[str]) -> Any:
 
 
 def _check_bounds(item: dataclasses.Field, value: Any) -> None:
-    low, above = item.metadata.get("at_least"), item.metadata.get("above")
-    name = option_name(item.name)
-    expect(low is None or value >= low, f"{name} is {value}; it must be at least {low}")
-    expect(above is None or value > above, f"{name} is {value}; it must be greater than {above}")
+    low, above, high, below = (
+        item.metadata[bound] for bound in ("at_least", "above", "at_most", "below")
+    )
+    fits_low = (low is None or value >= low) and (above is None or value > above)
+    if fits_low and (high is None or value <= high) and (below is None or value < below):
+        return
+    constraint = f"be at least {low}" if above is None else f"be greater than {above}"
+    if (high, below) != (None, None):
+        start = f"[{low}" if above is None else f"({above}"
+        constraint = f"lie in {start}, {f'{high}]' if below is None else f'{below})'}"
+    raise ConfigError(f"{option_name(item.name)} is {value}; it must {constraint}")

@@ -38,12 +38,11 @@ class LaunchFlags(FlagGroup):
     colocate: bool = flag(
         False,
         "engines share the trainer's GPUs (or CPU slots) instead of having their own: they sleep "
-        "while it trains, and its memory is in host memory while they generate",
+        "while it trains, and it is offloaded to host memory while they generate",
     )
     colocate_sleep_level: int = flag(
         1,
-        "1 = a sleeping engine's weights wait in host memory; 2 = they are thrown away and sent "
-        "anew",
+        "1 = a sleeping engine's weights stay in host memory; 2 = they are dropped and sent again",
         at_least=1,
         needs=needs_flag("colocate"),
     )
@@ -60,7 +59,7 @@ class LaunchFlags(FlagGroup):
     )
     max_restarts: int = runtime_flag(
         3,
-        "times in a row that a lost engine, or the trainer, is restarted without progress",
+        "consecutive restarts of a lost engine, or of the trainer, without progress",
         at_least=0,
     )
     network_interface: str | None = runtime_flag(
@@ -93,10 +92,10 @@ class OutputFlags(FlagGroup):
     )
     keep_checkpoints: int = runtime_flag(2, "checkpoints to keep, the newest", at_least=1)
     resume: bool = runtime_flag(
-        False, "go on from the newest checkpoint in --run-dir", common_in="train"
+        False, "continue from the newest checkpoint in --run-dir", common_in="train"
     )
     resume_from: str | None = runtime_flag(
-        None, "go on from this checkpoint in --run-dir instead, e.g. step_0000012"
+        None, "continue from this checkpoint in --run-dir instead, e.g. step_0000012"
     )
     overwrite: bool = runtime_flag(
         False, "delete what an earlier run wrote to --run-dir and --dump-log-probs, then start"
@@ -114,8 +113,8 @@ class OutputFlags(FlagGroup):
     )
     on_finding: Literal["stop", "warn"] = flag(
         "stop",
-        "what an unmistakable finding does, such as an engine that computes with another model "
-        "than the trainer; other findings are warnings",
+        "what an unmistakable finding does, such as an engine that runs a different model than the "
+        "trainer; other findings are warnings",
         needs=needs_flag("detect_mismatch"),
     )
     custom_detector_path: str | None = flag(

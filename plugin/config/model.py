@@ -16,12 +16,12 @@ class ModelFlags(FlagGroup):
 
     hf_checkpoint: str | None = flag(
         None,
-        "Hugging Face model directory; none = a tiny model built on the spot",
+        "Hugging Face model directory; none = a tiny model with random weights",
         path=absolute_path,
         common_in="train",
     )
     embedded_model: Literal["qwen3", "qwen3_moe", "llama"] = flag(
-        "qwen3", "family of the tiny model that is built without --hf-checkpoint"
+        "qwen3", "family of the tiny model that is used without --hf-checkpoint"
     )
     ref_hf_checkpoint: str | None = flag(
         None,
@@ -51,8 +51,8 @@ class ModelFlags(FlagGroup):
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = flag(
         "tensorwise",
-        "how values are scaled to the format; mxfp8 on Blackwell only. Delayed scaling is not "
-        "offered: checkpoints do not hold its history",
+        "how values are scaled to the format; mxfp8 on Blackwell only; no delayed scaling, "
+        "whose history checkpoints do not hold",
         needs=needs_flag("fp8"),
     )
     fused_lm_head: Literal["auto", "on", "off"] = flag(
@@ -66,11 +66,11 @@ class ModelFlags(FlagGroup):
         "evaluate a token-separable loss inside the LM head, block by block; auto = where it can",
     )
     use_routing_replay: bool = flag(
-        False, "MoE: the training pass repeats the routes of the trainer's own log-prob pass"
+        False, "MoE: the training pass replays the routes of the trainer's own log-prob pass"
     )
     use_rollout_routing_replay: Literal[False, "ids", "ids+weights"] = flag(
         False,
-        "MoE: the trainer repeats the routes that the rollout engine reports; ids+weights also "
+        "MoE: the trainer replays the routes that the rollout engine reports; ids+weights also "
         "mixes the experts with the engine's weights, which stops the router's gradient",
     )
     router_gradient: Literal["stop", "keep"] = flag(
@@ -165,7 +165,7 @@ class LoraFlags(FlagGroup):
         0, "train adapters of this rank and freeze the model; 0 = train all weights", at_least=0
     )
     lora_alpha: float = flag(
-        32.0, "what an adapter computes is multiplied by alpha / rank", above=0, needs=_LORA
+        32.0, "an adapter's output is scaled by alpha / rank", above=0, needs=_LORA
     )
     lora_target: str = flag(
         ALL_LINEAR,
@@ -181,8 +181,8 @@ class LoraFlags(FlagGroup):
     )
     lora_sync: Literal["merged", "adapter"] = flag(
         "merged",
-        "what engines get: weights with the adapters added to them; or the base once, and then "
-        "adapters (--rollout-engine transformers or vllm)",
+        "what engines are sent: merged weights, or the base weights once and then only adapters "
+        "(--rollout-engine transformers or vllm)",
         needs=_LORA,
     )
 

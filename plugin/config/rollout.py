@@ -34,11 +34,10 @@ class RolloutFlags(FlagGroup):
         path=absolute_code,
         common_in="train eval",
     )
-    num_rollout_engines: int = flag(1, "engine actors; prompts are shared out", at_least=1)
+    num_rollout_engines: int = flag(1, "engines; prompts are distributed over them", at_least=1)
     rollout_num_gpus_per_engine: int = flag(
         1,
-        "GPUs, or CPU slots, that one engine is spread over (tensor parallel); with vLLM more than "
-        "a node has",
+        "GPUs, or CPU slots, that one engine is spread over (tensor parallel); vLLM can span nodes",
         at_least=1,
     )
     rollout_batch_size: int = flag(32, "prompts per rollout", at_least=1, common_in="train")
@@ -49,13 +48,15 @@ class RolloutFlags(FlagGroup):
         100, "rollout batches to train on", at_least=1, common_in="train"
     )
     max_prompt_length: int = flag(
-        1024, "longer prompts are an error, in tokens", at_least=1, common_in="eval"
+        1024, "tokens a prompt may have; longer ones are an error", at_least=1, common_in="eval"
     )
     max_response_length: int = flag(
         1024, "tokens a response may have", at_least=1, common_in="train"
     )
-    rollout_top_p: float = flag(1.0, "nucleus sampling; 1 = off", above=0)
-    rollout_top_k: int | None = flag(None, "sample among the k likeliest; none = off", at_least=1)
+    rollout_top_p: float = flag(1.0, "nucleus sampling; 1 = off", above=0, at_most=1)
+    rollout_top_k: int | None = flag(
+        None, "sample among the k most likely tokens; none = off", at_least=1
+    )
     use_rollout_sampling_mask: Literal["auto", "on", "off"] = flag(
         "auto",
         "have the engine report the ids that top-p and top-k kept, and compute every log-prob over "
@@ -78,14 +79,14 @@ class RolloutFlags(FlagGroup):
     )
     partial_rollouts: bool = flag(
         False,
-        "new weights interrupt running responses, which go on with them; each token keeps the "
-        "version that sampled it",
+        "new weights interrupt running responses, which continue with them; each token keeps the "
+        "weight version that sampled it",
         needs=needs_flag("async_rollouts"),
     )
     partial_rollout_mode: Literal["recompute", "continue"] = flag(
         "recompute",
-        "interrupted responses are read again with the new weights, or go on with the keys and "
-        "values of the old ones",
+        "recompute = prefill interrupted responses again with the new weights; continue = keep the "
+        "KV cache of the old ones",
         needs=needs_flag("partial_rollouts"),
     )
     max_token_staleness: int | None = flag(
@@ -98,10 +99,10 @@ class RolloutFlags(FlagGroup):
 
     weight_sync: Literal["auto", "broadcast", "ipc", "directory", "object-store"] = flag(
         "auto",
-        "how engines get new weights: over a process group with the trainer's ranks, as memory "
-        "that a rank on the same device lends them, from files in --rollout-weights-dir, or "
+        "how engines get new weights: over a process group with the trainer's ranks, by CUDA "
+        "IPC from a rank on the same device, from files in --rollout-weights-dir, or "
         "through Ray's object store; auto = broadcast, ipc with --colocate, or the next of these "
-        "that the engine can",
+        "that the engine supports",
     )
     verify_weights: str = flag(
         "first",
@@ -113,7 +114,7 @@ class RolloutFlags(FlagGroup):
     max_error_reschedule_attempts: int | None = flag(
         None,
         "times a group with a failed or empty response is sampled again before it is dropped; "
-        "none = for ever, or 3 times where the reward failed",
+        "none = no limit, or 3 times where the reward failed",
         at_least=0,
     )
     rollout_timeout: float | None = runtime_flag(
@@ -124,10 +125,6 @@ class RolloutFlags(FlagGroup):
     )
 
     def check(self) -> None:
-        expect(
-            self.rollout_top_p <= 1,
-            f"--rollout-top-p is {self.rollout_top_p}; it must lie in (0, 1]",
-        )
         expect(
             re.fullmatch(r"first|off|every:[1-9]\d*", self.verify_weights) is not None,
             f"--verify-weights is {self.verify_weights}; choose first, off, or every:N with a "
@@ -194,7 +191,7 @@ class SamplingFlags(FlagGroup):
     over_sampling_batch_size: int | None = flag(
         None,
         "prompts sampled at once for a synchronous rollout; the first --rollout-batch-size of them "
-        "with a spread of rewards are trained on, the other ones sampled anew for the next "
+        "with a spread of rewards are trained on, the others are sampled again for the next "
         "rollout; none = no more than needed",
         at_least=1,
         needs=needs_flag("dynamic_sampling"),
@@ -260,13 +257,11 @@ _OWN_TASK = Needs("--task-path with a multi-turn task", lambda config: config.ta
 class ConversationFlags(FlagGroup):
     title: ClassVar[str] = "several turns (multi-turn tasks)"
 
-    max_turns: int = flag(
-        16, "replies of the policy in one trajectory", at_least=1, needs=_OWN_TASK
-    )
+    max_turns: int = flag(16, "policy turns per trajectory", at_least=1, needs=_OWN_TASK)
     max_context_length: int | None = flag(
         None,
-        "a turn starts only if its context and --max-response-length fit into so many tokens; "
-        "none = no limit",
+        "tokens of a whole conversation: a turn starts only if its context and "
+        "--max-response-length fit; none = no limit",
         at_least=2,
         needs=_OWN_TASK,
     )
@@ -291,7 +286,7 @@ class ConversationFlags(FlagGroup):
     )
     environment_threads: int = flag(
         16,
-        "environments of an engine that take a step at the same time",
+        "environments that an engine steps at the same time",
         at_least=1,
         needs=_OWN_TASK,
     )

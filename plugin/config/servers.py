@@ -86,7 +86,7 @@ class ServerFlags(FlagGroup):
     )
     rollout_server: Literal["vllm", "sglang"] = flag(
         "vllm",
-        "what the servers are",
+        "server software",
         needs=Needs(
             "--rollout-engine http",
             lambda config: (
@@ -108,14 +108,13 @@ class ServerFlags(FlagGroup):
     )
     rollout_request_retries: int = runtime_flag(
         3,
-        "times a response is asked for again before it counts as failed",
+        "retries of a response before it counts as failed",
         at_least=0,
         needs=_SERVERS,
     )
     max_answer_bytes: int = flag(
         16 << 20,
-        "size of one answer, decompressed; a larger one is a bad answer. At most 16 are read at a "
-        "time",
+        "largest answer of a server, decompressed; at most 16 are read at a time",
         at_least=1 << 10,
     )
     rollout_api_key_env: str | None = runtime_flag(

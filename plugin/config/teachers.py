@@ -44,11 +44,11 @@ class TeacherFlags(FlagGroup):
         "URLs of servers that have the teacher, separated by commas; requests are balanced over "
         "them",
     )
-    teacher_server: Literal["vllm", "sglang"] = flag("vllm", "what the servers are", needs=_SERVED)
+    teacher_server: Literal["vllm", "sglang"] = flag("vllm", "server software", needs=_SERVED)
     teachers: tuple[str, ...] = flag(
         (),
-        "one of several teachers, NAME=DIRECTORY or NAME=URL[,URL]; --teacher-key says which one a "
-        "prompt has",
+        "one of several teachers, NAME=DIRECTORY or NAME=URL[,URL]; --teacher-key selects one per "
+        "prompt",
         path=lambda text: _absolute_teacher(text),
     )
     teacher_key: str | None = flag(
@@ -60,10 +60,10 @@ class TeacherFlags(FlagGroup):
         600.0, "seconds a server may take for one sample, to its last byte", above=0, needs=_SERVED
     )
     teacher_request_retries: int = flag(
-        3, "times a sample is asked for again before the job ends", at_least=0, needs=_SERVED
+        3, "retries of a sample before the job ends", at_least=0, needs=_SERVED
     )
     teacher_max_batch: int = flag(
-        64, "samples that servers are asked for at the same time", at_least=1, needs=_SERVED
+        64, "samples that are requested at the same time", at_least=1, needs=_SERVED
     )
     teacher_api_key_env: str | None = flag(
         None,

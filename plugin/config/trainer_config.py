@@ -36,12 +36,12 @@ class OptimizerFlags(FlagGroup):
         ),
     )
     lr_decay_style: Literal["constant", "linear", "cosine"] = flag(
-        "constant", "from lr to min-lr over the job"
+        "constant", "schedule of the learning rate from --lr to --min-lr over the job"
     )
     lr_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", at_least=0)
     weight_decay: float = flag(0.0, "decoupled weight decay", at_least=0)
-    adam_beta1: float = flag(0.9, "Adam beta1", at_least=0)
-    adam_beta2: float = flag(0.98, "Adam beta2", at_least=0)
+    adam_beta1: float = flag(0.9, "Adam beta1", at_least=0, below=1)
+    adam_beta2: float = flag(0.98, "Adam beta2", at_least=0, below=1)
     adam_eps: float = flag(1e-8, "Adam epsilon", above=0)
     clip_grad: float = flag(1.0, "largest gradient norm; 0 = no clipping", at_least=0)
     use_distributed_optimizer: bool | None = flag(
@@ -60,8 +60,8 @@ class OptimizerFlags(FlagGroup):
     )
     max_skipped_steps: int = flag(
         20,
-        "skipped steps in a row (gradient not finite, or above --skip-on-grad-norm) that end the "
-        "job; those by which a dynamic loss scale finds its place do not count",
+        "consecutive skipped steps (gradient not finite, or above --skip-on-grad-norm) that end "
+        "the job; overflows while a dynamic loss scale settles do not count",
         at_least=1,
     )
     loss_scale: float | None = flag(
@@ -82,13 +82,13 @@ class OptimizerFlags(FlagGroup):
     )
     loss_scale_window: int = flag(
         1000,
-        "steps in a row without overflow after which a dynamic loss scale doubles",
+        "consecutive steps without overflow after which a dynamic loss scale doubles",
         at_least=1,
         needs=_DYNAMIC,
     )
     hysteresis: int = flag(
         2,
-        "overflows since the last doubling from which on each halves a dynamic loss scale",
+        "overflows since the last doubling after which each one halves a dynamic loss scale",
         at_least=1,
         needs=_DYNAMIC,
     )
@@ -105,9 +105,6 @@ class OptimizerFlags(FlagGroup):
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; "
             "add them, or drop it",
         )
-        for name in ("adam_beta1", "adam_beta2"):
-            value = getattr(self, name)
-            expect(value < 1, f"--{name.replace('_', '-')} is {value}; it must lie in [0, 1)")
         expect(self.min_lr <= self.lr, f"--min-lr is {self.min_lr}, above --lr {self.lr}; lower it")
 
 
@@ -244,7 +241,7 @@ class CriticFlags(FlagGroup):
 
     critic_hf_checkpoint: str | None = flag(
         None,
-        "model that the critic starts from; none = that of the policy",
+        "model that the critic starts from; none = the policy's",
         needs=_GAE,
         path=absolute_path,
     )
@@ -256,14 +253,14 @@ class CriticFlags(FlagGroup):
     )
     num_critic_only_rollouts: int = flag(
         0,
-        "first rollouts on which only the critic learns: the policy's learning rate is 0",
+        "initial rollouts that train only the critic: the policy's learning rate is 0",
         at_least=0,
         needs=_GAE,
     )
     value_clip: float | None = flag(
         0.2,
-        "how far a value may go from what it was before the rollout's updates and still be "
-        "pushed on; none = no clipping",
+        "clip range of the value loss around the values before the rollout's updates; none = no "
+        "clipping",
         above=0,
         needs=_GAE,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -26,7 +26,7 @@ PlayedGroup = tuple[int, list[Trajectory]]
 
 
 class Player(Protocol):
-    """Turns requests into trajectories, in one turn or several, many at the same time."""
+    """Turns requests into trajectories, in one turn or several, many at a time."""
 
     @property
     def open(self) -> int:
@@ -124,7 +124,7 @@ class GroupServer:
 
     @contextlib.contextmanager
     def changing(self, version: int, *, last: bool, interrupts: bool) -> Iterator[None]:
-        """Keep responses away from weights that change, from the first part of them to the last.
+        """Keep responses from running while weights change, from their first part to the last.
 
         interrupts: the engine does so itself, between two tokens
         """
@@ -137,7 +137,7 @@ class GroupServer:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep responses away for a while."""
+        """Let no response run inside."""
         self.hold()
         yield
         self._release()
@@ -202,18 +202,3 @@ class GroupServer:
             with self._turn:
                 self._failure, self._is_stepping = error, False
                 self._turn.notify_all()
-
-
-def play_all(
-    player: Player, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-) -> list[list[Trajectory]]:
-    """The trajectories of every request, in order, once all are done."""
-    server, done = GroupServer(player), dict[int, list[Trajectory]]()
-    server.submit(dict(enumerate(requests)), parameters)
-    try:
-        while len(server):
-            done.update(server.step())
-    except BaseException:
-        player.abort()
-        raise
-    return [done[number] for number in range(len(requests))]

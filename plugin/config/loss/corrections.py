@@ -130,8 +130,8 @@ class CorrectionFlags(FlagGroup):
     use_tis: bool = flag(False, "weight the policy loss by a correction", common_in="train")
     tis_clip: float | str = flag(
         2.0,
-        "upper bound of the correction weight; auto:ess=0.9 = the largest, from 1 on, that keeps "
-        "this share of the whole batch's effective sample size (vanilla TIS)",
+        "upper bound of the correction weight; auto:ess=0.9 = the largest bound, at least 1, that "
+        "keeps an effective sample size of 0.9 of the batch's tokens (vanilla TIS)",
         above=0,
         needs=needs_hook("vanilla_tis_function", "icepop_function"),
     )
@@ -150,7 +150,7 @@ class CorrectionFlags(FlagGroup):
     )
     allow_biased_correction: bool = flag(
         False,
-        "allow what biases the gradient: off_policy_is_function on a loss that already carries a "
+        "accept a biased gradient: off_policy_is_function on a loss that already carries a "
         "ratio, --async-rollouts with a loss that never compares with the rollout policy, or "
         "truncated sampling whose kept ids are not replayed",
         needs=needs_hook("off_policy_is_function") | _UNCORRECTED_ASYNC | _UNREPLAYED_TRUNCATION,
@@ -186,12 +186,15 @@ class CorrectionFlags(FlagGroup):
     )
     geometric_mask_low: float = flag(
         0.99,
-        "geometric_mask_function keeps sequences from here ...",
+        "geometric_mask_function: smallest geometric mean of ratios that is kept",
         at_least=0,
         needs=needs_hook("geometric_mask_function"),
     )
     geometric_mask_high: float = flag(
-        1.01, "... to here", above=0, needs=needs_hook("geometric_mask_function")
+        1.01,
+        "geometric_mask_function: the largest",
+        above=0,
+        needs=needs_hook("geometric_mask_function"),
     )
     rejection_rules: str = flag(
         "token_ratio=0.5:2.0",
@@ -202,6 +205,7 @@ class CorrectionFlags(FlagGroup):
         1e-4,
         "veto_function drops a sequence with any ratio below this",
         above=0,
+        below=1,
         needs=needs_hook("veto_function"),
     )
     opsm_delta: float = flag(
@@ -228,7 +232,7 @@ class CorrectionFlags(FlagGroup):
         off=False,
     )
     get_mismatch_metrics: bool = flag(False, "report train/rollout mismatch without correcting it")
-    rollout_temperature: float = flag(1.0, "temperature the rollouts were sampled at", above=0)
+    rollout_temperature: float = flag(1.0, "sampling temperature of the rollouts", above=0)
 
     def check(self) -> None:
         self._check_clip()
@@ -240,10 +244,6 @@ class CorrectionFlags(FlagGroup):
             lower="sequence-tis-clip-low",
         )
         expect_band("geometric-mask", self.geometric_mask_low, self.geometric_mask_high)
-        expect(
-            self.veto_threshold < 1,
-            f"--veto-threshold is {self.veto_threshold}; it must be below 1",
-        )
         parse_rejection_rules(self.rejection_rules)
         expect(
             self.custom_tis_function_path is None or self.use_tis or self.get_mismatch_metrics,

@@ -93,7 +93,7 @@ class RegularizerFlags(FlagGroup):
     distill_topk: int | None = flag(
         None,
         "on-policy distillation: add the reverse KL from the teacher over this many of its "
-        "likeliest ids and one bucket for the rest",
+        "most likely ids and one bucket for the rest",
         at_least=1,
     )
     distill_coef: float = flag(
@@ -126,7 +126,7 @@ class AdvantageFlags(FlagGroup):
 
     advantage_estimator: str = flag(
         "grpo",
-        "how rewards become advantages; none = they do not, a teacher alone says what is learned",
+        "how rewards become advantages; none = only a teacher is learned from",
         names=ESTIMATOR_TRAITS,
         path=absolute_code,
     )
@@ -135,22 +135,15 @@ class AdvantageFlags(FlagGroup):
     )
     rloo_std: Literal["none", "group", "others", "batch"] = flag(
         "none",
-        "rloo: divide by the standard deviation of the group's rewards, of those of the others in "
-        "it, or of the advantages of the whole batch",
+        "rloo: divide by the standard deviation of the group's rewards, of the other samples' "
+        "rewards, or of the whole batch's advantages",
         needs=needs_estimator("rloo"),
     )
     normalize_advantages: bool = flag(False, "whiten advantages over the whole batch")
     gamma: float = flag(
-        1.0, "discount", at_least=0, needs=needs_estimator("reinforce_plus_plus", "gae")
+        1.0, "discount", at_least=0, at_most=1, needs=needs_estimator("reinforce_plus_plus", "gae")
     )
-    lambd: float = flag(1.0, "GAE lambda, for estimators with a value model", at_least=0)
-
-    def check(self) -> None:
-        for name in ("gamma", "lambd"):
-            expect(
-                getattr(self, name) <= 1,
-                f"--{name} is {getattr(self, name)}; it must lie in [0, 1]",
-            )
+    lambd: float = flag(1.0, "GAE lambda, for estimators with a value model", at_least=0, at_most=1)
 
 
 @dataclass(frozen=True)
@@ -162,7 +155,7 @@ class NormalizationFlags(FlagGroup):
     )
     loss_reduction: LossReduction | None = flag(
         None,
-        "how the losses of tokens become one: a mean over tokens; over samples of their token "
+        "how token losses are reduced: mean over tokens; over samples of their token "
         "means; over samples of their sums by a fixed length (Dr. GRPO); over prompts of their "
         "token means; over groups of the means of their samples; none = token-mean for icepop, "
         "dppo_tv, dppo, ipo_kl, else sample-mean",

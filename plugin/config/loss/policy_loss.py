@@ -106,9 +106,11 @@ class PolicyLossFlags(FlagGroup):
         None, "dual-clip bound for negative advantages", above=1, needs=needs_loss("ppo", "gspo")
     )
     icepop_ratio_low: float = flag(
-        0.2, "icepop keeps ratios from here ...", at_least=0, needs=needs_loss("icepop")
+        0.2, "icepop: smallest ratio that is kept", at_least=0, needs=needs_loss("icepop")
     )
-    icepop_ratio_high: float = flag(5.0, "... to here", above=0, needs=needs_loss("icepop"))
+    icepop_ratio_high: float = flag(
+        5.0, "icepop: largest ratio that is kept", above=0, needs=needs_loss("icepop")
+    )
     dppo_diff_low: float = flag(
         0.2,
         "dppo_tv keeps pi_cur - pi_rollout >= -this",
@@ -140,22 +142,22 @@ class PolicyLossFlags(FlagGroup):
         0.2, "dppo drops A > 0 above this", at_least=0, needs=needs_loss("dppo")
     )
     ipo_ratio_low: float = flag(
-        0.2, "ipo_kl keeps ratios from here ...", at_least=0, needs=needs_loss("ipo_kl")
+        0.2, "ipo_kl: smallest ratio that is kept", at_least=0, needs=needs_loss("ipo_kl")
     )
-    ipo_ratio_high: float = flag(5.0, "... to here", above=0, needs=needs_loss("ipo_kl"))
+    ipo_ratio_high: float = flag(
+        5.0, "ipo_kl: largest ratio that is kept", above=0, needs=needs_loss("ipo_kl")
+    )
     kl_tau: float = flag(
         1e-3,
         "squared log-ratio penalty of dppo and ipo_kl",
         at_least=0,
         needs=needs_loss("dppo", "ipo_kl"),
     )
-    adv_tau: float = flag(
-        1.0, "scale of the advantage that the rewards give; 0 = they do not matter", at_least=0
-    )
+    adv_tau: float = flag(1.0, "scale of the advantages; 0 = rewards have no effect", at_least=0)
     teacher_tau: float = flag(
         0.0,
-        "on-policy distillation: add this times the teacher's log-prob less the policy's to the "
-        "advantage of every token, whichever the policy loss",
+        "on-policy distillation, with any policy loss: add this times (teacher log-prob - policy "
+        "log-prob) to the advantage of every token",
         at_least=0,
     )
     sapo_tau_pos: float = flag(
@@ -174,10 +176,17 @@ class PolicyLossFlags(FlagGroup):
     vespo_lambda_pos: float = flag(
         3.0, "vespo: decay with the sequence ratio where A >= 0", above=0, needs=needs_loss("vespo")
     )
-    vespo_k_neg: float = flag(3.0, "the exponent where A < 0", above=0, needs=needs_loss("vespo"))
-    vespo_lambda_neg: float = flag(2.0, "the decay where A < 0", above=0, needs=needs_loss("vespo"))
+    vespo_k_neg: float = flag(
+        3.0, "vespo: exponent of the sequence ratio where A < 0", above=0, needs=needs_loss("vespo")
+    )
+    vespo_lambda_neg: float = flag(
+        2.0, "vespo: decay with the sequence ratio where A < 0", above=0, needs=needs_loss("vespo")
+    )
     dro_beta: float = flag(
-        1.0, "dro: pull back to the rollout policy", at_least=0, needs=needs_loss("dro")
+        1.0,
+        "dro: strength of the pull towards the rollout policy",
+        at_least=0,
+        needs=needs_loss("dro"),
     )
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from plugin.batch_types import RolloutSample
 from plugin.cluster.trainer_actor import _critic_of
 from plugin.config import JobConfig
 from plugin.controller.batch import prepare_batch
-from plugin.controller.passes.critic_steps import with_gae
+from plugin.controller.passes import with_gae
 from plugin.environments.trajectory import Rollouts, Trajectory
 from plugin.errors import CheckpointError, ConfigError
 from plugin.ragged import Ragged

@@ -15,7 +15,7 @@ from plugin.batch_types import RolloutBatch
 from plugin.cluster.model_source import policy_source
 from plugin.config import JobConfig
 from plugin.controller.batch import MiniBatch
-from plugin.controller.passes.teachers import Teachers
+from plugin.controller.passes import Teachers
 from plugin.controller.preflight.job_checks import check_job
 from plugin.errors import BatchError, ConfigError
 from plugin.ragged import Ragged

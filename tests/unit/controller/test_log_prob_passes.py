@@ -11,7 +11,7 @@ import torch
 from plugin.batch_types import RolloutBatch, RolloutSample
 from plugin.config import JobConfig
 from plugin.controller.batch import MiniBatch
-from plugin.controller.passes.log_prob_passes import LogProbPasses
+from plugin.controller.passes import LogProbPasses
 from plugin.ragged import Ragged
 
 BATCH = RolloutBatch.from_samples(

@@ -1,0 +1,239 @@
+"""What is computed on a rollout before its updates: log-probs, teachers' scores, values.
+
+The value model's own updates are here, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plugin.batch_types import RolloutBatch
+from plugin.cluster.trainer_actor import teacher_policy
+from plugin.cluster.trainer_group import TrainerGroup
+from plugin.config import JobConfig
+from plugin.controller.batch import MiniBatch
+from plugin.controller.preflight.job_checks import JobParts
+from plugin.environments.trajectory import Rollouts
+from plugin.loss.hook_chain import batch_declarations
+from plugin.loss.value_loss import explained_variance
+from plugin.ppo_utils.advantages import gae_advantages, whiten
+from plugin.ragged import Ragged
+from plugin.tasks.prompt_format import lookup
+from plugin.teachers.http_teacher import HttpTeacher
+
+#: An approximation is checked by a pass on its second rollout, as the first also warms up, and on
+#: every one of so many after that.
+_FIRST_CHECK, _CHECK_EVERY = 2, 50
+
+
+class LogProbPasses:
+    """Adds what the loss needs from forward-only passes.
+
+    The trainer's own log-probs are computed where they can differ from those of the update: with
+    more than one update on a rollout, or when its routes are replayed, and where a correction has
+    to know them of the whole batch first. Otherwise, on an only update, they are the update's own.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        parts: JobParts,
+        trainer: TrainerGroup,
+        teachers: Teachers | None = None,
+    ) -> None:
+        self._config, self._parts, self._trainer = config, parts, trainer
+        self._teachers = teachers
+        self._whole_batch_first = bool(batch_declarations(config))
+        self._approximated = 0
+        self._seconds_per_token: float | None = None
+
+    def added_to(
+        self, batch: RolloutBatch, updates: list[MiniBatch], prompts: Sequence[int] = ()
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """The batch with log-probs of the policies that were asked, and seconds as metrics.
+
+        prompts: the numbers of the groups' prompts
+        """
+        began = time.monotonic()
+        saved: dict[str, float] = {}
+        if self._config.train_log_probs == "approximate" and len(updates) > 1:
+            batch, saved = self._checked(batch)
+        elif len(updates) > 1 or self._config.use_routing_replay or self._whole_batch_first:
+            batch = batch.with_column("log_probs", self._train_log_probs(batch, updates))
+        if self._parts.reference is not None:
+            batch = batch.with_column("ref_log_probs", self._trainer.log_probs("reference", batch))
+        if self._teachers is not None:
+            batch = self._teachers.added_to(batch, updates, prompts)
+        return batch, {"seconds_log_probs": time.monotonic() - began, **saved}
+
+    def _train_log_probs(self, batch: RolloutBatch, updates: list[MiniBatch]) -> Ragged:
+        if not self._config.use_routing_replay:
+            return self._trainer.log_probs("policy", batch)
+        # Recorded routes belong to one cut of one batch. The first epoch is in order.
+        parts = [update.of(batch) for update in updates if update.epoch == 0]
+        return Ragged.concatenated(
+            [
+                self._trainer.log_probs("policy", part, keep_routes=number > 0)
+                for number, part in enumerate(parts)
+            ]
+        )
+
+    def _checked(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
+        """Seconds of the pass that was not run, by one that was, now and then.
+
+        The batch carries what that one found for metrics alone: it trains on the approximation, so
+        that a resumed run trains as one that was never interrupted.
+        """
+        self._approximated += 1
+        tokens = int(batch.columns["total_lengths"].sum())
+        if self._approximated % _CHECK_EVERY == _FIRST_CHECK:
+            began = time.monotonic()
+            batch = batch.with_column("log_probs", self._trainer.log_probs("policy", batch))
+            self._seconds_per_token = (time.monotonic() - began) / tokens
+            return batch, {}
+        if self._seconds_per_token is None:
+            return batch, {}
+        return batch, {"seconds_log_probs_saved": self._seconds_per_token * tokens}
+
+
+class Teacher(Protocol):
+    """Scores the tokens of a batch."""
+
+    def score(self, batch: RolloutBatch) -> dict[str, Ragged]:
+        """The columns that a teacher fills in."""
+        ...
+
+
+class JobTeacher:
+    """A teacher on the trainer's ranks."""
+
+    def __init__(self, trainer: TrainerGroup, name: str) -> None:
+        self._trainer, self._name = trainer, name
+
+    def score(self, batch: RolloutBatch) -> dict[str, Ragged]:
+        return self._trainer.scores(self._name, batch)
+
+
+class Teachers:
+    """All teachers of a job.
+
+    name_of: the teacher of a prompt, by its number; None where there is only one
+    """
+
+    def __init__(
+        self, teachers: Mapping[str, Teacher], name_of: Callable[[int], str] | None = None
+    ) -> None:
+        self._teachers, self._name_of = teachers, name_of
+
+    @classmethod
+    def of(cls, config: JobConfig, parts: JobParts, trainer: TrainerGroup) -> Teachers:
+        """Those that the configuration names; the ranks have built the ones in the job."""
+        found: dict[str, Teacher] = {}
+        for spec in config.teacher_specs:
+            if spec.urls:
+                vocabulary = parts.policy.hf_config["vocab_size"]
+                found[spec.name] = HttpTeacher.of(config, spec, vocabulary, trainer.while_idle)
+            else:
+                found[spec.name] = JobTeacher(trainer, teacher_policy(spec.name))
+        key, data = config.teacher_key, parts.data
+        if key is None or data is None:
+            return cls(found)
+        return cls(found, lambda number: lookup(data.row(number), key))
+
+    def added_to(
+        self, batch: RolloutBatch, updates: Sequence[MiniBatch], prompts: Sequence[int]
+    ) -> RolloutBatch:
+        """The batch with the columns of the teachers.
+
+        prompts: the numbers of the groups' prompts. Every mini-batch of the first epoch is scored
+        by itself, as it is trained on: a teacher with the weights of the policy then differs from
+        it in nothing.
+        """
+        parts = [self._scores(update.of(batch), prompts) for update in updates if not update.epoch]
+        for name in parts[0]:
+            batch = batch.with_column(name, Ragged.concatenated([part[name] for part in parts]))
+        batch.check()
+        return batch
+
+    def _scores(self, batch: RolloutBatch, prompts: Sequence[int]) -> dict[str, Ragged]:
+        name_of = self._name_of
+        if name_of is None:
+            [teacher] = self._teachers.values()
+            return teacher.score(batch)
+        groups: Tensor = batch.columns["group_index"]
+        by_group = {number: name_of(prompts[number]) for number in set(groups.tolist())}
+        names = np.array([by_group[number] for number in groups.tolist()])
+        order, parts = [], []
+        for name, teacher in self._teachers.items():
+            own = np.flatnonzero(names == name)
+            if len(own):
+                order.append(own)
+                parts.append(teacher.score(batch.select(own)))
+        back = np.argsort(np.concatenate(order))
+        return {
+            column: Ragged.concatenated([part[column] for part in parts]).select(back)
+            for column in parts[0]
+        }
+
+
+class CriticSteps:
+    """Adds advantages to batches and trains the critic beside the policy."""
+
+    def __init__(self, config: JobConfig, trainer: TrainerGroup) -> None:
+        self._config, self._trainer = config, trainer
+
+    def added_to(
+        self, batch: RolloutBatch, rollouts: Rollouts
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """The batch with `values`, `returns` and `advantages`, and what is known of them."""
+        began = time.monotonic()
+        values = self._trainer.values(batch)
+        batch = with_gae(self._config, batch, rollouts, values)
+        batch.check()
+        mask = batch.columns["loss_masks"].values != 0
+        said, came = (batch.columns[name].values[mask] for name in ("values", "returns"))
+        return batch, {
+            "critic/explained_variance": explained_variance(said, came),
+            "critic/value": float(said.double().mean()) if len(said) else 0.0,
+            "critic/return": float(came.double().mean()) if len(came) else 0.0,
+            "seconds_values": time.monotonic() - began,
+        }
+
+    def train(self, batch: RolloutBatch, update: int) -> dict[str, Any]:
+        """One optimizer step of the critic on a mini-batch; `update` counts from 0."""
+        began, rate = time.monotonic(), self._config.critic_learning_rate(update)
+        trained = self._trainer.train_critic(batch, rate)
+        return trained.metrics | {
+            "critic/lr": rate,
+            "critic/skipped": float(trained.skipped is not None),
+            "seconds_critic": time.monotonic() - began,
+        }
+
+
+def with_gae(
+    config: JobConfig, batch: RolloutBatch, rollouts: Rollouts, values: Ragged
+) -> RolloutBatch:
+    """The batch with `values`, `returns` and `advantages`, each [response] per sample.
+
+    A trajectory is one sequence of steps, however many samples it was split into.
+    """
+    masks: Ragged = batch.columns["loss_masks"]
+    whole_masks = rollouts.per_trajectory(masks)
+    advantages, returns = gae_advantages(
+        torch.from_numpy(rollouts.rewards).float(),
+        rollouts.per_trajectory(values),
+        whole_masks,
+        gamma=config.gamma,
+        lambd=config.lambd,
+    )
+    if config.normalize_advantages:
+        advantages = whiten(advantages, whole_masks)
+    for name, column in (("values", values), ("returns", returns), ("advantages", advantages)):
+        batch = batch.with_column(name, masks.like(column.values))
+    return batch

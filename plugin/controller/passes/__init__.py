@@ -1,1 +1,0 @@
-"""What is computed on a rollout before its updates: log-probs, values, teachers' scores."""
