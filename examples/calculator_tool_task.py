@@ -3,7 +3,8 @@
     megatron-tis train --task-path examples/calculator_tool_task.py:CalculatorTask --hf-checkpoint /models/qwen3-0.6b \
       --preserve-all-thinking --max-turns 6 --max-context-length 8192 --max-response-length 1024
 
-On a cluster of 5 nodes of 8 GPUs the same with the flags of its size, 4 for training and 1 for engines; every node needs this file and the model under the same path:
+On a cluster of 5 nodes of 8 GPUs, 4 for training and 1 for engines; every node needs this file and
+the model under the same path:
 
     megatron-tis train --task-path examples/calculator_tool_task.py:CalculatorTask --hf-checkpoint /models/qwen3-8b \
       --preserve-all-thinking --max-turns 6 --max-context-length 16384 --max-response-length 4096 --address auto \

@@ -1,10 +1,10 @@
-"""Checks the flags of a slime or miles job before it takes a GPU: loads the hooks and calls them as slime does.
+"""Check the flags of a slime or miles job before it takes a GPU: load the hooks, call them as slime does.
 
     python examples/check_slime_flags.py --use-tis --tis-clip 2.0 \\
         --custom-tis-function-path plugin.ppo_utils.off_policy_is_function --advantage-estimator cispo
 
-Flags that have nothing to do with the loss are ignored, unless they look like a misspelt one that has. Exit code 0 if
-the first step would run.
+Flags unrelated to the loss are ignored, unless they look like a misspelled one that is related. The
+exit code is 0 if the first step would run.
 """
 
 from __future__ import annotations

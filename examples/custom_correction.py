@@ -4,8 +4,9 @@
     megatron-tis train --use-tis --custom-tis-function-path examples/custom_correction.py:soft_tis_function
     # slime, on a cluster: --use-tis --custom-tis-function-path examples.custom_correction.soft_tis_function
 
-A hook receives the per-token loss and the log-probs of the three policies, and returns the loss it has weighted, the
-masks (shrunk if it rejects) and per-token metrics. It is called for every microbatch and must not keep state.
+A hook receives the per-token loss and the log-probs of the three policies, and returns the weighted
+loss, the masks (smaller if it rejects tokens) and per-token metrics. It is called for every microbatch
+and must not keep state.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 examples/fsdp2_loop.py                  # two ranks on CPU, the same numbers
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 examples/fsdp2_loop.py    # a cluster
 
-Two things make the step independent of how the batch is cut: every token is divided by the token count of the
-whole batch, known before the step, and a rank with fewer microbatches than others adds padding ones, because
-FSDP's collectives need every rank in every forward and backward pass.
+Two things make the step independent of how the batch is split: every token is divided by the token
+count of the whole batch, known before the step, and a rank with fewer microbatches than others adds
+padding ones, because FSDP's collectives need every rank in every forward and backward pass.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the corrections cope with a rollout policy that is quantized and stale.
+"""How the corrections cope with a quantized and stale rollout policy.
 
 Runs the built-in task with int8 rollouts and weights up to 4 versions old, under several corrections and seeds,
 and writes a table (Markdown and JSON) and a plot of the reward.

@@ -1,4 +1,4 @@
-"""One job over several nodes. Here both nodes are simulated on this machine; the job does not notice.
+"""One job over several nodes. By default both nodes are simulated on this machine.
 
     python examples/multi_node_ray.py                       # two nodes of one private Ray cluster, on CPU
 

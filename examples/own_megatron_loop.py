@@ -3,8 +3,8 @@
     python examples/own_megatron_loop.py                             # one process, CPU or GPU
     torchrun --nproc-per-node 2 examples/own_megatron_loop.py        # data parallel
 
-The loop trains a small random model on a fixed batch in which every second response is rewarded, and prints its
-metrics. `policy_gradient_step` is what you take with you; the rest is any Megatron job.
+The loop trains a small random model on a fixed batch in which every second response is rewarded, and
+prints its metrics. Copy `policy_gradient_step` into your code; the rest is an ordinary Megatron job.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/plot_evaluations.py docs/images/math_words.svg runs/seed_1 runs/seed_2 runs/seed_3
 
-Keeps what it draws in a .json file beside the picture, so that the picture can be drawn again without the runs.
+The data go into a .json file beside the picture, so that it can be redrawn without the runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A tool that a model of a hundred thousand parameters learns to use: look a digit up, then say it.
+"""A tool that a model with a hundred thousand parameters learns to use: look up a digit, then say it.
 
     megatron-tis train --config examples/multi_turn_tools.yaml
 
-The characters of the model that is built on the spot are digits and `=+-*$`, so the chat template is short:
+The characters of the built-in model are digits and `=+-*$`, so the chat template is short:
 
     user 7           7=
     reply            34-*7$     thinks 34, asks the tool for key 7 and ends its turn

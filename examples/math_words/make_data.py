@@ -2,8 +2,8 @@
 
     python examples/math_words/make_data.py --output runs/math_words
 
-Writes `train.jsonl` and `eval.jsonl` with {"question": ..., "answer": "3+4=7\\n7-2=5\\n#### 5"} per line. The two hold
-different calculations, not only different words: whether a calculation is held out depends on its numbers alone.
+Writes `train.jsonl` and `eval.jsonl` with {"question": ..., "answer": "3+4=7\\n7-2=5\\n#### 5"} per line. The two contain
+different calculations, not just different words: whether one is held out depends only on its numbers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A small Qwen3 with a BPE tokenizer of its own, warmed up by supervised steps.
+"""A small Qwen3 with its own BPE tokenizer, warmed up with supervised steps.
 
     python examples/math_words/warm_up.py --data runs/math_words --output runs/math_words/model
 
-Writes a Hugging Face directory: config, weights, tokenizer with a chat template. Most of the answers it is shown are bare
-results, the others are worked out. It learns both: how to calculate step by step, and to blurt out a number that is
-mostly wrong. Which of the two pays is left to reinforcement.
+Writes a Hugging Face directory: config, weights, tokenizer with a chat template. Most of the
+answers it sees are bare results, the others are worked out. It learns both: to calculate step by
+step, and to guess a number that is mostly wrong. RL then finds out which of the two pays off.
 """
 
 from __future__ import annotations

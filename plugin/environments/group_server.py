@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -202,18 +202,3 @@ class GroupServer:
             with self._turn:
                 self._failure, self._is_stepping = error, False
                 self._turn.notify_all()
-
-
-def play_all(
-    player: Player, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-) -> list[list[Trajectory]]:
-    """The trajectories of every request, in order, once all are done."""
-    server, done = GroupServer(player), dict[int, list[Trajectory]]()
-    server.submit(dict(enumerate(requests)), parameters)
-    try:
-        while len(server):
-            done.update(server.step())
-    except BaseException:
-        player.abort()
-        raise
-    return [done[number] for number in range(len(requests))]

@@ -18,7 +18,6 @@ from plugin.engines.protocol import (
     Answer,
     GenerationFailure,
     GenerationRequest,
-    RolloutEngine,
     SamplingParameters,
 )
 from plugin.engines.response_stream import ResponseStream
@@ -32,7 +31,7 @@ from plugin.environments.environment_protocol import (
     Reply,
     Step,
 )
-from plugin.environments.group_server import PlayedGroup, Player, play_all
+from plugin.environments.group_server import PlayedGroup, Player
 from plugin.environments.single_turn import SingleTurnPlayer
 from plugin.environments.trajectory import Trajectory, failed
 from plugin.errors import BatchError
@@ -43,29 +42,6 @@ from plugin.tasks.protocol import Prompt, as_reward
 _LOOK_SECONDS = 0.05
 
 T = TypeVar("T")
-
-
-def run_multi_turn(
-    engine: RolloutEngine,
-    requests: Sequence[GenerationRequest],
-    parameters: SamplingParameters,
-    *,
-    task: MultiTurnTask,
-    tokenizer: Any,
-    config: JobConfig,
-) -> list[list[Trajectory]]:
-    """For each request, one trajectory per seed; what goes wrong in one leaves the others alone.
-
-    The request's `prompt_index` says which conversation is played. A trajectory follows from the
-    weights, that number and its seed, so a request can be played again, also by another engine.
-    """
-    most = sum(len(request.seeds) for request in requests)
-    stream = ResponseStream(engine, most)
-    player = MultiTurnPlayer(stream, task=task, tokenizer=tokenizer, config=config)
-    try:
-        return play_all(player, requests, parameters)
-    finally:
-        player.finish_calls()
 
 
 def renderer_of(task: MultiTurnTask, tokenizer: Any, config: JobConfig) -> ChatRenderer:
@@ -184,11 +160,6 @@ class MultiTurnPlayer:
                     self._end(episode, failed("not finished"))
         self._groups.clear()
         self._unasked.clear()
-
-    def finish_calls(self) -> None:
-        """Wait for the environments that are being closed."""
-        while self._calls.open:
-            self._collect(_LOOK_SECONDS)
 
     def _take_done(self) -> list[PlayedGroup]:
         done = [n for n, group in self._groups.items() if all(e.result is not None for e in group)]

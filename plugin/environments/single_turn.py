@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from plugin.batch_types import RolloutSample
@@ -11,11 +9,10 @@ from plugin.engines.protocol import (
     Answer,
     GenerationFailure,
     GenerationRequest,
-    RolloutEngine,
     SamplingParameters,
 )
 from plugin.engines.response_stream import ResponseStream
-from plugin.environments.group_server import PlayedGroup, play_all
+from plugin.environments.group_server import PlayedGroup
 from plugin.environments.trajectory import Trajectory, failed
 
 
@@ -55,14 +52,6 @@ class SingleTurnPlayer:
         """Forget what is open."""
         self._groups.clear()
         self._stream.abort()
-
-
-def run_single_turn(
-    engine: RolloutEngine, requests: Sequence[GenerationRequest], parameters: SamplingParameters
-) -> list[list[Trajectory]]:
-    """For each request, one trajectory per seed; a failed generation is a failed trajectory."""
-    most = sum(len(request.seeds) for request in requests)
-    return play_all(SingleTurnPlayer(ResponseStream(engine, most)), requests, parameters)
 
 
 def trajectory_of(prompt: tuple[int, ...], answer: Answer) -> Trajectory:

@@ -13,12 +13,12 @@ from plugin.config import TrainerConfig
 from plugin.controller.local_engine import load_tensors
 from plugin.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.engines.transformers.engine import TransformersEngine
-from plugin.environments.single_turn import run_single_turn
 from plugin.environments.trajectory import Rollouts
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.observe.log_prob_dump import LogProbDump
 from plugin.tools.compare.dump_reading import open_dump
 from plugin.tools.compare.routing_mismatch import measured, routed_batch
+from tests.unit.environments.played_groups import run_single_turn
 
 
 def sampled(

@@ -10,11 +10,11 @@ import torch
 from plugin.batch_types import RolloutBatch
 from plugin.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.engines.transformers.engine import TransformersEngine
-from plugin.environments.single_turn import run_single_turn
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel import tiny_models
 from tests.parallel.training_jobs import RunRanks, Start, exported, new_trainer
 from tests.unit.engines.tiny_engines import load
+from tests.unit.environments.played_groups import run_single_turn
 
 STEPS = 3
 UNTRUNCATED = SamplingParameters(max_response_length=12)

@@ -18,8 +18,8 @@ from plugin.engines.protocol import (
     SamplingParameters,
 )
 from plugin.environments.environment_protocol import Ending, Message, Reply, Step
-from plugin.environments.multi_turn import run_multi_turn
 from plugin.environments.trajectory import Trajectory
+from tests.unit.environments.played_groups import run_multi_turn
 
 SPECIAL = ("<|end|>", "<|turn|>", "<|pad|>")
 

@@ -17,7 +17,7 @@ from plugin.engines.protocol import (
 )
 from plugin.engines.transformers.sampling import sampling_log_probs
 from plugin.environments.environment_protocol import Step
-from plugin.environments.multi_turn import OpeningPrompts, run_multi_turn, turn_seed
+from plugin.environments.multi_turn import OpeningPrompts, turn_seed
 from plugin.environments.trajectory import Trajectory
 from plugin.errors import BatchError
 from plugin.tasks.copy_digits import CharacterTokenizer
@@ -36,6 +36,7 @@ from tests.unit.environments.conversations import (
     tool,
     user,
 )
+from tests.unit.environments.played_groups import run_multi_turn
 
 
 def run(

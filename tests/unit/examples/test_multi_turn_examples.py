@@ -15,8 +15,7 @@ from plugin.engines.choice import make_engine, sampling_parameters
 from plugin.engines.protocol import GenerationRequest
 from plugin.engines.response_stream import ResponseStream
 from plugin.environments.environment_protocol import Reply
-from plugin.environments.group_server import play_all
-from plugin.environments.multi_turn import MultiTurnPlayer, choose_player, run_multi_turn
+from plugin.environments.multi_turn import MultiTurnPlayer, choose_player
 from plugin.environments.single_turn import SingleTurnPlayer
 from plugin.environments.trajectory import Trajectory
 from plugin.tasks.loading import load_task, load_tokenizer
@@ -28,6 +27,7 @@ from tests.unit.environments.conversations import (
     encode,
     prompt_and_response,
 )
+from tests.unit.environments.played_groups import play_all, run_multi_turn
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 LOOKUP = f"{EXAMPLES / 'tiny_tool_task.py'}:LookupTask"

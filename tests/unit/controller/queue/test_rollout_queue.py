@@ -22,12 +22,12 @@ from plugin.controller.queue.groups import Attempt, Group, joined
 from plugin.controller.queue.rollout_queue import RolloutQueue
 from plugin.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.engines.transformers.engine import TransformersEngine
-from plugin.environments.single_turn import run_single_turn
 from plugin.environments.trajectory import Rollouts, Trajectory, failed
 from plugin.errors import ConfigError, EngineError
 from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTask
 from tests.parallel.tiny_models import tiny_qwen3
 from tests.unit.engines.tiny_engines import load, loaded_engine
+from tests.unit.environments.played_groups import run_single_turn
 
 TASK = CopyDigitsTask(CharacterTokenizer(ALPHABET), seed=1)
 PARAMETERS = SamplingParameters(max_response_length=4, stop_token_ids=TASK.stop_token_ids)
