@@ -20,7 +20,7 @@ class JsonLine:
 
     number: from 1 on
     size: in bytes
-    value: the object in it; None if there is none, and then `problem` says why
+    value: the object in it; None if it could not be read; `problem` says why
     """
 
     number: int

@@ -11,7 +11,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from plugin.config import LossConfig
 from plugin.config.model import DtypeName
@@ -118,8 +118,7 @@ def _run_advice(args: argparse.Namespace) -> int:
     """Replay the candidates on a dump, or look at a run's metrics, and name one."""
     if args.html or args.sweep or args.routing:
         raise ConfigError("--advise prints one text; drop --html, --sweep and --routing")
-    if args.json and args.json != "-":
-        refuse_overwriting(Path(args.json), args.force)
+    _refuse_overwriting(args)
     from plugin.tools.compare.advice import advice_text, advise_dump, advise_run
 
     runs = [path for path in args.dumps if (Path(path) / "metrics.jsonl").exists()]
@@ -127,10 +126,7 @@ def _run_advice(args: argparse.Namespace) -> int:
         raise ConfigError(f"--advise {runs[0]} is a run; give one run, or dumps alone")
     advise = (advise_run, args.dumps[0]) if runs else (advise_dump, args.dumps)
     advice = advise[0](advise[1], target_ess=args.target_ess)
-    text = json.dumps(advice.as_dict(), indent=1)
-    print(text if args.json == "-" else advice_text(advice))
-    if args.json and args.json != "-":
-        write_page(Path(args.json), text, force=args.force)
+    _print_result(args, advice.as_dict(), advice_text(advice))
     return 0
 
 
@@ -143,8 +139,7 @@ def _run_routing(args: argparse.Namespace) -> int:
         )
     if args.html or args.sweep:
         raise ConfigError("--routing prints one table; drop --html and --sweep, or --routing")
-    if args.json and args.json != "-":
-        refuse_overwriting(Path(args.json), args.force)
+    _refuse_overwriting(args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about every optional package
         from plugin.tools.compare.dump_reading import open_dump
@@ -160,10 +155,7 @@ def _run_routing(args: argparse.Namespace) -> int:
         )
     for problem in dump.problems:
         print(f"warning: {problem}", file=sys.stderr)
-    text = json.dumps(result, indent=1)
-    print(text if args.json == "-" else routing_text(result))
-    if args.json and args.json != "-":
-        write_page(Path(args.json), text, force=args.force)
+    _print_result(args, result, routing_text(result))
     return 0
 
 
@@ -176,9 +168,7 @@ def _compare(args: argparse.Namespace) -> Comparison:
     from plugin.tools.compare.replay import Method, all_methods
     from plugin.tools.compare.sweeps import parse_sweeps
 
-    for output in (args.html, args.json):
-        if output and output != "-":
-            refuse_overwriting(Path(output), args.force)
+    _refuse_overwriting(args)
     given = LossConfig.given_in(args)
     settings = {name: value for name, value in given.items() if name not in _CHOSEN}
     methods = all_methods(every_pair=args.all_pairs, **settings)
@@ -214,17 +204,26 @@ def _present(args: argparse.Namespace, comparison: Comparison) -> None:
     if not comparison.tokens:
         raise BatchError("no readable token in these dumps")
     result = comparison.as_dict()
-    text = json.dumps(result, indent=1)
-    if args.json == "-":
-        print(text)
-    else:
-        print(f"{comparison.tokens:,} tokens in {comparison.samples:,} samples")
-        print(f"\n{comparison_text(comparison)}")
-        for sweep in result["sweeps"]:
-            print("\n" + recommendation_text(sweep["recommendation"], args.target_ess))
-        for finding in comparison.findings:
-            print(f"\n{finding_text(finding)} ({steps_text(finding)})")
-    if args.json and args.json != "-":
-        write_page(Path(args.json), text, force=args.force)
+    parts = [
+        f"{comparison.tokens:,} tokens in {comparison.samples:,} samples",
+        comparison_text(comparison),
+        *(recommendation_text(s["recommendation"], args.target_ess) for s in result["sweeps"]),
+        *(f"{finding_text(found)} ({steps_text(found)})" for found in comparison.findings),
+    ]
+    _print_result(args, result, "\n\n".join(parts))
     if args.html:
         write_page(Path(args.html), comparison_html(result), force=args.force)
+
+
+def _refuse_overwriting(args: argparse.Namespace) -> None:
+    for output in (args.html, args.json):
+        if output and output != "-":
+            refuse_overwriting(Path(output), args.force)
+
+
+def _print_result(args: argparse.Namespace, result: dict[str, Any], text: str) -> None:
+    """Print `text`, or the result as JSON with `--json -`; write it with `--json FILE`."""
+    content = json.dumps(result, indent=1)
+    print(content if args.json == "-" else text)
+    if args.json and args.json != "-":
+        write_page(Path(args.json), content, force=args.force)

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run_dir",
         nargs="?",
         metavar="RUN_DIR",
-        help="directory of a run: what went wrong in it, instead of checking this machine",
+        help="run directory: report what went wrong in it instead of checking this machine",
     )
     parser.add_argument(
         "--layouts",
@@ -46,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--custom-tis-function-path", metavar="PATH", help="correction hooks to load and try out"
     )
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="for all layouts together"
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="limit for all layouts together",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     _add_bisect_arguments(parser)
@@ -71,15 +75,15 @@ def _add_bisect_arguments(parser: argparse.ArgumentParser) -> None:
         help="family of that tiny model (default: qwen3_moe)",
     )
     group.add_argument(
-        "--engine-hf-checkpoint", metavar="DIR", help="another model for the engine, to compare"
+        "--engine-hf-checkpoint", metavar="DIR", help="a different model for the engine"
     )
     group.add_argument(
         "--hidden-states",
         metavar="FILE",
-        help="what an engine elsewhere computed (.safetensors or .npz), instead of running one",
+        help="hidden states of an external engine (.safetensors or .npz) instead of running one",
     )
     group.add_argument(
-        "--save-hidden-states", metavar="FILE", help="write what the engine computed, for later"
+        "--save-hidden-states", metavar="FILE", help="write the engine's hidden states"
     )
     group.add_argument(
         "--train-dtype",
@@ -139,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         log(str(result))
         if result.error and not args.json:
             print(result.error, file=sys.stderr)
-    log("\nall is well" if healthy else "\nsomething is wrong: see the lines marked fail")
+    log("\nall checks passed" if healthy else "\nsome checks failed: see the lines marked fail")
     if args.json:
         content = {
             "healthy": healthy,

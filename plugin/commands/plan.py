@@ -1,4 +1,4 @@
-"""`megatron-tis plan`: what a job would hold, send and wait for, on a laptop.
+"""`megatron-tis plan`: memory, communication and time of a job, planned on a laptop.
 
 Nothing is started: no Ray, no engine, no weights are read.
 """
@@ -257,7 +257,7 @@ _WIDTH = 24
 
 
 class Progress:
-    """Writes to standard error; `end` clears what is left of it on a terminal."""
+    """Shows progress on standard error: one line on a terminal, one line per layout elsewhere."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -265,7 +265,7 @@ class Progress:
         self._began: float | None = None
 
     def __call__(self, what: str) -> None:
-        """One plan: said on a terminal only."""
+        """Show what is planned, on a terminal only."""
         if self._terminal:
             self._rewrite(f"planning {what} ...")
 

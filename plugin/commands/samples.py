@@ -1,4 +1,4 @@
-"""`megatron-tis samples RUN_DIR`: print what the policy was asked, said and earned."""
+"""`megatron-tis samples RUN_DIR`: print prompts, responses and rewards."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the sub-command."""
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a finished or running job")
     parser.add_argument(
-        "--steps", metavar="N[-M]", help="of one step, or of a range; default: the last ones"
+        "--steps", metavar="N[-M]", help="a step or a range of steps; default: the last samples"
     )
-    parser.add_argument("--kind", choices=("best", "worst", "random"), help="only these")
+    parser.add_argument(
+        "--kind", choices=("best", "worst", "random"), help="only samples of this kind"
+    )
     parser.add_argument("--search", metavar="TEXT", help="only samples that hold this text")
     parser.add_argument("--sort", choices=tuple(_SORT_KEYS), default="step", help="default: step")
     parser.add_argument("--descending", action="store_true", help="largest first")

@@ -312,6 +312,10 @@ class TrainingLoop:
         self._at.skipped += trained.skipped is not None
         now = time.monotonic()
         tokens = int(batch.columns["response_lengths"].sum())
+        epoch: dict[str, float] = {}
+        if self._parts.data is not None:  # passes over --prompt-data, with the rows dropped
+            asked = self._queue.counts.issued - self._queue.under_way
+            epoch = {"epoch": asked / len(self._parts.data)}
         line = {
             "step": self._at.updates,
             "rollout": self._at.rollouts,
@@ -321,7 +325,7 @@ class TrainingLoop:
             "seconds_training": now - started,
             "seconds": now - began,
             **self._queue.metrics(),
-            **self._epoch(),
+            **epoch,
             "engine_restarts": self._engines.restarts,
             "trainer_restarts": self._restarts,
             **described,
@@ -330,13 +334,6 @@ class TrainingLoop:
         line["skipped"] = float(trained.skipped is not None)
         self._records.add(line, batch, trained, of_rollout_weights=progress == 0)
         return trained.skipped is None
-
-    def _epoch(self) -> dict[str, float]:
-        """Passes over --prompt-data so far, with the rows that were dropped."""
-        if self._parts.data is None:
-            return {}
-        asked = self._queue.counts.issued - self._queue.under_way
-        return {"epoch": asked / len(self._parts.data)}
 
     def _send_weights(self, *, wait: bool) -> None:
         with self._devices.sending():

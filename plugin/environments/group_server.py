@@ -26,7 +26,7 @@ PlayedGroup = tuple[int, list[Trajectory]]
 
 
 class Player(Protocol):
-    """Turns requests into trajectories, in one turn or several, many at the same time."""
+    """Turns requests into trajectories, in one turn or several, many at a time."""
 
     @property
     def open(self) -> int:
@@ -124,7 +124,7 @@ class GroupServer:
 
     @contextlib.contextmanager
     def changing(self, version: int, *, last: bool, interrupts: bool) -> Iterator[None]:
-        """Keep responses away from weights that change, from the first part of them to the last.
+        """Keep responses from running while weights change, from their first part to the last.
 
         interrupts: the engine does so itself, between two tokens
         """
@@ -137,7 +137,7 @@ class GroupServer:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep responses away for a while."""
+        """Let no response run inside."""
         self.hold()
         yield
         self._release()

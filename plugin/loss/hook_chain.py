@@ -1,4 +1,7 @@
-"""A chain of correction hooks: loaded and tried at set-up, then run once per microbatch."""
+"""A chain of correction hooks: loaded and tried at set-up, then run once per microbatch.
+
+Built-in corrections see flat tokens; only a foreign hook gets lists with one tensor per sample.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from plugin.config import LossConfig
 from plugin.config.import_paths import load_function
 from plugin.errors import BatchError, HookLoadError
-from plugin.loss.example_tokens import example_inputs
 from plugin.loss.hook_loading import load_hook
-from plugin.loss.interfaces import LossInputs, PolicyTerm
+from plugin.loss.interfaces import LossInputs, PolicyTerm, example_inputs
 from plugin.ppo_utils.batch_statistics import (
     Declaration,
     Statistics,
@@ -26,7 +28,7 @@ from plugin.ppo_utils.batch_statistics import (
     declared_statistics,
     microbatch_statistics,
 )
-from plugin.ppo_utils.correction_interface import flags_of
+from plugin.ppo_utils.correction_interface import CorrectionTokens, flags_of
 from plugin.ppo_utils.importance_ratio import log_ratio
 from plugin.sharding.parallel_context import SINGLE_PROCESS, use_parallel_context
 
@@ -156,7 +158,13 @@ def _apply(
     inputs: LossInputs,
     loss_masks: Sequence[Tensor],
 ) -> tuple[PolicyTerm, Sequence[Tensor]]:
-    result = hook(args, **_arguments(path, inputs, term.loss, loss_masks))
+    on_tokens = getattr(load_function(path), "on_tokens", None)
+    if on_tokens is None:
+        result = hook(args, **_arguments(path, inputs, term.loss, loss_masks))
+    else:
+        tokens = _flat_tokens(path, inputs, loss_masks)
+        statistics = (inputs.statistics or {}).get(path)
+        result = on_tokens(args, tokens, term.loss, loss_masks, statistics)
     pg_loss, new_masks, metrics = _checked_result(path, result, term.loss, loss_masks)
     kept = term.kept & inputs.shards.local_mask(new_masks)
     if "is_masked" in metrics:  # a hook may drop by a weight of 0 and leave the masks as they were
@@ -168,6 +176,18 @@ def _apply(
         merged[key] = value.detach()
     loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
     return PolicyTerm(loss, kept, merged, extremes=term.extremes), new_masks
+
+
+def _flat_tokens(path: str, inputs: LossInputs, loss_masks: Sequence[Tensor]) -> CorrectionTokens:
+    """What a built-in correction sees, under the names of the hook contract."""
+    given = {
+        "train_log_probs": inputs.proximal_log_probs,
+        "rollout_log_probs": inputs.require_rollout(),
+        "cur_log_probs": inputs.cur_log_probs.detach(),
+        "advantages": inputs.advantages,
+    }
+    mask = inputs.shards.local_mask(loss_masks)
+    return CorrectionTokens(mask, inputs.shards, given, path.replace(":", ".").rsplit(".", 1)[-1])
 
 
 def _arguments(

@@ -14,9 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from plugin.ppo_utils.batch_statistics import Statistics
+from plugin.ppo_utils.masked_ops import zero_masked
+from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
 
 
@@ -119,6 +122,33 @@ class LossOutputs:
     total: Tensor
     denominator: Tensor
     metrics: dict[str, TokenMetric] = field(default_factory=dict)
+
+
+def example_inputs() -> LossInputs:
+    """Tokens to try a loss or a correction on: responses of 2 and 3 tokens, one token masked.
+
+    `cur_log_probs` is a leaf with gradient.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lengths, totals = [2, 3], [3, 5]
+    loss_masks = [torch.tensor([1, 1]), torch.tensor([1, 0, 1])]
+    mask = torch.cat(loss_masks) != 0
+
+    def log_probs() -> torch.Tensor:
+        return zero_masked(-1 - torch.rand(5, generator=generator), mask)
+
+    return LossInputs(
+        mask=mask,
+        shards=SequenceShards.of(totals, lengths, torch.device("cpu"), SINGLE_PROCESS),
+        cur_log_probs=log_probs().requires_grad_(),
+        train_log_probs=log_probs(),
+        advantages=zero_masked(torch.tensor([1.0, -0.5, 0.75, 0.0, -1.25]), mask),
+        loss_masks=loss_masks,
+        rollout_log_probs=log_probs(),
+        ref_log_probs=log_probs(),
+        teacher_log_probs=log_probs(),
+        entropy=zero_masked(torch.rand(5, generator=generator), mask),
+    )
 
 
 class CorrectionHook(Protocol):

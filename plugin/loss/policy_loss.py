@@ -12,13 +12,15 @@ from plugin.config import LossConfig
 from plugin.config.other_frameworks import loss_config_of
 from plugin.errors import BatchError, ConfigError
 from plugin.logprobs.vocab_parallel import at_rows, log_probs_and_entropy, log_probs_of_ids
+from plugin.logprobs.vocab_shards import group_size
 from plugin.loss.distillation import TeacherSupport, topk_reverse_kl
 from plugin.loss.inputs import batch_shards, loss_inputs, require_columns
 from plugin.loss.interfaces import LossOutputs
-from plugin.loss.kept_tokens import local_kept_rows
 from plugin.loss.normalization import Reducer
 from plugin.loss.objective import compute_loss
-from plugin.ragged import Ragged
+from plugin.ragged import Ragged, as_integers
+from plugin.sampling_mask import check_rows, kept_rows, top_p_rows
+from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
 
 
@@ -43,7 +45,7 @@ def policy_loss_function(
         # As in slime: where no ratio to the old policy is left, TIS weights the current policy.
         batch = {**batch, "log_probs": None}
     shards = batch_shards(batch, logits.device)
-    kept = local_kept_rows(config, args, batch, logits, shards)
+    kept = _local_kept_rows(config, args, batch, logits, shards)
     support = None
     if config.distill_topk is not None:
         config.require_teacher({name for name, values in batch.items() if values is not None})
@@ -65,6 +67,45 @@ def policy_loss_function(
         # gradient, whatever the logits hold.
         loss = loss + logits.reshape(-1)[:0].sum().float()
     return loss, metrics
+
+
+def _local_kept_rows(
+    config: LossConfig,
+    args: Any,
+    batch: Mapping[str, Any],
+    logits: Tensor,
+    shards: SequenceShards,
+) -> Ragged | None:
+    """[R] entries: the ids that sampling kept for the local response tokens; None = all of them.
+
+    From our fields, or from slime's where its `rollout_top_p` is not 1; its own loss looks at them
+    under the same condition.
+    """
+    rows, ours = kept_rows(batch), True
+    if rows is None:
+        if getattr(args, "rollout_top_p", None) in (None, 1):
+            return None
+        rows, ours = top_p_rows(batch, shards.response_lengths), False
+    if config.validates_on(logits.device):
+        _check_kept_rows(rows, batch, shards, logits.shape[-1], ours)
+    return shards.local_rows(rows)
+
+
+def _check_kept_rows(
+    rows: Ragged, batch: Mapping[str, Any], shards: SequenceShards, columns: int, ours: bool
+) -> None:
+    """Look at whole responses: every rank that holds a part of a sample raises, or none."""
+    whole = SequenceShards.of(shards.totals, shards.responses, shards.device, SINGLE_PROCESS)
+    check_rows(
+        rows,
+        shards.responses,
+        as_integers(whole.response_tokens(batch["unconcat_tokens"])),
+        as_integers(Ragged.of(batch["loss_masks"]).values) != 0,
+        vocabulary=columns * group_size(shards.context.tp_group),
+        # slime's ids come in the engine's order; a row of none would be a nucleus without tokens.
+        ordered=ours,
+        complete=not ours,
+    )
 
 
 def _response_log_probs(

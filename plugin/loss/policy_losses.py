@@ -19,8 +19,7 @@ from torch import Tensor
 from plugin.config import LossConfig
 from plugin.config.import_paths import load_called_with
 from plugin.errors import HookLoadError
-from plugin.loss.example_tokens import example_inputs
-from plugin.loss.interfaces import LossInputs, PolicyTerm
+from plugin.loss.interfaces import LossInputs, PolicyTerm, example_inputs
 from plugin.loss.rollout_losses import (
     dppo,
     dppo_kl,
@@ -32,6 +31,7 @@ from plugin.loss.rollout_losses import (
     topr,
     vespo,
 )
+from plugin.ppo_utils.correction_interface import token_separable
 from plugin.ppo_utils.importance_ratio import (
     clipped_ratio,
     geometric_log_ratio,
@@ -39,7 +39,6 @@ from plugin.ppo_utils.importance_ratio import (
     log_ratio,
     safe_exp,
 )
-from plugin.ppo_utils.separability import token_separable
 
 
 @token_separable

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from plugin.config import LossConfig
 from plugin.loss.interfaces import LossInputs, PolicyTerm
+from plugin.ppo_utils.correction_interface import token_separable
 from plugin.ppo_utils.importance_ratio import (
     EDGE_TOLERANCE,
     MAX_LOG_RATIO,
@@ -25,7 +26,6 @@ from plugin.ppo_utils.importance_ratio import (
     sequence_log_ratio,
 )
 from plugin.ppo_utils.kl_estimators import binary_kl
-from plugin.ppo_utils.separability import token_separable
 
 #: A sequence weight is not followed below this: its logarithm grows with the length.
 _SMALLEST_SEQUENCE_RATIO = 1e-8

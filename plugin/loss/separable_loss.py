@@ -14,12 +14,12 @@ from torch import Tensor
 from plugin.config import LossConfig, TrainerConfig
 from plugin.config.import_paths import load_function
 from plugin.errors import ConfigError
-from plugin.loss.example_tokens import example_inputs
 from plugin.loss.hook_chain import statistics_of
 from plugin.loss.inputs import KnownTokens
+from plugin.loss.interfaces import example_inputs
 from plugin.loss.objective import compute_loss
 from plugin.loss.policy_losses import resolve_policy_loss
-from plugin.ppo_utils.separability import declares_separable
+from plugin.ppo_utils.correction_interface import declares_separable
 from plugin.sharding.parallel_context import SINGLE_PROCESS, use_parallel_context
 
 #: Relative difference of two float32 evaluations of the same formula that is still rounding.

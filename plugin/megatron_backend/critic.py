@@ -17,14 +17,12 @@ from plugin.config import TrainerConfig
 from plugin.errors import BatchError
 from plugin.loss.normalization import token_weights
 from plugin.loss.value_loss import clipped_value_loss
-from plugin.megatron_backend.model.builder import build_optimizer, wrap_with_ddp
 from plugin.megatron_backend.model.special_layers import WholeWeight
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.rank_model import RankModel
+from plugin.megatron_backend.rank_model import RankModel, without_replay
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.megatron_backend.step.forward_step import ForwardStep, LossClosure, run_model
 from plugin.megatron_backend.step.loss_scaling import LossScale
-from plugin.megatron_backend.step.optimizer_step import GuardedOptimizer, connect
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
@@ -70,9 +68,7 @@ class CriticTrainer(RankModel):
         layout: SequenceLayout = "packed",
         seed: int = 1234,
     ) -> None:
-        config = config.unchecked_copy(
-            use_routing_replay=False, use_rollout_routing_replay=False, detect_routing=False
-        )
+        config = without_replay(config)
         super().__init__(config, hf_config, groups, layout=layout, trainable=False, seed=seed)
         self.value_clip = value_clip
         self.load_hf_weights(weights)
@@ -81,10 +77,7 @@ class CriticTrainer(RankModel):
             model.share_embeddings_and_output_weights = False
             if model.post_process:
                 model.output_layer = ValueHead(model.config, groups.tp_group).to(self.device)
-        self.chunks = list(wrap_with_ddp(self.chunks, self.config, groups))
-        optimizer = build_optimizer(self.chunks, self.config)
-        connect(self.chunks, optimizer)
-        self.optimizer = GuardedOptimizer(optimizer, config.skip_on_grad_norm)
+        self._add_optimizer()
 
     def compute_values(self, batch: RolloutBatch | BatchShare) -> Ragged:
         """Values [response] of every sample, each before its token is known.

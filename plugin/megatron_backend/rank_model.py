@@ -55,6 +55,13 @@ from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.ragged import Integers, Ragged, as_integers
 
 
+def without_replay(config: TrainerConfig) -> TrainerConfig:
+    """The configuration of a model that routes by itself: recorded routes are another model's."""
+    return config.unchecked_copy(
+        use_routing_replay=False, use_rollout_routing_replay=False, detect_routing=False
+    )
+
+
 @dataclass
 class PreparedStep:
     """This rank's share, ready for a schedule.
@@ -73,7 +80,7 @@ class RankModel:
     """Chunks of a model and their optimizer on one rank.
 
     A rank is given its share of a batch (`BatchShare`), or every rank the same whole batch, of
-    which each takes its own share: all plan alike without talking.
+    which each takes its own share: all ranks compute the same plan without communication.
     """
 
     def __init__(
@@ -94,7 +101,7 @@ class RankModel:
         self.pipeline = pipeline or Pipeline(groups)
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.version = 0
-        # How far the updates on the rollout at hand have gone from `version` to the next one.
+        # Progress of the updates on the current rollout from `version` to the next one, 0 to 1.
         self.version_progress = 0.0
         self._warned_of_oversize = False
         check_loss(config)
@@ -104,27 +111,31 @@ class RankModel:
         if trainable:
             if config.lora_rank:
                 attach_adapters(self.chunks, config, groups, seed)
-            self.chunks = list(wrap_with_ddp(self.chunks, config, groups))
-            optimizer = build_optimizer(self.chunks, config)
-            connect(self.chunks, optimizer)
-            self.optimizer = GuardedOptimizer(optimizer, config.skip_on_grad_norm)
+            self._add_optimizer()
         watches = config.detect_routing and trainable
         self.routed_model = (
             RoutedModel.of(self.chunks) if watches or config.replays_routes else None
         )
         self.recorded_routes: dict[bytes | None, RecordedRoutes] = {}  # by share
 
+    def _add_optimizer(self) -> None:
+        """Wrap the chunks with DDP and give them an optimizer."""
+        self.chunks = list(wrap_with_ddp(self.chunks, self.config, self.groups))
+        optimizer = build_optimizer(self.chunks, self.config)
+        connect(self.chunks, optimizer)
+        self.optimizer = GuardedOptimizer(optimizer, self.config.skip_on_grad_norm)
+
     def load_hf_weights(self, source: str | Path | Mapping[str, Tensor]) -> None:
         """Take the weights of a Hugging Face directory or state dict; adapters stay as they are."""
         load_hf_weights([unwrap(chunk) for chunk in self.chunks], source, self.groups)
-        self._tell_optimizer()
+        self._reload_optimizer()
 
     def load_adapters(self, directory: str | Path) -> None:
         """Take the adapters of a PEFT directory."""
         load_adapters(self.chunks, Path(directory))
-        self._tell_optimizer()
+        self._reload_optimizer()
 
-    def _tell_optimizer(self) -> None:
+    def _reload_optimizer(self) -> None:
         if self.optimizer is not None:
             # The optimizer keeps float32 copies of half-precision weights.
             self.optimizer.optimizer.reload_model_params()
@@ -280,9 +291,9 @@ class RankModel:
         ]
 
     def _check_batch(self, batch: RolloutBatch, numbers: Integers | None = None) -> None:
-        """Find on every rank what would end only some of them inside the model.
+        """Raise on every rank what would otherwise fail on some of them inside the model.
 
-        numbers: what errors call the samples; None = their places in the batch
+        numbers: sample numbers in error messages; None = their index in the batch
         """
         vocabulary = self.hf_config.vocab_size
         batch.check(numbers, vocabulary=vocabulary)
@@ -323,7 +334,7 @@ class RankModel:
         )
 
     def _forward_only(self, forward_step: Any, step: PreparedStep) -> list[Any]:
-        """What `forward_step` gives for this rank's microbatches, without gradients."""
+        """Return the results of `forward_step` for this rank's microbatches, without gradients."""
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():

@@ -15,7 +15,7 @@ from plugin.errors import BatchError
 from plugin.logprobs.separable_lm_head import separable_log_probs
 from plugin.loss.separable_loss import takes_separable_head
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.rank_model import RankModel
+from plugin.megatron_backend.rank_model import RankModel, without_replay
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.megatron_backend.step.forward_step import ForwardStep, LossClosure, run_model
 from plugin.megatron_backend.step.output_head import (
@@ -35,9 +35,9 @@ LOG_PROBS = "teacher_log_probs"
 class TeacherTrainer(RankModel):
     """A teacher in the layout of the policy; only its forward pass is used.
 
-    It takes the way of the policy's training pass through the LM head, down to the rows that are
-    computed together: a teacher with the policy's weights then gives the policy's log-probs to the
-    bit. Routes are its own, never replayed.
+    It computes log-probs exactly as the policy's training pass does, down to the rows that share a
+    matrix product: a teacher with the policy's weights gives the policy's log-probs to the bit.
+    Routes are its own, never replayed.
 
     vocab_size: of the policy; ids beyond it, with which the teacher's vocabulary is padded, are
         never among the likeliest. None = the teacher's own
@@ -54,9 +54,7 @@ class TeacherTrainer(RankModel):
         layout: SequenceLayout = "packed",
         seed: int = 1234,
     ) -> None:
-        config = config.unchecked_copy(
-            use_routing_replay=False, use_rollout_routing_replay=False, detect_routing=False
-        )
+        config = without_replay(config)
         super().__init__(config, hf_config, groups, layout=layout, trainable=False, seed=seed)
         self.load_hf_weights(weights)
         self._vocab_size = min(vocab_size or hf_config.vocab_size, hf_config.vocab_size)

@@ -68,7 +68,7 @@ class MegatronTrainer(RankModel):
     """Model, optimizer and the two passes of one rank.
 
     A rank is given its share of a batch (`BatchShare`), or every rank the same whole batch, of
-    which each takes its own share: all plan alike without talking.
+    which each takes its own share: all ranks compute the same plan without communication.
     """
 
     def compute_log_probs(

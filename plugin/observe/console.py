@@ -1,4 +1,4 @@
-"""What a person sees in a terminal: steps, messages and warnings of a job; tables."""
+"""Terminal output: progress line, messages and warnings of a job; tables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def progress_line(
     seconds_left: float | None = None,
     width: int | None = None,
 ) -> str:
-    """Step, time left, and what tells a good run from a bad one (`metric_table.CONSOLE`).
+    """Step, time left, and the metrics of `metric_table.CONSOLE`.
 
     width: columns there are; fields at the end that do not fit are left out
     """

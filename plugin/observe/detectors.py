@@ -25,10 +25,10 @@ from plugin.observe.routing_agreement import routing_finding
 
 #: Detectors that need log-probs are run on at least this many tokens.
 MIN_TOKENS = 256
-#: What no healthy job has is seen on fewer.
+#: Faults that no healthy job has need fewer.
 FEW_TOKENS = 32
 #: A KL per token, and a mean |log-prob difference|, that no rounding, kernel or routing explains.
-#: The second keeps one outlier, whose ratio may be e^20, from standing for the others.
+#: The second keeps one outlier, whose ratio may be e^20, from dominating the mean.
 UNMISTAKABLE_K3, UNMISTAKABLE_DIFFERENCE = 0.5, 0.25
 #: Systematic errors are small against noise, so recent steps are pooled: from this many tokens to
 #: four times as many.
@@ -87,9 +87,9 @@ def zero_filled(step: Step, memory: Memory) -> Finding | None:
         "error",
         f"{zero_share:.1%} of the tokens with a trainer probability below 0.37 have a rollout "
         f"log-prob of exactly 0; {constant} of {len(starts)} samples have one constant value",
-        "the engine did not return log-probs for these tokens and something filled the gap",
+        "the engine returned no log-probs for these tokens and a default was filled in",
         (
-            "look at what the engine answers"
+            "check the engine's responses"
             if step.config
             else "turn log-probs on in the sampling parameters"
         )
@@ -128,7 +128,7 @@ def temperature(step: Step, memory: Memory) -> Finding | None:
     """One log-prob is a multiple of the other, and that explains their difference.
 
     The scale is that of the reduced major axis. A policy that has learned since is sharper, just
-    as one at a lower temperature: only tokens of the trainer's own weights are looked at.
+    as one at a lower temperature: only tokens sampled with the trainer's own weights count.
     """
     tokens = step.tokens.fresh()
     if len(tokens) < MIN_TOKENS:
@@ -149,7 +149,7 @@ def temperature(step: Step, memory: Memory) -> Finding | None:
         f"of {correlation:.4f}; equal temperatures give 1.000",
         f"the engine's log-probs are at a {lower} temperature than the trainer's ({below} the "
         f"trainer's by a factor of about {1 / scale:.2f} or {less})",
-        f"the engine was asked for --rollout-temperature {step.config.rollout_temperature:g}: make "
+        f"the engine was given --rollout-temperature {step.config.rollout_temperature:g}: make "
         "it return log-probs after temperature"
         if step.config
         else "set --rollout-temperature to the sampling temperature, and make the engine return "
@@ -180,7 +180,7 @@ def another_model(step: Step, memory: Memory) -> Finding | None:
         f"tokens a log-prob of {tokens.rollout.mean():.2f} on average and the trainer "
         f"{tokens.train.mean():.2f}",
         "weights that did not reach the engine (a tied LM head, a missing or misplaced tensor), a "
-        "wrong rope, or log-probs of other tokens or another distribution",
+        "wrong RoPE, or log-probs of different tokens or a different distribution",
         f"{bisect_command(config)} names the layer"
         + ("; --on-finding warn trains on regardless" if config else ""),
         {"k3": k3, "mean_difference": float(np.abs(ratio).mean()), "tokens": float(len(tokens))},
@@ -209,8 +209,8 @@ def truncation(step: Step, memory: Memory) -> Finding | None:
     )
     config = step.config
     if config and config.rollout_top_p == 1 and config.rollout_top_k is None:
-        cause = "top-p or top-k of the engine's own, none was asked for"
-        remedy = "look for sampling defaults of the server or in the model's generation_config.json"
+        cause = "top-p or top-k that the engine applies by default; the job requests none"
+        remedy = "check the server's sampling defaults and the model's generation_config.json"
     return Finding(
         "rollout log-probs are of a truncated distribution",
         "warning",
@@ -281,7 +281,7 @@ def different_weights(step: Step, memory: Memory) -> Finding | None:
         f"sign. k3 is {tokens.k3():.1e}",
         f"{rounded} rounds the engine's weights"
         if rounded
-        else "quantized (int8, fp8) or otherwise rounded weights in the engine, or weights of "
+        else "quantized (int8, fp8) or otherwise rounded weights in the engine, or weights from "
         "another step",
         "expect a larger mismatch: " + ("; ".join(remedies) or "watch ESS; the loss corrects it"),
         {"systematic_error": size, "k3": tokens.k3()},
@@ -308,7 +308,7 @@ def frozen_weights(step: Step, memory: Memory) -> Finding | None:
         f"the newest weight version has been {step.version} for {len(memory)} steps while the "
         f"trainer went on to {step.trainer_version}",
         "weight sync does not reach the engine, or the version is not stamped on new samples",
-        "check the sync's log; ask the engine for its version after a sync",
+        "check the log of the weight sync and the engine's version after a sync",
         {"version": float(step.version), "trainer_version": float(step.trainer_version)},
     )
 
@@ -364,7 +364,7 @@ def uncorrected(step: Step, memory: Memory) -> Finding | None:
         "the mismatch is large enough to correct",
         "warning",
         f"k3 is {total / count:.1e} per token over the last {count:,} tokens, above "
-        f"{UNCORRECTED_K3:.0e}, and the loss takes them for tokens of the current policy",
+        f"{UNCORRECTED_K3:.0e}, and the loss treats them as tokens of the current policy",
         "engine and trainer compute different probabilities, and the loss does not compare them",
         _ways_to_correct(config),
         {"k3": total / count, "tokens": float(count)},
@@ -374,7 +374,7 @@ def uncorrected(step: Step, memory: Memory) -> Finding | None:
 def _ways_to_correct(config: JobConfig | None) -> str:
     """What makes a loss compare with the rollout policy, without what is on already."""
     if config is not None and config.train_log_probs == "rollout":
-        return "--policy-loss ppo or icepop"  # the loss compares with nothing
+        return "--policy-loss ppo or icepop"  # the loss has no ratio to correct
     if config is not None and config.use_tis:
         return "plugin.ppo_utils.vanilla_tis_function in --custom-tis-function-path"
     return "--use-tis, or --policy-loss icepop"
@@ -386,7 +386,7 @@ def routing(step: Step, memory: Memory) -> Finding | None:
     found = routing_finding(columns["rollout_routed_experts"], columns["train_routed_experts"])
     if found is None or step.config is None or not step.config.use_rollout_routing_replay:
         return found
-    return replace(found, what_to_try="get the routes' order right; keep the router in float32")
+    return replace(found, what_to_try="fix the order of the routes; keep the router in float32")
 
 
 _LOG_PROBS = ("rollout_log_probs", "log_probs")

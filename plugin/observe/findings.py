@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from plugin.config import JobConfig
+from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO
 from plugin.ppo_utils.kl_estimators import k3
 from plugin.ragged import Integers, Ragged, as_integers, ragged_range
 
@@ -42,7 +43,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The finding for a person, without its severity."""
+        """The finding as text, without its severity."""
         return (
             f"{self.title}\n  evidence: {self.evidence}\n"
             f"  likely cause: {self.likely_cause}\n  what to try: {self.what_to_try}"
@@ -91,7 +92,7 @@ class StepTokens:
     @property
     def log_ratio(self) -> NDArray[np.float64]:
         """train - rollout, bounded so that its exponential stays finite."""
-        return np.clip(self.train - self.rollout, -20.0, 20.0)
+        return np.clip(self.train - self.rollout, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     def k3(self) -> float:
         """KL(rollout || train) per token."""

@@ -15,7 +15,7 @@ from plugin.observe.run_record import RunRecord, group_findings
 Reason = Literal["skipped", "masked", "rejected", "equal rewards", "no gradient"]
 #: A gradient below this is rounding of a zero.
 _NO_GRADIENT = 1e-9
-#: Fewer steps than this share of a run that teach nothing are no finding.
+#: Below this share of idle steps there is no finding.
 _MANY = 0.5
 
 
@@ -33,7 +33,7 @@ def any_step_applied(steps: Sequence[Mapping[str, Any]]) -> bool:
 def learning_findings(
     steps: Sequence[Mapping[str, Any]], config: JobConfig | None = None
 ) -> list[Finding]:
-    """What kept most steps from teaching anything, if so.
+    """Why most steps learned nothing; empty if they did.
 
     steps: the metrics of a run; config: its settings, where known
     """
@@ -48,7 +48,7 @@ def learning_findings(
     by_reason = ", ".join(f"{number} {_WORDS[reason]}" for reason, number in counts.most_common())
     return [
         Finding(
-            f"nothing is learned: {title}" if everywhere else f"many steps teach nothing: {title}",
+            f"nothing is learned: {title}" if everywhere else f"many steps learn nothing: {title}",
             "error" if everywhere else "warning",
             f"of {len(steps)} steps: {by_reason}",
             cause,
@@ -60,7 +60,7 @@ def learning_findings(
 
 
 def run_findings(run: RunRecord) -> list[dict[str, Any]]:
-    """What was found while a run went on and what its metrics say, one entry per kind."""
+    """Findings of the detectors during the run and of its metrics, one entry per kind."""
     last = run.steps[-1]["step"] if run.steps else None
     judged = learning_findings(run.steps, run.job_config())
     return group_findings([*run.findings, *({"step": last, **f.as_dict()} for f in judged)])
@@ -86,7 +86,7 @@ def _without_gradient(step: Mapping[str, Any]) -> bool:
 
 
 def _reason(step: Mapping[str, Any], config: JobConfig | None) -> Reason | None:
-    """Why a step taught nothing; None if it did."""
+    """Why a step learned nothing; None if it did."""
     if was_skipped(step):
         return "skipped"
     if _number(step, "num_tokens") == 0:
@@ -107,33 +107,33 @@ def _explanation(reason: Reason, steps: Sequence[Mapping[str, Any]]) -> tuple[st
         return (
             "steps are skipped",
             "a gradient that is not finite, or above --skip-on-grad-norm",
-            "repair what the finding of the skipped steps names",
+            "fix the cause named in the finding about skipped steps",
         )
     if reason == "masked":
         return (
             "every token is masked",
-            "the task or environment marks no token as the policy's own",
-            "look at the loss masks of a few samples; a sampled token has 1",
+            "the task or environment sets the loss mask of every token to 0",
+            "check the loss masks of a few samples; sampled tokens have 1",
         )
     if reason == "rejected":
         return (
             "the loss or a correction rejects every token",
             "the mismatch is larger than the band, or the band is too narrow",
-            "look at the ratio percentiles; widen the band, or repair the mismatch's cause",
+            "check the ratio percentiles; widen the band, or fix the cause of the mismatch",
         )
     if reason == "no gradient":
         return (
             "the gradient is 0",
             "advantages of 0, or every token clipped",
-            "look at the rewards and at pg_clipfrac",
+            "check the rewards and pg_clipfrac",
         )
     rewards = [value for step in steps if (value := _number(step, "reward")) is not None]
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     truncated = sum(_number(step, "truncated_share") or 0.0 for step in steps) / len(steps)
-    cause = "the reward does not tell the responses of a prompt apart, so every advantage is 0"
+    cause = "all responses to a prompt get the same reward, so every advantage is 0"
     if low == high:
         cause += f"; the reward is always {low:g}"
-    remedy = "look at some responses and their rewards; use prompts solved sometimes but not always"
+    remedy = "read some responses; use prompts that are solved sometimes but not always"
     if truncated > _MANY:
         remedy += f"; {truncated:.0%} of the responses are cut off: raise --max-response-length"
     return "all rewards are equal", cause, remedy

@@ -98,7 +98,7 @@ class LogProbDump:
         path = self.directory / f"step-{step:06d}.parquet"
         partial = path.with_suffix(".partial")
         try:
-            # A job that goes back to a checkpoint comes by its own steps again.
+            # A job that goes back to a checkpoint repeats its own steps.
             if path.exists() and not self.force and path not in self._written:
                 raise FileExistsError(17, "the file exists", str(path))
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -107,12 +107,12 @@ class LogProbDump:
             self._written.add(path)
         except OSError as error:
             self.active = False
-            # The disk is what failed; the warning says so.
+            # The disk failed; the warning below reports it.
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
             warnings.warn(
                 f"the log-prob dump ends: {path} cannot be written ({error.strerror or error}); "
-                "training goes on. What was dumped before is complete",
+                "training continues. Earlier steps of the dump are complete",
                 stacklevel=2,
             )
             return None

@@ -541,7 +541,7 @@ CONSOLE: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 
 def drawn_in(row: Metric) -> list[str]:
-    """Where a person sees a metric besides metrics.jsonl and TensorBoard."""
+    """Where a metric is shown, besides metrics.jsonl and TensorBoard."""
     every = (*CHARTS, evaluation_chart("<set>", ["<k>"]))
     charts = [chart for chart in every if any(map(row.matches, chart.metrics))]
     places = [f"chart {chart.title}" for chart in charts]

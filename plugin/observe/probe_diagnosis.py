@@ -1,7 +1,7 @@
 """Does an engine compute with the trainer's weights? Judged by the tokens of one short probe.
 
 Engine and trainer give log-probs to the same tokens. What their dtypes explain is measured; what
-lies beyond that is a fault, and its shape tells which.
+exceeds that is a fault, and its pattern hints at the cause.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def likely_cause(scores: ProbeScores, limit: Limit, model: ProbedModel) -> str:
     outside = ""
     if model.checked:
         outside = (
-            f"; all {model.checked} tensors have the trainer's checksums, so look at what is no "
-            "weight: buffers, rotary tables, the engine's config, its kernels"
+            f"; all {model.checked} tensors have the trainer's checksums, so check what is not a "
+            "weight: buffers, RoPE tables, the engine's config, its kernels"
         )
     return _cause_by_tokens(scores, limit, model) + outside
 
@@ -193,8 +193,7 @@ def probe_finding(
         f"{limit.value:.2g} for {limit.reason}; the engine gives these tokens "
         f"{scores.rollout.mean():.2f} on average and the trainer {scores.train.mean():.2f}",
         likely_cause(scores, limit, model),
-        f"{bisect_command(config)} names the layer; --verify-weights off goes on without this "
-        "check",
+        f"{bisect_command(config)} names the layer; --verify-weights off skips this check",
         {"mean_difference": scores.mean, "limit": limit.value, "tokens": float(len(scores))},
         detector="weight_verification",
         unmistakable=True,

@@ -28,7 +28,7 @@ def routing_finding(rollout_routes: Sequence[Any], train_routes: Sequence[Any]) 
         engine, trainer = map(np.shape, mismatched)
         mean = 0.0
         evidence = f"routes have shapes {engine} in the engine and {trainer} in the trainer"
-        cause = "the engine reports other layers or another top-k than the trainer has"
+        cause = "the engine reports a different number of layers or a different top-k"
     else:
         rollout, train = _rows(pairs)
         if not len(rollout):
@@ -77,15 +77,15 @@ def _cause(rollout: NDArray[Any], train: NDArray[Any], mean: float) -> tuple[str
         if shifted > mean + 0.1:
             return (
                 f"; one token away it is {shifted:.0%}",
-                "the routes are shifted by one token against the tokens",
+                "the routes are shifted by one token",
             )
-    return "", "different router precision, or weights of another step"
+    return "", "different router precision, or weights from a different step"
 
 
 def _rows(pairs: Sequence[tuple[Any, Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
     """Twice [rows, layers, topk]: tokens of the first samples that both sides have routed.
 
-    The last token of a sample is left out: engines sample it and never read it.
+    The last token of a sample is left out: engines sample it but never run it through the model.
     """
     kept: list[tuple[NDArray[Any], NDArray[Any]]] = []
     rows = 0

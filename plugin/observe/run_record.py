@@ -23,7 +23,7 @@ class RunRecord:
     """What a run directory holds, as far as it could be read.
 
     steps: metrics of every step in order; a run that went back to a checkpoint repeats some, and
-        what it had recorded from there on no longer counts
+        the records after that checkpoint are dropped
     evaluations: in order, with the step that each was made after; 0 = before the first
     problems: what could not be read, with file and line
     """
@@ -37,7 +37,7 @@ class RunRecord:
     problems: list[str] = field(default_factory=list)
 
     def job_config(self) -> JobConfig | None:
-        """The settings as a configuration; None if they are missing or of another version.
+        """The settings as a configuration; None if they are missing or from a different version.
 
         Code that they name by import path is not run: the directory may be somebody else's.
         """
@@ -117,7 +117,7 @@ def _last_course(numbered: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, A
 
 
 def group_findings(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per kind of finding, as it was found first: the unmistakable, then the gravest.
+    """One entry per kind of finding, as first found: unmistakable ones first, then by severity.
 
     records: as in findings.jsonl. An entry also has its `last_step` and the number of its `steps`.
     """
@@ -162,7 +162,7 @@ def unmistakable_titles(run_dir: Path) -> list[str]:
 
 
 def finding_text(entry: Mapping[str, Any]) -> str:
-    """A finding for a person, without its steps."""
+    """A finding as text, without its steps."""
     lines = [f"{entry.get('severity')}: {entry.get('title')}"]
     for key in ("evidence", "likely_cause", "what_to_try"):
         lines.append(f"  {key.replace('_', ' ')}: {entry.get(key)}")

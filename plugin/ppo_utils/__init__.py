@@ -12,6 +12,7 @@ from plugin.ppo_utils.advantages import (
     whiten,
 )
 from plugin.ppo_utils.batch_statistics import batch_statistics, microbatch_statistics
+from plugin.ppo_utils.correction_interface import token_separable
 from plugin.ppo_utils.corrections import *  # noqa: F403
 from plugin.ppo_utils.importance_ratio import (
     clipped_ratio,
@@ -31,7 +32,6 @@ from plugin.ppo_utils.masked_ops import (
     neutralised,
     zero_masked,
 )
-from plugin.ppo_utils.separability import token_separable
 from plugin.sharding.parallel_context import ParallelContext, use_parallel_context
 from plugin.sharding.sequence_shards import SequenceShards, response_spans
 

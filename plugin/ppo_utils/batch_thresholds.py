@@ -16,7 +16,11 @@ import torch
 from torch import Tensor
 
 from plugin.config.loss.corrections import ess_target
-from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, log_bound
+from plugin.ppo_utils.importance_ratio import (
+    MAX_LOG_RATIO,
+    effective_sample_size,
+    log_bound,
+)
 
 #: Bits of a nonnegative float32 below those that each round distinguishes: 11, 10 and 10 of 31.
 _SHIFTS = (20, 10, 0)
@@ -28,8 +32,7 @@ _CANDIDATES, _CANDIDATE_ROUNDS = 64, 4
 
 def squared_log_ratios(log_r: Tensor) -> Tensor:
     """log(r)^2 [n] in float32, from log-ratios bounded to +-20; one that is not a number is 400."""
-    bounded = log_r.float().nan_to_num(nan=MAX_LOG_RATIO).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return bounded.square()
+    return _bounded(log_r.float()).square()
 
 
 def second_moment_rounds(log_ratios: Tensor, config: Any, known: Sequence[Tensor]) -> Tensor | None:
@@ -86,14 +89,14 @@ def moment_round(log_ratios: Tensor, config: Any, known: Sequence[Tensor]) -> Te
     """[3] float64: tokens, sum of r and sum of r^2."""
     if known:
         return None
-    ratio = _ratios(log_ratios)
+    ratio = _bounded(log_ratios).double().exp()
     return torch.stack([torch.ones_like(ratio).sum(), ratio.sum(), ratio.square().sum()])
 
 
 def effective_share(known: Sequence[Tensor]) -> float:
-    """ESS / N = (sum r)^2 / (N sum r^2); 1 for an empty batch."""
+    """ESS / N over the batch; 1 for an empty one."""
     count, total, squares = known[0].tolist()
-    return total * total / (count * squares) if squares > 0 else 1.0
+    return effective_sample_size(total, squares) / count if squares > 0 else 1.0
 
 
 def ess_clip_rounds(log_ratios: Tensor, config: Any, known: Sequence[Tensor]) -> Tensor | None:
@@ -106,8 +109,7 @@ def ess_clip_rounds(log_ratios: Tensor, config: Any, known: Sequence[Tensor]) ->
     low, high, decided = _clip_interval(known, config)
     if decided:
         return None
-    log_r = log_ratios.nan_to_num(nan=MAX_LOG_RATIO).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    log_r = log_r.double().clamp(min=log_bound(config.tis_clip_low)).sort().values
+    log_r = _bounded(log_ratios).double().clamp(min=log_bound(config.tis_clip_low)).sort().values
     ratio = log_r.exp()
     zero = ratio.new_zeros(1)
     sums = torch.cat([zero, ratio.cumsum(0)]), torch.cat([zero, ratio.square().cumsum(0)])
@@ -147,6 +149,5 @@ def _candidates(low: float, high: float) -> list[float]:
     return [*(low + step * i for i in range(_CANDIDATES - 1)), high]
 
 
-def _ratios(log_ratios: Tensor) -> Tensor:
-    bounded = log_ratios.nan_to_num(nan=MAX_LOG_RATIO).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return bounded.double().exp()
+def _bounded(log_ratios: Tensor) -> Tensor:
+    return log_ratios.nan_to_num(nan=MAX_LOG_RATIO).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

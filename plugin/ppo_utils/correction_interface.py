@@ -7,9 +7,11 @@ A built-in correction is a function of tokens,
 weight: [T] what the policy loss is multiplied by, None = 1; keep: bool [T] the tokens that stay,
     None = all;
 metrics: name -> [T]. It runs without gradient and need not look at the mask: what is masked is 0 in
-    every
-log-ratio, and its weight and metrics are ignored. `@correction` turns it into a hook. What it needs
-to know of the whole batch it declares with `@batch_statistics` and finds in `tokens.statistics`.
+    every log-ratio, and its weight and metrics are ignored.
+
+`@correction` turns it into a hook. What it needs to know of the whole batch it declares with
+`@batch_statistics` and finds in `tokens.statistics`; `@token_separable` says that it needs no other
+token.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +37,7 @@ from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.sharding.sequence_shards import SequenceShards
 
 Corrected = tuple[Tensor | None, Tensor | None, dict[str, Tensor]]
+Function = TypeVar("Function", bound=Callable[..., Any])
 HookResult = tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(LossConfig)}
 
@@ -93,7 +96,38 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
     """Give a function of tokens the signature that slime calls its TIS hooks with.
 
     A correction that weights leaves the loss masks as they are; one that only drops zeroes them.
+    Our own loss calls `hook.on_tokens` with flat tokens and never makes lists of them.
     """
+
+    def on_tokens(
+        args: Any,
+        tokens: CorrectionTokens,
+        pg_loss: Tensor,
+        loss_masks: Sequence[Tensor],
+        batch_statistics: Statistics | None,
+    ) -> HookResult:
+        config, mask, shards = flags_of(args), tokens.mask, tokens.shards
+        with torch.no_grad():
+            if batch_statistics is None and (declared := declared_statistics(hook, config)):
+                log_r = tokens.log_ratio("train", "rollout")[mask]
+                batch_statistics = microbatch_statistics(
+                    declared, log_r, config, shards.context.cp_group
+                )
+            tokens = dataclasses.replace(tokens, statistics=batch_statistics or ())
+            weight, keep, metrics = function(tokens, config)
+        observed = config.get_mismatch_metrics and not config.use_tis
+        kept = mask if keep is None else mask & keep
+        loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
+        if keep is not None:
+            metrics["is_masked"] = ~keep
+        if observed:  # slime calls a hook for its metrics alone and would train on its loss
+            loss = torch.where(mask, pg_loss, pg_loss.new_zeros(()))
+        elif weight is not None:
+            loss = loss * weight.to(pg_loss.dtype)
+        elif keep is not None:
+            loss_masks = shards.masks_and(loss_masks, keep)
+        metrics = {name: zero_masked(values, mask) for name, values in metrics.items()}
+        return loss, loss_masks, metrics
 
     def hook(
         args: Any,
@@ -126,29 +160,25 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
         }
         flat = {name: shards.flat(name, values) for name, values in given.items()}
         tokens = CorrectionTokens(mask, shards, flat, function.__name__)
-        config = flags_of(args)
-        with torch.no_grad():
-            if batch_statistics is None and (declared := declared_statistics(hook, config)):
-                log_r = tokens.log_ratio("train", "rollout")[mask]
-                batch_statistics = microbatch_statistics(
-                    declared, log_r, config, shards.context.cp_group
-                )
-            tokens = dataclasses.replace(tokens, statistics=batch_statistics or ())
-            weight, keep, metrics = function(tokens, config)
-        observed = config.get_mismatch_metrics and not config.use_tis
-        kept = mask if keep is None else mask & keep
-        loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
-        if keep is not None:
-            metrics["is_masked"] = ~keep
-        if observed:  # slime calls a hook for its metrics alone and would train on its loss
-            loss = torch.where(mask, pg_loss, pg_loss.new_zeros(()))
-        elif weight is not None:
-            loss = loss * weight.to(pg_loss.dtype)
-        elif keep is not None:
-            loss_masks = shards.masks_and(loss_masks, keep)
-        metrics = {name: zero_masked(values, mask) for name, values in metrics.items()}
-        return loss, loss_masks, metrics
+        return on_tokens(args, tokens, pg_loss, loss_masks, batch_statistics)
 
     functools.update_wrapper(hook, function)
     del hook.__wrapped__  # type: ignore[attr-defined]  # the signature is the hook's
+    hook.on_tokens = on_tokens  # type: ignore[attr-defined]
     return hook
+
+
+def token_separable(function: Function) -> Function:
+    """Declare that what `function` makes of a token depends on that token's inputs alone.
+
+    Not on other tokens, not on the length or the number of samples. The loss of such tokens can be
+    evaluated inside the LM head, block by block. The declaration is checked: a function that turns
+    out to mix tokens is evaluated the ordinary way.
+    """
+    function.token_separable = True  # type: ignore[attr-defined]
+    return function
+
+
+def declares_separable(function: Callable[..., Any]) -> bool:
+    """Whether `function` was declared `token_separable`."""
+    return bool(getattr(function, "token_separable", False))

@@ -33,7 +33,12 @@ from plugin.ppo_utils.batch_thresholds import (
     second_moment_rounds,
     within_second_moment,
 )
-from plugin.ppo_utils.correction_interface import Corrected, CorrectionTokens, correction
+from plugin.ppo_utils.correction_interface import (
+    Corrected,
+    CorrectionTokens,
+    correction,
+    token_separable,
+)
 from plugin.ppo_utils.importance_ratio import (
     EDGE_TOLERANCE,
     clipped_ratio,
@@ -46,7 +51,6 @@ from plugin.ppo_utils.importance_ratio import (
 )
 from plugin.ppo_utils.kl_estimators import KL_ESTIMATORS, binary_kl
 from plugin.ppo_utils.masked_ops import zero_masked
-from plugin.ppo_utils.separability import token_separable
 
 __all__ = [
     "dppo_tv_mask_function",
@@ -75,8 +79,7 @@ def vanilla_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     Flags: --tis-clip 2.0, --tis-clip-low 0. --tis-clip auto:ess=0.9 takes, per step, the largest
         bound from 1 on that keeps ESS / N of the whole batch's weights at 0.9.
     Reference: Espeholt et al. 2018 (IMPALA); Yao et al. 2025, "Your efficient RL framework secretly
-        brings
-    you off-policy RL training".
+        brings you off-policy RL training".
     """
     log_r, high = tokens.log_ratio("train", "rollout"), config.tis_clip
     if ess_target(high) is None:
@@ -132,8 +135,7 @@ def sequence_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     Flags: --sequence-tis-clip 2.0, --sequence-tis-clip-low 0, --sequence-tis-level
         sequence|geometric.
     Reference: Precup et al. 2000 (per-decision and trajectory importance sampling); Zheng et al.
-        2025 (GSPO)
-    for the geometric level.
+        2025 (GSPO) for the geometric level.
     """
     log_r = tokens.log_ratio("train", "rollout")
     if config.sequence_tis_level == "geometric":
@@ -245,9 +247,8 @@ def rejection_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     exp(train - rollout), or k1, k2, k3 of rollout - train; level: token, or mean, sum, max over the
     sequence
     Flags: --rejection-rules token_ratio=0.5:2.0. Level token drops tokens, the others whole
-        sequences. Of ratios,
-    mean is the geometric mean and sum the product. Several rules:
-    "token_ratio=0.2:5,mean_k3=:0.01,max_k2=:8".
+        sequences. Of ratios, mean is the geometric mean and sum the product. Several rules:
+        "token_ratio=0.2:5,mean_k3=:0.01,max_k2=:8".
     Reference: Liu et al. 2025 (masked importance sampling); rollout correction in verl.
     """
     log_r = tokens.log_ratio("train", "rollout")

@@ -45,6 +45,11 @@ def clipped_ratio(log_values: Tensor, low: float, high: float) -> Tensor:
     return safe_exp(log_values).clamp(low, high)
 
 
+def effective_sample_size(total: float, squares: float) -> float:
+    """(sum w)^2 / sum w^2 from the two sums; 0 where every weight is 0."""
+    return total * total / squares if squares > 0 else 0.0
+
+
 def sequence_log_ratio(token_log_ratio: Tensor, shards: SequenceShards) -> Tensor:
     """Sum over each whole sequence of the masked token log-ratios [T] -> [N]; no gradient."""
     return shards.sequence_sums(token_log_ratio)[0]

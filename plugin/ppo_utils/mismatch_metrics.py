@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
+from plugin.ppo_utils.importance_ratio import effective_sample_size, log_ratio, safe_exp
 from plugin.ppo_utils.kl_estimators import k1, k2, k3
 from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
@@ -260,6 +260,8 @@ def _row_metrics(cells: dict[str, float], extreme: dict[str, float]) -> dict[str
     train_ppl, rollout_ppl = (
         math.exp(min(-mean[f"{which}_log_prob"], 80.0)) for which in ("train", "rollout")
     )
+    ratio_ess = effective_sample_size(cells["ratio"], cells["ratio_squared"])
+    weight_ess = effective_sample_size(cells["weight"], cells["weight_squared"])
     return {
         "tokens": count,
         "ratio_mean": mean["ratio"],
@@ -268,10 +270,10 @@ def _row_metrics(cells: dict[str, float], extreme: dict[str, float]) -> dict[str
         "weight_mean": mean["weight"],
         "weight_max": extreme["weight"],
         "weight_min": -extreme["-weight"],
-        "ess": _ess(cells["ratio"], cells["ratio_squared"]),
-        "ess_share": _ess(cells["ratio"], cells["ratio_squared"]) / count,
-        "weight_ess": _ess(cells["weight"], cells["weight_squared"]),
-        "weight_ess_share": _ess(cells["weight"], cells["weight_squared"]) / count,
+        "ess": ratio_ess,
+        "ess_share": ratio_ess / count,
+        "weight_ess": weight_ess,
+        "weight_ess_share": weight_ess / count,
         "chi2": mean["ratio_squared"] - 1,
         "k1": mean["k1"],
         "k2": mean["k2"],
@@ -313,16 +315,11 @@ def _cur_metrics(table: StatisticsTable) -> dict[str, float]:
         "ratio_mean": cells["ratio"] / cells["count"],
         "ratio_max": _bounded_exp(high),
         "ratio_min": _bounded_exp(-negative_low),
-        "ess_share": _ess(cells["ratio"], cells["ratio_squared"]) / cells["count"],
+        "ess_share": effective_sample_size(cells["ratio"], cells["ratio_squared"]) / cells["count"],
         "chi2": cells["ratio_squared"] / cells["count"] - 1,
         **{name: cells[name] / cells["count"] for name in ("k1", "k2", "k3")},
     }
     return {f"mismatch/cur/{name}": value for name, value in metrics.items()}
-
-
-def _ess(total: float, squares: float) -> float:
-    """Effective sample size (sum w)^2 / sum w^2; 0 where every weight is 0."""
-    return total * total / squares if squares > 0 else 0.0
 
 
 def _share(part: float, whole: float) -> float:

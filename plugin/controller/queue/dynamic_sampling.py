@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DynamicSampling:
-    """Decides over one rollout at a time; without --dynamic-sampling every group stays.
+    """Decides for one rollout at a time; without --dynamic-sampling every group stays.
 
     round_size: groups that a synchronous rollout may have under way, those that stay included
     log: prints a message for a person
@@ -28,7 +28,7 @@ class DynamicSampling:
         self.begin_rollout()
 
     def begin_rollout(self) -> None:
-        """Forget the rollout before."""
+        """Reset the state of the previous rollout."""
         self.round_size = self._first_round
         self._allowed = self._config.refill_limit(self._config.rollout_batch_size)
         self._at_limit = False

@@ -105,7 +105,7 @@ class GroupScoring:
         """The groups of which every response has been scored since the last call, or has failed."""
         done: list[Group] = []
         for ticket, score in self._scorer.finished(wait_seconds=wait_seconds):
-            if ticket not in self._open:  # of before a restart
+            if ticket not in self._open:  # from before a restart
                 continue
             group, i = self._open.pop(ticket)
             group.unscored -= 1

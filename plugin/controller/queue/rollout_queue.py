@@ -39,11 +39,11 @@ from plugin.tasks.protocol import Task, checked_prompt
 #: Responses that wait at an engine besides those that fit into its batch, in batches.
 _BATCHES_AHEAD = 1
 _POLL_SECONDS = 1.0
-#: While responses are being scored, which ends at another place.
+#: While responses are being scored: their results do not arrive through the engines.
 _SHORT_POLL_SECONDS = 0.01
 #: A reward that fails on a row usually fails on it again, and a batch waits for all its groups.
 _REWARD_ATTEMPTS = 3
-#: Of all that may be under way, so many times over may be too old before a batch is given up.
+#: A batch is given up once this multiple of what may be under way was dropped as too old.
 _STALE_ROUNDS = 4
 
 
@@ -176,7 +176,7 @@ class RolloutQueue:
         return scored + len(self._waiting) + len(self._in_flight)
 
     def metrics(self) -> dict[str, float]:
-        """The prompts' account so far, for metrics.jsonl, and what the last batch was chosen from.
+        """The counts of prompts so far, for metrics.jsonl, and what the last batch was chosen from.
 
         prompts_issued = prompts_trained + dropped_* + prompts_under_way
         """
@@ -255,7 +255,7 @@ class RolloutQueue:
         return rounds * self.config.rollout_batch_size
 
     def _issue(self) -> None:
-        """Send what waits, then new prompts, as far as the limit and the engines allow."""
+        """Send waiting attempts, then new prompts, as far as the limit and the engines allow."""
         share, most = self._shares()
         while self._waiting or self.under_way < self._limit():
             # A part of a round goes to an idle engine: what is generated together is then the same
@@ -268,7 +268,7 @@ class RolloutQueue:
             self._send(engine, self._next_attempts(min(share, most - free[engine])))
 
     def _shares(self) -> tuple[int, int]:
-        """Groups that are sent together, and those that an engine may have at most."""
+        """How many groups are sent together, and how many an engine may have at most."""
         config = self.config
         if self._in_rounds:
             share = -(-config.first_round_size(config.rollout_batch_size) // len(self.engines))
@@ -298,7 +298,8 @@ class RolloutQueue:
         self.engines.send(engine, requests, self.parameters)
 
     def _collect(self, *, wait: bool) -> None:
-        if self._in_flight or (wait and not self._scoring):  # else all engines are starting
+        # With nothing in flight and nothing to score, all engines are starting: let the pool poll.
+        if self._in_flight or (wait and not self._scoring):
             long = 0.0 if not wait else _SHORT_POLL_SECONDS if self._scoring else _POLL_SECONDS
             answers, lost = self.engines.receive(wait_seconds=long)
             for answer in answers:
@@ -316,7 +317,7 @@ class RolloutQueue:
         starts = np.flatnonzero(np.diff(answer.groups, prepend=-1))
         for start, end in itertools.pairwise([*starts.tolist(), len(answer)]):
             attempt = self._in_flight.pop(int(answer.groups[start]), None)
-            if attempt is None:  # of before a restart
+            if attempt is None:  # from before a restart
                 continue
             errors = [error for error in answer.errors[start:end].tolist() if error]
             group = Group(attempt, answer, slice(start, end))
@@ -336,7 +337,7 @@ class RolloutQueue:
     def _add_ready(self, group: Group) -> None:
         """Take a scored group, or drop it for lack of reward spread.
 
-        Those of a round are decided together, when all of it is there.
+        The groups of a round are decided together, when the round is complete.
         """
         self._generated[group.index] = float(group.rewards.mean())
         self._ready.append(group)
@@ -378,9 +379,9 @@ class RolloutQueue:
         self._waiting.append(Attempt(failed.index, failures))
 
     def _send_again(self, lost: Sequence[int]) -> None:
-        """Have what an engine lost generated once more, in order.
+        """Queue the groups that an engine lost once more, in order.
 
-        In rounds also what it had answered of the same shipment: rounding depends on what is
+        In rounds also those of the same shipment that it had answered: rounding depends on what is
         generated together.
         """
         again = {self._in_flight.pop(index) for index in lost if index in self._in_flight}

@@ -1,4 +1,4 @@
-"""Which samples of a rollout a person gets to read, and their text."""
+"""Chooses samples of a rollout for samples.jsonl and decodes them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from plugin.observe.learning import learning_findings
 from plugin.observe.run_files import RunFiles, without_slices
 
 _STEPS_KEPT = 2000
-#: After so many steps a person is told if nothing is learned; once more at the end.
+#: After so many steps the console reports if nothing is learned; once more at the end.
 _STEPS_JUDGED = 20
 
 
@@ -121,7 +121,7 @@ class StepRecords:
             self._wandb.log(line, step=step)
         columns, comparable = batch.columns, False
         if trained.log_probs is not None:
-            # After an update the step's own log-probs are of other weights than the samples'.
+            # After an update the step's own log-probs come from newer weights than the samples.
             comparable = of_rollout_weights or "log_probs" in columns
             columns = {"log_probs": trained.log_probs, **columns}
         if self._dump is not None:
@@ -129,7 +129,7 @@ class StepRecords:
             self._dump.write(step, {**columns, **current}, trainer_version=version)
         if comparable:
             self._watch.check(step, columns, version, trained.live_routes)
-        # After the watch: rewards say nothing while engine and trainer disagree.
+        # After the watch: rewards mean nothing while engine and trainer disagree.
         if len(self._history) == _STEPS_JUDGED:
             for finding in learning_findings(self._history, self._config):
                 self._console.log(f"step {step}: {finding}")
@@ -137,7 +137,7 @@ class StepRecords:
     def _note_skipped(self, step: int, cause: str | None, *, searching: bool = False) -> None:
         """Report a step that changed nothing; a `TrainingError` after too many in a row.
 
-        searching: a dynamic loss scale is on its way down, which ends by itself
+        searching: the dynamic loss scale is still being lowered, which ends by itself
         """
         if cause is None:
             self._skipped_in_a_row = 0
@@ -151,7 +151,7 @@ class StepRecords:
             "error",
             cause,
             "a value that is not finite reached the gradient, or the gradient exploded",
-            "repair what the evidence names",
+            "fix what the evidence names",
             detector="skipped_step",
         )
         self._files.log_findings(step, [found])
@@ -165,7 +165,7 @@ class StepRecords:
 
 
 class MismatchWatch:
-    """Runs the detectors on a step's log-probs and says what is new."""
+    """Runs the detectors at every step: findings go to a file, new ones to the console."""
 
     def __init__(self, config: JobConfig, files: RunFiles, log: Callable[[str], None]) -> None:
         self._detectors = MismatchDetectors(config=config)

@@ -126,30 +126,23 @@ def save_checkpoint(
             (incomplete / "rng").mkdir()
     incomplete = errors.agree_on_first_rank("starting a checkpoint", incomplete)
     doing = f"writing {incomplete}"
-    with errors.collecting():
+    with errors.agreeing(doing):
         save_file(rng_state(), _rng_file(incomplete, groups.rank))
-    # The next call is collective: a rank that failed here must not leave the others in it.
-    errors.agree(doing)
-    with errors.collecting(peers=groups.world_size):
+    with errors.agreeing(doing, groups.world_size):
         tensors = sharded_state(parts.chunks, parts.optimizer, groups)
-    errors.agree(doing)
-    with errors.collecting(peers=groups.world_size):
+    with errors.agreeing(doing, groups.world_size):
         tensors = _tensors_to_write(tensors)
-    errors.agree(doing)
-    with errors.collecting(peers=groups.world_size):
+    with errors.agreeing(doing, groups.world_size):
         _write_tensors(tensors, incomplete / _TENSORS)
-    errors.agree(doing)
-    with errors.collecting():
+    with errors.agreeing(doing):
         if groups.rank == 0:
             # Every version of `dist_checkpointing.load` accepts the directory with these two files:
             # 0.16 needs common.pt, and 0.19 would otherwise look for a pickled object instead.
             torch.save({}, incomplete / _TENSORS / COMMON_STATE_FNAME)
             save_config(CheckpointingConfig("torch_dist", 1), str(incomplete / _TENSORS))
-    errors.agree(doing)
-    with errors.collecting():
+    with errors.agreeing(doing):
         mine = _written_by(groups.rank, directories.files_of(incomplete))
         files = directories.seal_files(incomplete, mine)
-    errors.agree(doing)
     lora = adapter_record(parts.chunks, groups)
     gathered: list[dict[str, list[int]]] = [{} for _ in range(groups.world_size)]
     dist.all_gather_object(gathered, files)
@@ -194,6 +187,17 @@ class _CheckpointErrors(ErrorCollector):
             # torch derives its own from BaseException, which would pass by every other handler.
             except (OSError, SafetensorError, CheckpointException, CheckpointingException) as error:
                 raise CheckpointError(f"{type(error).__name__}: {error}\n{self._fix}") from error
+
+    @contextmanager
+    def agreeing(self, what: str, peers: int = 1) -> Iterator[None]:
+        """Collect errors of the body, then raise on every rank if any has one.
+
+        The body of the next one may be collective: a rank that failed must not leave the others
+        in it.
+        """
+        with self.collecting(peers):
+            yield
+        self.agree(what)
 
     def agree_on_first_rank(self, what: str, path: Path) -> Path:
         """Raise on every rank if rank 0 failed; else rank 0's `path`, on every rank."""
@@ -269,7 +273,7 @@ def load_checkpoint(
             chosen = directories.resolve(Path(directory))
     chosen = errors.agree_on_first_rank(f"looking for a checkpoint in {directory}", chosen)
     lora = adapter_record(parts.chunks, groups)
-    with errors.collecting():
+    with errors.agreeing(f"checking the checkpoint {chosen}"):
         metadata = directories.read_metadata(chosen)
         _check_fits(chosen, metadata, parts)
         _check_adapters_fit(chosen, metadata.lora, lora)
@@ -277,20 +281,16 @@ def load_checkpoint(
         directories.check_files(chosen, metadata.files, names[groups.rank :: groups.world_size])
         check_index(chosen / _TENSORS)
         user_state = directories.read_json(chosen / directories.USER_STATE_FILE)
-    errors.agree(f"checking the checkpoint {chosen}")
     wanted, found, doing = {}, {}, f"loading the checkpoint {chosen}"
-    with errors.collecting(peers=groups.world_size):
+    with errors.agreeing(doing, groups.world_size):
         wanted = sharded_state(parts.chunks, parts.optimizer, groups, loading=True)
-    errors.agree(doing)
-    with errors.collecting(peers=groups.world_size):
+    with errors.agreeing(doing, groups.world_size):
         found = dist_checkpointing.load(wanted, str(chosen / _TENSORS))
-    errors.agree(doing)
-    with errors.collecting():
+    with errors.agreeing(doing):
         load_sharded_state(found, parts.chunks, parts.optimizer)
         if parts.optimizer is not None and metadata.optimizer_step is not None:
             set_optimizer_step(parts.optimizer, metadata.optimizer_step)
         _restore_rng(chosen, metadata, parts)
-    errors.agree(doing)
     return metadata, user_state
 
 

@@ -241,7 +241,7 @@ def load_adapter_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def adapter_record(chunks: Sequence[nn.Module], groups: ParallelGroups) -> dict[str, Any]:
-    """What the metadata says of adapters and their base, {} of a model without; a collective."""
+    """Adapters and their base for the metadata, {} for a model without any; a collective."""
     settings = lora_settings(chunks)
     if settings is None:
         return {}

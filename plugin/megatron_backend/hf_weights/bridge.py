@@ -33,8 +33,8 @@ def _bare_packages() -> Iterator[None]:
     """Import mbridge's tables without every model that comes with them.
 
     `import mbridge` imports all of its models; the vision ones load generation code of transformers
-    and torch's compiler, seconds for every rank. In the body mbridge's packages only say where
-    their modules are. Not needed once mbridge imports its models when they are asked for.
+    and torch's compiler, seconds for every rank. In the body mbridge's packages are empty
+    and only locate their modules. Not needed once mbridge imports its models lazily.
     """
     if "mbridge" in sys.modules:
         yield

@@ -32,7 +32,7 @@ def split_by_expert(source: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def numbered_experts(name: str, num_experts: int) -> list[str]:
-    """The names by which `ExpertsByNumber` gives the experts of a fused tensor; others as is."""
+    """The names under which `ExpertsByNumber` has the experts of a fused tensor; others as is."""
     match = _FUSED.match(name)
     if match is None:
         return [name]
@@ -42,7 +42,7 @@ def numbered_experts(name: str, num_experts: int) -> list[str]:
 class ExpertsByNumber(Mapping[str, Tensor]):
     """Weights with fused experts, from which `...experts.3.down_proj` can be taken as well.
 
-    The last fused tensor is kept: a layer's experts are asked for one after the other.
+    The last fused tensor is kept: a layer's experts are read one after the other.
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:

@@ -120,7 +120,10 @@ def export_own_part(
 def _rounds(
     models: Sequence[Any], groups: ParallelGroups, round_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors of this rank by canonical name, whole layers at a time; alike within a stage."""
+    """Yield this rank's tensors by canonical name, whole layers at a time.
+
+    All ranks of a stage have the same rounds.
+    """
     held: list[tuple[str, Tensor]] = []
     size, last = 0, None
     for model in models:

@@ -39,7 +39,7 @@ def load_hf_weights(
     """Fill this rank's parameters from a Hugging Face directory (safetensors) or state dict.
 
     No communication: each rank reads what it holds. An optimizer that keeps its own copy of the
-    weights must be told afterwards (`optimizer.reload_model_params()`).
+    weights must reload them afterwards (`optimizer.reload_model_params()`).
     """
     models = [unwrap(chunk) for chunk in chunks]
     hf_config, bridge = models[0].hf_config, weight_bridge(models[0], groups)

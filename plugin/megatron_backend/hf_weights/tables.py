@@ -20,7 +20,7 @@ _LAYER = "model.layers.{layer_number}."
 
 
 class Qwen3MoEWeights(Qwen3MoEBridge):
-    """Adds the dense layers that `mlp_only_layers` asks for."""
+    """Adds the dense layers of `mlp_only_layers`."""
 
     _MLP_MAPPING = Qwen3MoEBridge._MLP_MAPPING | LLaMABridge._MLP_MAPPING
 

@@ -76,7 +76,7 @@ def attach_adapters(
 
 
 def _with_gradient(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    """Recomputed layers pass a gradient on only where their input asks for one."""
+    """Recomputed layers propagate a gradient only if their input requires one."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
@@ -192,7 +192,7 @@ def low_ranks(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, LowRank]]
 
 @contextmanager
 def adapters_off(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """In the body the model is its base."""
+    """Disable all adapters in the body: the model is its base."""
     held = [m for chunk in chunks for m in unwrap(chunk).modules() if isinstance(m, Adapters)]
     for adapters in held:
         adapters.enabled = False

@@ -78,7 +78,7 @@ def export_own_adapters(
 def load_adapters(chunks: Sequence[nn.Module], directory: Path) -> None:
     """Fill this rank's adapters from a PEFT directory; no communication.
 
-    An optimizer that keeps its own copy of the weights must be told afterwards.
+    An optimizer that keeps its own copy of the weights must reload them afterwards.
     """
     file = open_weights(directory / ADAPTER_WEIGHTS)
     there = set(file.keys())

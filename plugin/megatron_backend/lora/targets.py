@@ -1,4 +1,4 @@
-"""Which linear layers of a model get adapters; asked on the driver, before Megatron is imported."""
+"""Which linear layers of a model get adapters; decided on the driver, without Megatron."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def build_model(
 
     overrides: arguments of Megatron's `TransformerConfig` for which there is no flag
     """
-    wished, config = config.transformer_impl, on_this_device(config)
+    requested, config = config.transformer_impl, on_this_device(config)
     arguments = transformer_arguments(hf_config, config, groups) | overrides
     check_layout(hf_config.model_type, arguments)
     if config.moe_router_fusion:
@@ -72,7 +72,7 @@ def build_model(
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     use_te = config.transformer_impl == "transformer_engine"
-    if torch.cuda.is_available() and not use_te and wished == "auto" and groups.rank == 0:
+    if torch.cuda.is_available() and not use_te and requested == "auto" and groups.rank == 0:
         warn_of_local_layers()
     return [
         _build_chunk(hf_config, transformer, groups, number, use_te)
@@ -109,7 +109,7 @@ def transformer_arguments(
         "bf16": config.train_dtype == "bfloat16",
         "fp16": config.train_dtype == "float16",
         "attention_softmax_in_fp32": True,
-        # The interleaved schedule gets rows of one length (`forward_step.prepare`).
+        # The interleaved schedule gets rows of one length (`preparation.prepare`).
         "variable_seq_lengths": groups.vpp_size is None,
         "calculate_per_token_loss": config.per_token,
         "recompute_granularity": config.recompute_granularity,

@@ -1,7 +1,7 @@
 """The model families: how a Hugging Face config and its weights become Megatron's.
 
 A family is a Hugging Face `model_type`. Adding one means adding an entry to `FAMILIES`; all other
-code works from the entry. (`--embedded-model` lists those of which a tiny model can be built.)
+code works from the entry. (`--embedded-model` lists those that have a tiny built-in model.)
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def _use_delta_nets(
 
 
 def fit_to_family(model: GPTModel, hf_config: Any, groups: ParallelGroups, use_te: bool) -> None:
-    """Give a built chunk the RoPE of its config, and what else the family asks for; in place."""
+    """Give a built chunk the RoPE of its config, and whatever else the family needs; in place."""
     family, config = family_of(hf_config), model.config
     if config.multi_latent_attention:
         _fit_latent_attention(model, hf_config, groups, use_te, family.latent_norm_eps)
@@ -104,7 +104,7 @@ def _reduce_over_expert_ranks(model: GPTModel) -> None:
     Megatron-Core 0.16 does so only with more than one expert parallel rank. Experts that are cut
     into fewer parts than the dense layers see the tokens of one tensor parallel rank each, and
     would be trained apart. The mark of sequence parallelism on an expert's bias would have it
-    summed once more. Not needed once Megatron asks for the size of the expert groups.
+    summed once more. Not needed once Megatron checks the size of the expert groups.
     """
     for layer in model.decoder.layers:
         if hasattr(layer.mlp, "experts"):

@@ -31,7 +31,7 @@ class _PlainNorm(SequenceParallelRMSNorm):
 
 
 class LocalGatedDeltaNet(stock.GatedDeltaNet):
-    """Gated delta rule whose state and convolution begin anew with every sample of a row."""
+    """Gated delta rule whose state and convolution restart with every sample of a row."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Stock wants flash-linear-attention, whose kernels only its own `forward` calls.

@@ -1,4 +1,4 @@
-"""Which parallel layouts a model can be cut into: asked before a job starts, and by the builder.
+"""Which parallel layouts a model can be cut into: checked before a job starts, and by the builder.
 
 Nothing here imports Megatron, so that the driver has its answer before anything heavy is loaded.
 """

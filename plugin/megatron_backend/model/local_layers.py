@@ -108,7 +108,7 @@ class PackedLayout(PackedSeqParams):
         return same_sample & (self.gathered_positions[None, :] <= self.positions[:, None])
 
     def visible_in(self, window: int | None) -> Tensor:
-        """`visible`, of which only the last `window` tokens, the token itself included."""
+        """`visible`, restricted to the last `window` tokens, the token itself included."""
         if window is None:
             return self.visible
         if window not in self._windows:
@@ -177,7 +177,7 @@ class LocalCoreAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = pg_collection.cp
-        #: What computes attention; a plan of a job gives one that knows shapes only.
+        #: Computes attention; a plan of a job sets one that only has shapes.
         self.kernel: Callable[..., Tensor] = F.scaled_dot_product_attention
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

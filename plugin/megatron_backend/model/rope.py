@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
-#: The kinds of layers of which each may have a RoPE of its own.
+#: The kinds of layers; each may have its own RoPE.
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

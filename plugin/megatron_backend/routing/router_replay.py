@@ -264,8 +264,8 @@ class _LayerReplay:
 class LiveRoutes:
     """The experts that the trainer's routers would choose by themselves, gathered from all ranks.
 
-    Compared with the engine's routes on the driver they say whether engine and trainer route alike,
-    and if not, why. The first samples of a batch are enough to judge, so only those are kept.
+    Compared with the engine's routes on the driver they show whether engine and trainer route
+    alike, and if not, why. The first samples of a batch are enough to judge: only those are kept.
     Filled by the routers during one schedule; `gathered` is a collective.
     """
 

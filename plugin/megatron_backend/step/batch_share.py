@@ -101,7 +101,7 @@ def plan_batch(
 ) -> MicrobatchPlan:
     """Plan the microbatches of all ranks.
 
-    round_size: of which their number is a multiple: the interleaved schedule wants whole rounds
+    round_size: their number is a multiple of it: the interleaved schedule runs whole rounds
     longest: the most tokens that a sample of this model may have
     """
     budget = config.max_tokens_per_gpu

@@ -1,8 +1,7 @@
 """Undo what Megatron's schedule and DDP multiply into the loss; only this file knows.
 
 Wanted: the gradient of one global mean, sum_t w_t l_t / sum_t w_t over every token of every rank.
-    Megatron-Core
-offers two conventions, chosen by `TransformerConfig.calculate_per_token_loss`:
+Megatron-Core offers two conventions, chosen by `TransformerConfig.calculate_per_token_loss`:
 
 - per token: the schedule leaves the loss alone, DDP sums gradients over DP x CP ranks, and
   `finalize_model_grads` divides by the sum of the token counts that the loss closures returned. So

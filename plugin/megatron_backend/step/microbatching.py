@@ -1,6 +1,6 @@
 """Cut a global batch into microbatches: balanced, equally many per rank, within a token budget.
 
-Every data-parallel rank must run the same number of microbatches, or the others wait for ever in a
+Every data-parallel rank must run the same number of microbatches, or the others hang in a
 collective. A rank with too few samples gets *padding microbatches*, which contribute nothing.
 Planning uses lengths only and is deterministic: every rank computes the same plan by itself.
 """
@@ -74,7 +74,7 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Spread samples of the given total lengths over DP ranks and microbatches.
 
-    count_multiple: of which the number of microbatches per rank is a multiple (virtual pipelining)
+    count_multiple: the number of microbatches per rank is a multiple of it (virtual pipelining)
     """
     lengths = as_integers(total_lengths).tolist()
     if not lengths:

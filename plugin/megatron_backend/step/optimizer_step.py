@@ -111,8 +111,8 @@ class GuardedOptimizer:
     """A Megatron optimizer that skips a step whose gradient norm is not finite or too large.
 
     `optimizer.step()` stays Megatron's own; only its last act, applying the clipped gradients, asks
-    first. The norm is reduced over all ranks, so all of them decide alike. In float16 Megatron
-    itself skips what overflows, before there is a norm; its parts share one scaler.
+    first. The norm is reduced over all ranks, so all of them make the same decision. In float16
+    Megatron itself skips what overflows, before there is a norm; its parts share one scaler.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, max_norm: float | None = None) -> None:

@@ -22,6 +22,7 @@ from plugin.config import JobConfig
 from plugin.errors import BatchError
 from plugin.observe.console import text_table
 from plugin.observe.run_record import RunRecord, read_run
+from plugin.ppo_utils.importance_ratio import effective_sample_size
 from plugin.ppo_utils.kl_estimators import k3
 from plugin.tools.compare.dump_columns import DumpBlock
 from plugin.tools.compare.dump_reading import open_dump
@@ -103,7 +104,7 @@ def _choice(mismatch: float, staleness: float | None) -> tuple[Flagged, str]:
     if not staleness and mismatch < SMALL_KL:
         return WITHOUT_PULL, (
             f"weights bounded from above; engine and trainer have the same weights and differ by "
-            f"less than {SMALL_KL:g}, so there is nothing that a pull could hold together"
+            f"less than {SMALL_KL:g}, so a pull has nothing to hold together"
         )
     return RECOMMENDED, (
         "weights bounded from above correct what is left after a pull to the engine's policy has "
@@ -203,7 +204,7 @@ def situation_of(blocks: Iterable[DumpBlock]) -> Situation:
         int(tokens),
         float(sums[1] / tokens),
         float(sums[2] / tokens),
-        float(sums[3] ** 2 / (tokens * sums[4])),
+        effective_sample_size(float(sums[3]), float(sums[4])) / float(tokens),
         float(sums[5] / tokens),
         float(sums[6] / max(sums[5], 1.0)),
         float(tokens / max(samples, 1)),
@@ -284,7 +285,9 @@ def _with_settings(advice: Advice, config: JobConfig | None) -> Advice:
         )
     if "moe" in str(config.embedded_model) and not config.replays_routes:
         flags += ["--use-rollout-routing-replay"]
-        reasons.append("a MoE model without replayed routes: other experts are another function")
+        reasons.append(
+            "a MoE model without replayed routes: different experts compute a different function"
+        )
     return Advice(flags, reasons, advice.expected, advice.others, advice.situation)
 
 
@@ -302,7 +305,7 @@ def _flags(loss: str, hook: str | None, settings: dict[str, Any]) -> list[str]:
 
 
 def advice_text(advice: Advice) -> str:
-    """For a person: the flags, why, what to expect, and what came next."""
+    """The flags, why, what to expect, and the alternatives, as text."""
     lines = [" ".join(map(shlex.quote, advice.flags)), ""]
     lines += [f"- {reason}" for reason in advice.reasons]
     if advice.expected:

@@ -34,7 +34,12 @@ from plugin.loss.hook_chain import statistics_of
 from plugin.loss.interfaces import LossInputs
 from plugin.loss.objective import compute_loss
 from plugin.loss.policy_losses import POLICY_LOSSES
-from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, log_ratio, safe_exp
+from plugin.ppo_utils.importance_ratio import (
+    MAX_LOG_RATIO,
+    effective_sample_size,
+    log_ratio,
+    safe_exp,
+)
 from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
 from plugin.tools.compare.correction_catalog import correction_functions
@@ -204,7 +209,7 @@ class MethodStatistics:
             "clipped_share": sums["clipped"] / tokens,
             "weight_mean": mean,
             "weight_max": self.weight_max,
-            "ess_share": _ess(sums["weight"], sums["weight_squared"]) / active,
+            "ess_share": effective_sample_size(sums["weight"], sums["weight_squared"]) / active,
             "weight_variance": max(sums["weight_squared"] / active - mean * mean, 0.0),
             "bias": bias,
             "bias_low": bias - 1.96 * error,
@@ -227,7 +232,7 @@ class MethodStatistics:
                     {
                         "length": f"{start}-{end}" if end else f"{start}+",
                         "sequences": int(count),
-                        "ess_share": _ess(total, squares) / count,
+                        "ess_share": effective_sample_size(total, squares) / count,
                         "bias_bound": _share(off, whole),
                     }
                 )
@@ -273,10 +278,6 @@ def _standard_error(sums: dict[str, float], bias: float, tokens: float) -> float
         + bias * bias * sums["length_squared"]
     )
     return math.sqrt(max(spread, 0.0)) / tokens
-
-
-def _ess(total: float, squares: float) -> float:
-    return total * total / squares if squares > 0 else 0.0
 
 
 def _share(part: float, whole: float) -> float:

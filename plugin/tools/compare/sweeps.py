@@ -14,7 +14,7 @@ from plugin.errors import ConfigError
 from plugin.tools.compare.correction_catalog import catalog
 from plugin.tools.compare.replay import NEUTRAL, Method, MethodStatistics, method_pairs
 
-#: Flags whose weight is one per sequence: at another length the same threshold means another thing.
+#: Flags whose weight is one per sequence: thresholds depend on the length.
 _PER_SEQUENCE = ("sequence_", "geometric_", "veto_")
 DEFAULT_POINTS = 12
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ class PartDifference:
         logits, less their mean, for a router; mean |difference| of log-probs for the head
     limit: what rounding explains
     by_position: the same at the first token, the next three, and all later ones
-    experts: those whose every token is off, where that is not all of them
+    experts: those with a difference on every token, unless that is all of them
     changed: share of tokens that the routers send to other experts
     """
 
@@ -119,7 +119,7 @@ def bisect(
     if "log_probs" in engine.states:
         off = (forced.states["log_probs"] - engine.states["log_probs"]).abs().double()
         mean = float(off.mean())
-        # Log-probs are sums over the hidden size: what one number rounds to counts as it is.
+        # Log-probs are sums over the hidden size: rounding counts in full, not relative.
         found.append(PartDifference(None, "head", mean, 5 * low, (mean, mean, mean)))
     accumulated = [
         _relative(alone.states[name], engine.states[name], groups)[0]
@@ -164,7 +164,7 @@ def _layer_pairs(
         )
         same = _same_choice(wanted, got, topk)
         pairs.append(("router", i, wanted, got, {"changed": float((~same).double().mean())}))
-        # What the router weighs otherwise is its doing, not the experts'.
+        # Different router weights are the router's fault, not the experts'.
         same &= (got - wanted).norm(dim=1) <= low * wanted.norm(dim=1)
         if not bool(same.any()):
             return pairs
@@ -207,13 +207,13 @@ def _with_limit(
     """The part with a limit that follows from the other layers."""
     kind = [other.local for other in found if other.part == part.part]
     limit = min(max(_STANDS_OUT * median(kind), low), high) if len(kind) > 2 else high
-    return PartDifference(**{**vars(part), "limit": limit})
+    return replace(part, limit=limit)
 
 
 def _with_experts(
     part: PartDifference, engine: LayerTrace, forced: LayerTrace, topk: int | None
 ) -> PartDifference:
-    """The part with the experts whose every token is off, if it is experts that are at fault."""
+    """The part with the experts that differ on every token, if experts are at fault."""
     name = f"layers.{part.layer}"
     if part.part != "mlp" or not part.is_fault or topk is None:
         return part
@@ -226,7 +226,7 @@ def _with_experts(
     chosen.scatter_(1, logits.topk(topk, dim=1).indices, True)
     used = [e for e in range(logits.shape[1]) if bool(chosen[:, e].any())]
     bad = tuple(e for e in used if bool(off[chosen[:, e]].all()))
-    return part if len(bad) == len(used) else PartDifference(**{**vars(part), "experts": bad})
+    return part if len(bad) == len(used) else replace(part, experts=bad)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class Verdict:
 
 
 def judge(bisection: Bisection) -> Verdict:
-    """Name the part that computes something else."""
+    """Name the part that differs by more than rounding."""
     faults = [part for part in bisection.parts if part.is_fault]
     if not faults:
         largest = max(
@@ -267,7 +267,7 @@ def judge(bisection: Bisection) -> Verdict:
             f"{worst.name} ({worst.local:.1e}, limit {worst.limit:.1e})"
         )
         if len(wide) > 1:
-            cause = "quantized weights, other weights, or another precision throughout"
+            cause = "quantized weights, different weights, or a different precision throughout"
             return Verdict(True, None, None, text, cause)
         return Verdict(True, None, worst.part, text, _cause(worst))
     first = _first_cause(faults)
@@ -305,7 +305,7 @@ def _cause(part: PartDifference) -> str:
         case "router":
             return (
                 f"weights, bias or precision of the router; {part.changed or 0:.1%} of the tokens "
-                "go to other experts"
+                "go to different experts"
             )
         case "mlp" if part.experts:
             experts = " and ".join(map(str, part.experts))
@@ -316,7 +316,7 @@ def _cause(part: PartDifference) -> str:
         case "mlp":
             return "weights or precision of the MLP or of all experts, or the norm before it"
         case "embedding":
-            return "the embedding: weights, or tokens that are not the same"
+            return "the embedding: its weights, or different tokens"
         case "head":
             return "the final norm or the LM head: weights, precision, or a scale of the logits"
-    return "attention, MLP or norms of this layer; a dump with its parts would tell them apart"
+    return "attention, MLP or norms of this layer; dump its parts to separate them"

@@ -31,7 +31,7 @@ def as_text(passes: Sequence[Bisection], verdict: Verdict) -> str:
 def table(bisection: Bisection) -> tuple[list[str], list[list[str | None]]]:
     """Headers and rows: layer, local differences by part, accumulated difference.
 
-    A part that computes something else is marked with `!`.
+    A part that differs by more than rounding is marked with `!`.
     """
     parts = [part for part in _PARTS if any(p.part == part for p in bisection.parts)]
     headers = ["layer", *(f"{'MLP' if p == 'mlp' else p}, local" for p in parts)]
@@ -78,7 +78,7 @@ def as_page(passes: Sequence[Bisection], verdict: Verdict) -> str:
         "problems": [],
         "footer": "local: |trainer − engine| / |engine| of what a part adds to the residual "
         "stream, when the trainer's part gets the engine's input; accumulated: the same of a "
-        "layer's output, when both run by themselves; ! = more than rounding explains",
+        "layer's output, when each runs on its own; ! = more than rounding explains",
     }
     names = "; ".join(bisection.name for bisection in passes)
     subtitle = f"{len(passes[0].accumulated)} layers; {names}"
@@ -105,7 +105,7 @@ def _local_chart(number: int, bisection: Bisection, verdict: Verdict) -> dict[st
     return {
         "id": f"local-{number}",
         "title": f"Local difference, {bisection.name}",
-        "note": "Each layer on the engine's own input: a fault stands out where it is. Dotted: "
+        "note": "Each layer on the engine's own input: a fault stands out in its layer. Dotted: "
         "what rounding explains; 0 is drawn at 1e-8.",
         "log": True,
         "xLabels": [str(layer) for layer in range(len(bisection.accumulated))],
@@ -119,7 +119,7 @@ def _accumulated_chart(passes: Sequence[Bisection], verdict: Verdict) -> dict[st
     return {
         "id": "accumulated",
         "title": "Accumulated difference of the hidden states",
-        "note": "Engine and trainer by themselves: what one layer gets wrong reaches all after it.",
+        "note": "Engine and trainer each on their own: errors carry over to all later layers.",
         "log": True,
         "xLabels": [str(layer) for layer in range(len(passes[0].accumulated))],
         "points": _points(verdict),

@@ -1,7 +1,7 @@
 """Builds engine and trainer, runs the same tokens through both and compares their layers.
 
 Done dtype by dtype: first both sides in float32, where rounding is a millionth and anything else
-stands out; then as they are run, which says what rounding adds.
+stands out; then as they are run, which shows what rounding adds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BisectOptions:
 
 
 def run_bisect(options: BisectOptions) -> tuple[list[Bisection], Verdict]:
-    """One comparison per pair of dtypes, and what they say together."""
+    """One comparison per pair of dtypes, and the verdict."""
     config = JobConfig(
         hf_checkpoint=options.hf_checkpoint,
         embedded_model=options.embedded_model,
@@ -74,7 +74,7 @@ def run_bisect(options: BisectOptions) -> tuple[list[Bisection], Verdict]:
 
 
 def verdict_of(passes: Sequence[Bisection]) -> Verdict:
-    """The first fault: what shows in float32 is no rounding. Without one, the last word."""
+    """The first fault: what shows in float32 is not rounding. Without one, the last verdict."""
     verdicts = [judge(bisection) for bisection in passes]
     return next((verdict for verdict in verdicts if verdict.fault), verdicts[-1])
 
@@ -90,7 +90,7 @@ def bisect_passes(
     save: Path | None = None,
     decodes: bool = False,
 ) -> list[Bisection]:
-    """Compare at every (trainer's, engine's) dtype; of a trace the engine's dtype is what it is.
+    """Compare at every (trainer's, engine's) dtype; a recorded trace keeps its own dtype.
 
     save: where the engine's trace of the last pass is written
     decodes: the engine takes token after token, as when it samples; otherwise all as a prompt

@@ -19,7 +19,7 @@ Status = Literal["ok", "note", "fail"]
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor's report; `fix` says what to do unless all is well."""
+    """One line of the doctor's report; `fix`: what to do unless the status is ok."""
 
     name: str
     status: Status
@@ -175,7 +175,7 @@ def _hook(path: str | None) -> Check:
     except MegatronTisError as error:
         return Check("hook", "fail", str(error), "correct --custom-tis-function-path")
     names = ", ".join(settings.hook_names())
-    return Check("hook", "ok", f"{names} loads, and returns what it should on an example")
+    return Check("hook", "ok", f"{names} loads and returns valid results on an example")
 
 
 def configuration_checks(file: str | None) -> list[Check]:

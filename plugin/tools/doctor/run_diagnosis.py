@@ -36,7 +36,7 @@ def diagnose(run_dir: str | Path) -> dict[str, Any]:
 
 
 def as_text(diagnosis: Mapping[str, Any]) -> str:
-    """A diagnosis for a person."""
+    """The diagnosis as text."""
     lines = [f"{diagnosis['run_dir']}: {'; '.join(diagnosis['facts'])}"]
     if diagnosis["chain"]:
         lines += ["\nwhat each correction did in the last step:", *chain_lines(diagnosis["chain"])]
@@ -50,9 +50,9 @@ def as_text(diagnosis: Mapping[str, Any]) -> str:
 
 
 def _facts(record: RunRecord) -> list[str]:
-    """How far the run came, and what it lost on the way."""
+    """Progress of the run, and what was skipped, restarted or dropped."""
     if not record.steps:
-        return ["no step was recorded: it failed before the first one, or has just started"]
+        return ["no step was recorded: the job failed before its first step, or has just started"]
     first, last = record.steps[0], record.steps[-1]
     total = _planned_steps(record.config)
     facts = [f"{last['step']} of {total} steps" if total else f"{last['step']} steps"]

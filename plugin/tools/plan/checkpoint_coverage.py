@@ -1,6 +1,6 @@
 """The files of a checkpoint without its weights: config.json and the index of its tensors.
 
-Do checkpoint and layout belong together? Each tensor has to be read once, each parameter fed.
+Checks that a layout covers a checkpoint: each tensor is read once, each parameter is filled.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def index_names(index: Path) -> set[str]:
 
 
 def require_coverage(claims: Claims, hf_config: Any, names: Iterable[str] | None) -> None:
-    """Refuse a checkpoint of which a tensor would be ignored, or from which one is missing."""
+    """Refuse a checkpoint with a tensor that would be ignored, or without one that is needed."""
     problems = claims.problems(hf_config, names)
     if problems:
         more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""

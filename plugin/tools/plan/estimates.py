@@ -130,7 +130,7 @@ def _mean_fill(plan: JobPlan) -> float:
 
 
 def weight_sync(plan: JobPlan) -> dict[str, Any]:
-    """Bytes of new weights for the engines, and the way they take."""
+    """Bytes of new weights for the engines, and their transport."""
     config = plan.config
     size = _BYTES[config.train_dtype]
     way = config.weight_transport

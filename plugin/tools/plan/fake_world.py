@@ -1,4 +1,4 @@
-"""A process group of one process: it counts what would travel and answers as if all ranks agreed.
+"""A process group of one process: it counts messages and answers as if all ranks did the same.
 
 `torch.distributed` calls these methods directly, so that tensors of any device pass. Real tensors
 (sizes, counts, pickled objects) get what the other ranks would send if they did the same as this
@@ -188,7 +188,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 def fake_world(
     rank: int, world_size: int, sizes: dict[str, Any], traffic: Traffic
 ) -> Iterator[Any]:
-    """Megatron's own groups for `rank` of `world_size`, within the body; yields `ParallelGroups`.
+    """Megatron's own groups for `rank` of `world_size` in the body; yields `ParallelGroups`.
 
     sizes: Megatron's names of parallel sizes
     """

@@ -108,7 +108,7 @@ def decided(config: JobConfig, gpu: Gpu | None) -> JobConfig:
 
 
 def does_not_build(error: Exception) -> str:
-    """What Megatron-Core or torch says of a rank that they cannot build or step, in one line."""
+    """One line with the error of Megatron-Core or torch for a rank that cannot be built or run."""
     lines = str(error).strip().splitlines() or ["no message"]
     return f"does not build: {type(error).__name__}: {lines[0]}"
 
@@ -126,7 +126,7 @@ def plan_job(
     """Build and step one rank of every kind.
 
     ranks: these instead of one per kind; quick: run fewer microbatches, extrapolate more
-    begin: told what is planned next
+    begin: called with what is planned next
     """
     from plugin.megatron_backend.hf_weights.loading import whole_parameters
     from plugin.megatron_backend.model.layout_rules import check_model
@@ -148,7 +148,7 @@ def plan_job(
     kinds: list[RankKind] = []
     claims, object_bytes = Claims(), 0
     batch_bytes = total = 0
-    # The last stage first: the others hear its metrics.
+    # The last stage first: the others receive its metrics.
     for rank in sorted(examples, reverse=True):
         stage = rank // per_stage
         begin(f"rank {rank} (stage {stage + 1} of {stages})")
@@ -158,9 +158,9 @@ def plan_job(
             planned.traffic.object_bytes = object_bytes
             run = StageRun(planned, config, models.policy, lengths, batching, quick)
             measured, extrapolated = run.measure(stages - stage)
-            heard = measured.collectives.get(("PIPELINE_MODEL_PARALLEL_GROUP", "broadcast"))
-            if stage == stages - 1 and heard:
-                object_bytes = heard[1] - 8
+            received = measured.collectives.get(("PIPELINE_MODEL_PARALLEL_GROUP", "broadcast"))
+            if stage == stages - 1 and received:
+                object_bytes = received[1] - 8
             trainer = planned.trainer
             claims.add(trainer.chunks, trainer.groups)
             total += whole_parameters(trainer.chunks, trainer.groups)
@@ -234,7 +234,7 @@ def _copy_bytes(run: StageRun, models: Models, measured: MeasuredRank) -> int:
 
 
 def _critic_bytes(measured: MeasuredRank, trained: int) -> int:
-    """A model of the policy's size, all of which is trained."""
+    """Bytes of a fully trained model of the policy's size."""
     resident = measured.resident
     state = sum(resident.values()) - resident["parameters"]
     return resident["parameters"] + state * measured.parameters // max(1, trained)

@@ -98,7 +98,7 @@ def use_meta_kernels(chunks: Sequence[Any], optimizer: Any | None) -> None:
         if hasattr(part, "_unscale_main_grads_and_check_for_nan"):
             part._unscale_main_grads_and_check_for_nan = partial(_agree_all_finite, part)
         if hasattr(part, "has_grad_norm_group"):
-            part.has_grad_norm_group = partial(_ask_in_vain, part.has_grad_norm_group)
+            part.has_grad_norm_group = partial(_no_grad_norm_group, part.has_grad_norm_group)
 
 
 def _even_routing(router: Any) -> Any:
@@ -122,7 +122,7 @@ def _agree_all_finite(optimizer: Any) -> bool:
     return False
 
 
-def _ask_in_vain(ask: Any, grad_norm_group: str) -> bool:
+def _no_grad_norm_group(ask: Any, grad_norm_group: str) -> bool:
     """Megatron-Core 0.19 asks all ranks once whether a parameter has a gradient norm of its own."""
     ask(grad_norm_group)
     return False

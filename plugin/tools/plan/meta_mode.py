@@ -91,7 +91,7 @@ def _inside_lm_head() -> bool:
 
 
 class MetaMode(TorchDispatchMode):
-    """Within it, floats on `meta` and real integers work together.
+    """A mode in which floats on `meta` and real integers work together.
 
     matmul_flops: of matrix products; attention_flops: over all pairs of tokens of a row
     """
@@ -115,7 +115,7 @@ class MetaMode(TorchDispatchMode):
 
     @contextmanager
     def meta_parameters(self) -> Iterator[None]:
-        """In the body, floats that are created on no particular device have no data either."""
+        """In the body, floats created without a device are on `meta` too."""
         self.building = True
         try:
             yield
@@ -166,7 +166,7 @@ class MetaMode(TorchDispatchMode):
             left, right = tensors[-2:] if func is _aten.addmm.default else tensors[:2]
             self.matmul_flops += 2 * left.numel() * right.shape[-1]
         if func._schema.is_mutable and func not in _RESHAPING:
-            # No numbers change. Real ones cannot take up missing ones: they stay as they are.
+            # Nothing is written: a real tensor cannot take values from a meta tensor.
             written = _written(func, args, kwargs)
             return written[0] if len(written) == 1 else tuple(written)
         return self._shaped(func, args, kwargs)
@@ -250,7 +250,7 @@ _FACTORIES_LIKE: dict[Any, Any] = {
 
 
 def _makes_whole_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a factory gives integers or a mask; `arange` and `full` go by their numbers."""
+    """Whether a factory makes integers or a mask; `arange` and `full` by their arguments."""
     dtype = kwargs.get("dtype")
     if dtype is None and (func in _ARANGES or func is _aten.full.default):
         numbers = args if func in _ARANGES else args[1:2]

@@ -1,4 +1,4 @@
-"""One rank of a job, built and stepped without numbers: what it holds, and what it sends."""
+"""One rank of a job, built and stepped on `meta`: what it holds, and what it sends."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def built_rank(
     on_gpu: bool,
     trainable: bool = True,
 ) -> Iterator[MetaRank]:
-    """The trainer of one rank within the body, on `meta`."""
+    """Build the trainer of one rank on `meta`, for the body."""
     from plugin.megatron_backend import cpu_runtime
     from plugin.megatron_backend.trainer import MegatronTrainer
 
@@ -138,7 +138,7 @@ def _counted_pipeline(groups: Any, traffic: Traffic) -> Any:
 
 @dataclass
 class MetaRank:
-    """A trainer on `meta`, what it sent and what lived."""
+    """A trainer on `meta`, its traffic and its live memory."""
 
     trainer: Any
     traffic: Traffic
@@ -146,7 +146,7 @@ class MetaRank:
     mode: MetaMode
 
     def copy_bytes(self, config: TrainerConfig, hf_config: Any) -> int:
-        """Parameters of a model that is only asked for log-probs, such as the reference."""
+        """Bytes of a model that only computes log-probs, such as the reference."""
         from plugin.megatron_backend.model.builder import build_model
 
         with self.mode.meta_parameters(), self.memory.labelled("resident"):
@@ -161,7 +161,7 @@ class MetaRank:
             return checkpoint_tensors(self.trainer.hf_config)
 
     def measured(self, share_of: Callable[[Any], Any], *, with_log_probs: bool) -> MeasuredRank:
-        """Run one training step on what `share_of` gives of the trainer."""
+        """Run one training step on the share that `share_of` makes for the trainer."""
         trainer, memory = self.trainer, self.memory
         share = share_of(trainer)
         self._expect_messages(share)
@@ -196,7 +196,7 @@ class MetaRank:
             per_microbatch=_as_tuples(self.traffic.per_microbatch),
         )
 
-    def asked_bytes(self, share_of: Callable[[Any], Any]) -> int:
+    def log_prob_bytes(self, share_of: Callable[[Any], Any]) -> int:
         """Activations and logits at the peak of a pass that computes log-probs alone."""
         share = share_of(self.trainer)
         self._expect_messages(share)

@@ -1,4 +1,4 @@
-"""What a layout costs by formula alone, in microseconds: enough to leave out the hopeless ones.
+"""What a layout costs by formula alone, in microseconds: enough to leave out what cannot win.
 
 A search plans the layouts that remain. Only the order of these seconds matters.
 """
@@ -75,8 +75,8 @@ def rough_seconds(model: RoughModel, config: JobConfig, gpu: Gpu) -> float:
     cp, ep = config.context_parallel_size, config.expert_model_parallel_size
     world, chunks = config.world_size, config.virtual_pipeline_model_parallel_size or 1
     active = model.counts.dense + model.counts.experts * model.topk / max(1, model.experts)
-    pace = _pace(model, active, pp)
-    compute = pace * 6 * active * model.tokens / world
+    imbalance = _imbalance(model, active, pp)
+    compute = imbalance * 6 * active * model.tokens / world
     compute /= gpu.tflops * 1e12 * ASSUMED_UTILIZATION
 
     def link(name: str) -> float:
@@ -85,7 +85,7 @@ def rough_seconds(model: RoughModel, config: JobConfig, gpu: Gpu) -> float:
 
     # Tokens that a tensor parallel group works on, and their hidden states in one layer.
     tokens = model.tokens * tp * pp / world
-    states = 2 * tokens * model.hidden * pace * model.layers / pp
+    states = 2 * tokens * model.hidden * imbalance * model.layers / pp
     # Forward and backward: gathers and scatters around attention and MLP; to the experts and back;
     # keys and values around the ring; hidden states to the next stage and their gradients back.
     messages = 8 * states * (tp - 1) / tp / link("tensor")
@@ -104,7 +104,7 @@ def rough_seconds(model: RoughModel, config: JobConfig, gpu: Gpu) -> float:
     return (compute + messages) * waiting + 6 * held / link("data x context")
 
 
-def _pace(model: RoughModel, active: float, stages: int) -> float:
+def _imbalance(model: RoughModel, active: float, stages: int) -> float:
     """Work of the busiest pipeline stage over the mean: uneven layers, and the LM head in the last.
 
     active: numbers that a token is multiplied with in the whole model

@@ -104,18 +104,18 @@ def search_layouts(
 ) -> SearchResult:
     """Plan the `most` layouts that are fastest by formula among those that may fit.
 
-    begin: told the number of the layout that is planned next, how many there are, and its name
+    begin: called with number, total and name of the layout that is planned next
     """
     rough = RoughModel.of(models.policy, int(lengths.totals.sum()), len(models.copies))
-    hopeful, left_out = _hopeful(config, models, rough, gpu)
-    hopeful.sort(key=lambda layout: rough_seconds(rough, decided(layout, gpu), gpu))
-    for layout in hopeful[most:]:
+    feasible, left_out = _feasible(config, models, rough, gpu)
+    feasible.sort(key=lambda layout: rough_seconds(rough, decided(layout, gpu), gpu))
+    for layout in feasible[most:]:
         seconds = rough_seconds(rough, decided(layout, gpu), gpu)
         reason = f"about {seconds:.1f} s by formula, slower than the {most} that are planned"
         left_out.append(LeftOut(describe(layout), layout_settings(layout), "time", reason))
     found = []
-    for number, layout in enumerate(hopeful[:most], 1):
-        begin(number, len(hopeful[:most]), describe(layout))
+    for number, layout in enumerate(feasible[:most], 1):
+        begin(number, len(feasible[:most]), describe(layout))
         found.append(_cached(layout, models, lengths, gpu, cache))
     return SearchResult(sorted(found, key=_order), left_out)
 
@@ -126,22 +126,22 @@ def _order(candidate: Candidate) -> tuple[bool, bool, float]:
     return not fits, candidate.problem is not None, size
 
 
-def _hopeful(
+def _feasible(
     config: JobConfig, models: Models, rough: RoughModel, gpu: Gpu
 ) -> tuple[list[JobConfig], list[LeftOut]]:
     """The layouts whose least fits into the GPU, and the others."""
-    hopeful, left_out = [], []
+    feasible, left_out = [], []
     for layout in possible_layouts(config, models.policy, _CHUNKS):
         least = rough_bytes(rough, layout)
         if least <= gpu.memory:
-            hopeful.append(layout)
+            feasible.append(layout)
             continue
         reason = (
             f"holds at least {least / 2**30:.1f} GiB before any activation, a {gpu.name} has "
             f"{gpu.memory / 2**30:.1f} GiB"
         )
         left_out.append(LeftOut(describe(layout), layout_settings(layout), "memory", reason))
-    return hopeful, left_out
+    return feasible, left_out
 
 
 def _cached(
@@ -157,7 +157,7 @@ def _cached(
     ]
     key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
     file = None if cache is None else cache / f"{key}.json"
-    # A file that is missing, cut off or unreadable is planned anew.
+    # A file that is missing, cut off or unreadable is planned again.
     with contextlib.suppress(OSError, ValueError, TypeError):
         if file is not None:
             return Candidate(**json.loads(file.read_text(encoding="utf-8")))
@@ -243,7 +243,7 @@ def plan_by_layers(config: JobConfig, models: Models, lengths: SampleLengths, gp
     split = layers_per_stage(arguments | sizes | split_arguments(config))
     few = _few_layers(config)
     per_stage = config.world_size // stages
-    if few is None or max(split) <= few[1] or not _alike(models.policy, arguments):
+    if few is None or max(split) <= few[1] or not _layers_are_alike(models.policy, arguments):
         ranks = [stage * per_stage for stage in sorted({*ends, min(1, stages - 1)})]
         return plan_job(config, models, lengths, gpu, ranks=ranks, quick=True)
     ranks = [stage * per_stage for stage in ends]
@@ -272,7 +272,7 @@ def _few_layers(config: JobConfig) -> tuple[int, int] | None:
     return unit, 2 * unit
 
 
-def _alike(model: Any, arguments: dict[str, Any]) -> bool:
+def _layers_are_alike(model: Any, arguments: dict[str, Any]) -> bool:
     pattern = arguments.get("moe_layer_freq", 1)
     kinds = getattr(model, "layer_types", None) or ["full_attention"]
     return len(set(kinds)) == 1 and (pattern == 1 if isinstance(pattern, int) else all(pattern))

@@ -1,4 +1,4 @@
-"""One rank of a pipeline stage at work on microbatches that are as full as they may be."""
+"""Run one rank of a pipeline stage on microbatches that are as full as the job allows."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class StageRun:
         interleaved = self.config.virtual_pipeline_model_parallel_size is not None
         most = self.config.pipeline_model_parallel_size if interleaved else 2
         count = min(self.batching.microbatches, most)
-        asked = self.planned.asked_bytes(lambda trainer: self._share(trainer, count, 0))
-        return max(0, weights + asked - step.activations - step.logits)
+        needed = self.planned.log_prob_bytes(lambda trainer: self._share(trainer, count, 0))
+        return max(0, weights + needed - step.activations - step.logits)
 
     def _run(self, microbatches: int, padding: int = 0) -> MeasuredRank:
         watch = self.config.detect_mismatch or self.config.dump_log_probs is not None

@@ -14,8 +14,8 @@ from torch import Tensor
 from plugin.config import JobConfig, LossConfig
 from plugin.controller.records.step_records import StepRecords
 from plugin.errors import TrainingError
-from plugin.loss.example_tokens import example_inputs
 from plugin.loss.inputs import KnownTokens
+from plugin.loss.interfaces import example_inputs
 from plugin.loss.non_finite import first_non_finite
 
 pytestmark = pytest.mark.hostile

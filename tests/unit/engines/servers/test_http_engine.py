@@ -317,6 +317,24 @@ def test_a_server_that_comes_back_without_weights_gets_them_again(
     assert answer.weight_version == 0
 
 
+def test_a_server_that_got_its_weights_again_awaits_a_probe_until_it_has_answered_one(
+    start: Any, tmp_path: Path
+) -> None:
+    first = start()
+    engine = engine_for(tmp_path, first)
+    assert not engine.awaits_probe()
+    first.close()
+    only(engine)
+    start(port=first.server_address[1])
+    deadline = time.monotonic() + 20
+    while isinstance(only(engine), GenerationFailure):
+        assert time.monotonic() < deadline
+    assert engine.awaits_probe()
+    request = GenerationRequest((1, 2), (0,))
+    assert len(engine.probe(request, SamplingParameters(max_response_length=2))) == 1
+    assert not engine.awaits_probe()
+
+
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_response_of_a_server_that_lost_its_weights_is_not_used(
     start: Any, tmp_path: Path, kind: str

@@ -1,0 +1,80 @@
+"""What the pool knows of groups at engines, and tells the queue when an engine is replaced."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from plugin.cluster import engine_pool
+from plugin.cluster.engine_pool import Assignments, EnginePool
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> EnginePool:
+    """Two engines whose calls never answer."""
+    calls: list[Any] = []
+
+    def remote(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return object()
+
+    def actor() -> Any:
+        call = SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
+        return SimpleNamespace(call=call)
+
+    def start(self: EnginePool, number: int, failures_in_a_row: int = 0) -> Any:
+        return SimpleNamespace(
+            actor=actor(), birth=None, failures_in_a_row=failures_in_a_row, end=lambda: None
+        )
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=lambda *_, **__: ([], [])))
+    monkeypatch.setattr(EnginePool, "_start", start)
+    monkeypatch.setattr(EnginePool, "poll", lambda self: None)
+    config: Any = SimpleNamespace(
+        engine_patience=5.0, num_rollout_engines=2, max_restarts=3, weight_transport="objects",
+        rollout_api_key_env=None,
+    )  # fmt: skip
+    monkeypatch.setattr(engine_pool, "api_key", lambda _: None)
+    console: Any = SimpleNamespace(log=lambda _: None)
+    made: Any = EnginePool(config, {}, SimpleNamespace(), SimpleNamespace(), console)  # type: ignore[arg-type]
+    return made
+
+
+def test_the_groups_of_an_engine_that_is_replaced_for_any_reason_come_back_as_lost(
+    pool: EnginePool,
+) -> None:
+    requests: Any = {3: "a", 4: "b"}
+    pool.send(0, requests, SimpleNamespace())  # type: ignore[arg-type]
+    pool.send(1, {7: "c"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    assert pool.available() == {0: 2, 1: 1}
+    pool.replace(0, "did not load its weights in time")
+    assert pool.receive(wait_seconds=0) == ([], [3, 4])
+    assert pool.available() == {0: 0, 1: 1} and pool.restarts == 1
+    assert pool.receive(wait_seconds=0) == ([], [])
+
+
+def test_an_engine_that_is_silent_for_too_long_is_replaced(
+    pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    time = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda _: None)
+    monkeypatch.setattr(engine_pool, "time", time)
+    pool.send(0, {3: "a"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    clock.now += 4.0
+    pool.send(1, {7: "c"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    clock.now += 1.5
+    assert pool.receive(wait_seconds=0) == ([], [3])
+    assert pool.available() == {0: 0, 1: 1}
+
+
+def test_a_group_that_is_sent_again_belongs_to_its_new_engine() -> None:
+    assignments = Assignments(math.inf)
+    assignments.add(0, [1, 2])
+    assert assignments.remove_lost(0) == [1, 2]
+    assignments.add(1, [2])
+    assignments.remove_answered(1, [2])
+    assert not assignments.loads() and assignments.remove_lost(1) == []
