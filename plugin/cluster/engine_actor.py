@@ -108,6 +108,10 @@ class EngineActor(ReportingActor):
         with self._server.held():
             return answer_probe(self._engine, probe)
 
+    def awaits_probe(self) -> bool:
+        """As `HttpEngine.awaits_probe`."""
+        return bool(cast(Any, self._engine).awaits_probe())
+
     def sleep(self, level: int) -> None:
         """As `SleepingEngine.sleep`, once no response is under way; none begins without weights."""
         self._server.hold()

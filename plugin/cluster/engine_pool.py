@@ -460,19 +460,35 @@ class EnginePool:
         self._tell_all("wake", part)
         if part == "cache":
             self._is_asleep = False
-            self._probe_awake()
+            # Their weights came while they had no memory for a response.
+            self._answer_probe([n for n in range(len(self)) if self._is_probe_due(n)])
 
-    def _probe_awake(self) -> None:
-        """Ask the engines whose weights came while they had no memory for a response."""
-        due = [(n, self._engines[n].actor) for n in range(len(self)) if self._is_probe_due(n)]
-        calls = [self._call_for_weights(actor, "answer_probe", self.probe) for _, actor in due]
-        for (number, actor), call in zip(due, calls, strict=True):
+    def probe_returned_servers(self) -> None:
+        """Ask engines of which a server came back and got its weights between two versions."""
+        if self.probe is None or not self._config.engine_traits.asks_servers:
+            return
+        # One that is loading is asked the next time: its answer would have to wait.
+        loading = {number for number, _ in self._loads.values()}
+        started = [n for n, e in enumerate(self._engines) if e.birth is None and n not in loading]
+        found = self._answers(started, "awaits_probe")
+        self._answer_probe([number for number, awaits in found.items() if awaits])
+
+    def _answer_probe(self, numbers: Sequence[int]) -> None:
+        for number, answers in self._answers(numbers, "answer_probe", self.probe).items():
+            self._note_probed(number, self._engines[number].actor, answers)
+
+    def _answers(self, numbers: Sequence[int], method: str, *arguments: Any) -> dict[int, Any]:
+        """What engines answer to a call, by number; one that is lost is replaced instead."""
+        actors = {number: self._engines[number].actor for number in numbers}
+        calls = {n: self._call_for_weights(a, method, *arguments) for n, a in actors.items()}
+        found = {}
+        for number, call in calls.items():
             try:
                 patience, name = self._config.engine_patience, f"engine {number}"
-                [answers] = wait_for_all([call], [name], self._console, timeout=patience)
-                self._note_probed(number, actor, answers)
+                [found[number]] = wait_for_all([call], [name], self._console, timeout=patience)
             except ParallelError as error:
-                self.replace_unless_done(number, actor, str(error))
+                self.replace_unless_done(number, actors[number], str(error))
+        return found
 
     def _tell_all(self, method: str, argument: Any) -> None:
         """Call every engine and wait; one that is lost is replaced, and the new one is told."""

@@ -122,6 +122,7 @@ class WeightVerification:
         if self._probe is None:
             return
         self._engines.poll()
+        self._engines.probe_returned_servers()
         probed = self._engines.take_probed()
         asked = [_Asked(one, answer) for one in probed for answer in one.answers]
         answered = [one for one in asked if not one.problem]

@@ -201,9 +201,15 @@ class HttpEngine(GeneratesBySteps):
         async def ask_all() -> list[tuple[str, list[Answer]]]:
             servers = self.pool.in_service
             answers = await asyncio.gather(*map(ask, servers))
+            for server in servers:
+                server.reloaded = False
             return [(server.url, got) for server, got in zip(servers, answers, strict=True)]
 
         return self._events.run_until_complete(ask_all())
+
+    def awaits_probe(self) -> bool:
+        """Whether a server came back without weights, and has shown nothing since it got them."""
+        return any(server.reloaded for server in self.pool.in_service)
 
     def abort(self) -> None:
         """Forget the responses under way and close their connections."""

@@ -48,6 +48,7 @@ class Server:
     interrupted_at: the label that it had right before an update interrupted its responses
     updating: held while its weights change
     workers: broadcast: of the server, which receive weights; 0 while it does not answer
+    reloaded: got its weights between two versions, and has answered no probe since
     """
 
     url: str
@@ -62,6 +63,7 @@ class Server:
     interrupted_at: str | None = None
     updating: threading.Lock = field(default_factory=threading.Lock, repr=False)
     workers: int = 0
+    reloaded: bool = False
 
 
 class FailedCall(Exception):

@@ -338,7 +338,7 @@ class ServerUpdates:
         try:
             await session.call(server.url, self._dialect.weight_label(label), _PROBE_TIMEOUT)
         except MalformedAnswer:
-            server.tested = False
+            server.tested, server.reloaded = False, True
             await self._update(session, server)
         except (ServerTrouble, CallRefused):
             self._pool.postpone_probe(server)

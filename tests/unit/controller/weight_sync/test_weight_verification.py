@@ -98,6 +98,7 @@ class Verified:
         self.files = RunFiles(run_dir, config.as_dict(), tensorboard=False)
         self.engines: Any = SimpleNamespace(poll=lambda: None, set_verified=self._note)
         self.engines.take_probed = lambda: self.probed
+        self.engines.probe_returned_servers = lambda: None
         self.verified: list[int] = []
         self.probed: list[Probed] = []
         self.trainer = Trainer(trainer)
@@ -225,8 +226,10 @@ def test_the_probe_is_a_few_short_responses_of_the_full_distribution() -> None:
 def pool_of(config: JobConfig, *, verified: list[bool]) -> Any:
     pool: Any = object.__new__(EnginePool)
     pool._config, pool.probe, pool._is_asleep = config, "probe", False
-    pool._engines = [SimpleNamespace(actor=i, is_verified=v) for i, v in enumerate(verified)]
-    pool._probed = []
+    pool._engines = [
+        SimpleNamespace(actor=i, is_verified=v, birth=None) for i, v in enumerate(verified)
+    ]
+    pool._probed, pool._loads = [], {}
     return pool
 
 
@@ -255,3 +258,20 @@ def test_answers_of_an_engine_that_was_replaced_count_for_nothing() -> None:
     assert pool.take_probed() == [Probed(0, 0, ["answer"])] and pool.take_probed() == []
     pool.set_verified(Probed(0, "an earlier actor", []))
     assert not pool._engines[0].is_verified
+
+
+def test_a_server_that_came_back_between_two_versions_is_asked_before_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {"rollout_engine": "http", "rollout_url": "http://127.0.0.1:1"}
+    pool = pool_of(JobConfig(**settings, rollout_weights_dir="/tmp/weights"), verified=[True, True])
+    awaits, asked = {0: False, 1: True}, []
+
+    def answers(numbers: Any, method: str, *arguments: Any) -> dict[int, Any]:
+        asked.append((method, list(numbers), arguments))
+        return {n: awaits[n] if method == "awaits_probe" else ["answer"] for n in numbers}
+
+    monkeypatch.setattr(pool, "_answers", answers)
+    pool.probe_returned_servers()
+    assert asked == [("awaits_probe", [0, 1], ()), ("answer_probe", [1], ("probe",))]
+    assert pool.take_probed() == [Probed(1, 1, ["answer"])]

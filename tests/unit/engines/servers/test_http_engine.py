@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import socket
 import threading
@@ -60,6 +61,7 @@ def connections() -> set[Any]:
 def start() -> Iterator[Callable[..., MisbehavingServer]]:
     """Starts servers; afterwards no thread and no socket of client or server is left."""
     weights(0)  # before the threads are counted: a progress bar keeps one
+    gc.collect()  # before the sockets are counted: stores of other tests close theirs
     threads, sockets = set(threading.enumerate()), connections()
     servers: list[MisbehavingServer] = []
 
@@ -315,6 +317,24 @@ def test_a_server_that_comes_back_without_weights_gets_them_again(
         assert time.monotonic() < deadline, answer.reason
     assert second.updates == first.updates
     assert answer.weight_version == 0
+
+
+def test_a_server_that_got_its_weights_again_awaits_a_probe_until_it_has_answered_one(
+    start: Any, tmp_path: Path
+) -> None:
+    first = start()
+    engine = engine_for(tmp_path, first)
+    assert not engine.awaits_probe()
+    first.close()
+    only(engine)
+    start(port=first.server_address[1])
+    deadline = time.monotonic() + 20
+    while isinstance(only(engine), GenerationFailure):
+        assert time.monotonic() < deadline
+    assert engine.awaits_probe()
+    request = GenerationRequest((1, 2), (0,))
+    assert len(engine.probe(request, SamplingParameters(max_response_length=2))) == 1
+    assert not engine.awaits_probe()
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
