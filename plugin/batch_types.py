@@ -1,4 +1,4 @@
-"""The data that travels: samples, batches and microbatches, and one table of their fields.
+"""Samples, batches and microbatches, and one table of their fields.
 
 `FIELDS` is the single list of what a sample carries. Checking, slicing, splitting and the
 construction of padding microbatches all walk it, so that a field added here is added everywhere.
@@ -38,10 +38,10 @@ class Field:
     shape: tokens [prompt + response], response [response], topk [response, k], routes [prompt +
         response, moe_layers, topk], kept [kept ids of all response tokens], or scalar (one number
         per sample)
-    dtype: of the tensors; None = kept as it comes (routes: `route_dtype` of the model)
+    dtype: of the tensors; None = kept as given (routes: `route_dtype` of the model)
     padding: the value in a padding microbatch
     log_prob: whether the values are log-probabilities
-    spreads: whether one number per sample is accepted, too, and given to each of its tokens
+    spreads: whether one number per sample is also accepted and repeated for each of its tokens
     """
 
     name: str
@@ -61,14 +61,14 @@ FIELDS: dict[str, Field] = {
         Field("response_lengths", "scalar", torch.int64),
         Field("loss_masks", "response", torch.int64),
         Field("advantages", "response", torch.float32, optional=True),
-        # Of a value model: before the rollout's updates, and what it should have said.
+        # Of a value model: its predictions before the rollout's updates, and their targets.
         Field("values", "response", torch.float32, optional=True),
         Field("returns", "response", torch.float32, optional=True),
         Field("rollout_log_probs", "response", torch.float32, optional=True, log_prob=True),
         Field("log_probs", "response", torch.float32, optional=True, log_prob=True),
         Field("ref_log_probs", "response", torch.float32, optional=True, log_prob=True),
         Field("teacher_log_probs", "response", torch.float32, optional=True, log_prob=True),
-        # What the teacher finds likeliest in the place of each token.
+        # The teacher's most likely ids at the position of each token.
         Field(TOPK_IDS, "topk", torch.int32, optional=True),
         Field(TOPK_LOG_PROBS, "topk", torch.float32, optional=True, log_prob=True),
         Field("rollout_mask_sums", "scalar", torch.float32, optional=True, padding=1),
@@ -78,7 +78,7 @@ FIELDS: dict[str, Field] = {
         Field("rollout_routed_weights", "routes", torch.float32, optional=True),
         Field("rewards", "scalar", torch.float32, optional=True),
         Field("group_index", "scalar", torch.int64, optional=True, padding=-1),
-        # Of the weights that sampled each token; anything where it is masked.
+        # Of the weights that sampled each token; arbitrary where masked.
         Field("weight_versions", "response", torch.int64, optional=True, padding=-1, spreads=True),
     )
 }
@@ -89,11 +89,11 @@ class RolloutSample:
     """One trajectory as a rollout engine returns it.
 
     tokens: [prompt + response] int64; loss_mask: [response], 1 where the policy chose the token
-    rollout_log_probs: [response] float32, at the sampling temperature; anything where it is masked
+    rollout_log_probs: [response] float32, at the sampling temperature; arbitrary where masked
     routed_experts: [prompt + response, moe_layers, topk] integers, -1 = no route; or None
-    routed_weights: as `routed_experts`, float32: what each expert's output was multiplied with
-    weight_version: of the weights that sampled each token, [response] int64, anything where it is
-        masked; or one number for all of them
+    routed_weights: as `routed_experts`, float32: the factor of each expert's output
+    weight_version: of the weights that sampled each token, [response] int64, arbitrary
+        where masked; or one number for all of them
     sampling_mask: [response] entries of ascending token ids, those that truncated sampling kept;
         an empty one = the whole vocabulary; or None
 
@@ -222,9 +222,9 @@ class RolloutBatch:
     def check(self, numbers: Integers | None = None, *, vocabulary: int | None = None) -> None:
         """Check lengths and values of every field; a `BatchError` names field, sample and position.
 
-        Per-token values are checked where the loss mask is 1; what is masked may hold anything.
-        numbers: [N] what errors call the samples; None = their places in the batch
-        vocabulary: the model's, which kept ids are checked against
+        Per-token values are checked where the loss mask is 1; masked positions may hold anything.
+        numbers: [N] sample numbers for error messages; None = their places in the batch
+        vocabulary: size of the model's, which kept ids are checked against
         """
         numbers = np.arange(len(self)) if numbers is None else numbers
         for name, field in FIELDS.items():
@@ -375,7 +375,7 @@ def _as_column(name: str, values: Column, response_lengths: Column | None) -> An
     if not len(values):
         return Ragged(torch.zeros(0, dtype=field.dtype or torch.int64), [])
     if field.shape == "routes" and len({value.dtype for value in values}) > 1:
-        # Engines may differ in the type of their routes; torch joins not every pair.
+        # Engines may report routes in different dtypes, and torch cannot concatenate every pair.
         values = [value.to(field.dtype or torch.int64) for value in values]
     try:
         return Ragged.of(list(values))
@@ -514,7 +514,7 @@ class Microbatch:
 
 
 def _padding(field: Field, like: Any) -> Any:
-    """The value of `field` for one prompt and one response token, in the type of `like`."""
+    """The value of `field` for one prompt and one response token, in the dtype of `like`."""
     if field.name == "total_lengths":
         return 2
     if field.name == "response_lengths":

@@ -47,7 +47,7 @@ class TransferError(MegatronTisError):
 
 
 class TrainingError(MegatronTisError):
-    """Training goes on without changing the weights."""
+    """Training would go on without changing the weights."""
 
 
 class FindingError(MegatronTisError):

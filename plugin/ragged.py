@@ -54,12 +54,12 @@ class Ragged(Sequence[Tensor]):
 
     @cached_property
     def starts(self) -> Integers:
-        """[N]: where each one begins."""
+        """[N]: where each tensor begins."""
         return np.cumsum(self.lengths) - self.lengths
 
     @cached_property
     def sample_index(self) -> Integers:
-        """[sum of lengths]: which one each value belongs to."""
+        """[sum of lengths]: index of the tensor that each value belongs to."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Ragged(Sequence[Tensor]):
         return f"Ragged({list(self)})"
 
     def select(self, indices: Integers, places: Tensor | None = None) -> Ragged:
-        """Those at `indices` [n], in that order; neighbors are a view, others are copied.
+        """The tensors at `indices` [n], in that order; neighbors are a view, others are copied.
 
         places: `places_of(indices)`, where the caller has them already
         """
@@ -94,22 +94,22 @@ class Ragged(Sequence[Tensor]):
         return Ragged(self.values.index_select(0, places.to(self.values.device)), lengths)
 
     def places_of(self, indices: Integers) -> Tensor:
-        """[values of those at `indices`] int64: where they are in `values`."""
+        """int64: where the values of the tensors at `indices` are in `values`."""
         return torch.from_numpy(ragged_range(self.starts[indices], self.lengths[indices]))
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """Which one `values[index]` belongs to, and its position in that one."""
+        """Index of the tensor that `values[index]` belongs to, and its position in it."""
         number = int(np.searchsorted(self.starts + self.lengths, index, side="right"))
         return number, index - int(self.starts[number])
 
     def spread(self, places: Tensor, count: int) -> Ragged:
-        """[count]: these at `places` [N], ascending and on the host; empty ones elsewhere."""
+        """[count]: these tensors at `places` [N], ascending and on the host; empty elsewhere."""
         lengths = np.zeros(count, np.int64)
         lengths[places.numpy()] = self.lengths
         return Ragged(self.values, lengths)
 
     def sums(self) -> Integers:
-        """[N]: the sum of each one's integers."""
+        """[N]: the sum of each tensor's integers."""
         total = np.append(0, np.cumsum(as_integers(self.values)))
         return total[self.starts + self.lengths] - total[self.starts]
 

@@ -1,11 +1,11 @@
-"""The ids that truncated sampling kept for every response token: their form, and what is wrong.
+"""The ids that truncated sampling kept for every response token: their format and its checks.
 
 A batch holds them in compressed rows: `rollout_kept_ids`, the ids of all response tokens end to
 end, and `rollout_kept_counts`, how many belong to each token. The ids of a token ascend; a token
 without any was drawn from the whole vocabulary. Seen as one `Ragged` with an entry per response
 token this is what log-probs are computed over (`plugin.logprobs.kept_ids`).
 
-slime's form, `rollout_top_p_token_ids` and `rollout_top_p_token_offsets` per sample, is read here.
+slime's format is read here: `rollout_top_p_token_ids` and `rollout_top_p_token_offsets` per sample.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def top_p_rows(batch: Mapping[str, Any], response_lengths: Sequence[int]) -> Rag
     ids, counts = [], []
     for sample, length in enumerate(response_lengths):
         given = [batch[name][sample] for name in (TOP_P_IDS, TOP_P_OFFSETS)]
-        # A sample without them, such as one that was never sampled, has none to offer.
+        # A sample may have none, such as one that was never sampled.
         own, ends = (torch.as_tensor([] if value is None else value) for value in given)
         offsets = as_integers(ends)
         sound = len(offsets) == length + 1 and offsets[0] == 0 and offsets[-1] == len(own)
@@ -76,7 +76,7 @@ def check_columns(
 ) -> None:
     """Check the kept ids of a batch, if it has any; `tokens` [R] are the response tokens.
 
-    numbers: [N] what errors call the samples
+    numbers: [N] sample numbers for error messages
     """
     given = [name for name in (KEPT_COUNTS, KEPT_IDS) if name in columns]
     if len(given) == 1:
@@ -121,7 +121,7 @@ def check_rows(
 ) -> None:
     """Raise a `BatchError` for the first unmasked token [R] with kept ids that it cannot have.
 
-    numbers: what errors call the samples; None = their places
+    numbers: sample numbers for error messages; None = their places
     vocabulary: ids are below it, where it is known; ordered: ids ascend, else they only differ
     complete: every token has kept ids
     """

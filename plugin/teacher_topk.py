@@ -1,4 +1,4 @@
-"""The ids that a teacher finds likeliest for every response token: what is wrong with them.
+"""The ids that a teacher finds most likely for every response token, and their checks.
 
 A batch holds them as `teacher_topk_ids` and `teacher_topk_log_probs`, [response, k] per sample: the
 log-probs are of the teacher's whole distribution, so that 1 less the sum of their probabilities is
@@ -23,9 +23,9 @@ _MOST_MASS = 1.01
 def check_topk(
     columns: Mapping[str, Any], numbers: Integers, vocabulary: int | None = None
 ) -> None:
-    """Check the teacher's likeliest ids of a batch, if it has any.
+    """Check the teacher's most likely ids of a batch, if it has any.
 
-    numbers: [N] what errors call the samples; vocabulary: ids are below it, where it is known
+    numbers: [N] sample numbers for error messages; vocabulary: ids are below it, where it is known
     """
     given = [name for name in (TOPK_IDS, TOPK_LOG_PROBS) if name in columns]
     if not given:

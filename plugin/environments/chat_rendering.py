@@ -15,7 +15,7 @@ from typing import Any, Literal
 from plugin.config import ConversationFlags
 from plugin.environments.environment_protocol import Message
 
-#: Whose thinking stays: what the template decides, that since the last user message, or all.
+#: Whose thinking stays: what the template keeps, all since the last user message, or all.
 KeptThinking = Literal["template", "between_tool_calls", "all"]
 
 #: Makes a mark that no message holds; it is gone before anybody sees the text.
@@ -63,7 +63,7 @@ class ChatRenderer:
         return text
 
     def render(self, messages: Sequence[Message]) -> str:
-        """`messages` and the prompt for the next reply, with the thinking that is to be kept."""
+        """`messages` and the prompt for the next reply, with the kept thinking."""
         kept = self._kept(messages)
         text = self._template(_marked(messages, kept))
         if any(text.count(_mark(number)) != 1 for number in kept):
@@ -123,7 +123,7 @@ class ChatRenderer:
 
 
 def is_user(message: Message) -> bool:
-    """Whether a person speaks; some templates carry tool output in messages of the role `user`."""
+    """Whether a user speaks; some templates carry tool output in messages of the role `user`."""
     if message["role"] != "user":
         return False
     content = message.get("content")

@@ -1,4 +1,4 @@
-"""One conversation as training samples: the tokens that the policy read and sampled, exactly.
+"""One conversation as training samples: exactly the tokens that the policy read and sampled.
 
 A sample goes on while the next turn's rendering extends what has been streamed, and ends where it
 does not. Text decides whether it does, because a tokenizer need not give back the tokens that were
@@ -92,7 +92,7 @@ class Conversation:
         """What the template adds after message `reply`, without the policy's own end of turn."""
         added = self._renderer.text_after(self.messages, reply)
         if added is not None and self._end_of_turn:
-            # A template may put white space before its end of turn; the policy's comes first.
+            # A template may put white space before its end of turn; the policy's end replaces both.
             trimmed = added.lstrip()
             if trimmed.startswith(self._end_of_turn):
                 return trimmed[len(self._end_of_turn) :]
@@ -100,7 +100,7 @@ class Conversation:
 
 
 def _checked(messages: Sequence[Message]) -> list[Message]:
-    """`messages` if each has a role: a template would render one without, and say nothing."""
+    """`messages` if each has a role: a template would silently render one without."""
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BatchError(

@@ -1,4 +1,4 @@
-"""Run calls of somebody else's code with a deadline; a failure or hang costs one result only."""
+"""Run third-party code with a deadline; a failure or hang costs one result only."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DeadlineCalls:
         return self._numbers
 
     def finished(self, wait_seconds: float) -> list[tuple[int, Any]]:
-        """Numbers and results, a `CallFailure` where there is none; waits so long for the first."""
+        """Numbers and results or `CallFailure`s; waits up to `wait_seconds` for the first."""
         results: list[tuple[int, Any]] = []
         until = time.monotonic() + wait_seconds
         while self._deadlines:
@@ -124,7 +124,7 @@ def calls_here(seconds: float) -> Iterator[Callable[[Callable[[], Any]], Any]]:
         try:
             try:
                 armed = True
-                # Once a second from then on, for code that swallows the first.
+                # Then once a second, for code that swallows the first.
                 signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
                 return function()
             finally:
@@ -138,7 +138,7 @@ def calls_here(seconds: float) -> Iterator[Callable[[Callable[[], Any]], Any]]:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
-    # Once for all calls: changing a handler takes longer than most rewards.
+    # Installed once for all calls: changing a handler takes longer than most rewards.
     before = signal.signal(signal.SIGALRM, expire)
     remaining, interval = signal.setitimer(signal.ITIMER_REAL, 0)
     began = time.monotonic()
@@ -146,7 +146,7 @@ def calls_here(seconds: float) -> Iterator[Callable[[Callable[[], Any]], Any]]:
         yield call
     finally:
         signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
-        if remaining:  # somebody else's alarm goes on
+        if remaining:  # an alarm set by the caller goes on
             left = max(remaining - (time.monotonic() - began), 1e-3)
             signal.setitimer(signal.ITIMER_REAL, left, interval)
 

@@ -111,7 +111,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """One conversation's other side. Calls come one after the other, each from a thread of its own.
+    """The other side of one conversation. Calls are sequential, each from its own thread.
 
     An exception, or a call that takes longer than --environment-timeout, fails this trajectory
     only. If there is a method `close()`, it is called once at the end, whatever happened.

@@ -62,8 +62,8 @@ def boxed(response: str, row: Row, *, label: Any) -> float:
         return 1.0
     from math_verify import parse, verify
 
-    # Of the library, which bounds the time by itself: a hostile answer then is wrong, and the
-    # process goes on.
+    # The library enforces these timeouts itself: a hostile answer counts as wrong, and the process
+    # goes on.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     gold, given = (
         parse(f"\\boxed{{{text}}}", parsing_timeout=_MATH_SECONDS) for text in (wanted, answer)
@@ -90,7 +90,7 @@ def json_schema(response: str, row: Row, *, label: Any) -> float:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return 0.0
-    # An own registry: a schema must not make the job fetch what it refers to.
+    # An empty registry: a schema must not make the job fetch what it refers to.
     validator = jsonschema.Draft202012Validator(_schema(label), registry=referencing.Registry())
     return float(validator.is_valid(value))
 
@@ -128,7 +128,7 @@ def http(response: str, row: Row, *, prompt: str, label: Any, url: str, timeout:
 
 
 def last_boxed(text: str) -> str | None:
-    """What is inside of the last \\boxed{} whose braces are balanced."""
+    """The content of the last \\boxed{} whose braces are balanced."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         depth = 0
@@ -162,7 +162,7 @@ def letter_problem(label: Any) -> str | None:
 
 
 def schema_problem(label: Any) -> str | None:
-    """Why a label is no JSON schema."""
+    """Why a label is not a JSON schema."""
     try:
         import jsonschema
     except ImportError as error:

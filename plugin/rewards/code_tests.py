@@ -1,6 +1,6 @@
 """The reward `code_tests`: a response's program has to pass the tests of its row.
 
-A label is Python text with assertions, a list of such texts, or what a program has to read and to
+A label is Python text with assertions, a list of such texts, or what a program reads and has to
 print: {"inputs": ["2 3\\n"], "outputs": ["5\\n"]}. Lists may be JSON text. The reward is 1 if all
 tests pass. The limits of a program are those of `sandbox.py`.
 """
@@ -61,7 +61,7 @@ def code_block(text: str, languages: tuple[str, ...]) -> str | None:
 
 
 def run_program(program: str, given: str, deadline: float) -> str | None:
-    """What a program prints for the input `given`; None if it fails or passes its limits."""
+    """What a program prints for the input `given`; None if it fails or exceeds its limits."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         return None
@@ -85,7 +85,7 @@ def run_program(program: str, given: str, deadline: float) -> str | None:
             except subprocess.TimeoutExpired:
                 return None
             finally:
-                # Also what the program started; it may be gone already.
+                # Also its children; it may be gone already.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -96,7 +96,7 @@ def run_program(program: str, given: str, deadline: float) -> str | None:
 
 @functools.cache
 def network_is_blocked() -> bool:
-    """Whether this machine lets `sandbox.py` take the network from a program."""
+    """Whether this machine lets `sandbox.py` cut a program off from the network."""
     probe = [sys.executable, "-I", sandbox.__file__, "--probe"]
     return subprocess.run(probe, stderr=subprocess.DEVNULL).returncode == 0
 

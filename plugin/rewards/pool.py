@@ -56,8 +56,8 @@ class RewardPool:
     """Rewards in the background.
 
     source: what the workers load
-    seconds: that one response may take
-    memory_mb: that a worker may take on top of what loading takes
+    seconds: time limit per response
+    memory_mb: memory limit of a worker, on top of what loading takes
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RewardPool:
         return sum(worker.restarts for worker in self._workers)
 
     def close(self) -> None:
-        """End the workers, whatever they do."""
+        """End the workers, whatever they are doing."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._jobs.get_nowait()
@@ -128,7 +128,7 @@ class PoolScorer:
         return ticket
 
     def finished(self, *, wait_seconds: float = 0.0) -> list[tuple[int, Score | CallFailure]]:
-        """What has been scored since the last call; waits for the first if asked to."""
+        """Tickets and scores since the last call; waits up to `wait_seconds` for the first."""
         found, done = [], self._results.done
         with contextlib.suppress(queue.Empty):
             if wait_seconds:
@@ -158,7 +158,7 @@ class _Worker:
         self.restarts = 0
 
     def start(self) -> CallFailure | None:
-        """Start the process and wait until it has loaded the rewards; why it has not."""
+        """Start the process and wait until it has loaded the rewards; returns why it has not."""
         with self._lock:
             if self._closed:
                 return CallFailure("the job ends")
@@ -203,7 +203,7 @@ class _Worker:
         return answer
 
     def end(self) -> None:
-        """End the process for good; of any thread. The one that waits for an answer is told."""
+        """End the process for good, from any thread; one waiting for an answer gets a failure."""
         with self._lock:
             self._closed = True
             if self._process is not None:
@@ -227,7 +227,7 @@ class _Worker:
         return CallFailure(reason or f"the reward's process ended with exit code {code}")
 
     def kill(self) -> int | None:
-        """End the process, if there is one, and what it has started; its exit code."""
+        """End the process, if there is one, and its children; returns its exit code."""
         with self._lock:
             process, connection = self._process, self._connection
             self._process = self._connection = None
@@ -251,9 +251,9 @@ def serve(descriptor: int, memory_mb: int) -> None:
     then answers one response after the other until the socket is closed. Imports no torch of its
     own.
     """
-    # Also while a reward hangs, when nobody reads the socket.
+    # Also while a reward hangs and nobody reads the socket.
     die_with_the_caller()
-    # What a reward prints belongs to the person, not into the answers.
+    # What a reward prints goes to the terminal, not into the answers.
     os.dup2(2, 1)
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, ConnectionError):
@@ -276,14 +276,14 @@ def serve(descriptor: int, memory_mb: int) -> None:
 
 
 def _described(error: BaseException) -> CallFailure:
-    """An exception with the place in the code that raised it."""
+    """An exception and the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return CallFailure(f"a reward failed: {type(error).__name__}: {str(error)[:500]}{where}")
 
 
 def _limit_memory(megabytes: int) -> None:
-    """So much more address space than the rewards have taken to load; Linux only."""
+    """Limit the address space to what loading took plus `megabytes`; Linux only."""
     try:
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[0])

@@ -60,7 +60,7 @@ class RewardSet:
 
     @classmethod
     def of(cls, config: JobConfig) -> RewardSet:
-        """What the flags name; exact match if they name nothing and something looks at it."""
+        """The rewards that the flags name; `exact` if they name none and one is needed."""
         texts = config.reward
         if config.reward_function_path is not None:
             texts = (*texts, config.reward_function_path)
@@ -144,7 +144,7 @@ class Rewards:
 
 
 class TextTask(Protocol):
-    """What a response is turned into text with."""
+    """What is needed to turn a response into text."""
 
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
@@ -158,7 +158,7 @@ def reward_input(
     truncated: bool = False,
     with_prompt: bool = False,
 ) -> RewardInput:
-    """A response's token ids as the rewards get them; the text is without stop tokens."""
+    """A response's token ids as rewards receive them; the text has no stop tokens."""
     kept = [token for token in response if token not in task.stop_token_ids]
     decode = task.tokenizer.decode
     asked = decode(list(prompt.tokens)) if with_prompt else ""
@@ -166,7 +166,7 @@ def reward_input(
 
 
 def enforced_limits(chosen: RewardSet) -> str | None:
-    """What a person should know about the limits of generated programs; None without any."""
+    """A notice on how generated programs are limited; None if no program is run."""
     if all(spec.reward != "code_tests" for spec in chosen.specs):
         return None
     network = (

@@ -31,20 +31,20 @@ class Scorer(Protocol):
         ...
 
     def finished(self, *, wait_seconds: float = 0.0) -> list[tuple[int, Score | CallFailure]]:
-        """Tickets and scores since the last call; may wait for the first."""
+        """Tickets and scores since the last call; waits up to `wait_seconds` for the first."""
         ...
 
     def forget(self) -> None:
-        """Drop what has not been begun with."""
+        """Drop the responses whose scoring has not started."""
         ...
 
     def close(self) -> None:
-        """End whatever works in the background."""
+        """End all background work."""
         ...
 
 
 class DriverScorer:
-    """The rewards of a task on this thread, when they are asked for.
+    """Computes the rewards of a task on this thread, when results are requested.
 
     A reward that hangs is interrupted after `seconds`, as far as a signal can.
     """
@@ -106,7 +106,7 @@ class TaskScorer(PoolScorer):
 
 @dataclass(frozen=True)
 class TaskSource:
-    """A task as a worker is sent it: by its configuration."""
+    """How a task is sent to a worker: as its configuration."""
 
     config: JobConfig
 
@@ -121,7 +121,7 @@ class TaskRewards:
         self._task: Any = load_task(config, load_tokenizer(config))
 
     def import_libraries(self) -> None:
-        """The task has been made, and whatever it needs is there."""
+        """Do nothing: making the task has imported what it needs."""
 
     def score(self, given: tuple[Prompt, list[int]]) -> Score:
         """The reward of one response; a `BatchError` if it is no finite number."""

@@ -35,10 +35,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RowCounts:
-    """What a dataset's rows are like.
+    """Counts over the rows of a dataset.
 
-    unusable: left out, the too long ones among them
-    duplicates: rows in use whose prompt an earlier row in use has, too
+    unusable: rows that are skipped, including those that are too long
+    duplicates: rows in use with the prompt of an earlier row in use
     """
 
     total: int
@@ -51,13 +51,13 @@ class PromptDataset:
     """The usable rows of a file or directory, as prompts without end.
 
     option: the flag that names `path`, for messages
-    row_problem: what else is wrong with a row, or None; say, its label
+    row_problem: returns what else is wrong with a row, such as its label; None if nothing is
     max_prompt_length: in tokens; None = no limit
-    bad_rows: whether a row that cannot be used is an error or left out
-    shuffle: an order of its own for every pass, from `seed`; otherwise that of the files
+    bad_rows: whether an unusable row is an error or skipped
+    shuffle: a new order for every pass, from `seed`; otherwise the order of the files
     log: prints a message for a person
     counts: see `RowCounts`
-    fingerprint: of all prompts in use; a position in other data means nothing
+    fingerprint: hash of all prompts in use; a saved position is only valid for the same data
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class PromptDataset:
         check.add(text for number, text in texts.items() if number not in check.problems)
 
     def _surely_fits(self, text: str) -> bool:
-        """Whether the text need not be tokenized to know that it is neither empty nor too long.
+        """Whether the text is neither empty nor too long, as far as its characters already show.
 
         A token of ASCII text has at least one character, and special tokens around it are few.
         """
@@ -191,7 +191,7 @@ class DatasetTask:
 
 
 class _Check:
-    """What is found while all rows are looked at once."""
+    """Findings of the first pass over all rows."""
 
     def __init__(self, rows: Rows, log: Callable[[str], None]) -> None:
         self._rows, self._log = rows, log

@@ -1,4 +1,4 @@
-"""Which columns of a row are what, and the text that the policy is asked with."""
+"""Which columns of a row mean what, and the prompt text that is made from them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PromptFormat:
         return None if self.tools_key is None else _tools_problem(row, self.tools_key)
 
     def text(self, row: Mapping[str, Any], tokenizer: Any) -> str:
-        """What is tokenized of a row without a problem; raises what the template raises."""
+        """The prompt text of a row without a problem; raises what the template raises."""
         prompt = lookup(row, self.prompt_key)
         if not self.chat:
             return str(prompt)
@@ -90,7 +90,7 @@ class PromptFormat:
 
 
 def no_column(row: Mapping[str, Any], key: str, option: str) -> str:
-    """What to say about a row without column `key`, which `option` names."""
+    """Error text for a row without column `key`, which `option` names."""
     there = ", ".join(list(map(str, row))[:12]) or "nothing"
     return f"no {key!r}; it has {there}; name the column with {option}"
 
@@ -121,7 +121,7 @@ def _tools_problem(row: Mapping[str, Any], key: str) -> str | None:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the keys that a table adds to a row because other rows have them."""
+    """`value` without the null keys that a table adds to a row because other rows have them."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None or k == "content"}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -92,7 +92,7 @@ def require_task(candidate: Any, path: str) -> Task | MultiTurnTask:
 
 
 def checked_prompt(task: Task, index: int, max_length: int) -> Prompt:
-    """Prompt `index`; a `BatchError` if it is none, empty or too long.
+    """Prompt `index`; a `BatchError` if it is not a prompt, empty or too long.
 
     What the task raises becomes a `HookLoadError` with the place in its code.
     """
@@ -126,7 +126,7 @@ def checked_reward(
 def reward_by(
     call: Callable[[Callable[[], Any]], Any], task: Task, prompt: Prompt, response: Sequence[int]
 ) -> float:
-    """`checked_reward`, with a function of `calls_here` that may make many calls."""
+    """`checked_reward` through `call`, which `calls_here` gives and many rewards can share."""
     reward = call(functools.partial(task.reward, prompt, response))
     value = None if isinstance(reward, CallFailure) else as_reward(reward)
     if value is not None:
@@ -138,7 +138,7 @@ def reward_by(
 
 
 def as_reward(value: Any) -> float | None:
-    """A reward as a number that float32 holds; None if it is none."""
+    """A reward as a number that float32 can hold; None if it is not one."""
     try:
         number = float(value)
     except Exception:  # of whatever type the value has

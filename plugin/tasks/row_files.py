@@ -1,8 +1,8 @@
 """Rows of a dataset on disk: JSONL, Parquet, and what Hugging Face's `save_to_disk` writes.
 
 A path is a file, a directory or a pattern such as `data/train-*.parquet`. Rows stay in the order of
-the files' names. Arrow files are mapped into memory, not read; pyarrow is imported where one is
-met.
+the files' names. Arrow files are memory-mapped, not read; pyarrow is only imported for
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TABLES = (".parquet", ".arrow")
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that is no mapping of columns to values."""
+    """A row that is not a mapping of columns to values."""
 
     problem: str
 
@@ -82,7 +82,7 @@ class _JsonRows:
 
 
 class _TableRows:
-    """The rows of an Arrow table, made into Python objects when they are asked for."""
+    """The rows of an Arrow table, converted to Python objects on access."""
 
     def __init__(self, file: Path, table: Any) -> None:
         self._file, self._table = file, table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import socket
 import threading
@@ -60,6 +61,7 @@ def connections() -> set[Any]:
 def start() -> Iterator[Callable[..., MisbehavingServer]]:
     """Starts servers; afterwards no thread and no socket of client or server is left."""
     weights(0)  # before the threads are counted: a progress bar keeps one
+    gc.collect()  # before the sockets are counted: stores of other tests close theirs
     threads, sockets = set(threading.enumerate()), connections()
     servers: list[MisbehavingServer] = []
 
