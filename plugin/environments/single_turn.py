@@ -21,7 +21,7 @@ class SingleTurnPlayer:
 
     def __init__(self, stream: ResponseStream) -> None:
         self._stream = stream
-        self._groups: dict[int, tuple[GenerationRequest, dict[int, Trajectory]]] = {}
+        self._groups: dict[int, list[Trajectory | None]] = {}  # one per seed
 
     @property
     def open(self) -> int:
@@ -34,18 +34,18 @@ class SingleTurnPlayer:
 
     def begin(self, group: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
         """Ask for the responses to a request."""
-        self._groups[group] = (request, {})
-        self._stream.add(group, request, parameters)
+        self._groups[group] = [None] * len(request.seeds)
+        self._stream.add((group, request.prompt), request, parameters)
 
     def step(self) -> list[PlayedGroup]:
         """Go on with what is open; the groups that are done now."""
         done: list[PlayedGroup] = []
-        for group, place, answer in self._stream.step():
-            request, trajectories = self._groups[group]
-            trajectories[place] = trajectory_of(request.prompt, answer)
-            if len(trajectories) == len(request.seeds):
+        for (group, prompt), place, answer in self._stream.step():
+            self._groups[group][place] = trajectory_of(prompt, answer)
+            found = [trajectory for trajectory in self._groups[group] if trajectory is not None]
+            if len(found) == len(self._groups[group]):
                 del self._groups[group]
-                done.append((group, [trajectories[i] for i in sorted(trajectories)]))
+                done.append((group, found))
         return done
 
     def abort(self) -> None:
