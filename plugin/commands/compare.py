@@ -169,8 +169,7 @@ def _compare(args: argparse.Namespace) -> Comparison:
     from plugin.tools.compare.sweeps import parse_sweeps
 
     _refuse_overwriting(args)
-    known = LossConfig.setting_names()
-    given = {name: value for name, value in vars(args).items() if name in known}
+    given = LossConfig.given_in(args)
     settings = {name: value for name, value in given.items() if name not in _CHOSEN}
     methods = all_methods(every_pair=args.all_pairs, **settings)
     if any(name in given for name in _CHOSEN):

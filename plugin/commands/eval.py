@@ -50,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     # With --json there is nothing but the object on standard output.
     console = Console(stream=sys.stderr) if args.json else Console()
-    known = JobConfig.setting_names()
-    flags = {name: value for name, value in vars(args).items() if name in known}
+    flags = JobConfig.given_in(args)
     with capture_warnings(console.warn):
         metrics = evaluate(Path(args.source), args.checkpoint, flags, console)
     if args.json:

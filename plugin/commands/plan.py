@@ -150,8 +150,7 @@ def _search(
 
 def job_config(args: argparse.Namespace) -> JobConfig:
     """The job's configuration; a model given by its config alone counts as a checkpoint."""
-    known = {item for group in JobConfig.groups() for item in vars(group)["__annotations__"]}
-    flags = {name: value for name, value in vars(args).items() if name in known}
+    flags = JobConfig.given_in(args)
     if args.hf_config is not None:
         flags["hf_checkpoint"] = str(Path(args.hf_config).expanduser().parent)
     return JobConfig.from_sources(flags, args.config)

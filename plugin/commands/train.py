@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     A job whose steps were all skipped or without gradient has failed.
     """
     console = Console()
-    known = {item for group in JobConfig.groups() for item in vars(group)["__annotations__"]}
-    flags = {name: value for name, value in vars(args).items() if name in known}
+    flags = JobConfig.given_in(args)
     with capture_warnings(console.warn):
         try:
             config = JobConfig.from_sources(flags, getattr(args, "config", None))

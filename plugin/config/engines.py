@@ -134,25 +134,31 @@ _ASKED = "what the job asks of its engines"
 _FIXED = "the job, which trains on what the engine reports"
 
 
-#: Arguments of vLLM that the job sets, and what sets them.
-VLLM_OWNED: dict[str, str] = {
+#: Arguments of both engines that the job sets, and what sets them.
+_OWNED: dict[str, str] = {
     "model": "--hf-checkpoint",
-    "tokenizer": "--hf-checkpoint",
-    "hf_config_path": "--hf-checkpoint",
-    "hf_overrides": "--hf-checkpoint",
     "skip_tokenizer_init": _FIXED,
-    "trust_remote_code": "nothing: code from a model directory is never run",
     "load_format": "the job, which sends the weights",
-    "generation_config": _FIXED,
-    "logprobs_mode": _FIXED,
-    "enable_prefix_caching": _FIXED,
     "dtype": "--rollout-dtype",
-    "max_model_len": "--max-context-length",
-    "max_num_seqs": "--rollout-max-batch",
-    "seed": "--seed",
     "tensor_parallel_size": "--rollout-num-gpus-per-engine",
     "pipeline_parallel_size": "--rollout-num-gpus-per-engine",
     "data_parallel_size": "--num-rollout-engines",
+    "enable_return_routed_experts": _ASKED,
+    "host": "the job, which starts the server",
+    "port": "the job, which starts the server",
+    "api_key": "the job, whose servers listen on loopback alone",
+}
+VLLM_OWNED: dict[str, str] = {
+    **_OWNED,
+    "tokenizer": "--hf-checkpoint",
+    "hf_config_path": "--hf-checkpoint",
+    "hf_overrides": "--hf-checkpoint",
+    "generation_config": _FIXED,
+    "logprobs_mode": _FIXED,
+    "enable_prefix_caching": _FIXED,
+    "max_model_len": "--max-context-length",
+    "max_num_seqs": "--rollout-max-batch",
+    "seed": "--seed",
     "distributed_executor_backend": "--rollout-num-gpus-per-engine",
     "weight_transfer_config": "the job, which sends the weights",
     "worker_extension_cls": "the job, which sends the weights",
@@ -160,43 +166,24 @@ VLLM_OWNED: dict[str, str] = {
     "enable_lora": "--lora-sync",
     "max_loras": "--lora-sync",
     "max_lora_rank": "--lora-rank",
-    "enable_return_routed_experts": _ASKED,
     "return_sampling_mask": _ASKED,
-    "host": "the job, which starts the server",
-    "port": "the job, which starts the server",
-    "api_key": "the job, whose servers listen on loopback alone",
 }
-
-
-#: The same of SGLang, by the names of its flags.
 SGLANG_OWNED: dict[str, str] = {
+    **_OWNED,
     "model_path": "--hf-checkpoint",
-    "model": "--hf-checkpoint",
     "tokenizer_path": "--hf-checkpoint",
-    "skip_tokenizer_init": _FIXED,
-    "trust_remote_code": "nothing: code from a model directory is never run",
-    "load_format": "the job, which sends the weights",
-    "dtype": "--rollout-dtype",
     "context_length": "--max-context-length",
     "max_running_requests": "--rollout-max-batch",
     "random_seed": "--seed",
     "tp_size": "--rollout-num-gpus-per-engine",
     "tp": "--rollout-num-gpus-per-engine",
-    "tensor_parallel_size": "--rollout-num-gpus-per-engine",
     "pp_size": "--rollout-num-gpus-per-engine",
-    "pipeline_parallel_size": "--rollout-num-gpus-per-engine",
     "dp_size": "--num-rollout-engines",
-    "data_parallel_size": "--num-rollout-engines",
     "nnodes": "--rollout-num-gpus-per-engine",
     "node_rank": "--rollout-num-gpus-per-engine",
     "dist_init_addr": "--rollout-num-gpus-per-engine",
     "enable_memory_saver": "--colocate",
-    "enable_return_routed_experts": _ASKED,
-    "host": "the job, which starts the server",
-    "port": "the job, which starts the server",
-    "api_key": "the job, whose servers listen on loopback alone",
 }
-
 
 _EXAMPLES = 'key=value pairs such as "a=1 b=true", or a JSON object'
 
@@ -240,6 +227,11 @@ def parse_arguments(field: str, texts: Sequence[str], owned: dict[str, str]) -> 
         for given, value in _pairs(option, text).items():
             name = given.strip().lstrip("-").replace("-", "_")
             expect(name not in found, f"{option}: {name} is given twice; drop one")
+            expect(
+                name != "trust_remote_code",
+                f"{option}: trust_remote_code is not supported: model code is never executed; "
+                "drop it",
+            )
             expect(name not in owned, f"{option}: {name} is set by {owned.get(name)}; drop it")
             found[name] = value
     return found

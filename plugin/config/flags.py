@@ -257,6 +257,12 @@ class FlagGroup:
             **{name: getattr(args, name) for name in cls.setting_names() if hasattr(args, name)}
         )
 
+    @classmethod
+    def given_in(cls, args: argparse.Namespace) -> dict[str, Any]:
+        """What the command line gave, of the flags that `add_arguments` added."""
+        known = cls.setting_names()
+        return {name: value for name, value in vars(args).items() if name in known}
+
     def refuse_idle_flags(self, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Refuse what the user has given and what would do nothing with the other flags.
 

@@ -23,8 +23,7 @@ from plugin.controller.records.resuming import (
     CHECKPOINTS,
     RunCheckpoints,
     changed_settings,
-    earlier_evaluations,
-    earlier_steps,
+    earlier_history,
 )
 from plugin.controller.records.run_directory import check_run_dir, claimed_run_dir
 from plugin.controller.training_loop import TrainingLoop
@@ -98,8 +97,7 @@ def _run_in(
 ) -> None:
     run_dir = result.run_dir
     if config.resumes:
-        result.history, problems = earlier_steps(run_dir)
-        result.evaluations = earlier_evaluations(run_dir)
+        result.history, result.evaluations, problems = earlier_history(run_dir)
         for problem in problems:
             console.warn(problem)
         for change in changed_settings(run_dir, config):

@@ -27,19 +27,14 @@ from plugin.tasks.prompt_data import PromptDataset
 CHECKPOINTS = "checkpoints"
 
 
-def earlier_steps(run_dir: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The steps that a run directory already has, none if it is new; and what was not readable."""
+def earlier_history(
+    run_dir: Path,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
+    """The steps and evaluations of the run so far, none if it is new; and what was unreadable."""
     if not (run_dir / "metrics.jsonl").exists():
-        return [], []
+        return [], [], []
     record = read_run(run_dir)
-    return [without_slices(step) for step in record.steps], record.problems
-
-
-def earlier_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The evaluations that a run directory already has."""
-    if not (run_dir / "metrics.jsonl").exists():
-        return []
-    return read_run(run_dir).evaluations
+    return [without_slices(step) for step in record.steps], record.evaluations, record.problems
 
 
 def earlier_settings(run_dir: Path) -> dict[str, Any]:

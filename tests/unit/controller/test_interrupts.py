@@ -70,7 +70,7 @@ def test_a_second_interrupt_does_not_lose_the_summary(
         jobs, "check_job", lambda config, log: SimpleNamespace(data=None, task=None)
     )
     monkeypatch.setattr(jobs, "_running", lambda *_: Interrupted())
-    monkeypatch.setattr(jobs, "earlier_steps", lambda run_dir: ([{"step": 1}], []))
+    monkeypatch.setattr(jobs, "earlier_history", lambda run_dir: ([{"step": 1}], [], []))
     monkeypatch.setattr(jobs.RunFiles, "write_report", report)
     config = JobConfig.from_sources({"run_dir": str(tmp_path), "resume": True})
     result = jobs.run_job(config, Console(), lambda: None)

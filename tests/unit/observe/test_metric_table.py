@@ -1,12 +1,11 @@
-"""The table of metrics knows every metric that is computed, and none that is not.
-
-What only a whole job records (times, restarts, optimizer, critic, replay): tests/ray/test_recorded_metrics.py.
-"""
+"""The table of metrics knows every metric that is computed, and none that is not."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,3 +129,14 @@ def test_an_evaluation_records_scores_that_the_table_lists() -> None:
     found = known(f"eval/math/{name}" for name in scores)
     bounds = {f"eval/<set>/<score>/ci_{end}" for end in ("low", "high")}
     assert found == {"eval/<set>/mean", "eval/<set>/pass@<k>", *bounds}
+
+
+def test_steps_and_evaluations_of_real_jobs_record_what_the_table_lists() -> None:
+    """One line of metrics.jsonl of each of six small jobs; of the slices only the first."""
+    lines = Path(__file__).with_name("recorded_metrics.jsonl").read_text().splitlines()
+    found = known(name for line in lines for name in json.loads(line))
+    titles = ("Progress and time", "Rewards and responses", "Prompts and groups")
+    wanted = set.union(*map(rows_of, (*titles, "The optimizer step", "Evaluation", "Critic")))
+    # of float16, --train-log-probs approximate, --overlong-buffer-length, --max-token-staleness, top-p
+    elsewhere = {"loss_scale", "critic/loss_scale", "seconds_log_probs_saved", "overlong_penalty"}
+    assert wanted - found == elsewhere | {"stale_token_share", "kept_ids_per_token"}
