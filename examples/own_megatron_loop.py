@@ -30,13 +30,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.megatron_backend.parallel_groups import ParallelGroups, destroy_parallel, init_parallel
+from plugin.megatron_backend.step.batch_share import cut_share
 from plugin.megatron_backend.step.forward_step import training_forward_step
 from plugin.megatron_backend.step.loss_scaling import LossScale, total_weight
-from plugin.megatron_backend.step.microbatching import (
-    BatchingLimits,
-    build_microbatches,
-    plan_microbatches,
-)
+from plugin.megatron_backend.step.microbatching import BatchingLimits, plan_microbatches
 from plugin.megatron_backend.step.preparation import prepare
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.step_metrics import step_metrics
@@ -58,9 +55,9 @@ def policy_gradient_step(
     device = next(chunks[0].parameters()).device
     limits = BatchingLimits(config.max_tokens_per_gpu, config.micro_batch_size)
     plan = plan_microbatches(batch.columns["total_lengths"], limits, dp_size=groups.dp_size)
-    mine = build_microbatches(batch, plan, groups.dp_rank)
-    microbatches = prepare(mine, groups, layout=layout, device=device)
     weight = total_weight(batch, per_token=config.per_token)
+    share = cut_share(batch, plan, groups.dp_rank, weight=weight)
+    microbatches = prepare(share.microbatches(), groups, layout=layout, device=device)
     scale = LossScale(config.per_token, weight, plan.num_microbatches, groups.dp_cp_size)
     errors, table = ErrorCollector(device), StatisticsTable(device)
     for chunk in chunks:
