@@ -129,8 +129,8 @@ def likely_cause(scores: ProbeScores, limit: Limit, model: ProbedModel) -> str:
     outside = ""
     if model.checked:
         outside = (
-            f"; all {model.checked} tensors have the trainer's checksums, so check what is not a "
-            "weight: buffers, RoPE tables, the engine's config, its kernels"
+            f"; all {model.checked} tensors have the trainer's checksums, so look at what is not "
+            "a weight: buffers, rotary tables, the engine's config, its kernels"
         )
     return _cause_by_tokens(scores, limit, model) + outside
 

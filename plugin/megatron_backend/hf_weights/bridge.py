@@ -57,11 +57,16 @@ with _bare_packages():
     from mbridge.core.parallel_states import ParallelStates
 
 
+def load_table(path: str) -> Any:
+    """A bridge class of mbridge, or one of `tables.py`, by its import path."""
+    with _bare_packages():
+        return load_function(path)
+
+
 def weight_bridge(model: Any, groups: ParallelGroups) -> Any:
     """mbridge's tables for this model; a subclass, because mbridge edits them when tied."""
     hf_config = model.hf_config
-    with _bare_packages():
-        base: Any = load_function(FAMILIES[hf_config.model_type].weights)
+    base = load_table(FAMILIES[hf_config.model_type].weights)
     names = [f"{group}_{what}" for group in ("tp", "pp", "ep", "etp") for what in ("size", "rank")]
     states = ParallelStates(
         vpp_size=groups.vpp_size, **{name: getattr(groups, name) for name in names}
