@@ -37,8 +37,13 @@ def test_an_engine_that_comes_back_with_a_wrong_tensor_is_stopped_before_the_nex
     assert finding["step"] == steps and finding["detector"] == "weight_verification"
 
 
+#: Not visible in a job's random model: its norms are 1 anyway, and it is nearly as good rounded. The
+#: unit tests of the verification and tests/real find both.
+HIDDEN_BY_RANDOM_WEIGHTS = {"default_norms", "rounded_weights"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("kind", sorted(set(FAULTS) - HIDDEN_BY_RANDOM_WEIGHTS))
 def test_no_job_trains_a_step_on_an_engine_with_a_wrong_tensor(
     kind: str, two_nodes: str, tmp_path: Path
 ) -> None:
