@@ -24,7 +24,9 @@ def test_a_job_that_lost_an_engine_leaves_no_weights_behind(two_nodes: str, tmp_
         "rollout_engine": "http",
         "rollout_url": server.url,
         "rollout_weights_dir": str(shared),
-        "verify_weights": "off",  # the server says the same to every prompt
+        # The server says the same to every prompt.
+        "verify_weights": "off",
+        "on_finding": "warn",
         "num_nodes": 1,
         "num_rollouts": 6,
         "address": two_nodes,
