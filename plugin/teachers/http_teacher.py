@@ -23,7 +23,7 @@ from plugin.engines.servers.calls import (
     ServerSession,
     ServerTrouble,
 )
-from plugin.engines.servers.pool import FailedCall, Server, ServerPool, backoff_seconds
+from plugin.engines.servers.pool import FailedCall, Server, ServerPool
 from plugin.errors import ConfigError, EngineError
 from plugin.ragged import Ragged
 from plugin.teachers.score_dialects import SCORE_DIALECTS, ScoreAsk, Scores
@@ -38,7 +38,7 @@ class HttpTeacher:
     """Scores the policy's tokens by asking servers.
 
     vocab_size: of the policy; a server that names other ids has another vocabulary
-    backoff: seconds before the second attempt, then twice as long each time
+    retries, backoff: see `ServerPool.ask`
     idle: called now and then while servers work
     """
 
@@ -136,27 +136,26 @@ class HttpTeacher:
         if not ask.response_length:
             empty = torch.zeros(0, ask.topk)
             return Scores(torch.zeros(0), empty.int(), empty)
-        troubled: Server | None = None
-        last = ""
-        for attempt in range(self._retries + 1):
-            if attempt:
-                await asyncio.sleep(backoff_seconds(attempt, self._backoff))
-            server = self._server(troubled)
+
+        async def call(server: Server) -> Scores:
             try:
-                with self.pool.call(server):
-                    body = await session.call(server.url, self._dialect.call(ask), self._timeout)
-                    return self._dialect.parse(body, ask, self._vocab_size)
+                body = await session.call(server.url, self._dialect.call(ask), self._timeout)
             except CallRefused as refusal:
                 raise EngineError(f"the teacher {server.url} refuses: {refusal}") from None
-            except FailedCall as failed:
-                troubled, last = server, str(failed)
-        raise EngineError(
-            f"the teacher {self._spec.option} did not score it in {self._retries + 1} attempts, "
-            f"the last: {last}; repair the server and go on with --resume, or raise "
-            "--teacher-request-retries"
-        )
+            return self._dialect.parse(body, ask, self._vocab_size)
 
-    def _server(self, avoid: Server | None) -> Server:
+        try:
+            return await self.pool.ask(
+                call, self._choose, retries=self._retries, backoff=self._backoff
+            )
+        except FailedCall as failed:
+            raise EngineError(
+                f"the teacher {self._spec.option} did not score it in {self._retries + 1} "
+                f"attempts, the last: {failed}; repair the server and go on with --resume, or "
+                "raise --teacher-request-retries"
+            ) from None
+
+    async def _choose(self, avoid: Server | None) -> Server:
         """The one to ask; one that was out of service for a while is given another try."""
         now = time.monotonic()
         for server in self.pool.servers:
