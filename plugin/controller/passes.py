@@ -138,7 +138,7 @@ class Teachers:
         for spec in config.teacher_specs:
             if spec.urls:
                 vocabulary = parts.policy.hf_config["vocab_size"]
-                found[spec.name] = HttpTeacher.of(config, spec, vocabulary, trainer.while_idle)
+                found[spec.name] = HttpTeacher(config, spec, vocabulary, trainer.while_idle)
             else:
                 found[spec.name] = JobTeacher(trainer, teacher_policy(spec.name))
         key, data = config.teacher_key, parts.data
