@@ -125,7 +125,7 @@ class Teachers:
         for spec in config.teacher_specs:
             if spec.urls:
                 vocabulary = parts.policy.hf_config["vocab_size"]
-                teacher = HttpTeacher.of(config, spec, vocabulary, trainer.while_idle)
+                teacher = HttpTeacher(config, spec, vocabulary, trainer.while_idle)
                 found[spec.name] = teacher.score
             else:
                 found[spec.name] = partial(trainer.scores, teacher_policy(spec.name))
