@@ -186,8 +186,8 @@ def _to_gradient(
         leaves = log_probs.requires_grad_(), entropy.detach().requires_grad_()
         losses = settings.row_losses(block, *leaves).sum() * settings.expected_gradient
         gradients = torch.autograd.grad(losses, leaves, allow_unused=True)
-    block = BlockGradients.of(state, gradients[0], gradients[1], None, settings.rows)
-    block.write(logits, logits)
+    gradient = BlockGradients.of(state, gradients[0], gradients[1], None, settings.rows)
+    gradient.write(logits, logits)
     return log_probs.detach(), entropy
 
 
