@@ -54,8 +54,8 @@ class BisectFlags(FlagGroup):
         for name, default in _OF_ENGINE.items():
             expect(
                 self.hidden_states is None or getattr(self, name) == default,
-                f"{option_name(name)} with --hidden-states: no engine runs, the file holds what one "
-                "computed; drop one of the two",
+                f"{option_name(name)} with --hidden-states: no engine runs, the file holds what "
+                "one computed; drop one of the two",
             )
         expect(
             self.save_hidden_states is None
