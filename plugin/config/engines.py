@@ -74,7 +74,7 @@ ENGINES: dict[str, EngineTraits] = {
         reports_checksums=True,
     ),
     "vllm": EngineTraits(
-        "plugin.engines.vllm.engine:make_engine",
+        "plugin.engines.vllm.engine:VllmEngine",
         package=_VLLM,
         weight_transports=("broadcast", "ipc", "object-store"),
         reports_kept_ids=True,
@@ -89,7 +89,7 @@ ENGINES: dict[str, EngineTraits] = {
         keeps_interrupted_routes=False,
     ),
     "http": EngineTraits(
-        "plugin.engines.servers.http_engine:make_engine",
+        "plugin.engines.servers.http_engine:HttpEngine",
         asks_servers=True,
         reads_views=True,
         smallest_head_dim=32,
