@@ -146,8 +146,7 @@ class EnginePool:
         self._plan, self._reservation = plan, reservation
         key = api_key(config)
         self._secrets = {str(config.rollout_api_key_env): key} if key else {}
-        # Whether engines get their weights from the ranks themselves, and not through the store.
-        self._from_ranks = config.weight_transport in ("broadcast", "ipc")
+        self._from_ranks = config.transport_traits.from_ranks
         self._newest: int | None = None
         self._buckets: list[Any] = []
         #: Gives engines without the newest weights these; None while the trainer cannot.
