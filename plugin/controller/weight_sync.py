@@ -89,9 +89,14 @@ class Transfer:
                 continue
             name = f"engine {who.engine}" if isinstance(who, Member) else who
             try:
-                self._take(who, result_of(call, name, self._console))
+                result = result_of(call, name, self._console)
             except MegatronTisError as error:
                 self._fail(who, name, error)
+                continue
+            if isinstance(who, Member):
+                self.received[who] = result
+            elif result is not None:
+                self.sent.append(result)
         if self.calls and time.monotonic() > self._deadline:
             self._run_out_of_time()
 
@@ -105,12 +110,6 @@ class Transfer:
         self.lost[member] = f"did not react for {SILENCE_SECONDS:g} s"
         self._abort(f"engine {member.engine} {self.lost[member]}")
         self.calls = {call: who for call, who in self.calls.items() if who != member}
-
-    def _take(self, who: Member | str, result: Any) -> None:
-        if isinstance(who, Member):
-            self.received[who] = result
-        elif result is not None:
-            self.sent.append(result)
 
     def _fail(self, who: Member | str, name: str, error: MegatronTisError) -> None:
         self._abort(f"{name}: {str(error).splitlines()[0]}")

@@ -29,7 +29,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> EnginePool:
 
     def start(self: EnginePool, number: int, failures_in_a_row: int = 0) -> Any:
         return SimpleNamespace(
-            actor=actor(), birth=None, failures_in_a_row=failures_in_a_row, end=lambda: None
+            actor=actor(), starting=None, failures_in_a_row=failures_in_a_row, end=lambda: None
         )
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=lambda *_, **__: ([], [])))
