@@ -200,7 +200,7 @@ def weight_sync(plan: JobPlan) -> dict[str, Any]:
         links += "; once, then adapters alone"
     return {
         "bytes": plan.total_parameters * size,
-        "way": config.weight_transport,
+        "transport": config.weight_transport,
         "links": links,
         "engines": config.num_rollout_engines,
         "largest_tensor_bytes": plan.model.vocab_size * plan.model.hidden_size * size,
