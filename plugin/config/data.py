@@ -213,11 +213,12 @@ class RewardFlags(FlagGroup):
     )
 
     def check(self) -> None:
-        specs = parse_rewards(self.reward)
         if self.reward_function_path is not None:
             parse_rewards((*self.reward, self.reward_function_path), "--reward-function-path")
-        asks = any(spec.reward == "http" for spec in specs)
-        expect(not asks or self.reward_url is not None, "--reward http needs --reward-url; add it")
+        expect(
+            not _asks_server(self) or self.reward_url is not None,
+            "--reward http needs --reward-url; add it",
+        )
         if self.reward_url is not None:
             # The value is not shown: it would carry the secret into the logs.
             expect(
