@@ -160,8 +160,8 @@ class ParallelFlags(FlagGroup):
         )
         expect(
             not (all(explicit) and self.pipeline_model_parallel_size == 2),
-            "--decoder-first-pipeline-num-layers with --decoder-last-pipeline-num-layers: of two "
-            "stages one decides the other; drop one of the two",
+            "--decoder-first-pipeline-num-layers with --decoder-last-pipeline-num-layers: with "
+            "two stages one determines the other; drop one of the two",
         )
         expect(
             not (counted and any(explicit)),

@@ -17,7 +17,7 @@ from plugin.config import TrainerConfig
 from plugin.errors import BatchError
 from plugin.loss.normalization import token_weights
 from plugin.loss.value_loss import clipped_value_loss
-from plugin.megatron_backend.model.special_layers import WholeWeight
+from plugin.megatron_backend.model.family_layers import WholeWeight
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.rank_model import RankModel, without_replay
 from plugin.megatron_backend.step.batch_share import BatchShare

@@ -40,7 +40,7 @@ class TeacherTrainer(RankModel):
     Routes are its own, never replayed.
 
     vocab_size: of the policy; ids beyond it, with which the teacher's vocabulary is padded, are
-        never among the likeliest. None = the teacher's own
+        never among the most likely. None = the teacher's own
     """
 
     def __init__(

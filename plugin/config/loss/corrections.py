@@ -264,8 +264,8 @@ class CorrectionFlags(FlagGroup):
             return
         expect(
             low < 1,
-            f"--tis-clip {clip} chooses a bound from 1 on and --tis-clip-low is {low}; take one "
-            "below 1",
+            f"--tis-clip {clip} chooses a bound of at least 1 and --tis-clip-low is {low}; choose "
+            "one below 1",
         )
         expect(
             not any(name.endswith("icepop_function") for name in self.hook_names()),
