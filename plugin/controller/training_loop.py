@@ -25,13 +25,18 @@ from plugin.controller.passes import CriticSteps, LogProbPasses, Teachers
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.controller.queue.groups import Group, joined, reward_parts
 from plugin.controller.queue.rollout_queue import RolloutQueue
-from plugin.controller.records.resuming import RunCheckpoints, find_checkpoint, warn_of_other_rows
-from plugin.controller.records.run_directory import MODEL, MODELS
-from plugin.controller.records.sample_log import readable_samples
-from plugin.controller.records.step_records import StepRecords
+from plugin.controller.run_directory import (
+    MODEL,
+    MODELS,
+    RunCheckpoints,
+    evaluation_scores,
+    find_checkpoint,
+    warn_of_other_rows,
+)
 from plugin.controller.shared_devices import OwnDevices, SharedDevices, Turn
-from plugin.controller.weight_sync.sync import WeightSync
-from plugin.controller.weight_sync.verification import WeightVerification
+from plugin.controller.step_records import StepRecords, readable_samples
+from plugin.controller.weight_sync import WeightSync
+from plugin.controller.weight_verification import WeightVerification
 from plugin.errors import ActorLost, MegatronTisError, ParallelError
 from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
 from plugin.observe.console import Console
@@ -150,6 +155,7 @@ class TrainingLoop:
             self._verification.check(at.version, at.updates)
         with self._weights.trainer_holds_still(self._devices.sending):
             self._queue.settle()
+            self._repair_best()
             record = self._evaluations.run(at.updates, at.rollouts, at.version)
         self._records.log_evaluation(record, at.updates)
         self._console.log(f"evaluation after rollout {at.rollouts}: {describe(record)}")
@@ -160,6 +166,13 @@ class TrainingLoop:
             if at.rollouts > self._saved:
                 self._save()
             self._checkpoints.mark_best(at.updates)
+
+    def _repair_best(self) -> None:
+        """Before something relies on the marker of the best checkpoint, above all a removal."""
+        if self._config.keep_best:
+            scores = evaluation_scores(self._config, self._evaluations.records)
+            if (warning := self._checkpoints.repair_best(scores)) is not None:
+                self._console.warn(warning)
 
     def _let_engines_generate(self) -> None:
         """Have the engines hold the newest weights, and on shared devices their memory."""
@@ -273,6 +286,7 @@ class TrainingLoop:
     def _save(self) -> None:
         assert self._boundary is not None
         self._devices.train()
+        self._repair_best()
         self._checkpoints.add(self._at.updates)
         root = str(self._checkpoints.root)
         self._trainer.save_checkpoint(root, self._at.updates, self._boundary)

@@ -23,7 +23,7 @@ from plugin.engines.servers.calls import (
     ServerSession,
     ServerTrouble,
 )
-from plugin.engines.servers.pool import FailedCall, Server, ServerPool, backoff_seconds
+from plugin.engines.servers.pool import FailedCall, Server, ServerPool
 from plugin.errors import ConfigError, EngineError
 from plugin.ragged import Ragged
 from plugin.teachers.score_dialects import SCORE_DIALECTS, ScoreRequest, Scores
@@ -107,28 +107,28 @@ class HttpTeacher:
         if not request.response_length:
             empty = torch.zeros(0, request.topk)
             return Scores(torch.zeros(0), empty.int(), empty)
-        failing: Server | None = None
-        attempts, last = self._config.teacher_request_retries + 1, ""
-        for attempt in range(attempts):
-            if attempt:
-                await asyncio.sleep(backoff_seconds(attempt, _BACKOFF_SECONDS))
-            server = self._pick(avoid=failing)
+
+        async def call(server: Server) -> Scores:
+            timeout = self._config.teacher_request_timeout
             try:
-                with self.pool.call(server):
-                    timeout = self._config.teacher_request_timeout
-                    body = await session.call(server.url, self._dialect.call(request), timeout)
-                    return self._dialect.parse(body, request, self._vocab_size)
+                body = await session.call(server.url, self._dialect.call(request), timeout)
             except CallRefused as refusal:
                 raise EngineError(f"the teacher {server.url} refuses: {refusal}") from None
-            except FailedCall as failed:
-                failing, last = server, str(failed)
-        raise EngineError(
-            f"the teacher {self._spec.option} did not score it in {attempts} attempts, the last: "
-            f"{last}; repair the server and continue with --resume, or raise "
-            "--teacher-request-retries"
-        )
+            return self._dialect.parse(body, request, self._vocab_size)
 
-    def _pick(self, avoid: Server | None) -> Server:
+        retries = self._config.teacher_request_retries
+        try:
+            return await self.pool.ask(
+                call, self._choose, retries=retries, backoff=_BACKOFF_SECONDS
+            )
+        except FailedCall as failed:
+            raise EngineError(
+                f"the teacher {self._spec.option} did not score it in {retries + 1} attempts, the "
+                f"last: {failed}; repair the server and continue with --resume, or raise "
+                "--teacher-request-retries"
+            ) from None
+
+    async def _choose(self, avoid: Server | None) -> Server:
         """The server for the next call; one that was out of service for a while is retried."""
         now = time.monotonic()
         for server in self.pool.servers:
