@@ -310,4 +310,4 @@ def check_names(option: str, names: Collection[str], known: Collection[str]) -> 
     for name in sorted(set(names) - set(known)):
         near = difflib.get_close_matches(name, sorted(known), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        expect(False, f"{option}: the installed version knows no argument {name}{hint}")
+        expect(False, f"{option}: the installed version has no argument {name}{hint}")
