@@ -273,8 +273,8 @@ def write_json(path: Path, content: Any) -> None:
         ) from None
     if json.loads(text) != content:
         raise CheckpointError(
-            f"{path.name} would come back changed (tuples become lists, keys become strings); "
-            "use lists and string keys"
+            f"{path.name} would not be read back as written (tuples become lists, keys become "
+            "strings); use lists and string keys"
         )
     path.write_text(text + "\n")
 

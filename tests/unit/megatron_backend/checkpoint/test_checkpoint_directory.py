@@ -218,7 +218,7 @@ def test_missing_shortened_and_altered_files_are_told_apart(tmp_path: Path) -> N
 @pytest.mark.parametrize("value", [{"a": (1, 2)}, {1: "a"}, {"a": float("inf")}, {"a": {1, 2}}])
 def test_values_that_json_would_change_are_refused(tmp_path: Path, value: object) -> None:
     with pytest.raises(
-        CheckpointError, match=r"user_state.json (cannot hold|would come back changed)"
+        CheckpointError, match=r"user_state.json (cannot hold|would not be read back as written)"
     ):
         write_json(tmp_path / "user_state.json", value)
 
