@@ -105,13 +105,9 @@ def publish(incomplete: Path) -> Path:
         os.rename(final, replaced)
     os.rename(incomplete, final)
     _sync(final.parent)
-    _mark_latest(final)
+    _mark(final, LATEST_FILE)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
-
-
-def _mark_latest(final: Path) -> None:
-    _mark(final, LATEST_FILE)
 
 
 def mark_best(checkpoint: Path) -> None:
@@ -183,7 +179,7 @@ def step_of(checkpoint: Path) -> int:
 
 def set_aside_later(chosen: Path) -> list[Path]:
     """Rename the checkpoints after `chosen`, which becomes the latest; returns the new names."""
-    _mark_latest(chosen)
+    _mark(chosen, LATEST_FILE)
     aside = []
     for path in complete_checkpoints(chosen.parent):
         if step_of(path) > step_of(chosen):
