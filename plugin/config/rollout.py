@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from plugin.config.engines import ENGINES
+from plugin.config.engines import ENGINES, WeightTransport
 from plugin.config.flags import (
     FlagGroup,
     Needs,
@@ -98,7 +98,7 @@ class RolloutFlags(FlagGroup):
         needs=needs_flag("partial_rollouts"),
     )
 
-    weight_sync: Literal["auto", "broadcast", "ipc", "directory", "object-store"] = flag(
+    weight_sync: Literal["auto", WeightTransport] = flag(
         "auto",
         "how engines get new weights: over a process group with the trainer's ranks, by CUDA "
         "IPC from a rank on the same device, from files in --rollout-weights-dir, or "
