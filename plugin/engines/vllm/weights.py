@@ -66,7 +66,7 @@ class StreamUpdate(WeightTransferUpdateInfo):
 
 @dataclass
 class Received:
-    """What has come of a version in one worker.
+    """What one worker received of a version.
 
     adapters: tensors of it that are no weights of the model
     aborted: why it is not whole, if so
@@ -164,7 +164,7 @@ class WorkerExtension:
         return device_id()
 
     def received_weights(self) -> Received:
-        """What has come of the last version, but for the tensors themselves."""
+        """What was received of the last version, without the tensors themselves."""
         return replace(self.weight_transfer_engine.received, adapters={})
 
     def load_directory(self, directory: str) -> str | None:
@@ -221,7 +221,7 @@ def _named_tensors(buckets: list[bytes]) -> Iterator[tuple[str, Tensor]]:
 
 
 class WeightReload:
-    """One version on its way into `model`; to be ended with `finish`, or `abort`."""
+    """Loads one version into `model`; has to be ended with `finish` or `abort`."""
 
     def __init__(self, model: nn.Module, model_config: Any) -> None:
         self._model, self._model_config = model, model_config
@@ -242,7 +242,7 @@ class WeightReload:
         self._reported.update(map(_without_adapters, loaded))
 
     def finish(self) -> None:
-        """End the load; a `WeightError` names what the model has and no tensor was loaded into."""
+        """End the load; a `WeightError` names parameters that nothing was loaded into."""
         loaded = self._reported & set(_delivered_names(self._model))
         self.abort()
         tensors = list(_tensors_to_load(self._model))
@@ -296,7 +296,7 @@ def _tensors_to_load(model: nn.Module) -> Iterator[_Loadable]:
 
 
 def _delivered_names(model: nn.Module) -> Iterator[str]:
-    """The tensors that a load which has not ended brought to the modules that hold them.
+    """Tensors that an unfinished load has delivered to the modules that hold them.
 
     Some classes of vLLM 0.32 (gpt-oss: experts and sinks) copy into parameters past their loaders.
     During a reload these are on the meta device, where a copy is lost without an error.
@@ -323,7 +323,7 @@ def _process_again(module: nn.Module) -> None:
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:
-    """Have vLLM set up its experts anew with the weights that come next.
+    """Have vLLM rebuild its expert kernels with the next weights.
 
     vLLM 0.32 on CPU packs the weights of experts for its kernel only when it makes the kernel, so
     that new ones would be read in the wrong order, without an error. To be removed when it packs
