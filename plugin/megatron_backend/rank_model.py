@@ -37,9 +37,8 @@ from plugin.megatron_backend.model.builder import (
 )
 from plugin.megatron_backend.model.device_settings import on_this_device
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.routing.microbatch_routes import MicrobatchRoutes, routes_of
-from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.routing.router_replay import RecordedRoutes, share_fingerprint
+from plugin.megatron_backend.routing.routes import MicrobatchRoutes, RoutedModel, routes_of
 from plugin.megatron_backend.step.batch_share import (
     BatchShare,
     cut_share,
