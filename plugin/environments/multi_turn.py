@@ -107,7 +107,7 @@ class MultiTurnPlayer:
         self._stream, self._task, self._config = stream, task, config
         self._renderer = renderer_of(task, tokenizer, config)
         self._groups: dict[int, list[_Episode]] = {}
-        self._unasked: list[_Episode] = []
+        self._ready: list[_Episode] = []
         self._calls = DeadlineCalls(
             seconds=config.environment_timeout, threads=config.environment_threads
         )
@@ -132,17 +132,17 @@ class MultiTurnPlayer:
         self._groups[group] = episodes
         for episode in episodes:
             start = partial(self._task.environment, episode.index, episode.seed)
-            self._call(episode, start, "starting the environment", self._open)
+            self._call(episode, start, "starting the environment", self._on_start)
 
     def step(self) -> list[PlayedGroup]:
         """Advance every episode that can continue; returns the groups that are done."""
         self._collect(0.0)
         while self._awaited and self._stream.lockstep:
             self._collect(_LOOK_SECONDS)
-        self._ask()
+        self._request_replies()
         if self._stream.open:
             for episodes, place, answer in self._stream.step():
-                self._answered(episodes[place], answer)
+                self._on_reply(episodes[place], answer)
         elif self._awaited:
             self._collect(_LOOK_SECONDS)
         done = [n for n, group in self._groups.items() if all(e.result is not None for e in group)]
@@ -152,34 +152,36 @@ class MultiTurnPlayer:
         """Drop what is open and close its environments."""
         self._stream.abort()
         # What is being started has to be closed.
-        starting = {n: awaited for n, awaited in self._awaited.items() if awaited[2] == self._open}
+        starting = {
+            n: awaited for n, awaited in self._awaited.items() if awaited[2] == self._on_start
+        }
         self._awaited = starting
         for group in self._groups.values():
             for episode in group:
                 if episode.result is None:
                     self._end(episode, failed("not finished"))
         self._groups.clear()
-        self._unasked.clear()
+        self._ready.clear()
 
     # -- replies
 
-    def _ask(self) -> None:
+    def _request_replies(self) -> None:
         """Ask for the replies that are due; episodes with the same context are one request."""
         by_context: dict[tuple[int, tuple[int, ...]], list[_Episode]] = {}
         # In the order of the groups, whichever environment answered first.
-        due = {id(episode) for episode in self._unasked}
+        due = {id(episode) for episode in self._ready}
         for group in self._groups.values() if due else ():
             for episode in group:
                 if id(episode) in due:
                     what = (episode.index, episode.conversation.context)
                     by_context.setdefault(what, []).append(episode)
-        self._unasked.clear()
+        self._ready.clear()
         for (index, context), episodes in by_context.items():
             seeds = tuple(turn_seed(e.seed, e.conversation.turns) for e in episodes)
             request = GenerationRequest(context, seeds, index)
             self._stream.add(episodes, request, episodes[0].parameters)
 
-    def _answered(self, episode: _Episode, answer: Answer) -> None:
+    def _on_reply(self, episode: _Episode, answer: Answer) -> None:
         if isinstance(answer, GenerationFailure):
             self._end(episode, failed(answer.reason))
         elif answer.tokens.numel() == 0:
@@ -192,11 +194,11 @@ class MultiTurnPlayer:
                 assert episode.environment is not None
                 history = tuple(episode.conversation.messages)
                 step = partial(episode.environment.step, reply, history)
-                self._call(episode, step, "the environment's step", self._stepped)
+                self._call(episode, step, "the environment's step", self._on_step)
 
     # -- environments
 
-    def _open(self, episode: _Episode, environment: Environment) -> None:
+    def _on_start(self, episode: _Episode, environment: Environment) -> None:
         episode.environment = environment
         if episode.result is None:
             self._guarded(episode, partial(self._open_conversation, episode))
@@ -208,7 +210,7 @@ class MultiTurnPlayer:
         chat = Conversation(messages, self._renderer, self._task.stop_token_ids)
         episode.conversation = chat
         if self._fits(episode):
-            self._unasked.append(episode)
+            self._ready.append(episode)
         else:
             self._end(
                 episode,
@@ -218,7 +220,7 @@ class MultiTurnPlayer:
                 ),
             )
 
-    def _stepped(self, episode: _Episode, step: Any) -> None:
+    def _on_step(self, episode: _Episode, step: Any) -> None:
         """The next turn, or the end."""
         if not isinstance(step, Step):
             kind = type(step).__name__
@@ -232,16 +234,16 @@ class MultiTurnPlayer:
             if episode.result is not None:
                 return
             if self._fits(episode):
-                self._unasked.append(episode)
+                self._ready.append(episode)
             else:
                 self._score(episode, "max_context")
 
     def _score(self, episode: _Episode, ending: Ending) -> None:
         assert episode.environment is not None
         reward = partial(episode.environment.reward, ending)
-        self._call(episode, reward, "the environment's reward", self._scored)
+        self._call(episode, reward, "the environment's reward", self._on_reward)
 
-    def _scored(self, episode: _Episode, reward: Any) -> None:
+    def _on_reward(self, episode: _Episode, reward: Any) -> None:
         value = as_reward(reward) if isinstance(reward, (int, float)) else None
         if value is None:
             text = reprlib.repr(reward)
