@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from plugin.config import JobConfig
 from plugin.engines.protocol import (
@@ -39,8 +40,6 @@ from plugin.tasks.protocol import Prompt, as_reward
 
 #: How long an idle engine waits for an environment before it looks for new requests.
 _LOOK_SECONDS = 0.05
-
-T = TypeVar("T")
 
 
 def renderer_of(task: MultiTurnTask, tokenizer: Any, config: JobConfig) -> ChatRenderer:
@@ -142,7 +141,8 @@ class MultiTurnPlayer:
         self._request_replies()
         if self._stream.open:
             for episodes, place, answer in self._stream.step():
-                self._on_reply(episodes[place], answer)
+                with self._failing(episodes[place]):
+                    self._on_reply(episodes[place], answer)
         elif self._awaited:
             self._collect(_LOOK_SECONDS)
         done = [n for n, group in self._groups.items() if all(e.result is not None for e in group)]
@@ -187,10 +187,10 @@ class MultiTurnPlayer:
         elif answer.tokens.numel() == 0:
             self._end(episode, failed("empty response"))
         else:
-            reply = self._guarded(episode, partial(episode.conversation.add_reply, answer))
-            if reply is not None and answer.finish_reason == "length":
+            reply = episode.conversation.add_reply(answer)
+            if answer.finish_reason == "length":
                 self._score(episode, "reply_cut")
-            elif reply is not None:
+            else:
                 assert episode.environment is not None
                 history = tuple(episode.conversation.messages)
                 step = partial(episode.environment.step, reply, history)
@@ -200,12 +200,9 @@ class MultiTurnPlayer:
 
     def _on_start(self, episode: _Episode, environment: Environment) -> None:
         episode.environment = environment
-        if episode.result is None:
-            self._guarded(episode, partial(self._open_conversation, episode))
-        else:
+        if episode.result is not None:  # aborted meanwhile
             self._end(episode, episode.result)
-
-    def _open_conversation(self, episode: _Episode) -> None:
+            return
         messages = self._task.messages(episode.index)
         chat = Conversation(messages, self._renderer, self._task.stop_token_ids)
         episode.conversation = chat
@@ -230,9 +227,7 @@ class MultiTurnPlayer:
         elif episode.conversation.turns >= self._config.max_turns:
             self._score(episode, "max_turns")
         else:
-            self._guarded(episode, partial(episode.conversation.follow, step))
-            if episode.result is not None:
-                return
+            episode.conversation.follow(step)
             if self._fits(episode):
                 self._ready.append(episode)
             else:
@@ -280,20 +275,21 @@ class MultiTurnPlayer:
             if isinstance(result, CallFailure):
                 self._end(episode, failed(f"{what}: {result.reason}"))
             else:
-                then(episode, result)
+                with self._failing(episode):
+                    then(episode, result)
 
     def _fits(self, episode: _Episode) -> bool:
         longest = self._config.max_context_length
         reply = episode.parameters.max_response_length
         return longest is None or len(episode.conversation.context) + reply <= longest
 
-    def _guarded(self, episode: _Episode, action: Callable[[], T]) -> T | None:
-        """`action`'s result; its exception (from template or tokenizer) fails the episode."""
+    @contextmanager
+    def _failing(self, episode: _Episode) -> Iterator[None]:
+        """Fail the episode on an exception in the body: of the template or the tokenizer."""
         try:
-            return action()
+            yield
         except Exception as error:
             self._end(episode, failed(f"{type(error).__name__}: {error}"))
-            return None
 
 
 def choose_player(config: JobConfig) -> Callable[[ResponseStream], Player]:
