@@ -1,9 +1,9 @@
 """Evaluation: prompts that are never trained on, on the job's engines, between two rollouts.
 
-A set has a queue of its own, made anew for every evaluation, so that its prompts and seeds are the
-same each time and nothing of it gets into a batch or into the account of the training prompts. The
-engines finish what they were sent for training first and get nothing else until the evaluation
-ends: it sees one version of the weights, and no training group gets older meanwhile.
+Every evaluation of a set creates its own queue, so that prompts and seeds are the same each time
+and nothing of it enters a training batch or the counts of training prompts. The engines first
+finish the training groups they have and get no new ones until the evaluation ends: it sees one
+version of the weights, and no training group goes stale during it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from plugin.config import JobConfig
-from plugin.controller.queue.groups import Group
 from plugin.controller.queue.rollout_queue import Engines, QueueCounts, RolloutQueue
 from plugin.engines.protocol import SamplingParameters
 from plugin.errors import BatchError, EngineError
@@ -49,7 +48,7 @@ def evaluation_sampling(config: JobConfig, sampling: SamplingParameters) -> Samp
 
 
 class Evaluations:
-    """When a run evaluates, what came out, and which checkpoint is the best.
+    """When a run evaluates, the results, and which checkpoint is the best.
 
     records: the evaluations that the run directory already has; new ones are added to the list
     """
@@ -60,7 +59,7 @@ class Evaluations:
         self._config, self._evaluator, self.records = config, evaluator, records
 
     def is_due(self, rollouts: int) -> bool:
-        """Whether the weights after so many rollouts are to be evaluated, and have not been."""
+        """Whether the weights after `rollouts` rollouts should be evaluated and have not been."""
         config = self._config
         if any(record.get("rollout") == rollouts for record in self.records):
             return False
@@ -76,7 +75,7 @@ class Evaluations:
         return self.records[-1]
 
     def go_back(self, rollouts: int) -> None:
-        """Forget what was evaluated after so many rollouts: the run repeats them."""
+        """Drop evaluations after rollout `rollouts`, which the run is going to repeat."""
         self.records[:] = [r for r in self.records if r.get("rollout", 0) <= rollouts]
 
     def last_is_best(self, best_step: int | None) -> bool:
@@ -146,7 +145,12 @@ class Evaluator:
             pass_at=config.pass_at,
             pass_reward=config.eval_pass_reward,
         )
-        lengths = [_response_lengths(group) for group in groups]
+        lengths = []
+        for group in groups:
+            rollouts = group.rollouts
+            tokens = rollouts.batch.columns["response_lengths"].numpy()
+            owner = np.repeat(np.arange(len(rollouts)), rollouts.samples)
+            lengths.append(np.bincount(owner, tokens, len(rollouts))[group.place])
         return metrics | {
             "prompts": float(len(groups)),
             "failed_prompts": float(queue.counts.dropped_failed),
@@ -168,13 +172,6 @@ def _queue_config(config: JobConfig, evaluated: EvalSet) -> JobConfig:
         # A greedy response that fails, fails again.
         max_error_reschedule_attempts=_ATTEMPTS if attempts is None else attempts,
     )
-
-
-def _response_lengths(group: Group) -> np.ndarray:
-    """[n] tokens of each response, of all its samples."""
-    lengths = group.rollouts.batch.columns["response_lengths"].numpy()
-    owner = np.repeat(np.arange(len(group.rollouts)), group.rollouts.samples)
-    return np.bincount(owner, lengths, len(group.rollouts))[group.place]
 
 
 def describe(metrics: Mapping[str, float]) -> str:

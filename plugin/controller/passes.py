@@ -28,8 +28,8 @@ from plugin.ragged import Ragged
 from plugin.tasks.prompt_format import lookup
 from plugin.teachers.http_teacher import HttpTeacher
 
-#: An approximation is checked by a pass on its second rollout, as the first also warms up, and on
-#: every one of so many after that.
+#: An approximation is checked by a pass on its second rollout, as the first also warms up, and
+#: then on every 50th.
 _FIRST_CHECK, _CHECK_EVERY = 2, 50
 
 
@@ -86,7 +86,7 @@ class LogProbPasses:
         )
 
     def _checked(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
-        """Seconds of the pass that was not run, by one that was, now and then.
+        """Seconds saved by the skipped pass, estimated from one that is run now and then.
 
         The batch carries what that one found for metrics alone: it trains on the approximation, so
         that a resumed run trains as one that was never interrupted.
@@ -181,15 +181,14 @@ class CriticSteps:
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """The batch with `values`, `returns` and `advantages`, and what is known of them."""
         began = time.monotonic()
-        values = self._trainer.values(batch)
-        batch = with_gae(self._config, batch, rollouts, values)
+        batch = with_gae(self._config, batch, rollouts, self._trainer.values(batch))
         batch.check()
-        mask = batch.columns["loss_masks"].values != 0
-        said, came = (batch.columns[name].values[mask] for name in ("values", "returns"))
+        kept = batch.columns["loss_masks"].values != 0
+        values, returns = (batch.columns[name].values[kept] for name in ("values", "returns"))
         return batch, {
-            "critic/explained_variance": explained_variance(said, came),
-            "critic/value": float(said.double().mean()) if len(said) else 0.0,
-            "critic/return": float(came.double().mean()) if len(came) else 0.0,
+            "critic/explained_variance": explained_variance(values, returns),
+            "critic/value": float(values.double().mean()) if len(values) else 0.0,
+            "critic/return": float(returns.double().mean()) if len(returns) else 0.0,
             "seconds_values": time.monotonic() - began,
         }
 

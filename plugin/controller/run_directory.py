@@ -56,7 +56,13 @@ def _check_contents(run_dir: Path, config: JobConfig) -> None:
     if config.resumes:
         earlier_settings(run_dir)
         find_checkpoint(run_dir / CHECKPOINTS, config.resume_from)
-    _check_model_target(run_dir, config)
+    for flag, name in _TARGETS.items():
+        replaces = (config.resumes or config.overwrite) and _wrote_models(run_dir, flag)
+        expect(
+            not getattr(config, flag) or replaces or not _holds(run_dir / name),
+            f"{option_name(flag)} would write to {run_dir / name}, which is not empty and not of "
+            "this run; move it away, or choose another --run-dir",
+        )
     _check_dump(run_dir, config)
 
 
@@ -72,16 +78,6 @@ def claimed_run_dir(run_dir: Path, config: JobConfig) -> Iterator[None]:
         if config.overwrite:
             _remove_earlier_run(run_dir, config)
         yield
-
-
-def _check_model_target(run_dir: Path, config: JobConfig) -> None:
-    for flag, name in _TARGETS.items():
-        replaces = (config.resumes or config.overwrite) and _wrote_models(run_dir, flag)
-        expect(
-            not getattr(config, flag) or replaces or not _holds(run_dir / name),
-            f"{option_name(flag)} would write to {run_dir / name}, which is not empty and not of "
-            "this run; move it away, or choose another --run-dir",
-        )
 
 
 def _check_dump(run_dir: Path, config: JobConfig) -> None:
@@ -164,23 +160,47 @@ def find_checkpoint(root: Path, name: str | None, option: str = "--resume-from")
     complete = complete_checkpoints(root)
     if name is None:
         return resolve(root) if complete else None
-    if name == BEST and (best := best_checkpoint(root)) is not None:
+    if name == BEST and (best := _best_in(root)) is not None:
         return best
     for path in complete:
         if name.removeprefix("step_").lstrip("0") == str(step_of(path)):
             return path
     there = ", ".join(path.name for path in complete) or "none"
-    if best_checkpoint(root) is not None:
+    if _best_in(root) is not None:
         there += f", {BEST}"
     raise ConfigError(
         f"{option} {name}: {root} holds no such checkpoint; complete ones there: {there}"
     )
 
 
+def evaluation_scores(config: JobConfig, records: list[dict[str, Any]]) -> dict[int, float]:
+    """What --keep-best goes by: step -> mean on the first set; the initial weights do not count."""
+    if not config.eval_data:
+        return {}
+    name = f"eval/{config.eval_sets[0][0]}/mean"
+    return {r["step"]: r[name] for r in records if r.get("rollout") and name in r}
+
+
+def _best_in(root: Path) -> Path | None:
+    """The best checkpoint of a run: as marked, or by its evaluations if the marker is damaged."""
+    marked, complete = best_checkpoint(root), complete_checkpoints(root)
+    if marked is not None or not complete or not (root.parent / "config.yaml").is_file():
+        return marked
+    config = JobConfig.from_sources({}, root.parent / "config.yaml")
+    _, evaluations, _ = earlier_history(root.parent)
+    return _best_of(complete, evaluation_scores(config, evaluations)) if config.keep_best else None
+
+
+def _best_of(checkpoints: list[Path], scores: Mapping[int, float]) -> Path | None:
+    """The one with the highest score, of several the first."""
+    scored = [path for path in checkpoints if step_of(path) in scores]
+    return max(scored, key=lambda path: scores[step_of(path)], default=None)
+
+
 def find_source(path: Path, name: str | None) -> tuple[Path, Path]:
     """The run directory and the checkpoint that a command was given.
 
-    path: a run directory, of which `name` or the latest is taken; or one of its checkpoints
+    path: a checkpoint, or a run directory, whose checkpoint `name` or latest one is taken
     """
     whole = path.resolve()
     if not whole.is_dir():
@@ -229,11 +249,11 @@ class RunCheckpoints:
         self._steps: set[int] = set()
 
     def add(self, step: int) -> None:
-        """Count the checkpoint of `step` in; before it is saved, for the save may be cut off."""
+        """Include the checkpoint of `step`; before it is saved, as the save may be interrupted."""
         self._steps.add(step)
 
     def add_until(self, last: Path) -> None:
-        """Count in `last`, which the run resumes from, and those before it."""
+        """Include `last`, which the run resumes from, and those before it."""
         self._steps |= {
             s for s in map(step_of, complete_checkpoints(last.parent)) if s <= step_of(last)
         }
@@ -247,6 +267,21 @@ class RunCheckpoints:
         """The one that was marked as the best."""
         best = best_checkpoint(self.root)
         return best if best is not None and step_of(best) in self._steps else None
+
+    def repair_best(self, scores: Mapping[int, float]) -> str | None:
+        """Mark the best again if the marker is damaged, by the scores of steps; returns a warning.
+
+        A marked checkpoint without a score stays marked: the evaluations may be what was lost.
+        """
+        marked = self.best()
+        if marked is not None and step_of(marked) not in scores:
+            return None
+        own = [path for path in complete_checkpoints(self.root) if step_of(path) in self._steps]
+        best = _best_of(own, scores)
+        if best is None or best == marked:
+            return None
+        mark_best(best)
+        return f"{self.root / BEST} was damaged; by the evaluations the best is {best.name}"
 
     def mark_best(self, step: int) -> None:
         """Mark the checkpoint of `step`, which has been saved."""

@@ -44,6 +44,9 @@ BEST = "best"
 INCOMPLETE = ".incomplete"
 SET_ASIDE = ".set_aside"
 
+#: What to do about a checkpoint that cannot be used.
+USE_ANOTHER = "resume from another, --resume-from step_<number>"
+
 _STEP_NAME = re.compile(r"step_(\d{7,})")
 _BLOCK = 1 << 22
 
@@ -105,13 +108,9 @@ def publish(incomplete: Path) -> Path:
         os.rename(final, replaced)
     os.rename(incomplete, final)
     _sync(final.parent)
-    _mark_latest(final)
+    _mark(final, LATEST_FILE)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
-
-
-def _mark_latest(final: Path) -> None:
-    _mark(final, LATEST_FILE)
 
 
 def mark_best(checkpoint: Path) -> None:
@@ -126,17 +125,26 @@ def best_checkpoint(root: Path) -> Path | None:
 
 
 def _mark(checkpoint: Path, marker: str) -> None:
+    target = checkpoint.with_name(marker)
+    if target.is_dir():  # whoever made it: not ours to delete
+        os.rename(target, target.with_name(f"{marker}.{os.urandom(4).hex()}{SET_ASIDE}"))
     draft = checkpoint.with_name(marker + INCOMPLETE)
     draft.write_text(checkpoint.name + "\n")
     _sync(draft)
-    os.replace(draft, checkpoint.with_name(marker))
+    os.replace(draft, target)
     _sync(checkpoint.parent)
 
 
 def prune(root: Path, keep_last: int | None) -> None:
-    """Remove all but the newest `keep_last`, the latest and the best; and killed saves."""
+    """Remove all but the newest `keep_last`, the latest and the best; and killed saves.
+
+    While it is in doubt which is the best, all complete ones stay.
+    """
     marked = {_read_marker(root, LATEST_FILE), _read_marker(root, BEST)}
     surplus = [] if keep_last is None else complete_checkpoints(root)[:-keep_last]
+    if surplus and _best_is_in_doubt(root):
+        logger.warning("%s is damaged: no checkpoint is removed", root / BEST)
+        surplus = []
     for directory in [path for path in surplus if path.name not in marked] + incomplete_saves(root):
         # Renamed first: an interrupted removal must not leave half a checkpoint under a good name.
         doomed = directory
@@ -144,6 +152,14 @@ def prune(root: Path, keep_last: int | None) -> None:
             doomed = directory.with_name(directory.name + ".removed" + INCOMPLETE)
             os.rename(directory, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _best_is_in_doubt(root: Path) -> bool:
+    """Whether there is a marker of the best checkpoint that names none, present or set aside."""
+    if not os.path.lexists(root / BEST):
+        return False
+    there = {path.name.removesuffix(SET_ASIDE) for path in root.glob("step_*") if path.is_dir()}
+    return _read_marker(root, BEST) not in there
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -166,7 +182,7 @@ def step_of(checkpoint: Path) -> int:
 
 def set_aside_later(chosen: Path) -> list[Path]:
     """Rename the checkpoints after `chosen`, which becomes the latest; returns the new names."""
-    _mark_latest(chosen)
+    _mark(chosen, LATEST_FILE)
     aside = []
     for path in complete_checkpoints(chosen.parent):
         if step_of(path) > step_of(chosen):
@@ -256,8 +272,8 @@ def write_json(path: Path, content: Any) -> None:
         ) from None
     if json.loads(text) != content:
         raise CheckpointError(
-            f"{path.name} would come back changed (tuples become lists, keys become strings); "
-            "use lists and string keys"
+            f"{path.name} would not be read back as written (tuples become lists, keys become "
+            "strings); use lists and string keys"
         )
     path.write_text(text + "\n")
 
@@ -269,17 +285,13 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} has no {path.name}, so it is not a checkpoint of this software, or "
-            "files were removed; resume from another, --resume-from step_<number>"
+            f"files were removed; {USE_ANOTHER}"
         ) from None
     except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not valid JSON ({error}); resume from another, --resume-from step_<number>"
-        ) from None
+        raise CheckpointError(f"{path} is not valid JSON ({error}); {USE_ANOTHER}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(content).__name__} instead of an object; "
-            "resume from another, --resume-from step_<number>"
-        )
+        kind = type(content).__name__
+        raise CheckpointError(f"{path} holds a {kind} instead of an object; {USE_ANOTHER}")
     return content
 
 
@@ -314,23 +326,22 @@ def read_metadata(directory: Path) -> CheckpointMetadata:
         differing = reprlib.repr(sorted(set(content) ^ expected))
         raise CheckpointError(
             f"{path} should have exactly the keys {sorted(expected)} but differs in {differing}; "
-            "resume from another, --resume-from step_<number>"
+            f"{USE_ANOTHER}"
         )
     metadata = CheckpointMetadata(**content)
     for entry in fields(CheckpointMetadata):
         value = getattr(metadata, entry.name)
         if not _VALID[str(entry.type)](value):
             raise CheckpointError(
-                f"{path} has {entry.name} {reprlib.repr(value)}; expected {entry.type}; resume "
-                "from another, --resume-from step_<number>"
+                f"{path} has {entry.name} {reprlib.repr(value)}; expected {entry.type}; "
+                f"{USE_ANOTHER}"
             )
     strange = [name for name, seal in metadata.files.items() if not _is_seal(name, seal)]
     if strange:
         raise CheckpointError(
             f"{path} has among its files {reprlib.repr(strange[0])}: "
             f"{reprlib.repr(metadata.files[strange[0]])}; expected the path of a file in the "
-            "checkpoint with its size and checksum; resume from another, --resume-from "
-            "step_<number>"
+            f"checkpoint with its size and checksum; {USE_ANOTHER}"
         )
     return metadata
 
@@ -402,8 +413,7 @@ def check_files(directory: Path, recorded: Mapping[str, list[int]], names: Itera
         else:
             continue
         raise CheckpointError(
-            f"{path} {problem}, so the checkpoint cannot be used; copy it again or resume from "
-            "another, --resume-from step_<number>"
+            f"{path} {problem}, so the checkpoint cannot be used; copy it again or {USE_ANOTHER}"
         )
 
 

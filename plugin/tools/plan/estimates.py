@@ -195,12 +195,7 @@ def weight_sync(plan: JobPlan) -> dict[str, Any]:
     """Bytes of new weights for the engines, and their transport."""
     config = plan.config
     size = _BYTES[config.train_dtype]
-    links = {
-        "broadcast": "NVLink or network, from trainer ranks straight to engine ranks",
-        "ipc": "memory of the device that a trainer rank and an engine rank share",
-        "directory": "the file system of trainers and servers",
-        "object-store": "shared memory of a node; the network to engines of other nodes",
-    }[config.weight_transport]
+    links = config.transport_traits.links
     if config.syncs_adapters:
         links += "; once, then adapters alone"
     return {
