@@ -190,7 +190,7 @@ def load_models(config: JobConfig, options: PlanFlags) -> tuple[Models, set[str]
         file = Path(config.hf_checkpoint).expanduser() / "config.json"
     policy = policy_source(config).as_config() if file is None else read_hf_config(file)
     check_lora(policy, config)
-    index = options.hf_index and Path(options.hf_index).expanduser()
+    index = None if options.hf_index is None else Path(options.hf_index).expanduser()
     if index is None and file is not None:
         beside = file.parent / "model.safetensors.index.json"
         index = beside if beside.is_file() else None
