@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
+from plugin.config.device_defaults import engine_dtype
 from plugin.config.engines import ENGINES
 from plugin.config.model import DtypeName
 from plugin.engines.expert_routes import RouteShape, complete_routes
@@ -54,7 +55,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> V
     adapters = AdapterShape(config.lora_rank, config.lora_alpha) if config.syncs_adapters else None
     return VllmEngine(
         hf_config,
-        dtype=config.rollout_dtype,
+        dtype=engine_dtype(config, cuda=torch.cuda.is_available()),
         max_batch=config.rollout_max_batch,
         max_model_len=config.max_context_length,
         routed_experts=config.wants_rollout_routes,

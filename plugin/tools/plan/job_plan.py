@@ -22,7 +22,13 @@ from plugin.tools.plan.planned_rank import (
     shard_sizes,
 )
 from plugin.tools.plan.stage_run import StageRun
-from plugin.tools.plan.workload import Batching, SampleLengths, plan_batching
+from plugin.tools.plan.workload import (
+    Batching,
+    SampleLengths,
+    plan_batching,
+    whole_counts,
+    with_token_budget,
+)
 
 #: What the driver, the CUDA context and NCCL take of a GPU: assumed, because `meta` cannot know.
 RESERVED_BYTES = 2 << 30
@@ -132,6 +138,8 @@ def plan_job(
     from plugin.megatron_backend.model.layout_rules import check_model
     from plugin.megatron_backend.step.sequence_packing import sequence_layout
 
+    if config.max_tokens_per_gpu == "auto":
+        config = with_token_budget(config, models.policy, whole_counts(models.policy), gpu)
     config = decided(config, gpu)
     check_model(models.policy, config)
     layout = sequence_layout(config, transformer_engine=gpu is not None)
@@ -318,7 +326,7 @@ def _candidates(config: JobConfig) -> list[tuple[str, dict[str, Any]]]:
         )
     if config.train_dtype == "float32":
         found.append(("--train-dtype bfloat16", {"train_dtype": "bfloat16"}))
-    if config.max_tokens_per_gpu is not None:
+    if isinstance(config.max_tokens_per_gpu, int):
         half = config.max_tokens_per_gpu // 2
         found.append((f"--max-tokens-per-gpu {half}", {"max_tokens_per_gpu": half}))
     tensor = 2 * config.tensor_model_parallel_size

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugin.config import JobConfig
-from plugin.controller.preflight.memory_check import WeightCounts, count_weights, least_bytes
+from plugin.controller.preflight.memory_check import WeightCounts, least_bytes
 from plugin.tools.plan.estimates import ASSUMED_UTILIZATION, group_span
 from plugin.tools.plan.gpus import Gpu
 from plugin.tools.plan.job_plan import RESERVED_BYTES
 from plugin.tools.plan.layouts import stage_ends
+from plugin.tools.plan.workload import whole_counts
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,6 @@ class RoughModel:
         )
 
 
-def whole_counts(hf_config: Any) -> WeightCounts:
-    """The weights of the model that transformers would build."""
-    import torch
-    from transformers import AutoModelForCausalLM, initialization
-
-    with initialization.no_init_weights(), torch.device("meta"):
-        weights = dict(AutoModelForCausalLM.from_config(hf_config).named_parameters())
-    return count_weights({name: tensor.shape for name, tensor in weights.items()})
-
-
 def rough_bytes(model: RoughModel, config: JobConfig) -> int:
     """The least that a GPU must hold: no activations, the mean rank."""
     least = least_bytes(model.counts, config, on_cuda=True)
@@ -93,6 +84,7 @@ def rough_seconds(model: RoughModel, config: JobConfig, gpu: Gpu) -> float:
     messages += 3 * states / tp * (cp - 1) / link("context")
     if pp > 1:
         messages += 4 * tokens * model.hidden / tp * chunks / link("pipeline")
+    assert config.max_tokens_per_gpu != "auto"
     microbatches = max(1.0, tokens / (config.max_tokens_per_gpu or tokens))
     waiting = 1 + (pp - 1) / (chunks * microbatches)
     if chunks > 1:

@@ -31,7 +31,7 @@ from plugin.tools.plan.gpus import Gpu
 from plugin.tools.plan.job_plan import JobPlan, Models, RankKind, decided, does_not_build, plan_job
 from plugin.tools.plan.layouts import describe, layout_settings, possible_layouts
 from plugin.tools.plan.rough_costs import RoughModel, rough_bytes, rough_seconds
-from plugin.tools.plan.workload import SampleLengths
+from plugin.tools.plan.workload import SampleLengths, with_token_budget
 
 #: Model chunks per pipeline stage that are tried besides one; more of them send more messages.
 _CHUNKS = (2, 4)
@@ -108,6 +108,7 @@ def search_layouts(
     """
     rough = RoughModel.of(models.policy, int(lengths.totals.sum()), len(models.copies))
     feasible, left_out = _feasible(config, models, rough, gpu)
+    feasible = [with_token_budget(layout, models.policy, rough.counts, gpu) for layout in feasible]
     feasible.sort(key=lambda layout: rough_seconds(rough, decided(layout, gpu), gpu))
     for layout in feasible[most:]:
         seconds = rough_seconds(rough, decided(layout, gpu), gpu)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plugin.errors import BatchError, ConfigError
-from plugin.megatron_backend.model.local_layers import PackedLayout, SequenceParallelRMSNorm
+from plugin.megatron_backend.model.packed_attention import PackedLayout, SequenceParallelRMSNorm
 
 
 def test_packed_samples_see_only_their_own_past() -> None:
