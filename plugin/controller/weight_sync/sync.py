@@ -22,6 +22,7 @@ from plugin.cluster.engine_pool import EnginePool
 from plugin.cluster.remote_calls import Heartbeat
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
+from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
 from plugin.controller.weight_sync.transfer import Member, Transfer
 from plugin.errors import EngineError
@@ -93,7 +94,8 @@ class WeightSync:
         config = self._config
         reports = config.engine_traits.reports_checksums and not config.syncs_adapters
         exact = reports and config.rollout_quantization == "none"
-        return config.rollout_dtype if exact and self._engines.any_probe_due else None
+        dtype = engine_dtype(config, cuda=self._trainer.on_gpu)
+        return dtype if exact and self._engines.any_probe_due else None
 
     @contextmanager
     def trainer_holds_still(

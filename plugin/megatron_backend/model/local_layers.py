@@ -155,8 +155,8 @@ class LocalCoreAttention(MegatronModule):
                 q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
                 context = self._attend(q, k, v, is_causal=True).permute(2, 0, 1, 3)
             elif self._is_plain_causal(layout):
-                parts = (x[:, 0] for x in (query, key, value))
-                context = layout.batches.attend(*parts, kernel=self._attend)[:, None]
+                q, k, v = (x[:, 0] for x in (query, key, value))
+                context = layout.batches.attend(q, k, v, self._attend)[:, None]
             else:
                 if layout.cp_size > 1:
                     key, value = (x.index_select(0, layout.key_order) for x in (key, value))
@@ -203,16 +203,24 @@ class LocalCoreAttention(MegatronModule):
         return self.dropout if self.training else 0.0
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
-        """The kernel on [B, n, S, d]; values of another size are padded to that of the queries,
-        because only equal sizes have a kernel that does not keep all scores."""
+        """Attention [B, n, S, d] by the kernel that does not keep all scores.
+
+        That one wants values of the queries' size, so they are padded. On a CPU its backward in
+        bfloat16 takes three times as long as in float32.
+        """
+        is_slow = q.device.type == "cpu" and q.dtype.itemsize == 2
+        dtype = torch.float32 if is_slow else q.dtype
+        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        if "attn_mask" in mask and mask["attn_mask"].is_floating_point():
+            mask["attn_mask"] = mask["attn_mask"].to(dtype)
         context = F.scaled_dot_product_attention(
-            *(q, k, F.pad(v, (0, q.shape[-1] - v.shape[-1]))),
+            *(x.to(dtype) for x in (q, k, padded)),
             dropout_p=self._dropout_now(),
             scale=self.softmax_scale,
             enable_gqa=q.shape[1] != k.shape[1],
             **mask,
         )
-        return context[..., : v.shape[-1]]
+        return context[..., : v.shape[-1]].to(v.dtype)
 
 
 def use_local_layers(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
