@@ -27,11 +27,10 @@ def variants() -> Iterator[tuple[Any, str, dict[str, Any]]]:
     from plugin.logprobs.kernels import triton_rows as kernels
 
     for dtype in DTYPES:
-        for masked in (False, True):
-            for entropy in (False, True):
-                constants = {"ENTROPY": entropy, "MASKED": masked, "BLOCK": kernels._BLOCK}
-                yield kernels._forward_kernel, dtype, constants
-            yield kernels._backward_kernel, dtype, {"MASKED": masked, "BLOCK": kernels._BLOCK}
+        for entropy in (False, True):
+            constants = {"ENTROPY": entropy, "BLOCK": kernels._BLOCK}
+            yield kernels._forward_kernel, dtype, constants
+        yield kernels._backward_kernel, dtype, {"BLOCK": kernels._BLOCK}
         yield kernels._scale_kernel, dtype, {"BLOCK": kernels._BLOCK}
 
 
@@ -44,9 +43,9 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], capability: int
     from plugin.logprobs.kernels import triton_rows
 
     types = {"logits": f"*{dtype}", "out": f"*{dtype}", "values": f"*{dtype}"}
-    types |= {"keep": "*u8", "targets": "*i64", "tolerance": "fp32", "scale": "fp32"}
+    types |= {"targets": "*i64", "tolerance": "fp32", "scale": "fp32"}
     types |= dict.fromkeys(["rows", "columns"], "i32")
-    types |= dict.fromkeys(["row_stride", "keep_stride", "out_stride"], "i64")
+    types |= dict.fromkeys(["row_stride", "out_stride"], "i64")
     signature = {name: types.get(name, "*fp32") for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     return triton.compile(
@@ -78,13 +77,12 @@ def compile_all() -> list[dict[str, Any]]:
     """One row per kernel, variant and architecture."""
     rows = []
     for kernel, dtype, constants in variants():
-        chosen = [name.lower() for name in ("ENTROPY", "MASKED") if constants.get(name)]
         for capability in ARCHITECTURES:
             rows.append(
                 {
                     "kernel": kernel.fn.__name__.strip("_").removesuffix("_kernel"),
                     "dtype": dtype,
-                    "variant": ", ".join(chosen) or "plain",
+                    "variant": "entropy" if constants.get("ENTROPY") else "plain",
                     "capability": capability,
                     **resources(compiled(kernel, dtype, constants, capability)),
                 }

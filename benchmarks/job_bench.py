@@ -300,11 +300,11 @@ def _answers(samples: int, length: int) -> list[list[Any]]:
 
 def _driver_pass(answers: Sequence[Sequence[Any]], ranks: int) -> dict[str, float]:
     """The one place that follows the way of a batch from the engines' answers to a rank's microbatches."""
-    from plugin.cluster.array_transport import share_from_arrays, share_to_arrays
+    from plugin.cluster.array_transport import from_arrays, to_arrays
     from plugin.config import JobConfig
     from plugin.controller.batch import describe_batch, prepare_batch
     from plugin.environments.trajectory import Rollouts
-    from plugin.megatron_backend.step.batch_share import cut_share, plan_batch
+    from plugin.megatron_backend.step.batch_share import BatchShare, cut_share, plan_batch
     from plugin.megatron_backend.step.loss_scaling import total_weight
 
     config = JobConfig.from_sources({"micro_batch_size": 64})
@@ -317,9 +317,9 @@ def _driver_pass(answers: Sequence[Sequence[Any]], ranks: int) -> dict[str, floa
         batch, config, dp_size=ranks, cp_size=1, round_size=1, hidden_size=64, longest=10**6
     )
     weight = total_weight(batch, per_token=config.per_token)
-    shares = [share_to_arrays(cut_share(batch, plan, rank, weight=weight)) for rank in range(ranks)]
+    shares = [to_arrays(cut_share(batch, plan, rank, weight=weight)) for rank in range(ranks)]
     cut = time.perf_counter()
-    share_from_arrays(shares[0]).microbatches()
+    from_arrays(BatchShare, shares[0]).microbatches()
     return {
         "preparing": prepared - start,
         "cutting": cut - prepared,

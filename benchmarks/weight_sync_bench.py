@@ -96,7 +96,7 @@ def _measure(model: str, engines: int, rounds: int) -> list[dict[str, Any]]:
     from plugin.config import JobConfig
     from plugin.controller.interrupts import Interrupts
     from plugin.controller.job import _running
-    from plugin.controller.weight_sync.sync import WeightSync
+    from plugin.controller.weight_sync import WeightSync
     from plugin.observe.console import Console
 
     config = JobConfig(

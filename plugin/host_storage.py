@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass
@@ -94,3 +95,28 @@ def _copy(storage: torch.UntypedStorage) -> Tensor:
     pinned = storage.device.type == "cuda"
     host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
     return host.copy_(_bytes_of(storage))
+
+
+class SleepingModel:
+    """The memory of a module that sleeps and wakes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = HostStorage(lambda: itertools.chain(model.parameters(), model.buffers()))
+        self._buffers = HostStorage(model.buffers)
+        self._dropped = HostStorage(model.parameters, keeps_values=False)
+
+    def sleep(self, level: int) -> None:
+        """Give up parameters and buffers; level 2 does not keep the values of parameters."""
+        if self._kept.is_parked or self._dropped.is_parked:
+            return
+        if level == 1:
+            self._kept.park()
+        else:
+            # Buffers first: where one shares its memory with a parameter its values are kept.
+            self._buffers.park()
+            self._dropped.park()
+
+    def wake(self) -> None:
+        """Take their memory again; after level 2 the parameters are 0."""
+        for storage in (self._kept, self._dropped, self._buffers):
+            storage.restore()

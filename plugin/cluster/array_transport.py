@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from plugin.ragged import Ragged
 from plugin.sampling_mask import KEPT_COUNTS
 
 Arrays = dict[str, np.ndarray]
+Record = TypeVar("Record", BatchShare, Rollouts)
 #: Fields of long stretches of equal values, which travel as [2, stretches]: values and lengths.
 _IN_STRETCHES = ("weight_versions",)
 
@@ -65,35 +66,17 @@ def tensor_view(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array)
 
 
-def share_to_arrays(share: BatchShare) -> Arrays:
-    """A rank's share: its samples as a batch, and what it knows of the whole."""
-    return _to_arrays(share)
-
-
-def share_from_arrays(arrays: Mapping[str, np.ndarray]) -> BatchShare:
-    """The share that `share_to_arrays` took apart; its tensors are views of the arrays."""
-    batch, rest = _from_arrays(arrays)
-    return BatchShare(batch, **{name: a if a.ndim else a.item() for name, a in rest.items()})
-
-
-def rollouts_to_arrays(rollouts: Rollouts) -> Arrays:
-    """The samples as a batch, and one array per property of a trajectory."""
-    return _to_arrays(rollouts)
-
-
-def rollouts_from_arrays(arrays: Mapping[str, np.ndarray]) -> Rollouts:
-    """The rollouts that `rollouts_to_arrays` took apart."""
-    batch, rest = _from_arrays(arrays)
-    return Rollouts(batch, **rest)
-
-
-def _to_arrays(record: BatchShare | Rollouts) -> Arrays:
+def to_arrays(record: BatchShare | Rollouts) -> Arrays:
     """The columns of the record's batch, and its other fields with a slash before their names."""
     names = [field.name for field in fields(record) if field.name != "batch"]
     rest = {f"/{name}": np.asarray(getattr(record, name)) for name in names}
     return batch_to_arrays(record.batch) | rest
 
 
-def _from_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[RolloutBatch, dict[str, Any]]:
-    rest = {name[1:]: a for name, a in arrays.items() if name[0] == "/"}
-    return batch_from_arrays({n: a for n, a in arrays.items() if n[0] != "/"}), rest
+def from_arrays(kind: type[Record], arrays: Mapping[str, np.ndarray]) -> Record:
+    """The share or the rollouts that `to_arrays` took apart; tensors are views of the arrays."""
+    batch = batch_from_arrays({name: a for name, a in arrays.items() if name[0] != "/"})
+    rest: dict[str, Any] = {
+        name[1:]: a if a.ndim else a.item() for name, a in arrays.items() if name[0] == "/"
+    }
+    return kind(batch, **rest)

@@ -9,13 +9,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from plugin.cluster.array_transport import Arrays, rollouts_to_arrays
+from plugin.cluster.array_transport import Arrays, to_arrays
 from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
 from plugin.engines.choice import make_engine
-from plugin.engines.protocol import BroadcastEngine
+from plugin.engines.protocol import BroadcastEngine, EnginePart, SleepingEngine
 from plugin.engines.response_stream import ResponseStream
-from plugin.engines.sleep import EnginePart, SleepingEngine
 from plugin.engines.weight_changes import ProbeAnswer, WeightProbe, answer_probe
 from plugin.environments.group_server import GroupServer
 from plugin.environments.multi_turn import choose_player
@@ -63,7 +62,7 @@ class EngineActor(ReportingActor):
     def collect(self, era: int) -> Arrays:
         """Wait for groups: the `Rollouts` of those that are done, one trajectory per seed."""
         done = self._server.collect(era)
-        return rollouts_to_arrays(Rollouts.of([t for _, t in done], [group for group, _ in done]))
+        return to_arrays(Rollouts.of([t for _, t in done], [group for group, _ in done]))
 
     def load_weights(
         self, version: int, bucket: np.ndarray, last: bool, probe: WeightProbe | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from plugin.cluster.array_transport import rollouts_from_arrays
+from plugin.cluster.array_transport import from_arrays
 from plugin.cluster.directory_lock import OwnedDirectory
 from plugin.cluster.engine_actor import ANSWERS, WEIGHTS, EngineActor
 from plugin.cluster.placement import Reservation, ResourcePlan
@@ -17,16 +17,15 @@ from plugin.cluster.remote_calls import result_of, wait_for_all
 from plugin.cluster.trainer_actor import RankPlace
 from plugin.config import JobConfig
 from plugin.engines.choice import api_key
-from plugin.engines.protocol import EngineHealth, GenerationRequest, SamplingParameters
-from plugin.engines.sleep import EnginePart
+from plugin.engines.protocol import (
+    EngineHealth,
+    EnginePart,
+    GenerationRequest,
+    SamplingParameters,
+)
 from plugin.engines.weight_changes import ProbeAnswer, WeightProbe
 from plugin.environments.trajectory import Rollouts
-from plugin.errors import (
-    ClusterError,
-    EngineError,
-    ParallelError,
-    SenderLost,
-)
+from plugin.errors import ClusterError, EngineError, ParallelError, SenderLost
 from plugin.observe.console import Console
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.group import WeightGroup
@@ -180,9 +179,11 @@ class EnginePool:
         if group is None:
             nodes = self._reservation.trainer_nodes
             group, bundle = self._reservation.trainer, nodes[number % len(nodes)]
-            if "GPU" in self._plan.rank:
-                first, devices = self._shared_gpus(number)
-                bundle = nodes[first // self._config.ranks_per_node]
+            if "GPU" in self._plan.rank:  # those of the ranks beside it
+                count = self._config.rollout_num_gpus_per_engine
+                places = self._trainer_places()[number * count : (number + 1) * count]
+                bundle = nodes[number * count // self._config.ranks_per_node]
+                devices = ",".join(str(place.device) for place in places)
                 environment["CUDA_VISIBLE_DEVICES"] = devices
         config, weights = self._config, None
         if config.rollout_weights_dir is not None:
@@ -199,13 +200,6 @@ class EnginePool:
         ).remote(config, self._hf_config, f"engine {number}", environment)
         deadline = time.monotonic() + config.start_timeout
         return _Running(actor, actor.call.remote("health"), deadline, failures_in_a_row, weights)
-
-    def _shared_gpus(self, number: int) -> tuple[int, str]:
-        """The first of the ranks whose GPUs engine `number` uses with --colocate, and the GPUs."""
-        size = self._config.rollout_num_gpus_per_engine
-        first = number * size
-        places = self._trainer_places()[first : first + size]
-        return first, ",".join(str(place.device) for place in places)
 
     def wait_until_ready(self) -> list[EngineHealth]:
         """Every engine's health, once all have started."""
@@ -273,7 +267,7 @@ class EnginePool:
             return None
         if self._engines[number].actor is not actor:
             return None
-        rollouts = rollouts_from_arrays(arrays)
+        rollouts = from_arrays(Rollouts, arrays)
         if len(rollouts):
             self._engines[number].failures_in_a_row = 0
             self._assignments.remove_answered(number, set(rollouts.groups.tolist()))
@@ -400,14 +394,7 @@ class EnginePool:
         import ray
 
         watched = [*self._loads, *(e.birth for e in self._engines if e.birth is not None)]
-        if watched:
-            self._note_finished(ray.wait(watched, num_returns=len(watched), timeout=0)[0])
-        if self.catch_up is not None and self.lagging():
-            self.catch_up()
-
-    def _note_finished(self, done: list[Any]) -> None:
-        import ray
-
+        done = ray.wait(watched, num_returns=len(watched), timeout=0)[0] if watched else []
         for reference in done:
             if reference not in self._loads:
                 continue
@@ -434,6 +421,8 @@ class EnginePool:
                     f"cluster has no room for it any more ({slots:g} CPU slots in all), or it is "
                     "overloaded; add nodes, or raise --start-timeout"
                 )
+        if self.catch_up is not None and self.lagging():
+            self.catch_up()
 
     def finish_loads(self) -> None:
         """Wait until every engine has the weights sent last; one that hangs is replaced."""
@@ -481,10 +470,15 @@ class EnginePool:
         """What engines answer to a call, by number; one that is lost is replaced instead."""
         actors = {number: self._engines[number].actor for number in numbers}
         calls = {n: self._call_for_weights(a, method, *arguments) for n, a in actors.items()}
+        return self._results(actors, calls, self._config.engine_patience)
+
+    def _results(
+        self, actors: Mapping[int, Any], calls: Mapping[int, Any], patience: float
+    ) -> dict[int, Any]:
         found = {}
         for number, call in calls.items():
+            name = f"engine {number}"
             try:
-                patience, name = self._config.engine_patience, f"engine {number}"
                 [found[number]] = wait_for_all([call], [name], self._console, timeout=patience)
             except ParallelError as error:
                 self.replace_unless_done(number, actors[number], str(error))
@@ -495,14 +489,9 @@ class EnginePool:
         left = set(range(len(self)))
         patience = self._config.start_timeout + self._config.engine_patience
         while left:
-            calls = {n: self._engines[n].actor.call.remote(method, argument) for n in left}
-            for number, call in calls.items():
-                try:
-                    wait_for_all([call], [f"engine {number}"], self._console, timeout=patience)
-                except ParallelError as error:
-                    self.replace_unless_done(number, self._engines[number].actor, str(error))
-                else:
-                    left.remove(number)
+            actors = {number: self._engines[number].actor for number in left}
+            calls = {n: actor.call.remote(method, argument) for n, actor in actors.items()}
+            left -= self._results(actors, calls, patience).keys()
 
     def forget(self) -> None:
         """Drop every group and load under way: the trainer goes back to an earlier state."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugin.cluster.array_transport import Arrays, share_from_arrays
+from plugin.cluster.array_transport import Arrays, from_arrays
 from plugin.cluster.directory_lock import OwnedDirectory
 from plugin.cluster.model_source import ModelSource
 from plugin.cluster.remote_calls import ReportingActor
@@ -30,6 +30,7 @@ from plugin.errors import CheckpointError
 from plugin.megatron_backend.checkpoint.directory import resolve
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
+from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.weights import make_sender
 from plugin.weights.buckets import BUCKET_BYTES, pack_buckets
 from plugin.weights.checksums import Checksums, with_checksums
@@ -241,7 +242,7 @@ class TrainerRank(ReportingActor):
         # A model that rests has device memory only while it is asked.
         rests = self._rests(name)
         with self._memory[name].used("weights") if rests else nullcontext():
-            found = getattr(self._trainers[name], method)(share_from_arrays(share), **options)
+            found = getattr(self._trainers[name], method)(from_arrays(BatchShare, share), **options)
         if not self._reports:
             return None
         columns = found if isinstance(found, dict) else {method: found}
@@ -261,7 +262,7 @@ class TrainerRank(ReportingActor):
         trainer.set_learning_rate(learning_rate)
         watch = self._config.detect_mismatch or self._config.dump_log_probs is not None
         result = trainer.train_step(
-            share_from_arrays(share),
+            from_arrays(BatchShare, share),
             with_log_probs=watch and "rollout_log_probs" in share,
             with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in share,
         )
@@ -277,7 +278,7 @@ class TrainerRank(ReportingActor):
         """One optimizer step of the critic."""
         trainer = self._trainers["critic"]
         trainer.set_learning_rate(learning_rate)
-        result = trainer.train_critic(share_from_arrays(share))
+        result = trainer.train_critic(from_arrays(BatchShare, share))
         skipped = None
         if not result.updated:
             skipped = f"the gradient norm of the critic is {result.grad_norm:.4g}"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from plugin.batch_types import RolloutBatch
-from plugin.cluster.array_transport import share_to_arrays
+from plugin.cluster.array_transport import to_arrays
 from plugin.cluster.model_source import ModelSource
 from plugin.cluster.placement import Reservation, ResourcePlan
 from plugin.cluster.remote_calls import wait_for_all
@@ -222,7 +222,7 @@ class TrainerGroup:
             if key not in objects:
                 stage = with_stage_routes(batch, layers) if cut and layers else batch
                 share = cut_share(stage, plan, part.dp_rank, weight=weight)
-                objects[key] = ray.put(share_to_arrays(share))
+                objects[key] = ray.put(to_arrays(share))
             references.append(objects[key])
         return plan, references
 

@@ -192,7 +192,8 @@ def _compare(args: argparse.Namespace) -> Comparison:
 
 
 def _present(args: argparse.Namespace, comparison: Comparison) -> None:
-    from plugin.observe.run_record import finding_text, steps_text
+    from plugin.observe.findings import finding_text
+    from plugin.observe.run_record import steps_text
     from plugin.tools.compare.comparison import (
         comparison_html,
         comparison_text,
@@ -208,7 +209,10 @@ def _present(args: argparse.Namespace, comparison: Comparison) -> None:
         f"{comparison.tokens:,} tokens in {comparison.samples:,} samples",
         comparison_text(comparison),
         *(recommendation_text(s["recommendation"], args.target_ess) for s in result["sweeps"]),
-        *(f"{finding_text(found)} ({steps_text(found)})" for found in comparison.findings),
+        *(
+            f"{found.get('severity')}: {finding_text(found)} ({steps_text(found)})"
+            for found in comparison.findings
+        ),
     ]
     _print_result(args, result, "\n\n".join(parts))
     if args.html:

@@ -69,7 +69,7 @@ def evaluate(
     from plugin.controller.local_engine import LocalEngine, load_directory
     from plugin.controller.preflight.job_checks import check_lengths
     from plugin.controller.preflight.task_checks import evaluation_parts
-    from plugin.controller.records.resuming import find_source
+    from plugin.controller.run_directory import find_source
     from plugin.engines.choice import check_engine, make_engine
     from plugin.rewards.scorers import make_scorer, scorer_for
 

@@ -63,7 +63,7 @@ def export(
     """
     from plugin.cluster.model_source import policy_source
     from plugin.config import JobConfig
-    from plugin.controller.records.resuming import find_source
+    from plugin.controller.run_directory import find_source
     from plugin.megatron_backend.checkpoint.directory import read_metadata
 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

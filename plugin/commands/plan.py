@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
     warnings.simplefilter("ignore")  # of packages that a plan does not use
     from plugin.observe.html_page import refuse_overwriting, write_page
-    from plugin.tools.plan.gpus import gpu_named
+    from plugin.tools.plan.estimates import gpu_named
 
     gpu = None if args.gpu == "none" else gpu_named(args.gpu)
     ranks = _ranks(args.ranks)
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         raise _with_layouts(error, args) from error
     models, index = load_models(config, args)
     from plugin.tools.plan.checkpoint_coverage import require_coverage
-    from plugin.tools.plan.report import as_json, as_text
+    from plugin.tools.plan.report import as_json, as_text, plan_html
 
     begin = Progress()
     if args.search:
@@ -114,8 +114,6 @@ def run(args: argparse.Namespace) -> int:
     report = as_json(plan, advice)
     print(json.dumps(report, indent=2) if args.json else "\n".join(as_text(report)))
     if page is not None:
-        from plugin.tools.plan.plan_page import plan_html
-
         write_page(page, plan_html(report), force=args.force)
     return 0 if plan.fits is not False else 1
 
@@ -127,18 +125,12 @@ def _search(
 
     import_megatron()
     from plugin.tools.plan.report import search_json, search_text
-    from plugin.tools.plan.search import cache_directory, search_layouts
+    from plugin.tools.plan.search import search_layouts
     from plugin.tools.plan.workload import sample_lengths
 
     lengths = sample_lengths(config, args.lengths, models.policy.max_position_embeddings)
     found = search_layouts(
-        config,
-        models,
-        lengths,
-        gpu,
-        most=args.search_limit,
-        cache=cache_directory(),
-        begin=progress.layout,
+        config, models, lengths, gpu, limit=args.search_limit, begin=progress.layout
     )
     progress.end()
     if args.json:
@@ -157,8 +149,8 @@ def job_config(args: argparse.Namespace) -> JobConfig:
 
 
 def _with_layouts(error: ConfigError, args: argparse.Namespace) -> ConfigError:
-    """The error and, if another layout would mend it, the nearest such layouts."""
-    from plugin.tools.plan.layouts import nearest_layouts, without_layout
+    """The error and, if another layout would fix it, the nearest such layouts."""
+    from plugin.tools.plan.layouts import without_layout
 
     wanted, plain = without_layout(args)
     try:
@@ -166,12 +158,18 @@ def _with_layouts(error: ConfigError, args: argparse.Namespace) -> ConfigError:
         models, _ = load_models(config, plain)
     except ConfigError:
         return error
-    near = nearest_layouts(wanted, config, models.policy)
-    return ConfigError(f"{error}{_hint(config, near)}")
+    return _with_nearest(error, wanted, config, models)
 
 
-def _hint(config: JobConfig, near: list[str]) -> str:
-    return f"; layouts that work on {config.world_size} ranks: {'; '.join(near)}" if near else ""
+def _with_nearest(
+    error: ConfigError, wanted: dict[str, int], config: JobConfig, models: Models
+) -> ConfigError:
+    """The error with the layouts that work and are nearest to the wanted sizes."""
+    from plugin.tools.plan.layouts import nearest_layouts
+
+    near = "; ".join(nearest_layouts(wanted, config, models.policy))
+    hint = f"; layouts that work on {config.world_size} ranks: {near}" if near else ""
+    return ConfigError(f"{error}{hint}")
 
 
 def load_models(config: JobConfig, args: argparse.Namespace) -> tuple[Models, set[str] | None]:
@@ -216,15 +214,14 @@ def checked_plan(
     import_megatron()
     from plugin.megatron_backend.model.layout_rules import check_model
     from plugin.tools.plan.job_plan import does_not_build, plan_job
-    from plugin.tools.plan.layouts import layout_settings, nearest_layouts
-    from plugin.tools.plan.rough_costs import whole_counts
+    from plugin.tools.plan.layouts import layout_settings
+    from plugin.tools.plan.search import whole_counts
     from plugin.tools.plan.workload import sample_lengths
 
     try:
         check_model(models.policy, config)
     except ConfigError as error:
-        near = nearest_layouts(layout_settings(config), config, models.policy)
-        raise ConfigError(f"{error}{_hint(config, near)}") from error
+        raise _with_nearest(error, layout_settings(config), config, models) from error
     longest = models.policy.max_position_embeddings
     samples = sample_lengths(config, lengths, longest)
     try:

@@ -18,7 +18,7 @@ from plugin.config.flags import (
     needs_flag,
     runtime_flag,
 )
-from plugin.config.import_paths import is_import_path
+from plugin.config.import_paths import function_name, is_import_path
 
 BUILT_IN_REWARDS = (
     *("exact", "numeric", "gsm8k", "boxed", "choice", "json_schema", "code_tests"),
@@ -42,7 +42,7 @@ class RewardSpec:
 
     @property
     def name(self) -> str:
-        return re.split("[:.]", self.reward)[-1]
+        return function_name(self.reward)
 
 
 def parse_rewards(texts: tuple[str, ...], option: str = "--reward") -> tuple[RewardSpec, ...]:

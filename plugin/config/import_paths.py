@@ -28,22 +28,27 @@ def is_import_path(text: str) -> bool:
     return "." in text or ":" in text
 
 
+def function_name(path: str) -> str:
+    """The name of the function at the end of an import path, in either spelling."""
+    return path.replace(":", ".").rpartition(".")[2]
+
+
 @lru_cache(maxsize=256)
 def load_function(path: str) -> Callable[..., Any]:
     """The function at `path`; a module is imported once per process."""
-    module_name, function_name = _split(path)
+    module_name, name = _split(path)
     module = (
         _import_file(path, module_name)
         if module_name.endswith(".py")
         else _import(path, module_name)
     )
-    function = getattr(module, function_name, None)
+    function = getattr(module, name, None)
     if function is None:
         public = sorted(
-            name for name, value in vars(module).items() if callable(value) and name[0] != "_"
+            other for other, value in vars(module).items() if callable(value) and other[0] != "_"
         )
         raise HookLoadError(
-            f"{path!r}: {module_name} has no {function_name!r}; it has "
+            f"{path!r}: {module_name} has no {name!r}; it has "
             f"{', '.join(public[:20]) or 'no functions'}"
         )
     if not callable(function):
@@ -90,16 +95,16 @@ def _split(path: str) -> tuple[str, str]:
         raise HookLoadError(
             f"{path!r} is a file, and :function is missing; write {path}:{_functions_in(path)}"
         )
-    module_name, separator, function_name = path.rpartition(":")
+    module_name, separator, name = path.rpartition(":")
     if not separator:
-        module_name, _, function_name = path.rpartition(".")
+        module_name, _, name = path.rpartition(".")
     is_file = separator and module_name.endswith(".py")
-    if not module_name or not function_name.isidentifier() or ("/" in module_name and not is_file):
+    if not module_name or not name.isidentifier() or ("/" in module_name and not is_file):
         raise HookLoadError(
             f"{path!r} names no function; write package.module.function, package.module:function "
             "or path/to/file.py:function"
         )
-    return module_name, function_name
+    return module_name, name
 
 
 def _functions_in(file: str) -> str:

@@ -20,15 +20,16 @@ from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.controller.interrupts import Interrupts, ignored_interrupts
 from plugin.controller.preflight.job_checks import JobParts, check_job
-from plugin.controller.records.resuming import (
+from plugin.controller.run_directory import (
     CHECKPOINTS,
     RunCheckpoints,
     changed_settings,
+    check_run_dir,
+    claimed_run_dir,
     earlier_history,
 )
-from plugin.controller.records.run_directory import check_run_dir, claimed_run_dir
 from plugin.controller.training_loop import TrainingLoop
-from plugin.controller.weight_sync.sync import WeightSync
+from plugin.controller.weight_sync import WeightSync
 from plugin.observe.console import Console
 from plugin.observe.run_files import RunFiles, new_run_dir
 from plugin.rewards.scorers import make_scorer

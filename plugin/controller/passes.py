@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,22 +103,8 @@ class LogProbPasses:
         return batch, {"seconds_log_probs_saved": self._seconds_per_token * tokens}
 
 
-class Teacher(Protocol):
-    """Scores the tokens of a batch."""
-
-    def score(self, batch: RolloutBatch) -> dict[str, Ragged]:
-        """The columns that a teacher fills in."""
-        ...
-
-
-class JobTeacher:
-    """A teacher on the trainer's ranks."""
-
-    def __init__(self, trainer: TrainerGroup, name: str) -> None:
-        self._trainer, self._name = trainer, name
-
-    def score(self, batch: RolloutBatch) -> dict[str, Ragged]:
-        return self._trainer.scores(self._name, batch)
+#: The columns that a teacher fills in for a batch.
+Teacher = Callable[[RolloutBatch], dict[str, Ragged]]
 
 
 class Teachers:
@@ -138,9 +125,10 @@ class Teachers:
         for spec in config.teacher_specs:
             if spec.urls:
                 vocabulary = parts.policy.hf_config["vocab_size"]
-                found[spec.name] = HttpTeacher.of(config, spec, vocabulary, trainer.while_idle)
+                teacher = HttpTeacher(config, spec, vocabulary, trainer.while_idle)
+                found[spec.name] = teacher.score
             else:
-                found[spec.name] = JobTeacher(trainer, teacher_policy(spec.name))
+                found[spec.name] = partial(trainer.scores, teacher_policy(spec.name))
         key, data = config.teacher_key, parts.data
         if key is None or data is None:
             return cls(found)
@@ -165,7 +153,7 @@ class Teachers:
         name_of = self._name_of
         if name_of is None:
             [teacher] = self._teachers.values()
-            return teacher.score(batch)
+            return teacher(batch)
         groups: Tensor = batch.columns["group_index"]
         by_group = {number: name_of(prompts[number]) for number in set(groups.tolist())}
         names = np.array([by_group[number] for number in groups.tolist()])
@@ -174,7 +162,7 @@ class Teachers:
             own = np.flatnonzero(names == name)
             if len(own):
                 order.append(own)
-                parts.append(teacher.score(batch.select(own)))
+                parts.append(teacher(batch.select(own)))
         back = np.argsort(np.concatenate(order))
         return {
             column: Ragged.concatenated([part[column] for part in parts]).select(back)

@@ -10,13 +10,13 @@ least save its weights.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import StrEnum
-from typing import Protocol
 
-from plugin.engines.sleep import EnginePart
+from plugin.cluster.engine_pool import EnginePool
+from plugin.cluster.trainer_group import TrainerGroup
 from plugin.errors import ParallelError
-from plugin.megatron_backend.offloading import ALL_PARTS, TrainerPart
+from plugin.megatron_backend.offloading import ALL_PARTS
 
 
 class Turn(StrEnum):
@@ -36,26 +36,13 @@ _ALLOWED = {
 }
 
 
-class Trainer(Protocol):
-    """The ranks, as far as their memory goes."""
-
-    def offload(self, parts: Sequence[TrainerPart]) -> None: ...
-
-    def onload(self, parts: Sequence[TrainerPart]) -> None: ...
-
-
-class Engines(Protocol):
-    """The engines in the same way; one that is lost meanwhile is replaced by one that is awake."""
-
-    def sleep(self, level: int) -> None: ...
-
-    def wake(self, part: EnginePart) -> None: ...
-
-
 class SharedDevices:
-    """Moves the devices between the trainer and the engines; begins with the trainer's turn."""
+    """Moves the devices between the trainer and the engines; begins with the trainer's turn.
 
-    def __init__(self, trainer: Trainer, engines: Engines, level: int) -> None:
+    An engine that is lost meanwhile is replaced by one that is awake.
+    """
+
+    def __init__(self, trainer: TrainerGroup, engines: EnginePool, level: int) -> None:
         self._trainer, self._engines, self._level = trainer, engines, level
         self.turn = Turn.TRAINING
 

@@ -25,13 +25,17 @@ from plugin.controller.passes import CriticSteps, LogProbPasses, Teachers
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.controller.queue.groups import Group, joined, reward_parts
 from plugin.controller.queue.rollout_queue import RolloutQueue
-from plugin.controller.records.resuming import RunCheckpoints, find_checkpoint, warn_of_other_rows
-from plugin.controller.records.run_directory import MODEL, MODELS
-from plugin.controller.records.sample_log import readable_samples
-from plugin.controller.records.step_records import StepRecords
+from plugin.controller.run_directory import (
+    MODEL,
+    MODELS,
+    RunCheckpoints,
+    find_checkpoint,
+    warn_of_other_rows,
+)
 from plugin.controller.shared_devices import OwnDevices, SharedDevices, Turn
-from plugin.controller.weight_sync.sync import WeightSync
-from plugin.controller.weight_sync.verification import WeightVerification
+from plugin.controller.step_records import StepRecords, readable_samples
+from plugin.controller.weight_sync import WeightSync
+from plugin.controller.weight_verification import WeightVerification
 from plugin.errors import ActorLost, MegatronTisError, ParallelError
 from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
 from plugin.observe.console import Console

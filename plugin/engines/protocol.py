@@ -19,6 +19,8 @@ from plugin.weights.group import WeightGroup
 
 #: abort: interrupted by new weights; the engine goes on with it before it answers.
 FinishReason = Literal["stop", "length", "abort"]
+#: The weights wake first, so that new ones can be sent while the trainer still has its own.
+EnginePart = Literal["weights", "cache"]
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class BroadcastEngine(RolloutEngine, Protocol):
         ...
 
     def weight_devices(self) -> list[str]:
-        """The device of each (`lent_memory.device_id`); asked with --weight-sync ipc only."""
+        """The device of each (`weights.ipc.device_id`); asked with --weight-sync ipc only."""
         ...
 
     def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
@@ -136,6 +138,25 @@ class BroadcastEngine(RolloutEngine, Protocol):
         The engine's workers are numbers `first` and up of the receivers. After a `TransferError`
         the engine has half a version, and refuses to generate until it has received a whole one.
         """
+        ...
+
+
+class SleepingEngine(Protocol):
+    """What a `RolloutEngine` has besides if it can give its devices to the trainer (--colocate).
+
+    A sleeping engine has no weights that it could answer for: it refuses to generate until it is
+    awake and has been sent a version. No call does harm twice.
+    """
+
+    def sleep(self, level: int) -> None:
+        """Give up the device's memory; nothing is being generated.
+
+        level: 1 = the weights wait in host memory; 2 = they are thrown away, buffers are kept
+        """
+        ...
+
+    def wake(self, part: EnginePart) -> None:
+        """Take memory for `part` again."""
         ...
 
 

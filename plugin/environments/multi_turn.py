@@ -28,7 +28,6 @@ from plugin.environments.environment_protocol import (
     Ending,
     Environment,
     MultiTurnTask,
-    Reply,
     Step,
 )
 from plugin.environments.group_server import PlayedGroup, Player
@@ -146,7 +145,8 @@ class MultiTurnPlayer:
                 self._answered(episodes[place], answer)
         elif self._awaited:
             self._collect(_LOOK_SECONDS)
-        return self._take_done()
+        done = [n for n, group in self._groups.items() if all(e.result is not None for e in group)]
+        return [(n, [e.result for e in self._groups.pop(n) if e.result is not None]) for n in done]
 
     def abort(self) -> None:
         """Forget what is open and close its environments."""
@@ -160,10 +160,6 @@ class MultiTurnPlayer:
                     self._end(episode, failed("not finished"))
         self._groups.clear()
         self._unasked.clear()
-
-    def _take_done(self) -> list[PlayedGroup]:
-        done = [n for n, group in self._groups.items() if all(e.result is not None for e in group)]
-        return [(n, [e.result for e in self._groups.pop(n) if e.result is not None]) for n in done]
 
     # -- replies
 
@@ -193,7 +189,10 @@ class MultiTurnPlayer:
             if reply is not None and answer.finish_reason == "length":
                 self._score(episode, "reply_cut")
             elif reply is not None:
-                self._step_environment(episode, reply)
+                assert episode.environment is not None
+                history = tuple(episode.conversation.messages)
+                step = partial(episode.environment.step, reply, history)
+                self._call(episode, step, "the environment's step", self._stepped)
 
     # -- environments
 
@@ -206,23 +205,18 @@ class MultiTurnPlayer:
 
     def _open_conversation(self, episode: _Episode) -> None:
         messages = self._task.messages(episode.index)
-        talk = Conversation(messages, self._renderer, self._task.stop_token_ids)
-        episode.conversation = talk
+        chat = Conversation(messages, self._renderer, self._task.stop_token_ids)
+        episode.conversation = chat
         if self._fits(episode):
             self._unasked.append(episode)
         else:
             self._end(
                 episode,
                 failed(
-                    f"the first context has {len(talk.context)} tokens, which leaves no room for a "
+                    f"the first context has {len(chat.context)} tokens, which leaves no room for a "
                     f"reply within --max-context-length {self._config.max_context_length}"
                 ),
             )
-
-    def _step_environment(self, episode: _Episode, reply: Reply) -> None:
-        assert episode.environment is not None
-        step = partial(episode.environment.step, reply, tuple(episode.conversation.messages))
-        self._call(episode, step, "the environment's step", self._stepped)
 
     def _stepped(self, episode: _Episode, step: Any) -> None:
         """The next turn, or the end."""
@@ -254,8 +248,8 @@ class MultiTurnPlayer:
             reason = f"the environment's reward is {text}; it must be a finite number"
             self._end(episode, failed(reason))
             return
-        talk = episode.conversation
-        played = Trajectory(talk.samples(), value, turns=talk.turns, truncated=talk.truncated)
+        chat = episode.conversation
+        played = Trajectory(chat.samples(), value, turns=chat.turns, truncated=chat.truncated)
         self._end(episode, played)
 
     def _end(self, episode: _Episode, result: Trajectory) -> None:

@@ -20,12 +20,11 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from plugin.errors import BatchError, ConfigError
-from plugin.logprobs.given_ids import GivenIds
-from plugin.logprobs.kept_ids import EntropyOf, join_shards, locate_kept
+from plugin.logprobs.kept_ids import EntropyOf
 from plugin.logprobs.lm_head_tiles import HeadSettings, Tiles
-from plugin.logprobs.row_gradients import RowState
+from plugin.logprobs.row_gradients import RowPlaces, RowSettings, join_rows
 from plugin.logprobs.vocab_parallel import FLOAT_DTYPES, check_settings
-from plugin.logprobs.vocab_shards import group_size, locate_targets
+from plugin.logprobs.vocab_shards import group_size
 from plugin.ragged import Ragged, as_integers
 
 DEFAULT_BUDGET_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
@@ -97,15 +96,15 @@ def fused_log_probs_of_ids(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     tokens: torch.Tensor,
-    ids: torch.Tensor,
+    ids: torch.Tensor | None,
     *,
     row_mask: torch.Tensor | None = None,
     kept: Ragged | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`log_probs_of_ids(hidden @ weight.T, tokens, ids)` in bounded memory.
 
-    ids: `[T, k]`; the options are those of `fused_log_probs_and_entropy`.
+    ids: `[T, k]`, or None; the options are those of `fused_log_probs_and_entropy`.
     """
     return _fused(hidden, weight, tokens, ids, row_mask, kept, **options)
 
@@ -140,19 +139,13 @@ def _fused(
             "reduce-scattered here. Gather them yourself and pass sequence_parallel=False, or "
             "leave reduce_hidden_grad=True."
         )
-    budget = budget_bytes(memory_budget_bytes, hidden.device)
-    trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     settings = HeadSettings(
-        group,
-        1.0 / temperature,
-        with_entropy,
-        entropy_grad,
-        sequence_parallel,
-        reduce_hidden_grad,
-        budget,
-        keep_tiles=trained,
-        entropy_of=entropy_of,
-        vocab_rows=weight.shape[0] if vocab_rows is None else vocab_rows,
+        RowSettings(group, 1.0 / temperature, with_entropy, entropy_grad, entropy_of),
+        budget_bytes(memory_budget_bytes, hidden.device),
+        weight.shape[0] if vocab_rows is None else vocab_rows,
+        keep_tiles=torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
+        sequence_parallel=sequence_parallel,
+        reduce_hidden_grad=reduce_hidden_grad,
     )
     rows = None
     if row_mask is not None and not bool(row_mask.all()):
@@ -202,50 +195,29 @@ class _FusedLmHead(torch.autograd.Function):
         kept: Ragged | None,
         settings: HeadSettings,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        group = settings.rows.group
         if settings.sequence_parallel:
             mine = hidden.contiguous()
-            hidden = mine.new_empty((mine.shape[0] * group_size(settings.group), mine.shape[1]))
-            dist.all_gather_into_tensor(hidden, mine, group=settings.group)
-        used, used_tokens = (hidden, tokens) if rows is None else (hidden[rows], tokens[rows])
-        columns, group = weight.shape[0], settings.group
-        targets, absent = locate_targets(
-            used_tokens, columns, group=group, tokens_held=settings.vocab_rows
-        )
-        at = None if kept is None else locate_kept(kept, used_tokens, columns, group=group)
-        given = None
-        if ids is not None:
-            used_ids = ids if rows is None else ids[rows]
-            given = GivenIds.located(used_ids, used_tokens, columns, group=group)
-        tiles = Tiles(used, weight, settings)
-        dense, few, id_logits = tiles.statistics(targets, at, settings, given)
-        joined = join_shards(
-            dense,
-            few,
-            targets,
-            absent,
-            columns=columns,
-            scale=settings.scale,
-            with_entropy=settings.with_entropy,
-            entropy_of=settings.entropy_of,
-            group=group,
-        )
-        ctx.settings, ctx.kept_tiles, ctx.total_rows = settings, tiles.kept, hidden.shape[0]
+            hidden = mine.new_empty((mine.shape[0] * group_size(group), mine.shape[1]))
+            dist.all_gather_into_tensor(hidden, mine, group=group)
+        total = hidden.shape[0]
+        if rows is not None:
+            hidden, tokens = hidden[rows], tokens[rows]
+            ids = None if ids is None else ids[rows]
+        places = RowPlaces.of(tokens, kept, ids, weight.shape[0], group, settings.vocab_rows)
+        tiles = Tiles(hidden, weight, settings)
+        found = join_rows(places, *tiles.statistics(places), settings.rows)
+        ctx.settings, ctx.kept_tiles, ctx.total_rows = settings, tiles.kept, total
         ctx.set_materialize_grads(False)
-        ctx.state = RowState(targets, joined.dense, few, joined.kept, given).for_backward(
-            settings.entropy_grad
+        ctx.state = found.state.for_backward(settings.rows.entropy_grad)
+        ctx.save_for_backward(hidden, weight, rows)
+        log_probs = spread_rows(found.log_probs, rows, total)
+        entropy, id_log_probs = (
+            None if values is None else spread_rows(values, rows, total)
+            for values in (found.entropy, found.id_log_probs)
         )
-        ctx.save_for_backward(used, weight, rows)
-        log_probs = spread_rows(joined.log_probs, rows, ctx.total_rows)
-        entropy = joined.entropy
-        if entropy is not None:
-            entropy = spread_rows(entropy, rows, ctx.total_rows)
-            if not settings.entropy_grad:
-                ctx.mark_non_differentiable(entropy)
-        id_log_probs = None
-        if given is not None and id_logits is not None:
-            assert joined.dense is not None
-            id_log_probs = given.log_probs(id_logits, joined.dense, settings.scale, group)
-            id_log_probs = spread_rows(id_log_probs, rows, ctx.total_rows)
+        if entropy is not None and not settings.rows.entropy_grad:
+            ctx.mark_non_differentiable(entropy)
         return log_probs, entropy, id_log_probs
 
     @staticmethod
@@ -257,21 +229,16 @@ class _FusedLmHead(torch.autograd.Function):
         grad_ids: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None, None, None]:
         settings: HeadSettings = ctx.settings
-        used, weight, rows = ctx.saved_tensors
+        hidden, weight, rows = ctx.saved_tensors
         grads = [
             grad if grad is None or rows is None else grad[rows]
             for grad in (grad_log_probs, grad_entropy, grad_ids)
         ]
-        tiles = Tiles(used, weight, settings, ctx.kept_tiles)
+        tiles = Tiles(hidden, weight, settings, ctx.kept_tiles)
         ctx.kept_tiles = {}  # turned into gradients below; a second backward pass computes them
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
         grad_hidden, grad_weight = tiles.gradients(
-            ctx.state,
-            grads[0],
-            grads[1],
-            grads[2],
-            settings,
-            ctx.needs_input_grad[0],
-            ctx.needs_input_grad[1],
+            ctx.state, *grads, want_hidden=want_hidden, want_weight=want_weight
         )
         if grad_hidden is not None:
             grad_hidden = spread_rows(grad_hidden, rows, ctx.total_rows)
@@ -289,13 +256,14 @@ def spread_rows(values: torch.Tensor, rows: torch.Tensor | None, total: int) -> 
 
 def _sum_over_shards(grad_hidden: torch.Tensor, settings: HeadSettings) -> torch.Tensor:
     """Each rank's gradient covers only its columns; the hidden states need the sum."""
-    size = group_size(settings.group)
+    group = settings.rows.group
+    size = group_size(group)
     if settings.sequence_parallel:
         mine = grad_hidden.new_empty((grad_hidden.shape[0] // size, grad_hidden.shape[1]))
-        dist.reduce_scatter_tensor(mine, grad_hidden, group=settings.group)
+        dist.reduce_scatter_tensor(mine, grad_hidden, group=group)
         return mine
     if size > 1 and settings.reduce_hidden_grad:
-        dist.all_reduce(grad_hidden, group=settings.group)
+        dist.all_reduce(grad_hidden, group=group)
     return grad_hidden
 
 

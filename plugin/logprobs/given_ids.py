@@ -1,10 +1,10 @@
-"""Log-probs of a few given ids of every row, beside that of its token: where they are, gradients.
+"""The ids with the largest logits of every row, and log-probs of given ids beside its token.
 
-All of them are of the row's whole distribution, so they cost a gather: the row's maximum and
-log-sum-exp are known from its token. In the backward pass a row kernel writes what every column
-gets, `-p_j G` with G the sum of all incoming gradients of the row, and the columns of the ids are
-then written as a whole, because adding to a value that was rounded to the model's type would leave
-nothing of a small difference.
+The log-probs of given ids are of the row's whole distribution, so they cost a gather: the row's
+maximum and log-sum-exp are known from its token. In the backward pass a row kernel writes what
+every column gets, `-p_j G` with G the sum of all incoming gradients of the row, and the columns of
+the ids are then written as a whole, because adding to a value that was rounded to the model's type
+would leave nothing of a small difference.
 """
 
 from __future__ import annotations
@@ -139,3 +139,62 @@ class IdGradients(NamedTuple):
             values = values - slope * grad_entropy.float()[:, None] * scale
         values = torch.where(self.busy[span, None], values, 0.0)
         out.scatter_(1, columns, values.to(out.dtype))
+
+
+def top_ids(
+    logits: Tensor,
+    k: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    tokens_held: int | None = None,
+) -> Tensor:
+    """[T, k] int64: the ids with the largest of all logits of a row; k is at most the vocabulary.
+
+    logits: `[T, V/tp]`, this rank's columns
+    tokens_held: how many of this rank's columns count, the first ones; None = all
+    """
+    held = logits[:, :tokens_held].float()
+    largest = held.topk(min(k, held.shape[1]), dim=1)
+    return _over_shards(largest.values, largest.indices, logits.shape[1], k, group)
+
+
+def fused_top_ids(
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    tokens_held: int | None = None,
+    block_bytes: int = 256 << 20,
+) -> Tensor:
+    """`top_ids(hidden @ weight.T, k)`, of which a block of rows exists at a time.
+
+    tokens_held: how many of this rank's rows of `weight` count, the first ones; None = all
+    """
+    rows = max(1, block_bytes // (weight.shape[0] * hidden.element_size()))
+    held = weight[:tokens_held]
+    blocks = [
+        (block @ held.t()).float().topk(min(k, held.shape[0]), dim=1)
+        for block in hidden.split(rows)
+    ]
+    logits, ids = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    return _over_shards(logits, ids, weight.shape[0], k, group)
+
+
+def _over_shards(
+    logits: Tensor, columns: Tensor, shard_columns: int, k: int, group: dist.ProcessGroup | None
+) -> Tensor:
+    """The ids of the k largest logits of all shards together, on every rank; a collective."""
+    size = group_size(group)
+    if size == 1 or not len(columns):
+        return columns
+    # Shards may hold fewer than k tokens, and different numbers of them.
+    rows, found = columns.shape
+    ids, values = columns.new_full((rows, k), -1), logits.new_full((rows, k), -torch.inf)
+    ids[:, :found], values[:, :found] = columns + shard_columns * dist.get_rank(group), logits
+    all_ids = [torch.empty_like(ids) for _ in range(size)]
+    all_values = [torch.empty_like(values) for _ in range(size)]
+    dist.all_gather(all_ids, ids, group=group)
+    dist.all_gather(all_values, values, group=group)
+    largest = torch.cat(all_values, dim=1).topk(k, dim=1)
+    return torch.cat(all_ids, dim=1).gather(1, largest.indices)

@@ -20,7 +20,7 @@ from torch import Tensor
 from plugin.errors import BatchError
 from plugin.logprobs.kernels import RowNormalizer, ShardStatistics
 from plugin.logprobs.kernels.row_statistics import LOWEST_EXPONENT
-from plugin.logprobs.vocab_shards import combine_shards, group_size
+from plugin.logprobs.vocab_shards import group_size
 from plugin.ragged import Ragged
 
 EntropyOf = Literal["full", "kept"]
@@ -44,6 +44,14 @@ class KeptColumns(NamedTuple):
     truncated: Tensor
     absent: Tensor
     everywhere: bool
+
+    def inside(
+        self, row: int, column: int, height: int, width: int
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """[K] bool: which ids a block holds; and where in it, or somewhere if it does not."""
+        rows, columns = self.rows - row, self.columns - column
+        inside = self.held & (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+        return inside, (torch.where(inside, rows, 0), torch.where(inside, columns, 0))
 
 
 def locate_kept(
@@ -142,89 +150,3 @@ class KeptLogits(NamedTuple):
             total -= probability * (log_prob + rows.entropy[at.rows]) * arriving
             busy |= arriving != 0
         return torch.where(at.held & busy, total, 0.0)
-
-
-class JoinedRows(NamedTuple):
-    """Log-probs and entropy [T] of all shards together, and what their gradient needs.
-
-    dense: of the whole vocabulary, None where no row needs it; kept: of the kept ids, None where
-        there are none
-    """
-
-    log_probs: Tensor
-    entropy: Tensor | None
-    dense: RowNormalizer | None
-    kept: RowNormalizer | None
-
-
-def join_shards(
-    dense: ShardStatistics | None,
-    kept: KeptLogits | None,
-    targets: Tensor,
-    absent: Tensor,
-    *,
-    columns: int,
-    scale: float,
-    with_entropy: bool,
-    entropy_of: EntropyOf,
-    group: dist.ProcessGroup | None,
-) -> JoinedRows:
-    """Join the statistics of all shards; a row with kept ids has the log-prob over these.
-
-    dense: over all columns, or None if `needs_dense` is not; targets, absent: of `locate_targets`
-    Both kinds of statistics travel together: two collectives, as for one.
-    """
-    if kept is None:
-        assert dense is not None
-        log_probs, rows = combine_shards(
-            dense, targets, absent, columns=columns, scale=scale, group=group
-        )
-        return JoinedRows(log_probs, rows.entropy, rows, None)
-    at, count = kept.at, targets.numel()
-    parts = [kept.statistics(scale, with_entropy)]
-    places, missing = [torch.where(at.absent, -1, targets)], [at.absent]
-    if dense is not None:
-        parts, places, missing = [*parts, dense], [*places, targets], [*missing, absent]
-    log_probs, rows = combine_shards(
-        ShardStatistics(*(_stacked(values) for values in zip(*parts, strict=True))),  # type: ignore[arg-type]
-        torch.cat(places),
-        torch.cat(missing),
-        columns=columns,
-        scale=scale,
-        group=group,
-    )
-    narrow = RowNormalizer(*(None if v is None else v[:count] for v in rows))  # type: ignore[arg-type]
-    if dense is None:
-        return JoinedRows(log_probs, narrow.entropy, None, narrow)
-    wide = RowNormalizer(*(None if v is None else v[count:] for v in rows))  # type: ignore[arg-type]
-    entropy = wide.entropy
-    if narrow.entropy is not None and wide.entropy is not None and entropy_of == "kept":
-        entropy = torch.where(at.truncated, narrow.entropy, wide.entropy)
-    log_probs = torch.where(at.truncated, log_probs[:count], log_probs[count:])
-    return JoinedRows(log_probs, entropy, wide, narrow)
-
-
-def needs_dense(at: KeptColumns | None, with_entropy: bool, entropy_of: EntropyOf) -> bool:
-    """Whether any row needs all columns: one without kept ids, or the full entropy."""
-    return at is None or not at.everywhere or (with_entropy and entropy_of == "full")
-
-
-def dense_gradients(
-    at: KeptColumns | None,
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    entropy_of: EntropyOf,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The incoming gradients [T] of the part that all columns of a row take part in."""
-    if at is None:
-        return grad_log_probs, grad_entropy
-    if grad_log_probs is not None:
-        grad_log_probs = grad_log_probs.masked_fill(at.truncated, 0.0)
-    if grad_entropy is not None and entropy_of == "kept":
-        grad_entropy = grad_entropy.masked_fill(at.truncated, 0.0)
-    return grad_log_probs, grad_entropy
-
-
-def _stacked(values: tuple[Tensor | None, ...]) -> Tensor | None:
-    present = [value for value in values if value is not None]
-    return torch.cat(present) if present else None

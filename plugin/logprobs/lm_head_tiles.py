@@ -12,17 +12,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from plugin.logprobs.given_ids import GivenIds
-from plugin.logprobs.kept_ids import (
-    EntropyOf,
-    KeptColumns,
-    KeptLogits,
-    needs_dense,
+from plugin.logprobs.kept_ids import KeptLogits
+from plugin.logprobs.kernels import ShardStatistics, row_kernels_for
+from plugin.logprobs.row_gradients import (
+    BlockGradients,
+    RowPlaces,
+    RowSettings,
+    RowState,
+    targets_inside,
 )
-from plugin.logprobs.kernels import RowNormalizer, ShardStatistics, row_kernels_for
-from plugin.logprobs.row_gradients import DenseGradients, RowState
 from plugin.logprobs.vocab_shards import merge_column_ranges
 
 # One tile: on the CPU it should stay in the last-level cache between the product and the pass over
@@ -56,16 +55,14 @@ def plan_tiles(rows: int, columns: int, element_size: int, tile_bytes: int) -> l
 
 
 class HeadSettings(NamedTuple):
-    group: dist.ProcessGroup | None
-    scale: float
-    with_entropy: bool
-    entropy_grad: bool
-    sequence_parallel: bool
-    reduce_hidden_grad: bool
+    """See `fused_log_probs_and_entropy`; keep_tiles: whether tiles that fit `budget` are kept."""
+
+    rows: RowSettings
     budget: int
-    keep_tiles: bool
-    entropy_of: EntropyOf
     vocab_rows: int
+    keep_tiles: bool
+    sequence_parallel: bool = False
+    reduce_hidden_grad: bool = True
 
 
 class Tiles:
@@ -82,7 +79,7 @@ class Tiles:
         kept: dict[Tile, torch.Tensor] | None = None,
     ) -> None:
         budget, self.columns = settings.budget, settings.vocab_rows
-        self.hidden, self.weight = hidden, weight
+        self.hidden, self.weight, self.settings = hidden, weight, settings
         self.kept: dict[Tile, torch.Tensor] = {} if kept is None else kept
         size = hidden.element_size()
         tile_bytes = min(budget, TILE_BYTES.get(hidden.device.type, TILE_BYTES["cuda"]))
@@ -114,61 +111,51 @@ class Tiles:
             yield tile, torch.mm(self.hidden[tile.row : tile.row_end], weight.t(), out=out)
 
     def statistics(
-        self,
-        targets: torch.Tensor,
-        at: KeptColumns | None,
-        settings: HeadSettings,
-        ids: GivenIds | None = None,
+        self, places: RowPlaces
     ) -> tuple[ShardStatistics | None, KeptLogits | None, torch.Tensor | None]:
         """Row statistics over all columns of this rank, logits of kept ids and of further ones.
 
         From one tile after the other; what no row needs is None.
         """
-        wide = ids is not None or needs_dense(at, settings.with_entropy, settings.entropy_of)
-        if at is not None and not wide and not settings.keep_tiles:
+        settings, at, ids = self.settings.rows, places.kept, places.ids
+        wide = places.need_all_columns(settings)
+        if at is not None and not wide and not self.settings.keep_tiles:
             return None, KeptLogits.of_products(self.hidden, self.weight, at), None
         kernels = row_kernels_for(self.buffer)
         ranges: dict[int, ShardStatistics] = {}
-        few = None
+        few = given = None
         if at is not None:
             few = self.hidden.new_full((at.rows.numel(),), -torch.inf, dtype=torch.float32)
-        given = None if ids is None else torch.zeros_like(ids.columns, dtype=torch.float32)
-        for tile, logits in self.logits(settings.keep_tiles):
+        if ids is not None:
+            given = torch.zeros_like(ids.columns, dtype=torch.float32)
+        for tile, logits in self.logits(self.settings.keep_tiles):
+            (row, column), (height, width) = (tile.row, tile.column), logits.shape
+            span = slice(row, tile.row_end)
             if ids is not None and given is not None:
-                span = slice(tile.row, tile.row_end)
-                held, columns = ids.inside(span, tile.column, tile.column_end)
+                held, columns = ids.inside(span, column, tile.column_end)
                 given[span] = torch.where(held, logits.gather(1, columns).float(), given[span])
             if at is not None and few is not None:
-                inside, places = _kept_of(tile, at)
-                few = torch.where(inside, logits[places].float(), few)
-            if not wide:
-                continue
-            part = kernels.forward_blocks(
-                logits,
-                _targets_of(tile, targets),
-                scale=settings.scale,
-                with_entropy=settings.with_entropy,
-            )
-            earlier = ranges.get(tile.row)
-            ranges[tile.row] = (
-                part if earlier is None else merge_column_ranges(earlier, part, settings.scale)
-            )
+                inside, where = at.inside(row, column, height, width)
+                few = torch.where(inside, logits[where].float(), few)
+            if wide:
+                part = kernels.forward_blocks(
+                    logits,
+                    targets_inside(places.targets[span], column, width),
+                    scale=settings.scale,
+                    with_entropy=settings.with_entropy,
+                )
+                if row in ranges:
+                    part = merge_column_ranges(ranges[row], part, settings.scale)
+                ranges[row] = part
         kept = None if at is None or few is None else KeptLogits(few, at)
-        return self._joined(ranges, settings) if wide else None, kept, given
-
-    def _joined(
-        self, ranges: dict[int, ShardStatistics], settings: HeadSettings
-    ) -> ShardStatistics:
-        if not ranges:
-            # No row, or a rank whose share of the vocabulary is all padding.
-            none = self.hidden.new_zeros(self.hidden.shape[0], dtype=torch.float32)
-            weighted = none if settings.with_entropy else None
-            return ShardStatistics(none - torch.inf, none, weighted, none)
-        maximum, sum_exp, weighted_sum, target_logit = zip(*ranges.values(), strict=True)
-        joined = None if weighted_sum[0] is None else torch.cat(weighted_sum)
-        return ShardStatistics(
-            torch.cat(maximum), torch.cat(sum_exp), joined, torch.cat(target_logit)
-        )
+        if not wide:
+            return None, kept, given
+        if ranges:
+            return ShardStatistics.concatenated(list(ranges.values())), kept, given
+        # No row, or a rank whose share of the vocabulary is all padding.
+        none = self.hidden.new_zeros(self.hidden.shape[0], dtype=torch.float32)
+        weighted = none if settings.with_entropy else None
+        return ShardStatistics(none - torch.inf, none, weighted, none), kept, given
 
     def gradients(
         self,
@@ -176,7 +163,7 @@ class Tiles:
         grad_log_probs: torch.Tensor | None,
         grad_entropy: torch.Tensor | None,
         grad_ids: torch.Tensor | None,
-        settings: HeadSettings,
+        *,
         want_hidden: bool,
         want_weight: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -189,10 +176,11 @@ class Tiles:
         grad_weight = torch.empty_like(self.weight) if want_weight else None
         if grad_weight is not None:
             grad_weight[self.columns if self.plan else 0 :].zero_()
-        to_gradient = _TileGradient.of(state, grad_log_probs, grad_entropy, grad_ids, settings)
+        rows = self.settings.rows
+        block = BlockGradients.of(state, grad_log_probs, grad_entropy, grad_ids, rows)
         for tile, logits in self.logits(keep=False):
             span, columns = slice(tile.row, tile.row_end), slice(tile.column, tile.column_end)
-            to_gradient.write(tile, logits)
+            block.write(logits, logits, tile.row, tile.column)
             if grad_hidden is not None:
                 add_product(grad_hidden[span], logits, self.weight[columns])
             if grad_weight is not None and tile.row == 0:
@@ -201,76 +189,6 @@ class Tiles:
                 grad_weight[columns].addmm_(logits.t(), hidden[span])
             self.kept.pop(tile, None)
         return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
-
-
-class _TileGradient(NamedTuple):
-    """Turns the logits of a tile into their gradient, in place.
-
-    dense: the gradients [n] that all columns of a row take part in; few: [K] of the kept logits
-    """
-
-    state: RowState
-    dense: DenseGradients
-    few: torch.Tensor | None
-    scale: float
-
-    @classmethod
-    def of(
-        cls,
-        state: RowState,
-        grad_log_probs: torch.Tensor | None,
-        grad_entropy: torch.Tensor | None,
-        grad_ids: torch.Tensor | None,
-        settings: HeadSettings,
-    ) -> _TileGradient:
-        few, entropy_of = None, settings.entropy_of
-        if state.kept is not None and state.kept_rows is not None:
-            on_kept = grad_entropy if entropy_of == "kept" else None
-            few = state.kept.gradient(state.kept_rows, grad_log_probs, on_kept, settings.scale)
-        dense = DenseGradients.of(
-            *(state, grad_log_probs, grad_entropy, grad_ids),
-            entropy_of=entropy_of,
-            scale=settings.scale,
-        )
-        return cls(state, dense, few, settings.scale)
-
-    def write(self, tile: Tile, logits: torch.Tensor) -> None:
-        span, rows = slice(tile.row, tile.row_end), self.state.dense
-        if rows is None:
-            logits.zero_()
-        else:
-            own = RowNormalizer(*(None if v is None else v[span] for v in rows))  # type: ignore[arg-type]
-            given = self.dense.read_ids(logits, span, tile.column)
-            row_kernels_for(logits).backward_blocks(
-                logits,
-                _targets_of(tile, self.dense.targets),
-                own,
-                *(
-                    None if grad is None else grad[span]
-                    for grad in (self.dense.log_probs, self.dense.entropy)
-                ),
-                scale=self.scale,
-                out=logits,
-            )
-            self.dense.write_ids(logits, given, span, own)
-        if self.few is not None and self.state.kept is not None:
-            inside, places = _kept_of(tile, self.state.kept.at)
-            gradient = torch.where(inside, self.few, 0.0).to(logits.dtype)
-            logits.index_put_(places, gradient, accumulate=True)
-
-
-def _kept_of(tile: Tile, at: KeptColumns) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """[K] bool: which kept ids are in the tile; and where, or somewhere in it if they are not."""
-    rows, columns = at.rows - tile.row, at.columns - tile.column
-    height, width = tile.row_end - tile.row, tile.column_end - tile.column
-    inside = at.held & (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-    return inside, (torch.where(inside, rows, 0), torch.where(inside, columns, 0))
-
-
-def _targets_of(tile: Tile, targets: torch.Tensor) -> torch.Tensor:
-    targets = targets[tile.row : tile.row_end]
-    inside = (targets >= tile.column) & (targets < tile.column_end)
-    return torch.where(inside, targets - tile.column, -1)
 
 
 def _without_idle_rows(hidden: torch.Tensor, *grads: torch.Tensor | None) -> torch.Tensor:

@@ -18,7 +18,7 @@ from plugin.errors import BatchError, ConfigError
 from plugin.logprobs.fused_lm_head import budget_bytes, check_arguments, spread_rows
 from plugin.logprobs.kept_ids import EntropyOf
 from plugin.logprobs.lm_head_tiles import add_product
-from plugin.logprobs.row_gradients import RowSettings, summarize_rows, write_gradient
+from plugin.logprobs.row_gradients import BlockGradients, RowSettings, summarize_rows
 from plugin.ragged import Ragged
 
 #: (block of rows, their log-probs [n], their entropies [n]) -> their losses, to be summed;
@@ -95,7 +95,7 @@ def separable_log_probs(
     used, budget = hidden[rows], budget_bytes(memory_budget_bytes, hidden.device)
     for block, logits in _blocks(used, weight, budget):
         few = None if kept is None else kept[block]
-        log_probs[block], _, _ = summarize_rows(logits, tokens[block], few, settings)
+        log_probs[block] = summarize_rows(logits, tokens[block], few, None, settings).log_probs
     return log_probs
 
 
@@ -180,13 +180,14 @@ def _to_gradient(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn logits `[n, V]` into the gradient of their losses; return log-probs and entropies."""
     kept = None if settings.kept is None else settings.kept[block]
-    log_probs, entropy, state = summarize_rows(logits, tokens, kept, settings.rows)
+    log_probs, entropy, _, state = summarize_rows(logits, tokens, kept, None, settings.rows)
     assert entropy is not None
     with torch.enable_grad():
         leaves = log_probs.requires_grad_(), entropy.detach().requires_grad_()
         losses = settings.row_losses(block, *leaves).sum() * settings.expected_gradient
         gradients = torch.autograd.grad(losses, leaves, allow_unused=True)
-    write_gradient(logits, state, gradients[0], gradients[1], settings.rows, out=logits)
+    gradient = BlockGradients.of(state, gradients[0], gradients[1], None, settings.rows)
+    gradient.write(logits, logits)
     return log_probs.detach(), entropy
 
 

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from plugin.errors import BatchError, ConfigError
-from plugin.logprobs.given_ids import GivenIds
 from plugin.logprobs.kept_ids import EntropyOf
-from plugin.logprobs.row_gradients import RowSettings, summarize_rows, write_gradient
+from plugin.logprobs.row_gradients import BlockGradients, RowSettings, summarize_rows
 from plugin.logprobs.vocab_shards import group_size
 from plugin.ragged import Ragged
 
@@ -66,27 +65,35 @@ def log_probs_and_entropy(
     0, also when its logits hold NaN or inf. A row that holds only -inf has no distribution: its
     log-prob and its entropy are NaN.
     """
-    _check_tensors(logits, tokens, keep_mask)
-    check_settings(temperature, with_entropy, entropy_grad)
-    if kept is not None and keep_mask is not None:
-        raise ConfigError("kept and keep_mask say the same in two ways; pass one of them")
-    # Kernels write whole rows: strided rows, or rows that share memory, are copied.
-    overlapping = logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]
-    if logits.stride(-1) != 1 or overlapping:
-        logits = logits.contiguous()
-    settings = RowSettings(
-        group, 1.0 / temperature, with_entropy, entropy_grad, entropy_of, inplace_grad
+    if keep_mask is not None:
+        if kept is not None:
+            raise ConfigError("kept and keep_mask say the same in two ways; pass one of them")
+        if keep_mask.shape != logits.shape or keep_mask.dtype != torch.bool:
+            raise BatchError(
+                f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}; it must be bool "
+                f"{list(logits.shape)}, like the logits. Slice it to this rank's columns of the "
+                "vocabulary."
+            )
+        logits = logits.masked_fill(~keep_mask, -torch.inf)
+    log_probs, entropy, _ = log_probs_of_ids(
+        *(logits, tokens, None),
+        group=group,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        entropy_grad=entropy_grad,
+        inplace_grad=inplace_grad,
+        kept=kept,
+        entropy_of=entropy_of,
     )
-    log_probs, entropy, _ = _LogProbsAndEntropy.apply(
-        logits, tokens, keep_mask, kept, None, settings
-    )
+    if keep_mask is not None:
+        _require_kept(log_probs, tokens, logits.shape[1] * group_size(group))
     return log_probs, entropy
 
 
 def log_probs_of_ids(
     logits: torch.Tensor,
     tokens: torch.Tensor,
-    ids: torch.Tensor,
+    ids: torch.Tensor | None,
     *,
     group: dist.ProcessGroup | None = None,
     temperature: float = 1.0,
@@ -95,22 +102,33 @@ def log_probs_of_ids(
     inplace_grad: bool = False,
     kept: Ragged | None = None,
     entropy_of: EntropyOf = "full",
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`log_probs_and_entropy`, and the log-probs `[T, k]` of further ids of every row.
 
     ids: `[T, k]` in the whole vocabulary, different ones in a row; the token may be among them.
         Their log-probs are of the whole distribution, also where `kept` truncates the token's.
+        None = no further ids.
     The rest is as there; one more collective of `[T, k]` numbers where the vocabulary is sharded.
     """
-    _check_tensors(logits, tokens, None)
+    if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype not in FLOAT_DTYPES:
+        raise BatchError(
+            f"logits are {logits.dtype} {list(logits.shape)}; they must be [T, V/tp] with V/tp > 0 "
+            "and float32, bfloat16 or float16. Flatten batch and sequence dimensions first."
+        )
+    if tokens.shape != logits.shape[:1] or tokens.dtype != torch.int64:
+        raise BatchError(
+            f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 "
+            f"[{logits.shape[0]}], one per row of the logits. Drop the first token and the last "
+            "row of logits of every sample."
+        )
     check_settings(temperature, with_entropy, entropy_grad)
-    settings = RowSettings(
-        *(group, 1.0 / temperature, with_entropy, entropy_grad, entropy_of, inplace_grad),
-        with_ids=True,
-    )
-    return _LogProbsAndEntropy.apply(
-        logits.contiguous(), tokens, None, kept, ids.to(tokens.device), settings
-    )
+    # Kernels write whole rows: strided rows, or rows that share memory, are copied.
+    overlapping = logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]
+    if logits.stride(-1) != 1 or overlapping:
+        logits = logits.contiguous()
+    settings = RowSettings(group, 1.0 / temperature, with_entropy, entropy_grad, entropy_of)
+    ids = None if ids is None else ids.to(tokens.device)
+    return _LogProbsAndEntropy.apply(logits, tokens, kept, ids, settings, inplace_grad)
 
 
 def at_rows(ids: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -124,26 +142,18 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         tokens: torch.Tensor,
-        keep_mask: torch.Tensor | None,
         kept: Ragged | None,
         ids: torch.Tensor | None,
         settings: RowSettings,
+        inplace_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        log_probs, entropy, state = summarize_rows(logits, tokens, kept, settings, keep_mask)
-        id_log_probs = None
-        if ids is not None:
-            assert state.dense is not None
-            at = GivenIds.located(ids, tokens, logits.shape[1], group=settings.group)
-            _, columns = at.inside(slice(None), 0, logits.shape[1])
-            few = logits.gather(1, columns)
-            id_log_probs = at.log_probs(few, state.dense, settings.scale, settings.group)
-            state = state._replace(ids=at)
-        if keep_mask is not None:
-            _require_kept(log_probs, tokens, logits.shape[1] * group_size(settings.group))
-        ctx.settings, ctx.consumed = settings, False
+        log_probs, entropy, id_log_probs, state = summarize_rows(
+            logits, tokens, kept, ids, settings
+        )
+        ctx.settings, ctx.inplace_grad, ctx.consumed = settings, inplace_grad, False
         ctx.set_materialize_grads(False)
         ctx.state = state.for_backward(settings.entropy_grad)
-        ctx.save_for_backward(logits, keep_mask)
+        ctx.save_for_backward(logits)
         if entropy is not None and not settings.entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy, id_log_probs
@@ -162,44 +172,17 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                 "one replaced the logits by their gradient. Call it with inplace_grad=False to "
                 "use the graph twice."
             )
-        logits, keep_mask = ctx.saved_tensors
-        settings: RowSettings = ctx.settings
-        out = logits.detach() if settings.inplace_grad else torch.empty_like(logits)
-        write_gradient(
-            *(logits, ctx.state, grad_log_probs, grad_entropy, settings),
-            grad_ids=grad_ids,
-            keep_mask=keep_mask,
-            out=out,
-        )
-        if settings.inplace_grad:
+        (logits,) = ctx.saved_tensors
+        out = logits.detach() if ctx.inplace_grad else torch.empty_like(logits)
+        grads = (grad_log_probs, grad_entropy, grad_ids)
+        BlockGradients.of(ctx.state, *grads, ctx.settings).write(logits, out)
+        if ctx.inplace_grad:
             ctx.consumed = True
             # A kernel may write through a raw pointer, which autograd does not see; any other
             # operation that saved these logits must fail its version check rather than read a
             # gradient.
             torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None, None
-
-
-def _check_tensors(
-    logits: torch.Tensor, tokens: torch.Tensor, keep_mask: torch.Tensor | None
-) -> None:
-    if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype not in FLOAT_DTYPES:
-        raise BatchError(
-            f"logits are {logits.dtype} {list(logits.shape)}; they must be [T, V/tp] with V/tp > 0 "
-            "and float32, bfloat16 or float16. Flatten batch and sequence dimensions first."
-        )
-    if tokens.shape != logits.shape[:1] or tokens.dtype != torch.int64:
-        raise BatchError(
-            f"tokens are {tokens.dtype} {list(tokens.shape)}; they must be int64 "
-            f"[{logits.shape[0]}], one per row of the logits. Drop the first token and the last "
-            "row of logits of every sample."
-        )
-    if keep_mask is not None and (keep_mask.shape != logits.shape or keep_mask.dtype != torch.bool):
-        raise BatchError(
-            f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}; it must be bool "
-            f"{list(logits.shape)}, like the logits. Slice it to this rank's columns of the "
-            "vocabulary."
-        )
 
 
 def _require_kept(log_probs: torch.Tensor, tokens: torch.Tensor, vocabulary: int) -> None:

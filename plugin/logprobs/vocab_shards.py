@@ -23,7 +23,6 @@ def locate_targets(
     columns: int,
     *,
     group: dist.ProcessGroup | None,
-    keep_mask: torch.Tensor | None = None,
     tokens_held: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where the tokens `[T]` are among this rank's columns.
@@ -31,8 +30,7 @@ def locate_targets(
     tokens_held: how many of its columns are tokens, the rest being padding; None = all
 
     Returns two `[T]` tensors: the column, or -1 where this rank holds none (int64); and whether the
-    token is known here to have probability 0, because it is outside the vocabulary or not kept
-    (bool).
+    token is known here to have probability 0, because it is outside the vocabulary (bool).
     """
     size = group_size(group)
     first = columns * dist.get_rank(group) if size > 1 else 0
@@ -41,11 +39,7 @@ def locate_targets(
     if tokens_held is not None and tokens_held < columns:
         padding = held & (tokens >= first + tokens_held)
         held, absent = held & ~padding, absent | padding
-    targets = torch.where(held, tokens - first, -1)
-    if keep_mask is not None:
-        dropped = held & ~keep_mask.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-        targets, absent = targets.masked_fill(dropped, -1), absent | dropped
-    return targets, absent
+    return torch.where(held, tokens - first, -1), absent
 
 
 def combine_shards(
@@ -132,7 +126,7 @@ def _shift_sums(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a shard's sums in float64, relative to the maximum of all shards."""
     shift = (statistics.maximum.double() - maximum) * scale
-    # A shard that keeps no column has maximum -inf and sums of 0; any finite shift leaves them 0.
+    # A shard of nothing but -inf has maximum -inf and sums of 0; any finite shift leaves them 0.
     shift = shift.masked_fill(statistics.maximum == -torch.inf, 0.0)
     factor = shift.exp()
     sum_exp = statistics.sum_exp * factor

@@ -2,7 +2,7 @@
 
 from plugin.config.import_paths import load_function
 from plugin.config.loss.policy_loss import loss_traits
-from plugin.loss.hook_loading import load_hook
+from plugin.loss.hook_chain import load_hook
 from plugin.loss.inputs import loss_inputs
 from plugin.loss.interfaces import (
     CorrectionHook,

@@ -1,14 +1,15 @@
-"""A chain of correction hooks: loaded and tried at set-up, then run once per microbatch.
+"""Correction hooks: loaded by import path, tried at set-up, run in order on every microbatch.
 
-Built-in corrections see flat tokens; only a foreign hook gets lists with one tensor per sample.
+Built-in corrections see flat tokens; a hook of the user's gets lists with one tensor per sample.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from plugin.config import LossConfig
-from plugin.config.import_paths import load_function
-from plugin.errors import BatchError, HookLoadError
-from plugin.loss.hook_loading import load_hook
+from plugin.config.import_paths import function_name, load_function
+from plugin.errors import BatchError, ConfigError, HookLoadError
 from plugin.loss.interfaces import LossInputs, PolicyTerm, example_inputs
 from plugin.ppo_utils.batch_statistics import (
     Declaration,
@@ -32,6 +32,76 @@ from plugin.ppo_utils.correction_interface import CorrectionTokens, flags_of
 from plugin.ppo_utils.importance_ratio import log_ratio
 from plugin.sharding.parallel_context import SINGLE_PROCESS, use_parallel_context
 
+#: What slime passes to a hook; every hook has to accept these.
+REQUIRED_ARGUMENTS = (
+    *("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks"),
+    *("total_lengths", "response_lengths"),
+)
+#: What we pass in addition, to the hooks that accept it.
+EXTRA_ARGUMENTS = ("proximal_log_probs", "cur_log_probs", "advantages", "batch_statistics")
+
+
+@lru_cache(maxsize=256)
+def load_hook(path: str) -> Callable[..., Any]:
+    """Load the hook at `path` as a function of keywords that passes on what the hook accepts."""
+    function = load_function(path)
+    accepted, takes_any = _keyword_arguments(path, function)
+    missing = [name for name in REQUIRED_ARGUMENTS if name not in accepted and not takes_any]
+    if missing:
+        raise HookLoadError(
+            f"hook {path!r} does not accept {', '.join(missing)}; name these arguments or add "
+            "**kwargs"
+        )
+    extras = [name for name in EXTRA_ARGUMENTS if takes_any or name in accepted]
+    # slime passes `args` by name; a hook whose namespace comes first under another name gets it by
+    # position.
+    by_keyword = "args" in accepted
+
+    def call(args: Any, **values: Any) -> Any:
+        passed = {name: values[name] for name in REQUIRED_ARGUMENTS}
+        passed |= {name: values[name] for name in extras if name in values}
+        return function(args=args, **passed) if by_keyword else function(args, **passed)
+
+    #: It takes the trainer's own log-probs for those of the loss's ratio.
+    call.ignores_proximal = (  # type: ignore[attr-defined]
+        "train_log_probs" in accepted and "proximal_log_probs" not in accepted
+    )
+    return call
+
+
+def _keyword_arguments(path: str, function: Callable[..., Any]) -> tuple[set[str], bool]:
+    """Return the keywords a hook accepts and whether it takes any; refuse unknown required ones."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return {"args"}, True
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    # The namespace comes first, under whatever name; everything else is matched by name.
+    first = positional[0].name if positional else "args"
+    known = {"args", *REQUIRED_ARGUMENTS, *EXTRA_ARGUMENTS}
+    optional_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    unknown = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in optional_kinds and p.name not in {first, *known}
+    ]
+    if unknown:
+        raise HookLoadError(
+            f"hook {path!r} requires {', '.join(unknown)}, which no caller passes; give it a "
+            "default"
+        )
+    accepted = {p.name for p in parameters if p.kind not in (*optional_kinds, p.POSITIONAL_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if first in known and "args" not in accepted:
+        if not takes_any:
+            raise HookLoadError(
+                f"hook {path!r} does not accept args; give it a first argument for the flags, or "
+                "**kwargs"
+            )
+        accepted |= {"args"}
+    return accepted, takes_any
+
+
 _chains: dict[tuple[str, ...], HookChain] = {}
 
 
@@ -43,6 +113,8 @@ def hook_chain(config: LossConfig, args: Any = None) -> HookChain:
     paths = tuple(config.hook_names())
     if paths not in _chains:
         _chains[paths] = HookChain(paths, config if args is None else args)
+    if config.use_tis and config.train_log_probs != "recompute":
+        _chains[paths].require_proximal(config.train_log_probs)
     return _chains[paths]
 
 
@@ -53,6 +125,20 @@ class HookChain:
         self.hooks = [(path, load_hook(path)) for path in paths]
         for path, hook in self.hooks:
             _try_out(path, hook, args)
+
+    def require_proximal(self, choice: str) -> None:
+        """Refuse a hook that would weight by another policy than the loss's ratio is taken against.
+
+        choice: the value of --train-log-probs
+        """
+        for path, hook in self.hooks:
+            if hook.ignores_proximal:  # type: ignore[attr-defined]
+                raise ConfigError(
+                    f"hook {path!r} with --train-log-probs {choice}: it names train_log_probs, the "
+                    "trainer's own, and the loss's ratio is taken against others; give it an "
+                    "argument proximal_log_probs and compare with these, or use --train-log-probs "
+                    "recompute"
+                )
 
     def apply(
         self, args: Any, term: PolicyTerm, inputs: LossInputs, *, with_weights: bool = False
@@ -139,7 +225,7 @@ def stage_metrics(
     found: dict[str, Tensor] = {}
     before = torch.ones_like(weights[0])
     for number, ((path, term), weight) in enumerate(zip(stages, weights, strict=True), 1):
-        name = path.replace(":", ".").rsplit(".", 1)[-1].removesuffix("_function")
+        name = function_name(path).removesuffix("_function")
         changed = term.kept & ((weight - before).abs() > 1e-6 * before.abs())
         found |= {
             f"chain/{number}_{name}/removed": (kept & ~term.kept).float(),
@@ -162,7 +248,9 @@ def _apply(
     if on_tokens is None:
         result = hook(args, **_arguments(path, inputs, term.loss, loss_masks))
     else:
-        tokens = _flat_tokens(path, inputs, loss_masks)
+        given = _policies(inputs) | {"cur_log_probs": inputs.cur_log_probs.detach()}
+        mask = inputs.shards.local_mask(loss_masks)
+        tokens = CorrectionTokens(mask, inputs.shards, given, function_name(path))
         statistics = (inputs.statistics or {}).get(path)
         result = on_tokens(args, tokens, term.loss, loss_masks, statistics)
     pg_loss, new_masks, metrics = _checked_result(path, result, term.loss, loss_masks)
@@ -172,35 +260,31 @@ def _apply(
     merged = dict(term.metrics)
     for key, value in metrics.items():
         if key in merged and key != "pg_clipfrac":
-            key = f"{path.replace(':', '.').rsplit('.', 1)[-1]}/{key}"
+            key = f"{function_name(path)}/{key}"
         merged[key] = value.detach()
     loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
     return PolicyTerm(loss, kept, merged, extremes=term.extremes), new_masks
 
 
-def _flat_tokens(path: str, inputs: LossInputs, loss_masks: Sequence[Tensor]) -> CorrectionTokens:
-    """What a built-in correction sees, under the names of the hook contract."""
-    given = {
-        "train_log_probs": inputs.proximal_log_probs,
+def _policies(inputs: LossInputs) -> dict[str, Tensor]:
+    """The policies and advantages [T] of a microbatch, by the names of the hook contract."""
+    return {
+        "train_log_probs": inputs.train_log_probs,
+        "proximal_log_probs": inputs.proximal_log_probs,
         "rollout_log_probs": inputs.require_rollout(),
-        "cur_log_probs": inputs.cur_log_probs.detach(),
+        "cur_log_probs": inputs.cur_log_probs,
         "advantages": inputs.advantages,
     }
-    mask = inputs.shards.local_mask(loss_masks)
-    return CorrectionTokens(mask, inputs.shards, given, path.replace(":", ".").rsplit(".", 1)[-1])
 
 
 def _arguments(
     path: str, inputs: LossInputs, pg_loss: Tensor, loss_masks: Sequence[Tensor]
 ) -> dict[str, Any]:
+    """What a hook is called with: one tensor per sample of everything that is per token."""
     return {
         "pg_loss": pg_loss,
-        # slime's keyword for the policy of the ratio, whichever flag chose it.
-        "train_log_probs": inputs.per_sample(inputs.proximal_log_probs),
-        "rollout_log_probs": inputs.per_sample(inputs.require_rollout()),
+        **{name: inputs.per_sample(values) for name, values in _policies(inputs).items()},
         "loss_masks": list(loss_masks),
-        "cur_log_probs": inputs.per_sample(inputs.cur_log_probs),
-        "advantages": inputs.per_sample(inputs.advantages),
         "total_lengths": list(inputs.shards.total_lengths),
         "response_lengths": list(inputs.shards.response_lengths),
         "batch_statistics": (inputs.statistics or {}).get(path),
@@ -263,29 +347,23 @@ def _checked_result(
     if not isinstance(result, (tuple, list)) or len(result) != 3:
         raise HookLoadError(f"{contract}; it returned {_described(result)}")
     new_loss, new_masks, metrics = result
-    if not isinstance(new_loss, Tensor) or new_loss.shape != pg_loss.shape:
-        raise BatchError(
-            f"{contract}; its pg_loss is {_described(new_loss)}, expected a tensor of shape "
-            f"{tuple(pg_loss.shape)}"
-        )
+    if not isinstance(metrics, dict):
+        raise HookLoadError(f"{contract}; its metrics are {_described(metrics)}, expected a dict")
     if not isinstance(new_masks, Sequence) or len(new_masks) != len(loss_masks):
         raise BatchError(
             f"{contract}; its loss_masks are {_described(new_masks)}, expected {len(loss_masks)} "
             "masks"
         )
-    for i, (new, old) in enumerate(zip(new_masks, loss_masks, strict=True)):
-        if not isinstance(new, Tensor) or new.shape != old.shape:
+    parts = [
+        ("pg_loss", new_loss, pg_loss),
+        *((f"mask of sample {i}", new_masks[i], mask) for i, mask in enumerate(loss_masks)),
+        *((f"metric {name!r}", value, pg_loss) for name, value in metrics.items()),
+    ]
+    for what, value, like in parts:
+        if not isinstance(value, Tensor) or value.shape != like.shape:
             raise BatchError(
-                f"{contract}; its mask of sample {i} is {_described(new)}, expected shape "
-                f"{tuple(old.shape)}"
-            )
-    if not isinstance(metrics, dict):
-        raise HookLoadError(f"{contract}; its metrics are {_described(metrics)}, expected a dict")
-    for key, value in metrics.items():
-        if not isinstance(value, Tensor) or value.shape != pg_loss.shape:
-            raise BatchError(
-                f"{contract}; its metric {key!r} is {_described(value)}, expected one value per "
-                f"token, shape {tuple(pg_loss.shape)}"
+                f"{contract}; its {what} is {_described(value)}, expected a tensor of shape "
+                f"{tuple(like.shape)}"
             )
     return new_loss, new_masks, metrics
 
@@ -293,6 +371,5 @@ def _checked_result(
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
+    length = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+    return f"a {type(value).__name__}{length}"

@@ -160,6 +160,7 @@ class CorrectionHook(Protocol):
         *,
         pg_loss: Tensor,
         train_log_probs: Sequence[Tensor],
+        proximal_log_probs: Sequence[Tensor],
         rollout_log_probs: Sequence[Tensor],
         loss_masks: Sequence[Tensor],
         cur_log_probs: Sequence[Tensor],

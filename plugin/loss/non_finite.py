@@ -11,8 +11,8 @@ from torch import Tensor
 from plugin.config import LossConfig
 from plugin.loss.hook_chain import hook_chain
 from plugin.loss.inputs import KnownTokens
+from plugin.loss.objective import regularizer_terms
 from plugin.loss.policy_losses import resolve_policy_loss
-from plugin.loss.regularizers import regularizer_terms
 from plugin.loss.value_checks import token_place
 
 

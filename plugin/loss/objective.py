@@ -15,13 +15,13 @@ from torch import Tensor
 from plugin.config import LossConfig
 from plugin.config.flags import expect
 from plugin.config.import_paths import try_on_example
+from plugin.errors import ConfigError
 from plugin.loss.hook_chain import batch_declarations, hook_chain
-from plugin.loss.interfaces import LossInputs, LossOutputs, TokenMetric
+from plugin.loss.interfaces import LossInputs, LossOutputs, RegularizerTerm, TokenMetric
 from plugin.loss.normalization import kept_token_scale
 from plugin.loss.policy_losses import resolve_policy_loss
-from plugin.loss.regularizers import regularizer_terms
 from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
-from plugin.ppo_utils.kl_estimators import k3
+from plugin.ppo_utils.kl_estimators import LOW_VAR_KL_BOUND, k3, kl_estimate
 
 
 def check_loss(config: LossConfig) -> None:
@@ -110,3 +110,49 @@ def _comparison_metrics(inputs: LossInputs, kept: Tensor) -> dict[str, TokenMetr
         "unmasked_mismatch_kl": TokenMetric(mismatch, kept),
     }
     return metrics
+
+
+def regularizer_terms(
+    inputs: LossInputs, config: LossConfig, kept: Tensor
+) -> tuple[RegularizerTerm, ...]:
+    """Return the configured terms; one with coefficient 0 is a metric without a graph.
+
+    kept: bool [T], what the corrections keep; of these terms only the rollout KL may look at it
+    """
+    terms = []
+
+    def add(name: str, coefficient: float, values: Tensor) -> None:
+        values = values if coefficient else values.detach()
+        terms.append(RegularizerTerm(name, coefficient, values))
+
+    if inputs.entropy is not None:
+        add("entropy_loss", -config.entropy_coef, inputs.entropy)
+    if config.use_kl_loss:
+        add("kl_loss", config.kl_loss_coef, reference_kl(inputs, config))
+    if config.use_rollout_kl_loss:
+        scope = kept if config.rollout_kl_scope == "kept" else inputs.mask
+        estimator = config.rollout_kl_estimator_type
+        values = kl_estimate(inputs.cur_log_probs, inputs.require_rollout(), scope, estimator)
+        add("rollout_kl", config.rollout_kl_loss_coef, values)
+    if inputs.distill_kl is not None:
+        add("distill_kl", config.distill_coef, inputs.distill_kl)
+    return tuple(terms)
+
+
+def reference_kl(inputs: LossInputs, config: LossConfig) -> Tensor:
+    """KL of the current from the reference policy [T], over every real token.
+
+    With --use-unbiased-kl it is weighted by exp(cur - proximal), which its gradient flows through
+    as well.
+    """
+    if inputs.ref_log_probs is None:
+        raise ConfigError(
+            "--use-kl-loss needs ref_log_probs and the batch has none; give a reference model or "
+            "drop it"
+        )
+    cur, bounded = inputs.cur_log_probs, config.kl_loss_type == "low_var_kl"
+    estimator = "k3" if bounded else config.kl_loss_type
+    values = kl_estimate(cur, inputs.ref_log_probs, inputs.mask, estimator)
+    if config.use_unbiased_kl:
+        values = values * safe_exp(log_ratio(cur, inputs.proximal_log_probs, inputs.mask))
+    return values.clamp(max=LOW_VAR_KL_BOUND) if bounded else values

@@ -11,7 +11,7 @@ from torch import Tensor
 from plugin.config import LossConfig
 from plugin.config.other_frameworks import loss_config_of
 from plugin.errors import BatchError, ConfigError
-from plugin.logprobs.vocab_parallel import at_rows, log_probs_and_entropy, log_probs_of_ids
+from plugin.logprobs.vocab_parallel import at_rows, log_probs_of_ids
 from plugin.logprobs.vocab_shards import group_size
 from plugin.loss.distillation import TeacherSupport, topk_reverse_kl
 from plugin.loss.inputs import batch_shards, loss_inputs, require_columns
@@ -87,25 +87,19 @@ def _local_kept_rows(
             return None
         rows, ours = top_p_rows(batch, shards.response_lengths), False
     if config.validates_on(logits.device):
-        _check_kept_rows(rows, batch, shards, logits.shape[-1], ours)
+        # Whole responses: every rank that holds a part of a sample raises, or none.
+        whole = SequenceShards.of(shards.totals, shards.responses, shards.device, SINGLE_PROCESS)
+        check_rows(
+            rows,
+            shards.responses,
+            as_integers(whole.response_tokens(batch["unconcat_tokens"])),
+            as_integers(Ragged.of(batch["loss_masks"]).values) != 0,
+            vocabulary=logits.shape[-1] * group_size(shards.context.tp_group),
+            # slime's ids come in the engine's order; an empty row would be an empty nucleus.
+            ordered=ours,
+            complete=not ours,
+        )
     return shards.local_rows(rows)
-
-
-def _check_kept_rows(
-    rows: Ragged, batch: Mapping[str, Any], shards: SequenceShards, columns: int, ours: bool
-) -> None:
-    """Look at whole responses: every rank that holds a part of a sample raises, or none."""
-    whole = SequenceShards.of(shards.totals, shards.responses, shards.device, SINGLE_PROCESS)
-    check_rows(
-        rows,
-        shards.responses,
-        as_integers(whole.response_tokens(batch["unconcat_tokens"])),
-        as_integers(Ragged.of(batch["loss_masks"]).values) != 0,
-        vocabulary=columns * group_size(shards.context.tp_group),
-        # slime's ids come in the engine's order; a row of none would be a nucleus without tokens.
-        ordered=ours,
-        complete=not ours,
-    )
 
 
 def _response_log_probs(
@@ -143,22 +137,18 @@ def _response_log_probs(
     rows = rows.to(logits.device)
     targets = torch.zeros(rows_logits.shape[0], dtype=torch.int64, device=logits.device)
     targets[rows] = shards.response_tokens(batch["unconcat_tokens"])
-    options: dict[str, Any] = {
-        "group": shards.context.tp_group,
-        "temperature": config.rollout_temperature,
-        "entropy_grad": config.entropy_coef != 0,
-        "kept": kept,
-        "entropy_of": config.entropy_of,
-    }
-    of_ids = None
-    if support is None:
-        log_probs, entropy = log_probs_and_entropy(rows_logits, targets, **options)
-    else:
-        ids = at_rows(support.ids, rows, rows_logits.shape[0])
-        log_probs, entropy, of_ids = log_probs_of_ids(rows_logits, targets, ids, **options)
-        of_ids = of_ids[rows]
+    log_probs, entropy, of_ids = log_probs_of_ids(
+        rows_logits,
+        targets,
+        None if support is None else at_rows(support.ids, rows, rows_logits.shape[0]),
+        group=shards.context.tp_group,
+        temperature=config.rollout_temperature,
+        entropy_grad=config.entropy_coef != 0,
+        kept=kept,
+        entropy_of=config.entropy_of,
+    )
     assert entropy is not None
-    return log_probs[rows], entropy[rows], of_ids
+    return log_probs[rows], entropy[rows], None if of_ids is None else of_ids[rows]
 
 
 def reduce_loss(

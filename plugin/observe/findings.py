@@ -43,14 +43,19 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The finding as text, without its severity."""
-        return (
-            f"{self.title}\n  evidence: {self.evidence}\n"
-            f"  likely cause: {self.likely_cause}\n  what to try: {self.what_to_try}"
-        )
+        """See `finding_text`."""
+        return finding_text(vars(self))
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.text}"
+
+
+def finding_text(entry: Mapping[str, Any]) -> str:
+    """A finding, or its line of findings.jsonl, as text without severity and steps."""
+    lines = [str(entry.get("title"))]
+    for key in ("evidence", "likely_cause", "what_to_try"):
+        lines.append(f"  {key.replace('_', ' ')}: {entry.get(key)}")
+    return "\n".join(lines)
 
 
 def bisect_command(config: JobConfig | None) -> str:

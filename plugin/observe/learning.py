@@ -43,9 +43,17 @@ def learning_findings(
     if not steps or idle < _MANY * len(steps):
         return []
     [(main, _)] = counts.most_common(1)
-    title, cause, remedy = _explanation(main, [s for s, r in zip(steps, reasons, strict=True) if r])
+    _, title, cause, remedy = _REASONS[main]
+    if main == "equal rewards":
+        idle_steps = [step for step, reason in zip(steps, reasons, strict=True) if reason]
+        rewards = {value for step in idle_steps if (value := _number(step, "reward")) is not None}
+        truncated = sum(_number(step, "truncated_share") or 0.0 for step in idle_steps) / idle
+        if len(rewards) < 2:
+            cause += f"; the reward is always {min(rewards, default=0.0):g}"
+        if truncated > _MANY:
+            remedy += f"; {truncated:.0%} of the responses are cut off: raise --max-response-length"
     everywhere = idle == len(steps)
-    by_reason = ", ".join(f"{number} {_WORDS[reason]}" for reason, number in counts.most_common())
+    by_reason = ", ".join(f"{n} {_REASONS[reason][0]}" for reason, n in counts.most_common())
     return [
         Finding(
             f"nothing is learned: {title}" if everywhere else f"many steps learn nothing: {title}",
@@ -66,12 +74,38 @@ def run_findings(run: RunRecord) -> list[dict[str, Any]]:
     return group_findings([*run.findings, *({"step": last, **f.as_dict()} for f in judged)])
 
 
-_WORDS: dict[Reason, str] = {
-    "skipped": "were skipped",
-    "masked": "had no token with a loss mask of 1",
-    "rejected": "had every token rejected",
-    "equal rewards": "had equal rewards in every group",
-    "no gradient": "had a gradient of 0",
+#: Reason -> what happened in such a step; title, likely cause and what to try.
+_REASONS: dict[Reason, tuple[str, str, str, str]] = {
+    "skipped": (
+        "were skipped",
+        "steps are skipped",
+        "a gradient that is not finite, or above --skip-on-grad-norm",
+        "fix the cause named in the finding about skipped steps",
+    ),
+    "masked": (
+        "had no token with a loss mask of 1",
+        "every token is masked",
+        "the task or environment sets the loss mask of every token to 0",
+        "check the loss masks of a few samples; sampled tokens have 1",
+    ),
+    "rejected": (
+        "had every token rejected",
+        "the loss or a correction rejects every token",
+        "the mismatch is larger than the band, or the band is too narrow",
+        "check the ratio percentiles; widen the band, or fix the cause of the mismatch",
+    ),
+    "equal rewards": (
+        "had equal rewards in every group",
+        "all rewards are equal",
+        "all responses to a prompt get the same reward, so every advantage is 0",
+        "read some responses; use prompts that are solved sometimes but not always",
+    ),
+    "no gradient": (
+        "had a gradient of 0",
+        "the gradient is 0",
+        "advantages of 0, or every token clipped",
+        "check the rewards and pg_clipfrac",
+    ),
 }
 
 
@@ -99,41 +133,3 @@ def _reason(step: Mapping[str, Any], config: JobConfig | None) -> Reason | None:
     if equal and not (config is not None and config.distills):
         return "equal rewards"
     return "no gradient" if _without_gradient(step) else None
-
-
-def _explanation(reason: Reason, steps: Sequence[Mapping[str, Any]]) -> tuple[str, str, str]:
-    """Title, likely cause and what to try."""
-    if reason == "skipped":
-        return (
-            "steps are skipped",
-            "a gradient that is not finite, or above --skip-on-grad-norm",
-            "fix the cause named in the finding about skipped steps",
-        )
-    if reason == "masked":
-        return (
-            "every token is masked",
-            "the task or environment sets the loss mask of every token to 0",
-            "check the loss masks of a few samples; sampled tokens have 1",
-        )
-    if reason == "rejected":
-        return (
-            "the loss or a correction rejects every token",
-            "the mismatch is larger than the band, or the band is too narrow",
-            "check the ratio percentiles; widen the band, or fix the cause of the mismatch",
-        )
-    if reason == "no gradient":
-        return (
-            "the gradient is 0",
-            "advantages of 0, or every token clipped",
-            "check the rewards and pg_clipfrac",
-        )
-    rewards = [value for step in steps if (value := _number(step, "reward")) is not None]
-    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
-    truncated = sum(_number(step, "truncated_share") or 0.0 for step in steps) / len(steps)
-    cause = "all responses to a prompt get the same reward, so every advantage is 0"
-    if low == high:
-        cause += f"; the reward is always {low:g}"
-    remedy = "read some responses; use prompts that are solved sometimes but not always"
-    if truncated > _MANY:
-        remedy += f"; {truncated:.0%} of the responses are cut off: raise --max-response-length"
-    return "all rewards are equal", cause, remedy

@@ -121,36 +121,21 @@ def group_findings(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
 
     records: as in findings.jsonl. An entry also has its `last_step` and the number of its `steps`.
     """
-    groups = FindingGroups()
+    groups: dict[str, dict[str, Any]] = {}
     for record in records:
-        groups.add(record)
-    return groups.entries()
-
-
-class FindingGroups:
-    """Collects findings one by one, without keeping those that repeat an earlier one."""
-
-    def __init__(self) -> None:
-        self._groups: dict[str, dict[str, Any]] = {}
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        """One line of findings.jsonl."""
         step = record.get("step")
         new = {**record, "last_step": step, "steps": 0}
-        entry = self._groups.setdefault(f"{record.get('detector')}/{record.get('title')}", new)
+        entry = groups.setdefault(f"{record.get('detector')}/{record.get('title')}", new)
         if entry["steps"] == 0 or entry["last_step"] != step:
             entry["last_step"], entry["steps"] = step, entry["steps"] + 1
-
-    def entries(self) -> list[dict[str, Any]]:
-        """See `group_findings`."""
-        order = ("error", "warning", "info")
-        return sorted(
-            self._groups.values(),
-            key=lambda entry: (
-                not entry.get("unmistakable"),
-                order.index(s) if (s := entry.get("severity")) in order else len(order),
-            ),
-        )
+    order = ("error", "warning", "info")
+    return sorted(
+        groups.values(),
+        key=lambda entry: (
+            not entry.get("unmistakable"),
+            order.index(s) if (s := entry.get("severity")) in order else len(order),
+        ),
+    )
 
 
 def unmistakable_titles(run_dir: Path) -> list[str]:
@@ -159,14 +144,6 @@ def unmistakable_titles(run_dir: Path) -> list[str]:
     records = _read_lines(path, []) if path.exists() else ()
     found = [entry for entry in group_findings(records) if entry.get("unmistakable")]
     return [f"{entry.get('title')} ({steps_text(entry)})" for entry in found]
-
-
-def finding_text(entry: Mapping[str, Any]) -> str:
-    """A finding as text, without its steps."""
-    lines = [f"{entry.get('severity')}: {entry.get('title')}"]
-    for key in ("evidence", "likely_cause", "what_to_try"):
-        lines.append(f"  {key.replace('_', ' ')}: {entry.get(key)}")
-    return "\n".join(lines)
 
 
 def steps_text(entry: Mapping[str, Any]) -> str:

@@ -71,7 +71,7 @@ class CorrectionTokens:
         return value
 
     def log_ratio(self, numerator: str, denominator: str) -> Tensor:
-        """log(numerator / denominator) [T] of two policies ("train", "rollout"); 0 where masked."""
+        """log(numerator / denominator) [T] of two policies ("cur", "rollout"); 0 where masked."""
         names = (f"{numerator}_log_probs", f"{denominator}_log_probs")
         return log_ratio(self.get(names[0]), self.get(names[1]), self.mask)
 
@@ -109,7 +109,7 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
         config, mask, shards = flags_of(args), tokens.mask, tokens.shards
         with torch.no_grad():
             if batch_statistics is None and (declared := declared_statistics(hook, config)):
-                log_r = tokens.log_ratio("train", "rollout")[mask]
+                log_r = tokens.log_ratio("proximal", "rollout")[mask]
                 batch_statistics = microbatch_statistics(
                     declared, log_r, config, shards.context.cp_group
                 )
@@ -135,6 +135,7 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
         pg_loss: Tensor,
         loss_masks: Sequence[Tensor],
         train_log_probs: Sequence[Tensor] | None = None,
+        proximal_log_probs: Sequence[Tensor] | None = None,
         rollout_log_probs: Sequence[Tensor] | None = None,
         cur_log_probs: Sequence[Tensor] | None = None,
         advantages: Sequence[Tensor] | None = None,
@@ -154,6 +155,7 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
             )
         given = {
             "train_log_probs": train_log_probs,
+            "proximal_log_probs": proximal_log_probs or train_log_probs,
             "rollout_log_probs": rollout_log_probs,
             "cur_log_probs": cur_log_probs,
             "advantages": advantages,

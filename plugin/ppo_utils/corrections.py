@@ -1,13 +1,17 @@
 """The built-in corrections: one function of tokens each, exported as hooks with slime's signature.
 
-    fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, cur_log_probs=None,
-    advantages=None,
-       total_lengths=None, response_lengths=None, **kwargs) -> (pg_loss, loss_masks, metrics)
+    fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, proximal_log_probs=None,
+       cur_log_probs=None, advantages=None, total_lengths=None, response_lengths=None, **kwargs)
+       -> (pg_loss, loss_masks, metrics)
 
 `pg_loss` is flat [T] over local response tokens; log-probs and advantages are lists of 1-D tensors,
 one per sample; `loss_masks` are full-response masks; `metrics` maps a name to a flat [T] tensor, 0
 where masked, that the caller reduces over the original masks. Weights carry no gradient. Whether a
 dropped token stays in the denominator is the caller's decision (`--loss-denominator`).
+
+In the formulas, proximal is the policy that the loss's clipped ratio is taken against: the
+trainer's own, `train_log_probs`, unless --train-log-probs chose another. A caller that passes no
+`proximal_log_probs`, such as slime, means the trainer's own.
 
 Each docstring is the correction's entry in `megatron-tis corrections`: a sentence, the formula, the
 flags with their defaults, the reference.
@@ -24,8 +28,8 @@ import torch
 from torch import Tensor
 
 from plugin.config.loss.corrections import RejectionRule, ess_target, parse_rejection_rules
-from plugin.ppo_utils.batch_statistics import batch_statistics
-from plugin.ppo_utils.batch_thresholds import (
+from plugin.ppo_utils.batch_statistics import (
+    batch_statistics,
     effective_share,
     ess_clip,
     ess_clip_rounds,
@@ -75,13 +79,13 @@ __all__ = [
 def vanilla_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Truncated importance sampling on the train/rollout mismatch.
 
-    weight = clip(exp(train - rollout), tis_clip_low, tis_clip)
+    weight = clip(exp(proximal - rollout), tis_clip_low, tis_clip)
     Flags: --tis-clip 2.0, --tis-clip-low 0. --tis-clip auto:ess=0.9 takes, per step, the largest
         bound from 1 on that keeps ESS / N of the whole batch's weights at 0.9.
     Reference: Espeholt et al. 2018 (IMPALA); Yao et al. 2025, "Your efficient RL framework secretly
         brings you off-policy RL training".
     """
-    log_r, high = tokens.log_ratio("train", "rollout"), config.tis_clip
+    log_r, high = tokens.log_ratio("proximal", "rollout"), config.tis_clip
     if ess_target(high) is None:
         return _truncated(log_r, config.tis_clip_low, high)
     high = ess_clip(tokens.statistics, config)
@@ -94,12 +98,12 @@ def vanilla_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def icepop_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Double-sided ratio mask: tokens whose mismatch leaves the band are dropped, not clipped.
 
-    weight = exp(train - rollout) inside [tis_clip_low, tis_clip], else 0
+    weight = exp(proximal - rollout) inside [tis_clip_low, tis_clip], else 0
     Flags: --tis-clip 2.0, --tis-clip-low 0.
     Reference: Ling team 2025, "Every step evolves" (IcePop).
     """
     low, high = config.tis_clip_low, config.tis_clip
-    log_r = tokens.log_ratio("train", "rollout")
+    log_r = tokens.log_ratio("proximal", "rollout")
     _, _, metrics = _truncated(log_r, low, high)
     keep = inside_band(log_r, low, high)
     return safe_exp(log_r), keep, metrics | _outside(keep, log_r, low, high)
@@ -130,14 +134,14 @@ def off_policy_is_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def sequence_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Truncated importance sampling with one weight per sequence.
 
-    weight = clip(exp(sum(train - rollout)), sequence_tis_clip_low, sequence_tis_clip), or exp(mean)
-    at the geometric level; the exponent is bounded to +-20.
+    weight = clip(exp(sum(proximal - rollout)), sequence_tis_clip_low, sequence_tis_clip), or
+    exp(mean) at the geometric level; the exponent is bounded to +-20.
     Flags: --sequence-tis-clip 2.0, --sequence-tis-clip-low 0, --sequence-tis-level
         sequence|geometric.
     Reference: Precup et al. 2000 (per-decision and trajectory importance sampling); Zheng et al.
         2025 (GSPO) for the geometric level.
     """
-    log_r = tokens.log_ratio("train", "rollout")
+    log_r = tokens.log_ratio("proximal", "rollout")
     if config.sequence_tis_level == "geometric":
         per_sequence = geometric_log_ratio(log_r, tokens.mask, tokens.shards)
     else:
@@ -153,7 +157,7 @@ def sequence_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def segment_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Truncated importance sampling with one weight per segment: between token and sequence.
 
-    weight = clip(exp(sum over the segment of (train - rollout)), sequence_tis_clip_low,
+    weight = clip(exp(sum over the segment of (proximal - rollout)), sequence_tis_clip_low,
     sequence_tis_clip), or exp(mean) at the geometric level; segments of segment_tis_length response
     tokens, the exponent bounded to +-20
     Flags: --segment-tis-length 64, --sequence-tis-clip 2.0, --sequence-tis-clip-low 0,
@@ -161,7 +165,7 @@ def segment_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     Reference: Precup et al. 2000 (products of ratios over a part of a trajectory); segments of
         equal length are our choice, papers cut at reasoning steps.
     """
-    log_r = tokens.log_ratio("train", "rollout")
+    log_r = tokens.log_ratio("proximal", "rollout")
     total, count = tokens.shards.segment_sums(config.segment_tis_length, log_r, tokens.mask)
     if config.sequence_tis_level == "geometric":
         total = total / count.clamp(min=1)
@@ -174,14 +178,14 @@ def segment_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def m2po_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Drops the tokens with the largest log-ratios until the batch's second moment is small.
 
-    weight = r on kept tokens, r = exp(train - rollout); kept are the smallest log(r)^2 of the whole
-    batch whose mean is at most m2po_threshold, equal ones together
+    weight = r on kept tokens, r = exp(proximal - rollout); kept are the smallest log(r)^2 of the
+    whole batch whose mean is at most m2po_threshold, equal ones together
     Flags: --m2po-threshold 0.04. The batch is the step's, over all microbatches and ranks; in
         another framework it is the microbatch.
     Reference: Zheng et al. 2025 (M2PO), arXiv 2510.01161, by AReaL's description: the mean is over
         what is kept.
     """
-    log_r = tokens.log_ratio("train", "rollout")
+    log_r = tokens.log_ratio("proximal", "rollout")
     keep = within_second_moment(log_r, tokens.statistics, config.m2po_threshold)
     ratio = safe_exp(log_r)
     return ratio, keep, {"tis": ratio, "tis_abs": (ratio - 1).abs(), "m2": log_r.square()}
@@ -192,16 +196,16 @@ def m2po_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def kpop_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """IcePop with a region that adapts to the probability: both binary KLs are small.
 
-    weight = r on kept tokens, r = exp(train - rollout); keep = D(train || rollout) <=
-    kpop_threshold and D(rollout || train) <= kpop_threshold, D the KL of (pi, 1 - pi)
+    weight = r on kept tokens, r = exp(proximal - rollout); keep = D(proximal || rollout)
+    <= kpop_threshold and D(rollout || proximal) <= kpop_threshold, D the KL of (pi, 1 - pi)
     Flags: --kpop-threshold 0.1.
     Reference: Guo et al. 2026 (KPop), by its introduction and verl's version (binary_kl), whose
         probabilities stay 1e-6 away from 0 and 1.
     """
-    train, rollout = tokens.get("train_log_probs"), tokens.get("rollout_log_probs")
-    forward = binary_kl(train, rollout, tokens.mask)
-    larger = torch.maximum(forward, binary_kl(rollout, train, tokens.mask))
-    log_r = tokens.log_ratio("train", "rollout")
+    proximal, rollout = tokens.get("proximal_log_probs"), tokens.get("rollout_log_probs")
+    forward = binary_kl(proximal, rollout, tokens.mask)
+    larger = torch.maximum(forward, binary_kl(rollout, proximal, tokens.mask))
+    log_r = tokens.log_ratio("proximal", "rollout")
     keep, ratio = larger <= config.kpop_threshold + EDGE_TOLERANCE, safe_exp(log_r)
     metrics = {"tis": ratio, "tis_abs": (ratio - 1).abs(), "binary_kl": larger}
     sides = {"is_masked_low": ~keep & (log_r < 0), "is_masked_high": ~keep & (log_r > 0)}
@@ -214,12 +218,12 @@ def kpop_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def ess_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Caps the weight at the batch's effective sample size: the staler the data, the lower.
 
-    weight = min(r, ESS), r = exp(train - rollout), ESS = (sum r)^2 / (N sum r^2) over the batch
+    weight = min(r, ESS), r = exp(proximal - rollout), ESS = (sum r)^2 / (N sum r^2) over the batch
     Flags: none. The paper's other half, a pull back to the rollout policy with weight 1 - ESS, is
         left to --use-rollout-kl-loss; its ratio is of the current policy.
     Reference: Fakoor et al. 2026 (P3O), arXiv 2605.12380 (abstract and the authors' description).
     """
-    log_r, share = tokens.log_ratio("train", "rollout"), effective_share(tokens.statistics)
+    log_r, share = tokens.log_ratio("proximal", "rollout"), effective_share(tokens.statistics)
     weight, keep, metrics = _truncated(log_r, 0.0, share)
     return weight, keep, metrics | {"ess_share": torch.full_like(log_r, share)}
 
@@ -228,12 +232,12 @@ def ess_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def geometric_mask_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Reject sequences whose mean mismatch leaves a narrow band; length does not bias the decision.
 
-    keep = geometric_mask_low <= exp(mean(train - rollout)) <= geometric_mask_high
+    keep = geometric_mask_low <= exp(mean(proximal - rollout)) <= geometric_mask_high
     Flags: --geometric-mask-low 0.99, --geometric-mask-high 1.01.
     Reference: Liu et al. 2025, "When speed kills stability" (geometric sequence masking).
     """
     low, high = config.geometric_mask_low, config.geometric_mask_high
-    mean = geometric_log_ratio(tokens.log_ratio("train", "rollout"), tokens.mask, tokens.shards)
+    mean = geometric_log_ratio(tokens.log_ratio("proximal", "rollout"), tokens.mask, tokens.shards)
     log_r = tokens.shards.per_token(mean)
     keep = inside_band(log_r, low, high)
     return None, keep, {"geometric_ratio": safe_exp(log_r), **_outside(keep, log_r, low, high)}
@@ -244,14 +248,14 @@ def rejection_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Keep only what every rule keeps: a statistic of the mismatch inside its band.
 
     keep = low <= statistic <= high for every rule level_statistic=low:high; statistic: ratio
-    exp(train - rollout), or k1, k2, k3 of rollout - train; level: token, or mean, sum, max over the
-    sequence
+    exp(proximal - rollout), or k1, k2, k3 of rollout - proximal; level: token, or mean, sum, max
+    over the sequence
     Flags: --rejection-rules token_ratio=0.5:2.0. Level token drops tokens, the others whole
         sequences. Of ratios, mean is the geometric mean and sum the product. Several rules:
         "token_ratio=0.2:5,mean_k3=:0.01,max_k2=:8".
     Reference: Liu et al. 2025 (masked importance sampling); rollout correction in verl.
     """
-    log_r = tokens.log_ratio("train", "rollout")
+    log_r = tokens.log_ratio("proximal", "rollout")
     keep, metrics = torch.ones_like(tokens.mask), {}
     for rule in parse_rejection_rules(config.rejection_rules):
         kept_by_rule = _rule_keeps(rule, log_r, tokens)
@@ -264,11 +268,11 @@ def rejection_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def veto_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Reject a sequence if the trainer finds any one of its tokens all but impossible.
 
-    keep = min over the sequence of exp(train - rollout) >= veto_threshold
+    keep = min over the sequence of exp(proximal - rollout) >= veto_threshold
     Flags: --veto-threshold 1e-4.
     Reference: rollout correction in verl (token veto).
     """
-    smallest = -tokens.shards.sequence_max(-tokens.log_ratio("train", "rollout"), tokens.mask)
+    smallest = -tokens.shards.sequence_max(-tokens.log_ratio("proximal", "rollout"), tokens.mask)
     keep = smallest >= math.log(config.veto_threshold) - EDGE_TOLERANCE
     return None, tokens.shards.per_token(keep), {}
 
@@ -277,13 +281,13 @@ def veto_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def opsm_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Off-policy sequence masking: stop pushing down sequences the policy has already left.
 
-    drop = mean over the sequence of A < 0 and of (train - cur) > opsm_delta
+    drop = mean over the sequence of A < 0 and of (proximal - cur) > opsm_delta
     Flags: --opsm-delta 1e-4, --opsm-level sequence|token. At level token only the tokens whose own
         A < 0 are dropped, as slime's --use-opsm does; the same where A is one per sequence. The
         paper's old policy is the engine: add --use-rollout-logprobs.
     Reference: DeepSeek-AI 2025, DeepSeek-V3.2 (off-policy sequence masking).
     """
-    shards, log_r = tokens.shards, tokens.log_ratio("train", "cur")
+    shards, log_r = tokens.shards, tokens.log_ratio("proximal", "cur")
     advantages = zero_masked(tokens.get("advantages"), tokens.mask)
     drift, pushed, count = shards.sequence_sums(log_r, advantages, tokens.mask)
     dropped = shards.per_token(drift / count.clamp(min=1) > config.opsm_delta)

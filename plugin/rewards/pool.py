@@ -15,15 +15,23 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any, Protocol
 
 from plugin.environments.deadline_calls import CallFailure
+from plugin.rewards.code_tests import directory_prefix
 from plugin.rewards.reward_set import Score
-from plugin.rewards.sandbox import die_with_the_caller
+from plugin.rewards.sandbox import (
+    adopt_orphans,
+    die_with_the_caller,
+    kill_descendants,
+    remove_directory,
+)
 
 _START_SECONDS = 300.0
 
@@ -207,7 +215,7 @@ class _Worker:
         with self._lock:
             self._closed = True
             if self._process is not None:
-                _kill_group(self._process)
+                _kill_all(self._process)
 
     def _ask(self, what: Any, seconds: float) -> Any:
         connection = self._connection
@@ -234,12 +242,18 @@ class _Worker:
             if process is None or connection is None:
                 return None
             connection.close()
-            _kill_group(process)
-        return process.wait()
+            _kill_all(process)
+        code = process.wait()
+        for left in Path(tempfile.gettempdir()).glob(f"{directory_prefix(process.pid)}*"):
+            with contextlib.suppress(OSError):
+                remove_directory(str(left))
+        return code
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill a worker and all that it has started, in whatever session."""
     # Before the process is waited for: until then its number, which names the group, is its own.
+    kill_descendants(process.pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -253,6 +267,7 @@ def serve(descriptor: int, memory_mb: int) -> None:
     """
     # Also while a reward hangs and nobody reads the socket.
     die_with_the_caller()
+    adopt_orphans()
     # What a reward prints goes to the terminal, not into the answers.
     os.dup2(2, 1)
     connection = Connection(descriptor)

@@ -16,7 +16,7 @@ from plugin.config.import_paths import load_function
 from plugin.config.loss.loss_config import estimator_traits
 from plugin.errors import BatchError, ConfigError, HookLoadError
 from plugin.rewards.built_in import BUILT_IN
-from plugin.rewards.code_tests import network_is_blocked
+from plugin.rewards.code_tests import strongest_isolation
 from plugin.tasks.prompt_format import lookup, no_column
 from plugin.tasks.protocol import Prompt, as_reward
 
@@ -51,7 +51,8 @@ class Score:
 class RewardSet:
     """Rewards by name, as they are sent to another process, which then loads them.
 
-    constants: further values that a reward may ask for: max_response_length, timeout, url
+    constants: further values that a reward may ask for: max_response_length, timeout, url,
+        isolation (of `code_tests`)
     """
 
     specs: tuple[RewardSpec, ...]
@@ -71,7 +72,11 @@ class RewardSet:
         }
         if not texts and estimator_traits(config.advantage_estimator).rewards:
             texts = ("exact",)
-        return cls(parse_rewards(texts), config.label_key, constants)
+        specs = parse_rewards(texts)
+        if any(spec.reward == "code_tests" for spec in specs):
+            # Decided here: no worker falls back to less than what is said at the start.
+            constants["isolation"] = strongest_isolation()
+        return cls(specs, config.label_key, constants)
 
     def load(self) -> Rewards:
         """The functions; a `HookLoadError` or `ConfigError` if one cannot be used."""
@@ -169,16 +174,19 @@ def enforced_limits(chosen: RewardSet) -> str | None:
     """A notice on how generated programs are limited; None if no program is run."""
     if all(spec.reward != "code_tests" for spec in chosen.specs):
         return None
-    network = (
-        "no network"
-        if network_is_blocked()
-        else "the NETWORK IS NOT BLOCKED, because this machine does not let its users make network "
-        "namespaces"
-    )
     return (
-        "--reward code_tests runs programs that the model writes: limited in time, memory and size "
-        f"of files; {network}; files of this user can be read"
+        "--reward code_tests runs programs that the model writes, limited in time, memory and size "
+        f"of files: {_ISOLATION_NOTICES[strongest_isolation()]}"
     )
+
+
+_ISOLATION_NOTICES = {
+    "namespaces": "in namespaces of their own, without network, the job's files and processes",
+    "user": "as user nobody, because this machine makes no namespaces: the NETWORK and files that "
+    "everybody may read ARE IN REACH",
+    "none": "as this user, because this machine makes no namespaces: the NETWORK, the FILES AND "
+    "THE PROCESSES of this user ARE IN REACH; use a user or a container of its own for the job",
+}
 
 
 def _loaded(spec: RewardSpec) -> Callable[..., float]:

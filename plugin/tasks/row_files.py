@@ -1,8 +1,7 @@
 """Rows of a dataset on disk: JSONL, Parquet, and what Hugging Face's `save_to_disk` writes.
 
 A path is a file, a directory or a pattern such as `data/train-*.parquet`. Rows stay in the order of
-the files' names. Arrow files are memory-mapped, not read; pyarrow is only imported for
-them.
+the files' names. Arrow files are memory-mapped, not read; pyarrow is imported only for them.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from plugin.errors import ConfigError
 from plugin.json_lines import read_json_lines
@@ -29,6 +29,9 @@ class BadRow:
     problem: str
 
 
+Row = dict[str, Any] | BadRow
+
+
 @dataclass(frozen=True, order=True)
 class Place:
     """Where a row is. Lines count from 1, the rows of a table from 0."""
@@ -41,20 +44,36 @@ class Place:
         return f"{self.file}, {self.unit} {self.number}"
 
 
-class Rows(Protocol):
-    """Rows by number, from 0 on."""
+class Rows:
+    """The rows of one or several files, by number from 0 on."""
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int) -> dict[str, Any] | BadRow: ...
-    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]: ...
-    def place(self, number: int) -> Place: ...
+    def __init__(self, parts: Sequence[_JsonRows | _TableRows]) -> None:
+        self._parts = parts
+        self._starts = list(accumulate(map(len, parts), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, number: int) -> Row:
+        part, place = self._find(number)
+        return part[place]
+
+    def __iter__(self) -> Iterator[Row]:
+        return chain.from_iterable(self._parts)
+
+    def place(self, number: int) -> Place:
+        """Where row `number` is."""
+        part, place = self._find(number)
+        return part.place(place)
+
+    def _find(self, number: int) -> tuple[_JsonRows | _TableRows, int]:
+        part = bisect_right(self._starts, number) - 1
+        return self._parts[part], number - self._starts[part]
 
 
 def open_rows(path: str | Path, option: str) -> Rows:
     """The rows at `path`, or a `ConfigError` that names `option` and what is there instead."""
-    files = _files(Path(path), option)
-    parts = [_open_file(file, option) for file in files]
-    return parts[0] if len(parts) == 1 else _Joined(parts)
+    return Rows([_open_file(file, option) for file in _files(Path(path), option)])
 
 
 class _JsonRows:
@@ -62,19 +81,19 @@ class _JsonRows:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._numbers: list[int] = []
-        self._values: list[dict[str, Any] | BadRow] = []
-        for line in read_json_lines(file):
-            self._numbers.append(line.number)
-            self._values.append(BadRow(line.problem) if line.value is None else line.value)
+        lines = list(read_json_lines(file))
+        self._numbers = [line.number for line in lines]
+        self._values: list[Row] = [
+            BadRow(line.problem) if line.value is None else line.value for line in lines
+        ]
 
     def __len__(self) -> int:
         return len(self._values)
 
-    def __getitem__(self, number: int) -> dict[str, Any] | BadRow:
+    def __getitem__(self, number: int) -> Row:
         return self._values[number]
 
-    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
+    def __iter__(self) -> Iterator[Row]:
         return iter(self._values)
 
     def place(self, number: int) -> Place:
@@ -90,41 +109,16 @@ class _TableRows:
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
-    def __getitem__(self, number: int) -> dict[str, Any] | BadRow:
+    def __getitem__(self, number: int) -> Row:
         row: dict[str, Any] = self._table.slice(number, 1).to_pylist()[0]
         return row
 
-    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
+    def __iter__(self) -> Iterator[Row]:
         for batch in self._table.to_batches(max_chunksize=_ROWS_AT_ONCE):
             yield from batch.to_pylist()
 
     def place(self, number: int) -> Place:
         return Place(self._file, "row", number)
-
-
-class _Joined:
-    """Several files as one."""
-
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        self._parts = parts
-        self._starts = [0]
-        for part in parts:
-            self._starts.append(self._starts[-1] + len(part))
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def __getitem__(self, number: int) -> dict[str, Any] | BadRow:
-        part = bisect_right(self._starts, number) - 1
-        return self._parts[part][number - self._starts[part]]
-
-    def __iter__(self) -> Iterator[dict[str, Any] | BadRow]:
-        for part in self._parts:
-            yield from part
-
-    def place(self, number: int) -> Place:
-        part = bisect_right(self._starts, number) - 1
-        return self._parts[part].place(number - self._starts[part])
 
 
 def _files(path: Path, option: str) -> list[Path]:
@@ -178,7 +172,7 @@ def _json(file: Path, option: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _open_file(file: Path, option: str) -> Rows:
+def _open_file(file: Path, option: str) -> _JsonRows | _TableRows:
     try:
         if file.suffix in _TABLES:
             return _TableRows(file, _table(file, option))

@@ -1,1 +1,1 @@
-"""Teachers behind HTTP: what vLLM and SGLang servers say of tokens that the policy sampled."""
+"""Teachers behind HTTP: log-probs of the policy's tokens from vLLM and SGLang servers."""

@@ -1,4 +1,4 @@
-"""A teacher behind HTTP: a call per sample, balanced over servers, made again after trouble."""
+"""A teacher behind HTTP: one call per sample, balanced over servers and retried."""
 
 from __future__ import annotations
 
@@ -23,99 +23,70 @@ from plugin.engines.servers.calls import (
     ServerSession,
     ServerTrouble,
 )
-from plugin.engines.servers.pool import FailedCall, Server, ServerPool, backoff_seconds
+from plugin.engines.servers.pool import FailedCall, Server, ServerPool
 from plugin.errors import ConfigError, EngineError
 from plugin.ragged import Ragged
-from plugin.teachers.score_dialects import SCORE_DIALECTS, ScoreAsk, Scores
+from plugin.teachers.score_dialects import SCORE_DIALECTS, ScoreRequest, Scores
 
 _PROBE_TIMEOUT = 60.0
 _IDLE_SECONDS = 0.05
-#: Its weights never change, so one label stands for them all along.
+#: Before the second attempt; then twice as long each time.
+_BACKOFF_SECONDS = 0.5
+#: A teacher's weights never change, so all its servers carry one label.
 _LABEL = "teacher"
 
 
 class HttpTeacher:
-    """Scores the policy's tokens by asking servers.
+    """Scores the policy's tokens with the servers of one teacher.
 
-    vocab_size: of the policy; a server that names other ids has another vocabulary
-    backoff: seconds before the second attempt, then twice as long each time
+    vocab_size: of the policy; a server that returns other ids has another vocabulary
     idle: called now and then while servers work
     """
 
     def __init__(
         self,
-        spec: TeacherSpec,
-        *,
-        vocab_size: int,
-        server: str = "vllm",
-        topk: int = 0,
-        request_timeout: float = 600.0,
-        retries: int = 3,
-        backoff: float = 0.5,
-        max_batch: int = 64,
-        max_answer_bytes: int = 16 << 20,
-        api_key: str | None = None,
-        idle: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._spec, self._vocab_size, self._topk = spec, vocab_size, topk
-        self._dialect = SCORE_DIALECTS[server]()
-        self._timeout, self._retries, self._backoff = request_timeout, retries, backoff
-        self._max_batch, self._idle = max_batch, idle
-        self._session = partial(ServerSession, max_answer_bytes, api_key)
-        self.pool = ServerPool(spec.urls, what="teacher server")
-        for one in self.pool.servers:
-            self.pool.put_in(one, _LABEL)
-
-    @classmethod
-    def of(
-        cls,
         config: JobConfig,
         spec: TeacherSpec,
         vocab_size: int,
         idle: Callable[[], None] = lambda: None,
-    ) -> HttpTeacher:
-        """The teacher with the settings of a job."""
-        return cls(
-            spec,
-            vocab_size=vocab_size,
-            server=config.teacher_server,
-            topk=config.distill_topk or 0,
-            request_timeout=config.teacher_request_timeout,
-            retries=config.teacher_request_retries,
-            max_batch=config.teacher_max_batch,
-            max_answer_bytes=config.max_answer_bytes,
-            api_key=key_in_environment("--teacher-api-key-env", config.teacher_api_key_env),
-            idle=idle,
-        )
+    ) -> None:
+        self._config, self._spec, self._vocab_size, self._idle = config, spec, vocab_size, idle
+        self._topk = config.distill_topk or 0
+        self._dialect = SCORE_DIALECTS[config.teacher_server]()
+        api_key = key_in_environment("--teacher-api-key-env", config.teacher_api_key_env)
+        self._session = partial(ServerSession, config.max_answer_bytes, api_key)
+        self.pool = ServerPool(spec.urls, what="teacher server")
+        for server in self.pool.servers:
+            self.pool.put_in(server, _LABEL)
 
     def score(self, batch: RolloutBatch) -> dict[str, Ragged]:
-        """The columns that a teacher fills in; an `EngineError` if a sample cannot be scored."""
+        """The teacher's columns of a batch; an `EngineError` if a sample cannot be scored."""
         columns = batch.columns
-        asks = [
-            ScoreAsk(tuple(tokens.tolist()), int(length), self._topk)
+        requests = [
+            ScoreRequest(tuple(tokens.tolist()), int(length), self._topk)
             for tokens, length in zip(
                 columns["unconcat_tokens"], columns["response_lengths"], strict=True
             )
         ]
-        scores = asyncio.run(self._score_all(asks))
+        scores = asyncio.run(self._score_all(requests))
         found = {"teacher_log_probs": Ragged.of([score.log_probs for score in scores])}
         if self._topk:
             found["teacher_topk_ids"] = Ragged.of([score.topk_ids for score in scores])
             found["teacher_topk_log_probs"] = Ragged.of([score.topk_log_probs for score in scores])
         return found
 
-    async def _score_all(self, asks: Sequence[ScoreAsk]) -> list[Scores]:
-        room = asyncio.Semaphore(self._max_batch)
+    async def _score_all(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        room = asyncio.Semaphore(self._config.teacher_max_batch)
         async with self._session() as session:
 
-            async def one(number: int, ask: ScoreAsk) -> Scores:
+            async def one(number: int, request: ScoreRequest) -> Scores:
                 async with room:
                     try:
-                        return await self._scored(session, ask)
+                        return await self._score_one(session, request)
                     except EngineError as error:
                         raise EngineError(f"sample {number}: {error}") from None
 
-            tasks = [asyncio.create_task(one(n, ask)) for n, ask in enumerate(asks)]
+            tasks = [asyncio.create_task(one(n, request)) for n, request in enumerate(requests)]
             waiting = set(tasks)
             try:
                 while waiting:
@@ -131,33 +102,34 @@ class HttpTeacher:
                 await asyncio.gather(*tasks, return_exceptions=True)
             return [task.result() for task in tasks]
 
-    async def _scored(self, session: ServerSession, ask: ScoreAsk) -> Scores:
-        """One sample, after as many attempts as it takes and is allowed."""
-        if not ask.response_length:
-            empty = torch.zeros(0, ask.topk)
+    async def _score_one(self, session: ServerSession, request: ScoreRequest) -> Scores:
+        """Score one sample, with retries on other servers."""
+        if not request.response_length:
+            empty = torch.zeros(0, request.topk)
             return Scores(torch.zeros(0), empty.int(), empty)
-        troubled: Server | None = None
-        last = ""
-        for attempt in range(self._retries + 1):
-            if attempt:
-                await asyncio.sleep(backoff_seconds(attempt, self._backoff))
-            server = self._server(troubled)
+
+        async def call(server: Server) -> Scores:
+            timeout = self._config.teacher_request_timeout
             try:
-                with self.pool.call(server):
-                    body = await session.call(server.url, self._dialect.call(ask), self._timeout)
-                    return self._dialect.parse(body, ask, self._vocab_size)
+                body = await session.call(server.url, self._dialect.call(request), timeout)
             except CallRefused as refusal:
                 raise EngineError(f"the teacher {server.url} refuses: {refusal}") from None
-            except FailedCall as failed:
-                troubled, last = server, str(failed)
-        raise EngineError(
-            f"the teacher {self._spec.option} did not score it in {self._retries + 1} attempts, "
-            f"the last: {last}; repair the server and go on with --resume, or raise "
-            "--teacher-request-retries"
-        )
+            return self._dialect.parse(body, request, self._vocab_size)
 
-    def _server(self, avoid: Server | None) -> Server:
-        """The one to ask; one that was out of service for a while is given another try."""
+        retries = self._config.teacher_request_retries
+        try:
+            return await self.pool.ask(
+                call, self._choose, retries=retries, backoff=_BACKOFF_SECONDS
+            )
+        except FailedCall as failed:
+            raise EngineError(
+                f"the teacher {self._spec.option} did not score it in {retries + 1} attempts, the "
+                f"last: {failed}; repair the server and continue with --resume, or raise "
+                "--teacher-request-retries"
+            ) from None
+
+    async def _choose(self, avoid: Server | None) -> Server:
+        """The server for the next call; one that was out of service for a while is retried."""
         now = time.monotonic()
         for server in self.pool.servers:
             if server.out_because is not None and server.probe_at <= now:
@@ -177,7 +149,7 @@ class HttpTeacher:
 
     async def _check(self, tokenizer: Any, log: Callable[[str], None]) -> None:
         last = self._vocab_size - 1
-        probe = ScoreAsk((0, last, 0), 2, self._topk)
+        probe = ScoreRequest((0, last, 0), 2, self._topk)
         async with self._session() as session:
             for server in self.pool.servers:
                 what = f"{self._spec.option} ({server.url})"
@@ -206,7 +178,10 @@ class HttpTeacher:
         what: str,
         log: Callable[[str], None],
     ) -> None:
-        text = sample_text(tokenizer, self._vocab_size)
+        # Tokens from all over the vocabulary.
+        count = min(200, self._vocab_size)
+        chosen = sorted(random.Random(0).sample(range(self._vocab_size), count))
+        text = tokenizer.decode(chosen, skip_special_tokens=True)
         ours = list(tokenizer.encode(text, add_special_tokens=False))
         call = ServerCall("/tokenize", {"prompt": text, "add_special_tokens": False})
         try:
@@ -216,8 +191,8 @@ class HttpTeacher:
             raise
         except (CallRefused, MalformedAnswer, ServerTrouble) as refusal:
             log(
-                f"{what} does not tell how it tokenizes ({str(refusal)[:100]}); that its "
-                "vocabulary is the policy's is known of the number of ids alone"
+                f"{what} does not tell how it tokenizes ({str(refusal)[:100]}); only the size "
+                "of its vocabulary was compared with the policy's"
             )
             return
         if theirs != ours:
@@ -226,9 +201,3 @@ class HttpTeacher:
                 f"{shown(text)}, the teacher's {shown(theirs)}; serve a teacher with the policy's "
                 "tokenizer"
             )
-
-
-def sample_text(tokenizer: Any, vocab_size: int, count: int = 200) -> str:
-    """A text of tokens from all over the vocabulary, for comparing tokenizers."""
-    chosen = sorted(random.Random(0).sample(range(vocab_size), min(count, vocab_size)))
-    return tokenizer.decode(chosen, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""How vLLM and SGLang servers are asked for the log-probs of given tokens.
+"""The requests and answers of vLLM and SGLang servers for log-probs of given tokens.
 
 Both report log-probs of the whole distribution at temperature 1, whatever they sample with.
 """
@@ -17,10 +17,10 @@ from plugin.engines.servers.calls import ServerCall
 
 
 @dataclass(frozen=True)
-class ScoreAsk:
-    """A prompt and a response whose tokens are to be scored.
+class ScoreRequest:
+    """A prompt and the response whose tokens are scored.
 
-    topk: how many of the likeliest ids are wanted in the place of every token; 0 = none
+    topk: ids that are wanted for every response token, the most likely first; 0 = none
     """
 
     tokens: tuple[int, ...]
@@ -33,7 +33,7 @@ class ScoreAsk:
 
 
 class Scores(NamedTuple):
-    """Log-probs [response] of the tokens; ids and log-probs [response, k] of the likeliest ids."""
+    """Log-probs [response] of the tokens; ids and log-probs [response, k] of the top-k ids."""
 
     log_probs: Tensor
     topk_ids: Tensor
@@ -41,82 +41,82 @@ class Scores(NamedTuple):
 
 
 class VllmScores:
-    """`prompt_logprobs` of vLLM's completions; one token is generated and thrown away."""
+    """`prompt_logprobs` of vLLM's completions; one token is generated and discarded."""
 
-    def call(self, ask: ScoreAsk) -> ServerCall:
+    def call(self, request: ScoreRequest) -> ServerCall:
         """The call for one sample."""
         payload = {
-            "prompt": list(ask.tokens),
+            "prompt": list(request.tokens),
             "max_tokens": 1,
             "temperature": 1.0,
-            "prompt_logprobs": ask.topk,
+            "prompt_logprobs": request.topk,
             "return_token_ids": True,
             "stream": False,
         }
         return ServerCall("/v1/completions", payload)
 
-    def parse(self, body: Any, ask: ScoreAsk, vocab_size: int) -> Scores:
+    def parse(self, body: Any, request: ScoreRequest, vocab_size: int) -> Scores:
         """The scores in `body`, or `MalformedAnswer`."""
         choice = field(body, "choices", 0)
         echoed = choice.get("prompt_token_ids") if isinstance(choice, dict) else None
-        if echoed is not None and echoed != list(ask.tokens):
-            raise MalformedAnswer("the answer is for another prompt")
+        if echoed is not None and echoed != list(request.tokens):
+            raise MalformedAnswer("the answer is for a different prompt")
         rows = field(choice, "prompt_logprobs")
-        if not isinstance(rows, list) or len(rows) != len(ask.tokens):
+        if not isinstance(rows, list) or len(rows) != len(request.tokens):
             found = len(rows) if isinstance(rows, list) else "no"
             raise MalformedAnswer(
-                f"{found} rows of prompt log-probs came back for {len(ask.tokens)} tokens"
+                f"{found} rows of prompt log-probs came back for {len(request.tokens)} tokens"
             )
-        rows = rows[len(rows) - ask.response_length :]
-        own, likeliest = [], []
-        for position, (row, token) in enumerate(zip(rows, ask.response, strict=True)):
+        rows = rows[len(rows) - request.response_length :]
+        own, top = [], []
+        for position, (row, token) in enumerate(zip(rows, request.response, strict=True)):
             entries = _vllm_entries(row, position)
             if token not in entries:
                 raise MalformedAnswer(
                     f"the log-prob of token {token} at position {position} is missing"
                 )
             own.append(entries[token])
-            likeliest.append(list(entries.items()))
-        return _scores(own, likeliest, ask, vocab_size)
+            top.append(list(entries.items()))
+        return _scores(own, top, request, vocab_size)
 
 
 class SglangScores:
     """`input_token_logprobs` and `input_top_logprobs` of SGLang's native server."""
 
-    def call(self, ask: ScoreAsk) -> ServerCall:
+    def call(self, request: ScoreRequest) -> ServerCall:
         payload = {
-            "input_ids": list(ask.tokens),
+            "input_ids": list(request.tokens),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             # The position before the response predicts its first token.
-            "logprob_start_len": max(0, len(ask.tokens) - ask.response_length - 1),
-            "top_logprobs_num": ask.topk,
+            "logprob_start_len": max(0, len(request.tokens) - request.response_length - 1),
+            "top_logprobs_num": request.topk,
             "stream": False,
         }
         return ServerCall("/generate", payload)
 
-    def parse(self, body: Any, ask: ScoreAsk, vocab_size: int) -> Scores:
+    def parse(self, body: Any, request: ScoreRequest, vocab_size: int) -> Scores:
         meta = field(body, "meta_info")
         read = field(meta, "prompt_tokens")
-        if read != len(ask.tokens):
+        if read != len(request.tokens):
             raise MalformedAnswer(
-                f"the server read {shown(read)} tokens instead of {len(ask.tokens)}"
+                f"the server read {shown(read)} tokens instead of {len(request.tokens)}"
             )
-        own = _sglang_rows(field(meta, "input_token_logprobs"), ask, "log-probs")
+        own = _sglang_rows(field(meta, "input_token_logprobs"), request, "log-probs")
         entries = [_sglang_entry(row, n) for n, row in enumerate(own)]
-        for position, ((found, _), token) in enumerate(zip(entries, ask.response, strict=True)):
+        for position, ((found, _), token) in enumerate(zip(entries, request.response, strict=True)):
             if found != token:
                 raise MalformedAnswer(
                     f"the log-prob at position {position} is of token {shown(found)}, not {token}"
                 )
-        likeliest: list[list[tuple[Any, Any]]] = [[] for _ in entries]
-        if ask.topk:
-            rows = _sglang_rows(field(meta, "input_top_logprobs"), ask, "rows of likeliest ids")
-            likeliest = [
+        top: list[list[tuple[Any, Any]]] = [[] for _ in entries]
+        if request.topk:
+            rows = _sglang_rows(field(meta, "input_top_logprobs"), request, "rows of top-k ids")
+            top = [
                 [_sglang_entry(entry, n) for entry in row] if isinstance(row, list) else []
                 for n, row in enumerate(rows)
             ]
-        return _scores([number for _, number in entries], likeliest, ask, vocab_size)
+        return _scores([number for _, number in entries], top, request, vocab_size)
 
 
 SCORE_DIALECTS: dict[str, type[VllmScores] | type[SglangScores]] = {
@@ -132,12 +132,12 @@ def _vllm_entries(row: Any, position: int) -> dict[int, Any]:
     return {int(key): field(entry, "logprob") for key, entry in row.items()}
 
 
-def _sglang_rows(rows: Any, ask: ScoreAsk, what: str) -> list[Any]:
+def _sglang_rows(rows: Any, request: ScoreRequest, what: str) -> list[Any]:
     """The last rows, one per response token; SGLang has one without a value before them."""
-    if not isinstance(rows, list) or len(rows) < ask.response_length:
+    if not isinstance(rows, list) or len(rows) < request.response_length:
         found = len(rows) if isinstance(rows, list) else "no"
-        raise MalformedAnswer(f"{found} {what} came back for {ask.response_length} tokens")
-    return rows[len(rows) - ask.response_length :]
+        raise MalformedAnswer(f"{found} {what} came back for {request.response_length} tokens")
+    return rows[len(rows) - request.response_length :]
 
 
 def _sglang_entry(row: Any, position: int) -> tuple[Any, Any]:
@@ -148,14 +148,14 @@ def _sglang_entry(row: Any, position: int) -> tuple[Any, Any]:
 
 
 def _scores(
-    own: list[Any], likeliest: Sequence[list[tuple[Any, Any]]], ask: ScoreAsk, vocab_size: int
+    own: list[Any], top: Sequence[list[tuple[Any, Any]]], request: ScoreRequest, vocab_size: int
 ) -> Scores:
     ids, numbers = [], []
-    for position, entries in enumerate(likeliest if ask.topk else ()):
-        if len(entries) < ask.topk:
+    for position, entries in enumerate(top if request.topk else ()):
+        if len(entries) < request.topk:
             raise MalformedAnswer(
-                f"{len(entries)} ids came back at position {position} where {ask.topk} were asked "
-                "for; a vLLM server gives as many as its --max-logprobs"
+                f"{len(entries)} ids came back at position {position}, not {request.topk}; a vLLM "
+                "server returns at most --max-logprobs"
             )
         bad = [n for n, _ in entries if type(n) is not int or not 0 <= n < vocab_size]
         if bad:
@@ -164,13 +164,13 @@ def _scores(
                 f"{vocab_size}: the teacher has another vocabulary"
             )
         log_probs([number for _, number in entries], len(entries))  # are numbers, at most 0
-        # A server that adds the sampled token to the likeliest ones adds it below them.
-        best = sorted(entries, key=lambda entry: -entry[1])[: ask.topk]
+        # A server that adds the sampled token to the top k adds it below them.
+        best = sorted(entries, key=lambda entry: -entry[1])[: request.topk]
         ids.append([number for number, _ in best])
         numbers.append([number for _, number in best])
-    shape = (ask.response_length, ask.topk)
+    shape = (request.response_length, request.topk)
     return Scores(
-        log_probs(own, ask.response_length),
+        log_probs(own, request.response_length),
         torch.tensor(ids, dtype=torch.int32).reshape(shape),
         torch.tensor(numbers, dtype=torch.float32).clamp(max=0.0).reshape(shape),
     )

@@ -21,7 +21,6 @@ from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.trainer import MegatronTrainer
 from plugin.tools.plan.planned_rank import (
     MeasuredRank,
-    World,
     built_rank,
     count_parameters,
     resident_bytes,
@@ -180,7 +179,6 @@ def run_for_real(groups: ParallelGroups, case: PlanCase) -> MeasuredRank:
 def plan_rank(rank: int, case: PlanCase, object_bytes: int = 0) -> MeasuredRank:
     """The same rank, planned; object_bytes: of the metrics that the last stage sends to the others."""
     config, hf_config = case.config(), case.hf_config()
-    world = World.of(config, case.ranks)
-    with built_rank(rank, world, config, hf_config, "packed", on_gpu=False) as planned:
+    with built_rank(rank, case.ranks, config, hf_config, "packed", on_gpu=False) as planned:
         planned.traffic.object_bytes = object_bytes
         return planned.measured(case.share, with_log_probs=False)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from plugin.tools.plan.planned_rank import MeasuredRank, World
+from plugin.tools.plan.planned_rank import MeasuredRank, parallel_sizes
 from tests.parallel.plan_jobs import PlanCase, plan_rank, run_for_real
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
@@ -57,7 +57,7 @@ FURTHER = {
 )
 def test_a_planned_rank_is_like_the_real_one(run_ranks, name: str) -> None:
     case = (CASES | FURTHER)[name]
-    sizes = World.of(case.config(), case.ranks).sizes
+    sizes = parallel_sizes(case.config())
     real = run_ranks(run_for_real, case.ranks, case, timeout=300, **sizes)
     # The stages before the last hear its metrics, a pickled object of that many bytes.
     heard = real[-1].collectives.get(("PIPELINE_MODEL_PARALLEL_GROUP", "broadcast"))

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugin.cluster.array_transport import share_from_arrays, share_to_arrays
+from plugin.cluster.array_transport import from_arrays, to_arrays
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from plugin.megatron_backend.step.batch_share import BatchShare
 from tests.parallel.training_jobs import Layout, RunRanks, Start, new_trainer
 
 
@@ -30,7 +31,7 @@ def share_and_whole(groups: ParallelGroups, start: Start) -> Any:
         trainer = new_trainer(groups, start, {"max_tokens_per_gpu": 20})
         batch: Any = start.batch
         if own_share:
-            batch = share_from_arrays(share_to_arrays(trainer._share_of(start.batch)))
+            batch = from_arrays(BatchShare, to_arrays(trainer._share_of(start.batch)))
         before = trainer.compute_log_probs(batch)
         step = trainer.train_step(batch, with_log_probs=True)
         assert step.log_probs is not None and len(before) == len(step.log_probs)

@@ -16,7 +16,7 @@ import pytest
 
 from plugin.commands.eval import evaluate
 from plugin.controller.job import JobResult
-from plugin.controller.weight_sync.sync import WeightSync
+from plugin.controller.weight_sync import WeightSync
 from plugin.errors import EngineError, ParallelError
 from plugin.observe.console import Console
 from plugin.observe.run_record import read_run

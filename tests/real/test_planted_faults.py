@@ -13,7 +13,7 @@ import torch
 from plugin.cluster.model_source import policy_source
 from plugin.config import JobConfig
 from plugin.controller.local_engine import load_directory
-from plugin.controller.weight_sync.verification import make_probe, probe_batch, scores_of
+from plugin.controller.weight_verification import make_probe, probe_batch, scores_of
 from plugin.engines.protocol import Generation, SamplingParameters
 from plugin.engines.transformers.engine import TransformersEngine
 from plugin.engines.weight_changes import answer_probe

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from plugin.batch_types import RolloutBatch
+from plugin.config import JobConfig
 from plugin.config.teachers import TeacherSpec
 from plugin.engines.protocol import (
     Generation,
@@ -103,7 +104,8 @@ def test_a_served_teacher_scores_tokens_as_transformers_does(engine: HttpEngine,
         }
     )
     spec = TeacherSpec("teacher", "--teacher-url", urls=(url,))
-    found = HttpTeacher(spec, vocab_size=vocabulary, topk=topk).score(batch)
+    config = JobConfig().unchecked_copy(distill_topk=topk)
+    found = HttpTeacher(config, spec, vocabulary).score(batch)
     model = hf_model(vllm_config(), 0)
     for i, (ids, response) in enumerate(zip(tokens, responses, strict=True)):
         with torch.no_grad():

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, Needs, absolute_code, alias, expect, expect_band, flag
+from plugin.config.import_paths import function_name
 from plugin.errors import ConfigError
 
 
@@ -16,9 +17,9 @@ def needs_hook(*names: str) -> Needs:
     built_in = "plugin.ppo_utils."
 
     def are_met(config: Any) -> bool:
-        paths = [path.replace(":", ".") for path in config.hook_names()]
         return (config.use_tis or config.get_mismatch_metrics) and any(
-            not path.startswith(built_in) or path.rsplit(".", 1)[-1] in names for path in paths
+            not path.replace(":", ".").startswith(built_in) or function_name(path) in names
+            for path in config.hook_names()
         )
 
     shown = " or ".join(

@@ -11,6 +11,7 @@ from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, Needs, absolute_code, alias, expect, flag, needs_flag
+from plugin.config.import_paths import function_name
 from plugin.config.loss.corrections import CorrectionFlags
 from plugin.config.loss.policy_loss import PolicyLossFlags
 from plugin.errors import ConfigError
@@ -277,9 +278,7 @@ class LossConfig(
             "--use-tis",
         )
         doubled = [
-            name
-            for name in self.hook_names()
-            if name.replace(":", ".").rsplit(".", 1)[-1] == "off_policy_is_function"
+            path for path in self.hook_names() if function_name(path) == "off_policy_is_function"
         ]
         if doubled and self.loss_traits.compares_with == "train":
             message = (

@@ -33,7 +33,7 @@ def checked_teachers(
     loaded = {}
     for spec in config.teacher_specs:
         if spec.directory is None:
-            HttpTeacher.of(config, spec, vocabulary).check(tokenizer, log)
+            HttpTeacher(config, spec, vocabulary).check(tokenizer, log)
         else:
             loaded[spec.name] = _loaded(config, spec, policy, tokenizer)
     return loaded

@@ -6,7 +6,6 @@ import base64
 import io
 import math
 import reprlib
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -41,20 +40,6 @@ _short.maxstring = 200
 shown = _short.repr
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One response that is wanted: to a prompt, from a seed, of at most `max_tokens` tokens.
-
-    interruptible: whether a response that the server cut short is an answer
-    """
-
-    prompt: tuple[int, ...]
-    seed: int
-    max_tokens: int
-    parameters: SamplingParameters
-    interruptible: bool = False
-
-
 def field(body: Any, *path: str | int) -> Any:
     """The value at `path` of nested mappings and lists."""
     value = body
@@ -67,15 +52,16 @@ def field(body: Any, *path: str | int) -> Any:
     return value
 
 
-def token_ids(value: Any, ask: Ask, vocab_size: int) -> Tensor:
+def token_ids(value: Any, parameters: SamplingParameters, vocab_size: int) -> Tensor:
     """[response] int64 of a JSON list of token ids."""
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise MalformedAnswer("the answer's token ids are not a list of integers")
     if not value:
         raise MalformedAnswer("the answer has no tokens")
-    if len(value) > ask.max_tokens:
+    max_tokens = parameters.max_response_length
+    if len(value) > max_tokens:
         raise MalformedAnswer(
-            f"{len(value)} tokens came back where at most {ask.max_tokens} were asked for"
+            f"{len(value)} tokens came back where at most {max_tokens} were asked for"
         )
     outside = [token for token in value if not 0 <= token < vocab_size]
     if outside:
@@ -125,25 +111,26 @@ def kept_rows(value: Any, tokens: Tensor, vocab_size: int) -> Ragged:
     return Ragged.of(rows)
 
 
-def finish_reason(value: Any, tokens: Tensor, ask: Ask) -> FinishReason:
-    """`stop` or `length`, if the tokens bear it out; `abort` of an interruptible one."""
-    stops = torch.isin(tokens, torch.tensor(ask.parameters.stop_token_ids, dtype=torch.int64))
+def finish_reason(
+    value: Any, tokens: Tensor, parameters: SamplingParameters, *, interrupts: bool
+) -> FinishReason:
+    """`stop` or `length`, if the tokens bear it out; `abort` where new weights may interrupt."""
+    max_tokens = parameters.max_response_length
+    stops = torch.isin(tokens, torch.tensor(parameters.stop_token_ids, dtype=torch.int64))
     if bool(stops[:-1].any()):
         raise MalformedAnswer("the response goes on after a stop token")
-    if value == "abort" and ask.interruptible:
+    if value == "abort" and interrupts:
         if bool(stops[-1]):
             return "stop"
-        return "length" if tokens.numel() == ask.max_tokens else "abort"
+        return "length" if tokens.numel() == max_tokens else "abort"
     if value not in ("stop", "length"):
         raise MalformedAnswer(f"finish reason {shown(value)}; expected stop or length")
     if value == "stop" and not bool(stops[-1]):
         raise MalformedAnswer(
             f"finish reason stop, but the last token {int(tokens[-1])} is no stop token of the task"
         )
-    if value == "length" and tokens.numel() != ask.max_tokens:
-        raise MalformedAnswer(
-            f"finish reason length with {tokens.numel()} of {ask.max_tokens} tokens"
-        )
+    if value == "length" and tokens.numel() != max_tokens:
+        raise MalformedAnswer(f"finish reason length with {tokens.numel()} of {max_tokens} tokens")
     return "stop" if bool(stops[-1]) else "length"
 
 
@@ -173,9 +160,9 @@ def routes_of_npy(value: Any, length: int, shape: RouteShape) -> Tensor:
     return _completed(torch.from_numpy(array.astype(dtype.newbyteorder("="))), length, shape)
 
 
-def routes_of_int32(value: Any, length: int, num_layers: int, shape: RouteShape) -> Tensor:
+def routes_of_int32(value: Any, length: int, shape: RouteShape) -> Tensor:
     """[length, MoE layers, topk] of base64 int32 for all layers and all tokens but the last."""
-    data = _decoded(value)
+    data, num_layers = _decoded(value), shape.num_layers or shape.layers[-1] + 1
     if len(data) != 4 * (length - 1) * num_layers * shape.topk:
         raise MalformedAnswer(
             f"{len(data)} bytes of routed experts where {length - 1} x {num_layers} x {shape.topk} "

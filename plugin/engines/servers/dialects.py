@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from plugin.engines.expert_routes import RouteShape
-from plugin.engines.protocol import Generation, SamplingParameters
+from plugin.engines.protocol import Generation, GenerationRequest, SamplingParameters
 from plugin.engines.servers.answers import (
-    Ask,
     MalformedAnswer,
     WrongLogProbs,
     field,
@@ -31,14 +30,16 @@ class ResponseShape:
     """What a response must fit besides the sampling parameters.
 
     max_model_len: tokens of prompt and response together
+    interrupts: whether a response that new weights cut short is an answer
     """
 
     vocab_size: int
     max_model_len: int
-    num_layers: int
     routes: RouteShape
+    interrupts: bool = False
 
 
+@dataclass(frozen=True)
 class VllmDialect:
     """vLLM's OpenAI-compatible server.
 
@@ -47,23 +48,24 @@ class VllmDialect:
     load_method: the workers' method that loads a version, and the name of its argument
     """
 
-    load_method = ("reload_weights", "weights_path")
+    shape: ResponseShape
+    load_method: ClassVar = ("reload_weights", "weights_path")
 
-    def generation(self, ask: Ask) -> ServerCall:
-        """The call for one response."""
+    def generation(self, request: GenerationRequest, parameters: SamplingParameters) -> ServerCall:
+        """The call for the response to a request of one seed."""
         payload = {
-            "prompt": list(ask.prompt),
-            "seed": ask.seed,
-            "max_tokens": ask.max_tokens,
-            "temperature": ask.parameters.temperature,
-            "top_p": ask.parameters.top_p,
-            "top_k": ask.parameters.top_k or 0,
+            "prompt": list(request.prompt),
+            "seed": request.seeds[0],
+            "max_tokens": parameters.max_response_length,
+            "temperature": parameters.temperature,
+            "top_p": parameters.top_p,
+            "top_k": parameters.top_k or 0,
             # Whatever the model's generation config says, these are off.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "stop_token_ids": list(ask.parameters.stop_token_ids),
+            "stop_token_ids": list(parameters.stop_token_ids),
             "ignore_eos": True,
             "return_token_ids": True,
             # Log-probs are labeled by id, so that a server without a tokenizer can answer.
@@ -71,24 +73,28 @@ class VllmDialect:
             "skip_special_tokens": False,
             "stream": False,
         }
-        if ask.parameters.log_probs:
+        if parameters.log_probs:
             payload["logprobs"] = 0
         return ServerCall("/v1/completions", payload)
 
-    def parse(self, body: Any, ask: Ask, shape: ResponseShape, weight_version: int) -> Generation:
+    def parse(
+        self, body: Any, request: GenerationRequest, parameters: SamplingParameters, version: int
+    ) -> Generation:
         """The response in `body`, or `MalformedAnswer`."""
         choice = _only(field(body, "choices"))
         echoed = choice.get("prompt_token_ids")
-        if echoed is not None and echoed != list(ask.prompt):
+        if echoed is not None and echoed != list(request.prompt):
             raise MalformedAnswer("the answer is for another prompt")
-        tokens = token_ids(field(choice, "token_ids"), ask, shape.vocab_size)
-        finished = finish_reason(choice.get("finish_reason"), tokens, ask)
-        wanted, routes = ask.parameters, None
-        if wanted.routed_experts:
-            length = len(ask.prompt) + tokens.numel()
-            routes = routes_of_npy(choice.get("routed_experts"), length, shape.routes)
-        values = log_probs(_token_logprobs(choice), tokens.numel()) if wanted.log_probs else None
-        return Generation(tokens, finished, weight_version, values, routes)
+        tokens = token_ids(field(choice, "token_ids"), parameters, self.shape.vocab_size)
+        reason = choice.get("finish_reason")
+        finished = finish_reason(reason, tokens, parameters, interrupts=self.shape.interrupts)
+        routes = values = None
+        if parameters.routed_experts:
+            length = len(request.prompt) + tokens.numel()
+            routes = routes_of_npy(choice.get("routed_experts"), length, self.shape.routes)
+        if parameters.log_probs:
+            values = log_probs(_token_logprobs(choice), tokens.numel())
+        return Generation(tokens, finished, version, values, routes)
 
     def weight_update(self, directory: str, label: str, *, abort: bool) -> list[ServerCall]:
         """The calls after which the server has the weights in `directory` and says so.
@@ -122,68 +128,74 @@ class VllmDialect:
         if not parameters.log_probs or (parameters.temperature == 1 and not truncated):
             return None
         # Among one candidate the sampled token has probability 1, so its log-prob is 0.
-        one = Ask((1,), 0, 1, SamplingParameters(top_k=1, max_response_length=1))
-        call = self.generation(one)
+        greedy = SamplingParameters(top_k=1, max_response_length=1)
+        call = self.generation(GenerationRequest((1,), (0,)), greedy)
         return ServerCall(call.path, call.payload, check=_is_processed)
 
 
 class ExtendedVllmDialect(VllmDialect):
     """A vLLM server of the job's own: its workers have our `WorkerExtension`."""
 
-    load_method = ("load_directory", "directory")
+    load_method: ClassVar = ("load_directory", "directory")
 
 
+@dataclass(frozen=True)
 class SglangDialect:
     """SGLang's native server, which can also join a process group with the trainer."""
 
-    def generation(self, ask: Ask) -> ServerCall:
+    shape: ResponseShape
+
+    def generation(self, request: GenerationRequest, parameters: SamplingParameters) -> ServerCall:
         sampling = {
-            "max_new_tokens": ask.max_tokens,
-            "temperature": ask.parameters.temperature,
-            "top_p": ask.parameters.top_p,
-            "top_k": ask.parameters.top_k or -1,
+            "max_new_tokens": parameters.max_response_length,
+            "temperature": parameters.temperature,
+            "top_p": parameters.top_p,
+            "top_k": parameters.top_k or -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "stop_token_ids": list(ask.parameters.stop_token_ids),
+            "stop_token_ids": list(parameters.stop_token_ids),
             "ignore_eos": True,
             "skip_special_tokens": False,
             "no_stop_trim": True,
-            "sampling_seed": ask.seed,
+            "sampling_seed": request.seeds[0],
         }
         payload = {
-            "input_ids": list(ask.prompt),
+            "input_ids": list(request.prompt),
             "sampling_params": sampling,
-            "return_logprob": ask.parameters.log_probs,
-            "return_routed_experts": ask.parameters.routed_experts,
+            "return_logprob": parameters.log_probs,
+            "return_routed_experts": parameters.routed_experts,
             "stream": False,
         }
-        if ask.parameters.sampling_mask:
+        if parameters.sampling_mask:
             payload["return_sampling_mask"] = True
         return ServerCall("/generate", payload)
 
-    def parse(self, body: Any, ask: Ask, shape: ResponseShape, weight_version: int) -> Generation:
+    def parse(
+        self, body: Any, request: GenerationRequest, parameters: SamplingParameters, version: int
+    ) -> Generation:
         meta = field(body, "meta_info")
         prompt_tokens = field(meta, "prompt_tokens")
-        if prompt_tokens != len(ask.prompt):
+        if prompt_tokens != len(request.prompt):
             raise MalformedAnswer(
                 f"the server read a prompt of {shown(prompt_tokens)} tokens instead of "
-                f"{len(ask.prompt)}"
+                f"{len(request.prompt)}"
             )
-        tokens = token_ids(field(body, "output_ids"), ask, shape.vocab_size)
-        finished = finish_reason(field(meta, "finish_reason", "type"), tokens, ask)
+        tokens = token_ids(field(body, "output_ids"), parameters, self.shape.vocab_size)
+        reason = field(meta, "finish_reason", "type")
+        finished = finish_reason(reason, tokens, parameters, interrupts=self.shape.interrupts)
         routes = values = kept = None
-        if ask.parameters.routed_experts:
-            length = len(ask.prompt) + tokens.numel()
+        if parameters.routed_experts:
+            length = len(request.prompt) + tokens.numel()
             found = meta.get("routed_experts")
-            routes = routes_of_int32(found, length, shape.num_layers, shape.routes)
-        if ask.parameters.log_probs:
+            routes = routes_of_int32(found, length, self.shape.routes)
+        if parameters.log_probs:
             values = log_probs(_sglang_log_probs(meta, tokens.tolist()), tokens.numel())
-        if ask.parameters.sampling_mask:
-            kept = kept_rows(meta.get("output_token_sampling_mask"), tokens, shape.vocab_size)
+        if parameters.sampling_mask:
+            kept = kept_rows(meta.get("output_token_sampling_mask"), tokens, self.shape.vocab_size)
             # Those above are of the distribution before truncation, these of the sampled one.
-            if ask.parameters.log_probs:
+            if parameters.log_probs:
                 values = log_probs(meta.get("output_token_sampling_logprobs"), tokens.numel())
-        return Generation(tokens, finished, weight_version, values, routes, kept)
+        return Generation(tokens, finished, version, values, routes, kept)
 
     def weight_update(self, directory: str, label: str, *, abort: bool) -> list[ServerCall]:
         payload = {

@@ -48,17 +48,24 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> H
         hf_config,
         weights_dir=config.rollout_weights_dir if config.weight_transport == "directory" else None,
         server=config.rollout_server,
-        request_timeout=config.rollout_request_timeout,
-        update_timeout=config.step_timeout,
         start_timeout=config.start_timeout,
-        retries=config.rollout_request_retries,
         api_key=api_key(config),
-        max_batch=config.rollout_max_batch,
-        max_answer_bytes=config.max_answer_bytes,
         max_model_len=config.max_context_length,
-        interrupts=config.partial_rollouts,
-        name=name,
+        **job_settings(config, name),
     )
+
+
+def job_settings(config: JobConfig, name: str) -> dict[str, Any]:
+    """What a job sets for its own servers as for others."""
+    return {
+        "request_timeout": config.rollout_request_timeout,
+        "update_timeout": config.step_timeout,
+        "retries": config.rollout_request_retries,
+        "max_batch": config.rollout_max_batch,
+        "max_answer_bytes": config.max_answer_bytes,
+        "interrupts": config.partial_rollouts,
+        "name": name,
+    }
 
 
 class HttpEngine(GeneratesBySteps):
@@ -69,8 +76,7 @@ class HttpEngine(GeneratesBySteps):
     request_timeout: seconds for one response to its last byte
     update_timeout: seconds for loading weights
     start_timeout: seconds within which a server has to answer for the first time; None = ever
-    retries: attempts after a failed one, `backoff` seconds later at first, then twice as long each
-        time
+    retries, backoff: see `ServerPool.ask`
     api_key: sent with every call as a bearer token
     max_batch: responses asked for at the same time
     max_answer_bytes: of one answer, decompressed
@@ -101,7 +107,14 @@ class HttpEngine(GeneratesBySteps):
         if not urls:
             raise ConfigError("--rollout-engine http needs at least one URL; give --rollout-url")
         super().__init__(name, weight_ledger(hf_config))
-        dialect: Dialect = DIALECTS[server]()
+        positions = int(hf_config.get("max_position_embeddings") or 1 << 20)
+        shape = ResponseShape(
+            vocab_size=int(hf_config["vocab_size"]),
+            max_model_len=min(max_model_len or positions, positions),
+            routes=RouteShape.of(hf_config),
+            interrupts=interrupts,
+        )
+        dialect: Dialect = DIALECTS[server](shape)
         self.pool = ServerPool(urls)
         self._session = partial(ServerSession, max_answer_bytes, api_key)
         self.updates = ServerUpdates(
@@ -111,27 +124,12 @@ class HttpEngine(GeneratesBySteps):
             None if weights_dir is None else WeightDirectory(weights_dir, hf_config),
             self._session,
             timeout=update_timeout,
-            interrupts=interrupts,
             patience=start_timeout,
         )
-        positions = int(hf_config.get("max_position_embeddings") or 1 << 20)
-        shape = ResponseShape(
-            vocab_size=int(hf_config["vocab_size"]),
-            max_model_len=min(max_model_len or positions, positions),
-            num_layers=int(hf_config["num_hidden_layers"]),
-            routes=RouteShape.of(hf_config),
-        )
         self._responses = ServerResponses(
-            dialect,
-            self.pool,
-            shape,
-            timeout=request_timeout,
-            retries=retries,
-            backoff=backoff,
-            interrupts=interrupts,
+            dialect, self.pool, timeout=request_timeout, retries=retries, backoff=backoff
         )
-        self._update_timeout, self._max_batch = update_timeout, max_batch
-        self._interrupts = interrupts
+        self._max_batch, self._interrupts = max_batch, interrupts
         self._events = asyncio.new_event_loop()
         self._connection: tuple[ServerSession, asyncio.Event, asyncio.Task[None]] | None = None
         self._new: list[tuple[int, GenerationRequest, SamplingParameters]] = []
@@ -179,7 +177,8 @@ class HttpEngine(GeneratesBySteps):
         except BaseException:
             self.abort()
             raise
-        finished, self._finished = self._finished, []
+        finished = self._finished[:]
+        self._finished.clear()
         self._running -= len(finished)
         if not self._running:
             self._events.run_until_complete(self._disconnect())
@@ -228,7 +227,9 @@ class HttpEngine(GeneratesBySteps):
             self._connection = (session, end, reviver)
         session = self._connection[0]
         for ticket, request, parameters in self._new:
-            group = self._responses.ask_for_group(session, ticket, request, parameters, self._note)
+            group = self._responses.ask_for_group(
+                session, ticket, request, parameters, self._finished.append
+            )
             self._groups.add(asyncio.create_task(group))
         self._new.clear()
         deadline = self._events.time() + _STEP_SECONDS
@@ -238,9 +239,6 @@ class HttpEngine(GeneratesBySteps):
             )
             for group_task in done:
                 group_task.result()
-
-    def _note(self, finished: Finished) -> None:
-        self._finished.append(finished)
 
     async def _disconnect(self) -> None:
         for task in self._groups:

@@ -5,18 +5,19 @@ One that holds the prefix of a request is asked before the idlest.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from plugin.engines.servers.answers import MalformedAnswer
-from plugin.engines.servers.calls import ServerGone, ServerTrouble
+from plugin.engines.servers.calls import CallRefused, ServerGone, ServerTrouble
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,13 +26,12 @@ UPDATE_POLL_SECONDS = 0.02
 _LONGEST_BACKOFF = 15.0
 _TROUBLES_UNTIL_OUT = 3
 _FIRST_PROBE_SECONDS, _LAST_PROBE_SECONDS = 1.0, 30.0
-
-
 #: Requests by which the holder of a prefix may be busier than the idlest before that one is asked.
 SLACK = 16
 _REMEMBERED = 100_000
 
 Place = TypeVar("Place", bound=Hashable)
+T = TypeVar("T")
 
 
 @dataclass
@@ -70,12 +70,8 @@ class FailedCall(Exception):
     """A call that failed, and was counted: which server, and why."""
 
 
-def backoff_seconds(attempt: int, first: float) -> float:
-    """How long to wait before the `attempt`-th repetition: `first` seconds, then twice as long.
-
-    Spread, so that calls do not come back together.
-    """
-    return min(first * 2 ** (attempt - 1), _LONGEST_BACKOFF) * random.uniform(0.5, 1.5)
+class Overtaken(Exception):
+    """The server's weights changed before the response was complete; what came is not used."""
 
 
 class PrefixRouter:
@@ -149,6 +145,41 @@ class ServerPool:
         by_url = {server.url: server for server in others}
         url = self._router.choose(prefix, {url: s.in_flight for url, s in by_url.items()})
         return None if url is None else by_url[url]
+
+    async def ask(
+        self,
+        call: Callable[[Server], Awaitable[T | None]],
+        choose: Callable[[Server | None], Awaitable[Server]],
+        *,
+        retries: int,
+        backoff: float,
+    ) -> T:
+        """What `call` gets of a server, made again after trouble, or the last `FailedCall`.
+
+        call: returns None, or raises `Overtaken`, if it is to be made again at no cost
+        choose: the server to ask next; is given the one that failed last
+        retries: attempts after a failed one, `backoff` seconds later at first, then twice as long
+            each time; spread, so that calls do not come back together
+        """
+        failures = 0
+        failed: Server | None = None
+        while True:
+            server = await choose(failed)
+            try:
+                with self.call(server):
+                    found = await call(server)
+                if found is not None:
+                    return found
+            except Overtaken:
+                await asyncio.sleep(UPDATE_POLL_SECONDS)
+            except CallRefused as refusal:
+                raise CallRefused(f"{server.url}: {refusal}") from None
+            except FailedCall:
+                failures, failed = failures + 1, server
+                if failures > retries:
+                    raise
+                pause = min(backoff * 2 ** (failures - 1), _LONGEST_BACKOFF)
+                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
 
     @contextmanager
     def call(self, server: Server) -> Iterator[None]:

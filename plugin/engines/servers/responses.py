@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,20 +24,20 @@ from plugin.engines.protocol import (
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.engines.servers.answers import Ask, MalformedAnswer, WrongLogProbs
+from plugin.engines.servers.answers import MalformedAnswer, WrongLogProbs
 from plugin.engines.servers.calls import (
     CallRefused,
     ServerGone,
     ServerSession,
     ServerTrouble,
 )
-from plugin.engines.servers.dialects import Dialect, ResponseShape
+from plugin.engines.servers.dialects import Dialect
 from plugin.engines.servers.pool import (
     UPDATE_POLL_SECONDS,
     FailedCall,
+    Overtaken,
     Server,
     ServerPool,
-    backoff_seconds,
 )
 from plugin.engines.servers.updates import version_of
 from plugin.errors import ConfigError
@@ -52,25 +52,20 @@ class ServerResponses:
     """Asks the servers of a pool for responses.
 
     timeout: seconds for one response to its last byte
-    retries: attempts after a failed one, `backoff` seconds later at first, then twice as long each
-        time
-    interrupts: whether new weights may cut responses short
+    retries, backoff: see `ServerPool.ask`
     """
 
     def __init__(
         self,
         dialect: Dialect,
         pool: ServerPool,
-        shape: ResponseShape,
         *,
         timeout: float,
         retries: int,
         backoff: float,
-        interrupts: bool,
     ) -> None:
-        self._dialect, self._pool, self._shape = dialect, pool, shape
+        self._dialect, self._pool = dialect, pool
         self._timeout, self._retries, self._backoff = timeout, retries, backoff
-        self._interrupts = interrupts
         self._testing = asyncio.Lock()
 
     async def ask_for_group(
@@ -87,31 +82,24 @@ class ServerResponses:
         take: is given every response as it is complete
         only: the one server that is asked; None = any
         """
-        room = self._shape.max_model_len - len(request.prompt)
-        asks = [
-            Ask(
-                request.prompt,
-                seed,
-                min(room, parameters.max_response_length),
-                parameters,
-                self._interrupts,
-            )
-            for seed in request.seeds
-        ]
+        longest = self._dialect.shape.max_model_len
+        room = longest - len(request.prompt)
         if room < 1:
-            reason = (
+            failure = GenerationFailure(
                 f"a prompt of {len(request.prompt)} tokens leaves no room for a response in "
-                f"{self._shape.max_model_len}"
+                f"{longest}"
             )
-            failure = GenerationFailure(reason)
-            for place in range(len(asks)):
+            for place in range(len(request.seeds)):
                 take(Finished(ticket, place, failure))
             return
-        # Later turns of an episode have the same prompt index and begin with the same tokens.
-        prefix = (request.prompt_index, request.prompt[:_TOKENS_OF_A_PREFIX])
+        parameters = replace(
+            parameters, max_response_length=min(room, parameters.max_response_length)
+        )
         open_tasks = {
-            asyncio.create_task(self._response(session, ask, prefix, only)): place
-            for place, ask in enumerate(asks)
+            asyncio.create_task(
+                self._response(session, replace(request, seeds=(seed,)), parameters, only)
+            ): place
+            for place, seed in enumerate(request.seeds)
         }
         failed: GenerationFailure | None = None
         try:
@@ -132,47 +120,53 @@ class ServerResponses:
                 take(Finished(ticket, place, GenerationFailure(reason)))
 
     async def _response(
-        self, session: ServerSession, ask: Ask, prefix: Hashable, only: Server | None
+        self,
+        session: ServerSession,
+        request: GenerationRequest,
+        parameters: SamplingParameters,
+        only: Server | None,
     ) -> Answer:
         """One response, after as many attempts as it takes and is allowed.
 
         New weights may cut it into pieces; those cost no attempt.
-
-        prefix, only: see `ServerPool.pick`
         """
-        troubled: Server | None = None
+        # Later turns of an episode have the same prompt index and begin with the same tokens.
+        prefix = (request.prompt_index, request.prompt[:_TOKENS_OF_A_PREFIX])
         pieces: list[Generation] = []
-        last, attempt, waited = "", 0, False
-        while attempt <= self._retries:
-            server = self._pool.pick(avoid=troubled, prefix=prefix, only=only)
-            if server is None and self._pool.is_updating:
-                await asyncio.sleep(UPDATE_POLL_SECONDS)
-                continue
-            if server is None and not waited:
-                waited = True
-                await asyncio.sleep(_ALL_OUT_PAUSE)
-                continue
-            if server is None:
-                causes = "; ".join(f"{s.url}: {s.out_because}" for s in self._pool.servers)
-                return GenerationFailure(f"no rollout server is in service: {causes}")
-            try:
-                with self._pool.call(server):
-                    piece = await self._attempt(session, server, _rest_of(ask, pieces))
-            except Overtaken:
-                await asyncio.sleep(UPDATE_POLL_SECONDS)
-            except CallRefused as refusal:
-                return GenerationFailure(f"{server.url}: {refusal}")
-            except FailedCall as failed:
-                attempt, troubled, last = attempt + 1, server, str(failed)
-                if attempt <= self._retries:
-                    await asyncio.sleep(backoff_seconds(attempt, self._backoff))
-            else:
-                pieces.append(piece)
-                if piece.finish_reason != "abort":
-                    return _joined(pieces)
-        return GenerationFailure(f"{self._retries + 1} attempts failed, the last at {last}")
+        waited = False
 
-    async def _attempt(self, session: ServerSession, server: Server, ask: Ask) -> Generation:
+        async def choose(avoid: Server | None) -> Server:
+            nonlocal waited
+            while (server := self._pool.pick(avoid, prefix, only)) is None:
+                if self._pool.is_updating:
+                    await asyncio.sleep(UPDATE_POLL_SECONDS)
+                elif not waited:
+                    waited = True
+                    await asyncio.sleep(_ALL_OUT_PAUSE)
+                else:
+                    causes = "; ".join(f"{s.url}: {s.out_because}" for s in self._pool.servers)
+                    raise CallRefused(f"no rollout server is in service: {causes}")
+            return server
+
+        async def call(server: Server) -> Generation | None:
+            rest, left = _rest_of(request, parameters, pieces)
+            pieces.append(await self._attempt(session, server, rest, left))
+            return None if pieces[-1].finish_reason == "abort" else _joined(pieces)
+
+        try:
+            return await self._pool.ask(call, choose, retries=self._retries, backoff=self._backoff)
+        except CallRefused as refusal:
+            return GenerationFailure(str(refusal))
+        except FailedCall as failed:
+            return GenerationFailure(f"{self._retries + 1} attempts failed, the last at {failed}")
+
+    async def _attempt(
+        self,
+        session: ServerSession,
+        server: Server,
+        request: GenerationRequest,
+        parameters: SamplingParameters,
+    ) -> Generation:
         """Ask, parse, and have the weights confirmed afterwards.
 
         A label is lost with the weights and only this object gives it, so a server that has it
@@ -183,12 +177,12 @@ class ServerResponses:
         if label is None:
             raise Overtaken
         if not server.tested:
-            await self._test(session, server, ask)
-        call = self._dialect.generation(ask)
+            await self._test(session, server, parameters)
+        call = self._dialect.generation(request, parameters)
         version = version_of(label)
         try:
             body = await session.call(server.url, call, self._timeout)
-            generation = self._dialect.parse(body, ask, self._shape, version)
+            generation = self._dialect.parse(body, request, parameters, version)
         except (ServerTrouble, CallRefused, MalformedAnswer):
             if server.interrupted_at == label:
                 raise Overtaken from None  # before its first token, or the connection was cut
@@ -204,21 +198,18 @@ class ServerResponses:
         if reported is not None and reported != label:
             raise ServerGone(f"the response came from weights {reported!r}, not {label!r}")
         if reported is None:
-            await self._confirm(session, server, label)
+            try:
+                await session.call(server.url, self._dialect.weight_label(label), self._timeout)
+            except (MalformedAnswer, CallRefused) as lost:
+                if server.interrupted_at != label:  # it had them until an update
+                    raise ServerGone(f"the response cannot be trusted: {lost}") from None
         return generation
 
-    async def _confirm(self, session: ServerSession, server: Server, label: str) -> None:
-        """`ServerGone` unless the server has the weights `label`, or had them until an update."""
-        confirm = self._dialect.weight_label(label)
-        try:
-            await session.call(server.url, confirm, self._timeout)
-        except (MalformedAnswer, CallRefused) as lost:
-            if server.interrupted_at != label:
-                raise ServerGone(f"the response cannot be trusted: {lost}") from None
-
-    async def _test(self, session: ServerSession, server: Server, ask: Ask) -> None:
+    async def _test(
+        self, session: ServerSession, server: Server, parameters: SamplingParameters
+    ) -> None:
         """Refuse a server whose log-probs are not those of the sampled distribution."""
-        test = self._dialect.self_test(ask.parameters)
+        test = self._dialect.self_test(parameters)
         async with self._testing:
             if test is None or server.tested:
                 return
@@ -229,19 +220,20 @@ class ServerResponses:
             server.tested = True
 
 
-class Overtaken(Exception):
-    """The server's weights changed before the response was complete; what came is not used."""
-
-
-def _rest_of(ask: Ask, pieces: Sequence[Generation]) -> Ask:
+def _rest_of(
+    request: GenerationRequest, parameters: SamplingParameters, pieces: Sequence[Generation]
+) -> tuple[GenerationRequest, SamplingParameters]:
     """What is still to be sampled after `pieces`."""
     if not pieces:
-        return ask
+        return request, parameters
     prefix = tuple(token for piece in pieces for token in piece.tokens.tolist())
     # The same seed would draw the random numbers again that the prefix was drawn with.
-    seed = random.Random(f"{ask.seed}/{len(prefix)}").getrandbits(62)
-    prompt, left = (*ask.prompt, *prefix), ask.max_tokens - len(prefix)
-    return replace(ask, prompt=prompt, seed=seed, max_tokens=left)
+    seed = random.Random(f"{request.seeds[0]}/{len(prefix)}").getrandbits(62)
+    left = parameters.max_response_length - len(prefix)
+    return (
+        replace(request, prompt=(*request.prompt, *prefix), seeds=(seed,)),
+        replace(parameters, max_response_length=left),
+    )
 
 
 def _joined(pieces: Sequence[Generation]) -> Generation:

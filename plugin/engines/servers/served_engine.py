@@ -7,11 +7,12 @@ the actor. When the server ends or falls silent, the engine raises, and the pool
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ from plugin.engines.protocol import (
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.engines.servers.http_engine import HttpEngine
+from plugin.engines.servers.http_engine import HttpEngine, job_settings
 from plugin.engines.servers.process import ServerEnded, ServerProcess, free_port
-from plugin.engines.vllm.startup import cpu_options
+from plugin.engines.vllm.startup import IN_PROCESS_ENVIRONMENT, cpu_options
 from plugin.weights.group import WeightGroup
 
 
@@ -163,17 +164,13 @@ class ServedEngine(HttpEngine):
             hf_config,
             weights_dir=weights if config.weight_transport == "directory" else None,
             server=server,
-            request_timeout=config.rollout_request_timeout,
-            update_timeout=config.step_timeout,
-            retries=config.rollout_request_retries,
-            max_batch=config.rollout_max_batch,
-            max_answer_bytes=config.max_answer_bytes,
             max_model_len=longest,
-            interrupts=config.partial_rollouts,
-            name=name,
+            **job_settings(config, name),
         )
         start = command(config, str(directory), port, longest)
-        environment = dict(os.environ) | dict(start.environment)
+        # An engine that this process, or the one before it, had is no model for the server.
+        inherited = {k: v for k, v in os.environ.items() if IN_PROCESS_ENVIRONMENT.get(k) != v}
+        environment = inherited | dict(start.environment)
         if not torch.cuda.is_available():
             environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         self.server = ServerProcess(
@@ -185,39 +182,39 @@ class ServedEngine(HttpEngine):
         )
         self.server.wait_until_ready(config.start_timeout)
 
-    def load_weights(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
-        """As `HttpEngine.load_weights`; `ServerEnded` if the server is gone or did not load."""
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        """`ServerEnded` if the server is gone, before or after the body."""
         self.server.require_alive()
         try:
-            super().load_weights(version, bucket, last=last)
+            yield
         finally:
             self.server.require_alive()
+
+    def load_weights(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
+        """As `HttpEngine.load_weights`; `ServerEnded` also if the server did not load them."""
+        with self._alive():
+            super().load_weights(version, bucket, last=last)
         [only] = self.pool.servers
         if last and only.out_because is not None:
             raise ServerEnded(f"weight version {version}: {only.out_because}")
 
     def receive_weights(self, version: int, group: WeightGroup, first: int) -> None:
-        """As `HttpEngine.receive_weights`; `ServerEnded` if the server is gone."""
-        self.server.require_alive()
-        try:
+        """As `HttpEngine.receive_weights`."""
+        with self._alive():
             super().receive_weights(version, group, first)
-        finally:
-            self.server.require_alive()
 
     def step(self) -> list[Finished]:
-        """As `HttpEngine.step`; `ServerEnded` if the server is gone, before or after it."""
-        self.server.require_alive()
-        finished = super().step()
-        self.server.require_alive()
-        return finished
+        """As `HttpEngine.step`."""
+        with self._alive():
+            return super().step()
 
     def probe(
         self, request: GenerationRequest, parameters: SamplingParameters
     ) -> list[tuple[str, list[Answer]]]:
-        """As `HttpEngine.probe`; `ServerEnded` if the server is gone."""
-        found = super().probe(request, parameters)
-        self.server.require_alive()
-        return found
+        """As `HttpEngine.probe`."""
+        with self._alive():
+            return super().probe(request, parameters)
 
     def close(self) -> None:
         """End the server."""

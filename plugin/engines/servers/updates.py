@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from plugin.engines.servers.answers import MalformedAnswer
 from plugin.engines.servers.calls import CallRefused, ServerCall, ServerSession, ServerTrouble
@@ -32,89 +31,21 @@ _PROBE_TIMEOUT = 10.0
 _REVIVE_SECONDS = 0.5
 
 
-Call = Callable[[Server, ServerCall], Awaitable[None]]
-
-
 def version_of(label: str) -> int:
     """The weight version that a label names."""
     return int(label.rpartition("-v")[2])
 
 
-@contextlib.asynccontextmanager
-async def _locked(server: Server) -> AsyncIterator[None]:
-    """Wait until no other thread updates or revives the server."""
-    while not server.updating.acquire(blocking=False):
-        await asyncio.sleep(UPDATE_POLL_SECONDS)
-    try:
-        yield
-    finally:
-        server.updating.release()
-
-
 class ServerMember:
-    """Stands for the workers of servers in a group, and tells the servers what they receive.
-
-    No weights come through this process.
-    """
+    """Stands for the workers of servers in a group; no weights come through this process."""
 
     def __init__(self, group: WeightGroup) -> None:
-        self._store, self._joined = GroupStore(group), False
+        self.group, self.store, self.joined = group, GroupStore(group), False
 
-    @property
-    def group(self) -> WeightGroup:
-        """The group that the servers are members of."""
-        return self._store.group
-
-    async def receive(
-        self,
-        version: int,
-        servers: Sequence[Server],
-        first: int,
-        label: str,
-        dialect: SglangDialect,
-        call: Call,
-        take: Callable[[Iterable[tuple[str, Tensor]]], None],
-    ) -> None:
-        """Have `servers` receive all of `version` and name it `label`.
-
-        first: number of the first server's first worker among the receivers
-        call: makes a call to a server, or raises
-        take: gets the names and shapes of what the servers receive
-        """
-        workers = sum(server.workers for server in servers)
-        if not self._joined:
-            await asyncio.to_thread(self._store.barrier, "joined", workers)
-            await self._join(servers, first, dialect, call)
-        await asyncio.to_thread(self._store.barrier, f"version {version}", workers)
-        buckets = self._store.buckets(version)
-        while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
-            sender, specs = bucket
-            take((s.name, torch.empty(s.shape, dtype=s.dtype, device="meta")) for s in specs)
-            received = dialect.receive(self.group.sender_name(sender), specs, f"loading {label}")
-            await self._unless_aborted(call(server, received) for server in servers)
-
-        async def name(server: Server) -> None:
-            for one in dialect.name_weights(label):
-                await call(server, one)
-
-        await self._unless_aborted(map(name, servers))
-
-    async def _join(
-        self, servers: Sequence[Server], first: int, dialect: SglangDialect, call: Call
-    ) -> None:
-        """Have every server join the groups of all senders, which form when all have come."""
-        joins = []
-        for server in servers:
-            for sender in range(self.group.senders):
-                joins.append(call(server, dialect.join_group(self.group, sender, 1 + first)))
-            first += server.workers
-        await self._unless_aborted(joins)
-        self._joined = True
-
-    async def _unless_aborted(self, calls: Iterable[Awaitable[None]]) -> None:
+    async def unless_aborted(self, calls: Iterable[Awaitable[None]]) -> None:
         """Wait for all calls, or for the `TransferError` of a transfer that was aborted."""
         ended = threading.Event()
-        watch = asyncio.ensure_future(asyncio.to_thread(self._store.wait_until, ended.is_set))
+        watch = asyncio.ensure_future(asyncio.to_thread(self.store.wait_until, ended.is_set))
         work: Any = asyncio.gather(*calls)
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -137,7 +68,6 @@ class ServerUpdates:
     directory: one that the servers see under the same path; None = weights come by broadcast
     session: opens connections
     timeout: seconds for loading weights
-    interrupts: whether responses are cut short, and later continued, when weights arrive
     patience: seconds within which a server has to answer before the first version; None = ever
     label: the newest version's name among all jobs that ever sent weights to the servers
     """
@@ -151,15 +81,16 @@ class ServerUpdates:
         session: Callable[[], ServerSession],
         *,
         timeout: float,
-        interrupts: bool,
         patience: float | None = None,
     ) -> None:
         self._dialect, self._pool, self._ledger = dialect, pool, ledger
-        self._patience = patience
         self._directory, self._session = directory, session
-        self._timeout, self._interrupts = timeout, interrupts
+        self._timeout, self._patience = timeout, patience
+        self._interrupts = dialect.shape.interrupts
         self._token, self.label = secrets.token_hex(6), ""
         self._membership = Membership()
+
+    # -- through a directory
 
     def load(self, version: int, bucket: bytes | np.ndarray, *, last: bool) -> None:
         """Take a bucket of version `version`; the last one has every server load it from disk.
@@ -191,31 +122,24 @@ class ServerUpdates:
                 "must be the same directory for job and servers"
             )
 
-    async def _wait_for_one(self, session: ServerSession) -> None:
-        """Before the first version wait until a server answers; a `WeightError` if none does."""
-        patience, self._patience = self._patience, None
-        deadline = time.monotonic() + (patience or 0.0)
-        while patience is not None:
-            asked = (self._silence_of(session, server) for server in self._pool.servers)
-            silences = await asyncio.gather(*asked)
-            if not all(silences):
-                return
-            if time.monotonic() > deadline:
-                raise WeightError(
-                    f"no rollout server has answered within {patience:g} s (--start-timeout): "
-                    f"{'; '.join(map(str, silences))}; start the servers, or correct --rollout-url"
-                )
-            await asyncio.sleep(_REVIVE_SECONDS)
+    async def _update(self, session: ServerSession, server: Server) -> str | None:
+        """Give `server` the newest weights; the reason if it answered and refused."""
+        async with self._changing(session, server):
+            label = self.label
+            if self._directory is None:
+                self._pool.take_out(server, "it lost its weights; it gets the next ones")
+                return None
+            path = self._directory.path_of(label)
+            try:
+                for call in self._dialect.weight_update(path, label, abort=self._interrupts):
+                    await session.call(server.url, call, self._timeout)
+            except (ServerTrouble, CallRefused, MalformedAnswer) as trouble:
+                self._pool.take_out(server, f"it did not load new weights: {trouble}")
+                return None if isinstance(trouble, ServerTrouble) else f"{server.url}: {trouble}"
+            self._pool.put_in(server, label)
+            return None
 
-    async def _silence_of(self, session: ServerSession, server: Server) -> str | None:
-        """Why a server does not answer; None if it does."""
-        try:
-            await session.call(server.url, self._dialect.weight_label(self.label), _PROBE_TIMEOUT)
-        except ServerTrouble as trouble:
-            return f"{server.url}: {trouble}"
-        except (CallRefused, MalformedAnswer):
-            pass  # it has other weights
-        return None
+    # -- by broadcast
 
     @property
     def _broadcast_dialect(self) -> SglangDialect:
@@ -250,112 +174,130 @@ class ServerUpdates:
         """
         self.label = f"{self._token}-v{version}"
         servers = [server for server in self._pool.servers if server.workers]
-        with self._membership.of(group, lambda: ServerMember(group)) as stream:
+        with self._membership.of(group, lambda: ServerMember(group)) as member:
             self._ledger.begin(version)
-            asyncio.run(self._receive(stream, version, first, servers))
+            asyncio.run(self._receive(member, version, first, servers))
             self._ledger.end()
 
     async def _receive(
-        self, stream: ServerMember, version: int, first: int, servers: Sequence[Server]
+        self, member: ServerMember, version: int, first: int, servers: Sequence[Server]
     ) -> None:
-        async with self._session() as session, contextlib.AsyncExitStack() as stack:
+        """Tell the servers to join the group, if they have not, and what they receive.
 
-            async def call(server: Server, call: ServerCall) -> None:
+        first: number of the first server's first worker among the receivers
+        """
+        dialect, group, store = self._broadcast_dialect, member.group, member.store
+        workers = sum(server.workers for server in servers)
+        pause, resume = dialect.pause_calls() if self._interrupts else ([], [])
+        async with self._session() as session, contextlib.AsyncExitStack() as changing:
+
+            async def call(server: Server, *calls: ServerCall) -> None:
                 try:
-                    await session.call(server.url, call, self._timeout)
+                    for one in calls:
+                        await session.call(server.url, one, self._timeout)
                 except (ServerTrouble, CallRefused, MalformedAnswer) as trouble:
                     self._pool.take_out(server, f"it did not receive new weights: {trouble}")
                     raise TransferError(f"{server.url}: {trouble}") from trouble
 
             for server in servers:
-                await stack.enter_async_context(self._updating(session, server, call))
-            await stream.receive(
-                version,
-                servers,
-                *(first, self.label, self._broadcast_dialect, call, self._ledger.take),
-            )
+                await changing.enter_async_context(self._changing(session, server))
+                await call(server, *pause)
+            if not member.joined:
+                await asyncio.to_thread(store.barrier, "joined", workers)
+                joins = []  # all at once: a group forms when everybody has come
+                for server in servers:
+                    for sender in range(group.senders):
+                        joins.append(call(server, dialect.join_group(group, sender, 1 + first)))
+                    first += server.workers
+                await member.unless_aborted(joins)
+                member.joined = True
+            await asyncio.to_thread(store.barrier, f"version {version}", workers)
+            buckets = store.buckets(version)
+            while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
+                sender, specs = bucket
+                self._ledger.take(
+                    (s.name, torch.empty(s.shape, dtype=s.dtype, device="meta")) for s in specs
+                )
+                received = dialect.receive(
+                    group.sender_name(sender), specs, f"loading {self.label}"
+                )
+                await member.unless_aborted(call(server, received) for server in servers)
+            last = (*dialect.name_weights(self.label), *resume)
+            await member.unless_aborted(call(server, *last) for server in servers)
             for server in servers:
                 self._pool.put_in(server, self.label)
 
-    @contextlib.asynccontextmanager
-    async def _updating(
-        self, session: ServerSession, server: Server, call: Call
-    ) -> AsyncIterator[None]:
-        """Keep requests from a server whose weights change; with `interrupts` cut them short."""
-        async with _locked(server):
-            if self._interrupts and server.label is not None:
-                await self._note_interruption(session, server, server.label)
-            server.label = None
-            interrupts = self._interrupts
-            pause, resume = self._broadcast_dialect.pause_calls() if interrupts else ([], [])
-            for one in pause:
-                await call(server, one)
-            yield
-            for one in resume:
-                await call(server, one)
+    # -- both
 
-    async def _update(self, session: ServerSession, server: Server) -> str | None:
-        """Give `server` the newest weights; the reason if it answered and refused."""
-        async with _locked(server):
-            return await self._update_alone(session, server)
+    async def _wait_for_one(self, session: ServerSession) -> None:
+        """Before the first version wait until a server answers; a `WeightError` if none does."""
 
-    async def _update_alone(self, session: ServerSession, server: Server) -> str | None:
-        label = self.label
-        if self._directory is None:
-            self._pool.take_out(server, "it lost its weights; it gets the next ones")
+        async def silence_of(server: Server) -> str | None:
+            try:
+                label = self._dialect.weight_label(self.label)
+                await session.call(server.url, label, _PROBE_TIMEOUT)
+            except ServerTrouble as trouble:
+                return f"{server.url}: {trouble}"
+            except (CallRefused, MalformedAnswer):
+                pass  # it has other weights
             return None
-        calls = self._dialect.weight_update(
-            self._directory.path_of(label), label, abort=self._interrupts
-        )
-        if self._interrupts and server.label is not None and server.label != label:
-            await self._note_interruption(session, server, server.label)
-        # Responses that are answered from here on may come from either weights.
-        server.label = None
-        try:
-            for call in calls:
-                await session.call(server.url, call, self._timeout)
-        except ServerTrouble as trouble:
-            self._pool.take_out(server, f"it did not load new weights: {trouble}")
-        except (CallRefused, MalformedAnswer) as refusal:
-            self._pool.take_out(server, f"it did not load new weights: {refusal}")
-            return f"{server.url}: {refusal}"
-        else:
-            self._pool.put_in(server, label)
-        return None
 
-    async def _note_interruption(self, session: ServerSession, server: Server, has: str) -> None:
-        """Have the server confirm that its interrupted responses come from the weights `has`.
+        patience, self._patience = self._patience, None
+        deadline = time.monotonic() + (patience or 0.0)
+        while patience is not None:
+            silences = await asyncio.gather(*map(silence_of, self._pool.servers))
+            if not all(silences):
+                return
+            if time.monotonic() > deadline:
+                raise WeightError(
+                    f"no rollout server has answered within {patience:g} s (--start-timeout): "
+                    f"{'; '.join(map(str, silences))}; start the servers, or correct --rollout-url"
+                )
+            await asyncio.sleep(_REVIVE_SECONDS)
 
-        Those of one that does not are thrown away.
+    @contextlib.asynccontextmanager
+    async def _changing(self, session: ServerSession, server: Server) -> AsyncIterator[None]:
+        """Keep requests, and other threads that update or revive, from a server inside.
+
+        Where weights interrupt responses, the server first confirms which ones these come from; if
+        it does not, they are thrown away.
         """
-        with contextlib.suppress(ServerTrouble, CallRefused, MalformedAnswer):
-            await session.call(server.url, self._dialect.weight_label(has), _PROBE_TIMEOUT)
-            server.interrupted_at = has
-
-    async def _revive(self, session: ServerSession, server: Server) -> None:
-        """Put a server back that answers, after loading the weights again if it has lost them."""
-        label = self.label
+        while not server.updating.acquire(blocking=False):
+            await asyncio.sleep(UPDATE_POLL_SECONDS)
         try:
-            await session.call(server.url, self._dialect.weight_label(label), _PROBE_TIMEOUT)
-        except MalformedAnswer:
-            server.tested, server.reloaded = False, True
-            await self._update(session, server)
-        except (ServerTrouble, CallRefused):
-            self._pool.postpone_probe(server)
-        else:
-            self._pool.put_in(server, label)
+            has = server.label
+            if self._interrupts and has is not None and has != self.label:
+                with contextlib.suppress(ServerTrouble, CallRefused, MalformedAnswer):
+                    await session.call(server.url, self._dialect.weight_label(has), _PROBE_TIMEOUT)
+                    server.interrupted_at = has
+            # Responses that are answered from here on may come from either weights.
+            server.label = None
+            yield
+        finally:
+            server.updating.release()
 
     async def revive_due(self, session: ServerSession) -> None:
+        """Put back servers that answer, after loading the weights again if they have lost them."""
+
+        async def revive(server: Server) -> None:
+            label = self.label
+            try:
+                await session.call(server.url, self._dialect.weight_label(label), _PROBE_TIMEOUT)
+            except MalformedAnswer:
+                server.tested, server.reloaded = False, True
+                await self._update(session, server)
+            except (ServerTrouble, CallRefused):
+                self._pool.postpone_probe(server)
+            else:
+                self._pool.put_in(server, label)
+
         now = time.monotonic()
         out = [s for s in self._pool.servers if s.out_because and not s.updating.locked()]
-        due = [server for server in out if server.probe_at <= now]
-        await asyncio.gather(*(self._revive(session, server) for server in due))
+        await asyncio.gather(*(revive(server) for server in out if server.probe_at <= now))
 
     async def keep_reviving(self, session: ServerSession, end: asyncio.Event) -> None:
         """Revive servers that are out of service until `end`; waits for a reload that has begun."""
         while not end.is_set():
             await self.revive_due(session)
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(end.wait(), _REVIVE_SECONDS)
-            except TimeoutError:
-                continue

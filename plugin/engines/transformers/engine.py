@@ -19,12 +19,12 @@ from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
 from plugin.engines.protocol import (
+    EnginePart,
     Finished,
     GenerationRequest,
     SamplingParameters,
 )
 from plugin.engines.response_stream import GeneratesBySteps
-from plugin.engines.sleep import EnginePart, SleepingModel
 from plugin.engines.transformers.decode_batch import Block, DecodeBatch, use_decode_attention
 from plugin.engines.transformers.int8_weights import quantize_linears
 from plugin.engines.transformers.response_table import ResponseTable, RouteRecorder
@@ -32,6 +32,7 @@ from plugin.engines.transformers.sampling import draw, kept_ids, sampling_log_pr
 from plugin.engines.transformers.weight_loader import WeightLoader
 from plugin.engines.weight_changes import PausePoint
 from plugin.errors import ConfigError
+from plugin.host_storage import SleepingModel
 from plugin.weights import make_receiver
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.checksums import Checksums

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from plugin.config.model import DtypeName
 from plugin.engines.expert_routes import RouteShape, complete_routes
 from plugin.engines.protocol import (
     Answer,
+    EnginePart,
     Finished,
     Generation,
     GenerationFailure,
@@ -31,11 +32,9 @@ from plugin.engines.protocol import (
 )
 from plugin.engines.response_stream import GeneratesBySteps
 from plugin.engines.servers.answers import MalformedAnswer, kept_rows
-from plugin.engines.sleep import EnginePart
 from plugin.engines.transformers.weight_loader import weight_ledger
 from plugin.engines.vllm.startup import (
     AdapterShape,
-    Reports,
     build_llm,
     parallel_options,
     request_with_adapters,
@@ -109,8 +108,9 @@ class VllmEngine(GeneratesBySteps):
         self._adapters = adapters
         self._interrupts, self._max_batch = interrupts, max_batch
         self._pause_point = PausePoint(waits=interrupts)
-        self._open: dict[str, _Response] = {}
-        self._unbegun: dict[str, _Response] = {}
+        # Responses under way by vLLM's name for them: ticket, place, request, parameters.
+        self._open: dict[str, tuple[int, int, GenerationRequest, SamplingParameters]] = {}
+        self._unbegun: list[str] = []
         self._failed: list[Finished] = []
         self._buckets: list[bytes] = []
         positions = int(hf_config.get("max_position_embeddings") or 4096)
@@ -119,6 +119,10 @@ class VllmEngine(GeneratesBySteps):
         self._routes = RouteShape.of(hf_config)
         self._workers = tensor_parallel_size
         further = parallel_options(tensor_parallel_size) | dict(arguments or {})
+        if routed_experts:
+            further["enable_return_routed_experts"] = True
+        if sampling_mask:
+            further["return_sampling_mask"] = True
         if adapters is not None:
             further |= adapters.start_options()
         # vLLM on CPU has no memory that it could give up.
@@ -127,19 +131,15 @@ class VllmEngine(GeneratesBySteps):
         if self._gives_memory:
             further["enable_sleep_mode"] = True
         self._llm = build_llm(
-            hf_config,
-            dtype,
-            max_batch,
-            self._max_model_len,
-            Reports(routed_experts, sampling_mask),
-            further,
-            one_machine=one_machine,
+            *(hf_config, dtype, max_batch, self._max_model_len, further), one_machine=one_machine
         )
         if interrupts:
             require_interrupts(self._llm.llm_engine)
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:
         """Take a bucket; see `RolloutEngine`. The last one replaces the weights."""
+        from plugin.engines.vllm.weights import reload_from_buckets
+
         if not self._weights.is_partial:
             self._buckets = []
         self._weights.load(version, bucket, last=False)
@@ -148,10 +148,14 @@ class VllmEngine(GeneratesBySteps):
             return
         # If tensors are missing, this raises, and they may follow.
         self._weights.end()
+        buckets, self._buckets = self._buckets, []
         with self._pause_point.changing():
             # Until vLLM has the weights, the engine has no version that it could answer for.
             self._weights.version = NO_WEIGHTS
-            self._replace_weights(version)
+            engine = self._llm.llm_engine
+            for refusal in engine.collective_rpc(reload_from_buckets, args=(buckets,)):
+                self._require_usable(refusal)
+            self._finish_change(version)
             self._weights.version = version
 
     def weight_receivers(self) -> int:
@@ -166,27 +170,24 @@ class VllmEngine(GeneratesBySteps):
         """Take all of `version` in the workers, layer by layer; see `BroadcastEngine`."""
         with self._pause_point.changing():
             self._weights.begin(version)
-            self._take_from(group, first, version)
+            place = {"group": vars(group), "first": first}
+            self._llm.init_weight_transfer_engine({"init_info": place})
+            self._llm.start_weight_update()
+            self._llm.update_weights({"update_info": {"version": version}})
+            self._llm.finish_weight_update()
+            received = self._llm.llm_engine.collective_rpc("received_weights")
+            for worker in received:
+                if worker.aborted is not None:
+                    raise TransferError(f"{self._name}: {worker.aborted}")
+                self._require_usable(worker.refused)
+            self._weights.take(
+                (spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+                for spec in received[0].specs
+            )
+            if self._adapters is not None:
+                self._use_adapters(self._adapters)
             self._finish_change(version)
             self._weights.end()
-
-    def _take_from(self, group: WeightGroup, first: int, version: int) -> None:
-        place = {"group": vars(group), "first": first}
-        self._llm.init_weight_transfer_engine({"init_info": place})
-        self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": {"version": version}})
-        self._llm.finish_weight_update()
-        received = self._llm.llm_engine.collective_rpc("received_weights")
-        for worker in received:
-            if worker.aborted is not None:
-                raise TransferError(f"{self._name}: {worker.aborted}")
-            self._require_usable(worker.refused)
-        self._weights.take(
-            (spec.name, torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
-            for spec in received[0].specs
-        )
-        if self._adapters is not None:
-            self._use_adapters(self._adapters)
 
     def _use_adapters(self, shape: AdapterShape) -> None:
         for refusal in self._llm.llm_engine.collective_rpc("use_adapters", args=(shape,)):
@@ -195,14 +196,6 @@ class VllmEngine(GeneratesBySteps):
                     f"--lora-sync adapter: vLLM refuses the adapters ({refusal}); use --lora-sync "
                     "merged"
                 )
-
-    def _replace_weights(self, version: int) -> None:
-        from plugin.engines.vllm.weights import reload_from_buckets
-
-        buckets, self._buckets = self._buckets, []
-        for refusal in self._llm.llm_engine.collective_rpc(reload_from_buckets, args=(buckets,)):
-            self._require_usable(refusal)
-        self._finish_change(version)
 
     def _require_usable(self, refusal: str | None) -> None:
         if refusal is not None:
@@ -252,7 +245,7 @@ class VllmEngine(GeneratesBySteps):
                 "trainer's; choose a higher one"
             )
         room = self._max_model_len - len(request.prompt)
-        for place, seed in enumerate(request.seeds):
+        for place in range(len(request.seeds)):
             if room < 1:
                 failure = GenerationFailure(
                     f"a prompt of {len(request.prompt)} tokens leaves no room for a response in "
@@ -261,9 +254,8 @@ class VllmEngine(GeneratesBySteps):
                 )
                 self._failed.append(Finished(ticket, place, failure))
                 continue
-            sampling = _sampling_params(seed, min(room, parameters.max_response_length), parameters)
-            response = _Response(ticket, place, request, parameters, sampling)
-            self._unbegun[f"{ticket}-{place}"] = self._open[f"{ticket}-{place}"] = response
+            self._open[f"{ticket}-{place}"] = (ticket, place, request, parameters)
+            self._unbegun.append(f"{ticket}-{place}")
 
     def step(self) -> list[Finished]:
         """One token for every response under way; those that are complete."""
@@ -273,24 +265,46 @@ class VllmEngine(GeneratesBySteps):
         with self._pause_point.generating():
             if not self._interrupts or self._weights.version == NO_WEIGHTS:
                 self._weights.require_complete(self._name)
-            for name, response in self._unbegun.items():
-                prompt = {"prompt_token_ids": list(response.request.prompt)}
+            for name in self._unbegun:
+                _, place, request, parameters = self._open[name]
+                sampling = self._sampling_params(request, place, parameters)
+                prompt = {"prompt_token_ids": list(request.prompt)}
                 adapters = None if self._adapters is None else request_with_adapters()
-                self._llm.llm_engine.add_request(
-                    name, prompt, response.sampling, lora_request=adapters
-                )
+                self._llm.llm_engine.add_request(name, prompt, sampling, lora_request=adapters)
             self._unbegun.clear()
             outputs = self._llm.llm_engine.step()
         for output in outputs:
             if output.finished:
-                response = self._open.pop(output.request_id)
-                answer = self._read(response, output.outputs[0])
-                finished.append(Finished(response.ticket, response.place, answer))
+                ticket, place, request, parameters = self._open.pop(output.request_id)
+                answer = self._read(request, parameters, output.outputs[0])
+                finished.append(Finished(ticket, place, answer))
         return self._counted(finished)
 
-    def _read(self, response: _Response, completion: Any) -> Answer:
+    def _sampling_params(
+        self, request: GenerationRequest, place: int, parameters: SamplingParameters
+    ) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        room = self._max_model_len - len(request.prompt)
+        return SamplingParams(
+            temperature=parameters.temperature,
+            top_p=parameters.top_p,
+            top_k=parameters.top_k or 0,
+            seed=request.seeds[place],
+            max_tokens=min(room, parameters.max_response_length),
+            stop_token_ids=list(parameters.stop_token_ids),
+            # Only the task's stop tokens end a response.
+            ignore_eos=True,
+            logprobs=0 if parameters.log_probs else None,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _read(
+        self, request: GenerationRequest, parameters: SamplingParameters, completion: Any
+    ) -> Answer:
         """The answer in vLLM's output, with the version of the engine's weights now."""
-        request, parameters = response.request, response.parameters
         if completion.finish_reason not in ("stop", "length"):
             return GenerationFailure(f"vLLM ended the response with {completion.finish_reason!r}")
         tokens = torch.tensor(list(completion.token_ids), dtype=torch.int64)
@@ -341,36 +355,6 @@ class VllmEngine(GeneratesBySteps):
         self._open.clear()
         self._unbegun.clear()
         self._failed.clear()
-
-
-class _Response(NamedTuple):
-    """A response under way, and how vLLM is asked for it."""
-
-    ticket: int
-    place: int
-    request: GenerationRequest
-    parameters: SamplingParameters
-    sampling: Any
-
-
-def _sampling_params(seed: int, max_tokens: int, parameters: SamplingParameters) -> Any:
-    """How vLLM is asked for one response."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=parameters.temperature,
-        top_p=parameters.top_p,
-        top_k=parameters.top_k or 0,
-        seed=seed,
-        max_tokens=max_tokens,
-        stop_token_ids=list(parameters.stop_token_ids),
-        # Only the task's stop tokens end a response.
-        ignore_eos=True,
-        logprobs=0 if parameters.log_probs else None,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
 
 
 def mask_rows(mask: Any) -> list[list[int]] | None:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,7 +21,8 @@ from plugin.engines.choice import with_architecture
 from plugin.engines.servers.process_guard import mapped_files, remove_with_this_process
 from plugin.errors import ConfigError
 
-_ENVIRONMENT = {
+#: What an engine in this process sets where the user has not.
+IN_PROCESS_ENVIRONMENT = {
     # The scheduler lives in the engine's process; workers watch a pipe that closes with it.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # Several actors share a machine; binding threads to cores is for one engine per machine.
@@ -38,19 +39,11 @@ _SMALLEST_CACHE, _LARGEST_CACHE = 64 << 20, 4 << 30
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-class Reports(NamedTuple):
-    """What vLLM has to be started with to report."""
-
-    routed_experts: bool
-    sampling_mask: bool
-
-
 def build_llm(
     hf_config: Mapping[str, Any],
     dtype: str,
     max_batch: int,
     max_model_len: int,
-    reports: Reports,
     further: Mapping[str, Any],
     *,
     one_machine: bool,
@@ -62,7 +55,7 @@ def build_llm(
     """
     if one_machine:
         os.environ.update(_LOOPBACK)
-    for name, value in _ENVIRONMENT.items():
+    for name, value in IN_PROCESS_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         from vllm import LLM
@@ -90,10 +83,6 @@ def build_llm(
     if not on_gpu:
         _require_supported_heads(hf_config)
         further = cpu_options(hf_config, dtype, max_batch, max_model_len, further)
-    if reports.routed_experts:
-        options["enable_return_routed_experts"] = True
-    if reports.sampling_mask:
-        options["return_sampling_mask"] = True
     options |= further
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(with_architecture(hf_config)))
@@ -101,14 +90,14 @@ def build_llm(
         try:
             llm = LLM(model=directory, **options)
         except (TypeError, ValueError) as error:
-            if reports.sampling_mask:
+            if "return_sampling_mask" in options:
                 raise ConfigError(
                     "--use-rollout-sampling-mask: this vLLM cannot report the ids that it keeps "
                     f"here ({error}); it needs vLLM 0.28 or later with its model runner V2. Use "
                     "--rollout-engine transformers, or sample without --rollout-top-p and "
                     "--rollout-top-k"
                 ) from error
-            if reports.routed_experts:
+            if "enable_return_routed_experts" in options:
                 raise ConfigError(
                     "--use-rollout-routing-replay: this vLLM cannot report the experts of its "
                     f"tokens here ({error}); use --rollout-engine transformers, or "

@@ -33,7 +33,6 @@ def forward_blocks(
     *,
     scale: float,
     with_entropy: bool,
-    keep_mask: torch.Tensor | None = None,
 ) -> ShardStatistics:
     """Summarize `[T, V/tp]` logits row by row; see `RowKernels`."""
     rows, columns = logits.shape
@@ -42,10 +41,9 @@ def forward_blocks(
     step = block_rows(rows, columns, logits.device.type)
     for start in range(0, rows, step):
         block = slice(start, start + step)
-        exponent = _kept(logits, keep_mask, block)
+        exponent = logits[block].to(torch.float32, copy=True)
         torch.amax(exponent, dim=-1, out=maximum[block])
-        # A row that keeps no column has maximum -inf; subtracting 0 instead gives sums of 0, not
-        # NaN.
+        # A row of -inf has maximum -inf; subtracting 0 instead gives sums of 0, not NaN.
         shift = maximum[block].masked_fill(maximum[block] == -torch.inf, 0.0)
         exponent.sub_(shift[:, None]).mul_(scale).clamp_(min=LOWEST_EXPONENT)
         weight = exponent.exp()
@@ -66,7 +64,6 @@ def backward_blocks(
     grad_entropy: torch.Tensor | None,
     *,
     scale: float,
-    keep_mask: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     """Write the gradient of `[T, V/tp]` logits into `out`; see `RowKernels`.
@@ -84,7 +81,7 @@ def backward_blocks(
     step = block_rows(logits.shape[0], logits.shape[1], logits.device.type)
     for start in range(0, logits.shape[0], step):
         block = slice(start, start + step)
-        log_prob = _kept(logits, keep_mask, block)
+        log_prob = logits[block].to(torch.float32, copy=True)
         log_prob.sub_(rows.maximum[block, None]).mul_(scale).clamp_(min=LOWEST_EXPONENT)
         grad = log_prob.exp().div_(-rows.sum_exp[block, None])
         log_prob.sub_(rows.sum_exp[block, None].log())
@@ -99,9 +96,3 @@ def backward_blocks(
             at_target = grad_target[block].masked_fill(targets[block] < 0, 0.0)
             grad.scatter_add_(-1, targets[block].clamp(min=0)[:, None], at_target[:, None])
         out[block] = grad.masked_fill_(idle[block, None], 0.0)
-
-
-def _kept(logits: torch.Tensor, keep_mask: torch.Tensor | None, block: slice) -> torch.Tensor:
-    """Return a float32 copy of the block, -inf where not kept."""
-    copy = logits[block].to(torch.float32, copy=True)
-    return copy if keep_mask is None else copy.masked_fill_(~keep_mask[block], -torch.inf)

@@ -111,12 +111,11 @@ def forward_blocks(
     *,
     scale: float,
     with_entropy: bool,
-    keep_mask: torch.Tensor | None = None,
 ) -> ShardStatistics:
     """Summarize `[T, V/tp]` logits row by row; see `RowKernels`."""
     rows, columns = logits.shape
     sums = logits.new_empty((4, rows), dtype=torch.float32)
-    targets, keep_mask = targets.contiguous(), _row_contiguous(keep_mask)
+    targets = targets.contiguous()
     _library().megatron_tis_forward(
         logits.data_ptr(),
         logits.element_size(),
@@ -124,8 +123,6 @@ def forward_blocks(
         columns,
         logits.stride(0),
         targets.data_ptr(),
-        _pointer(keep_mask),
-        0 if keep_mask is None else keep_mask.stride(0),
         scale,
         int(with_entropy),
         *(sums[i].data_ptr() for i in range(4)),
@@ -142,14 +139,13 @@ def backward_blocks(
     grad_entropy: torch.Tensor | None,
     *,
     scale: float,
-    keep_mask: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     """Write the gradient of `[T, V/tp]` logits into `out`; see `RowKernels`."""
     library = _library()
     if out.data_ptr() != logits.data_ptr():
         library.megatron_tis_prefer_large_pages(out.data_ptr(), out.numel() * out.element_size())
-    targets, keep_mask = targets.contiguous(), _row_contiguous(keep_mask)
+    targets = targets.contiguous()
     row_values = [
         None if value is None else value.to(torch.float32).contiguous()
         for value in (rows.maximum, rows.sum_exp, rows.entropy, grad_log_probs, grad_entropy)
@@ -161,9 +157,7 @@ def backward_blocks(
         logits.shape[1],
         logits.stride(0),
         targets.data_ptr(),
-        _pointer(keep_mask),
-        0 if keep_mask is None else keep_mask.stride(0),
-        *map(_pointer, row_values),
+        *(None if value is None else value.data_ptr() for value in row_values),
         scale,
         out.data_ptr(),
         out.stride(0),
@@ -175,14 +169,6 @@ def _library() -> ctypes.CDLL:
     library = load_library()
     assert library is not None, "row_kernels_for offers these kernels only after they loaded"
     return library
-
-
-def _row_contiguous(mask: torch.Tensor | None) -> torch.Tensor | None:
-    return mask if mask is None or mask.stride(-1) == 1 else mask.contiguous()
-
-
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _build_key() -> str:
@@ -204,7 +190,7 @@ def _processor_features() -> str:
 
 def _with_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, size, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-    shape: list[Any] = [pointer, number, size, size, size, pointer, pointer, size]
+    shape: list[Any] = [pointer, number, size, size, size, pointer]
     library.megatron_tis_forward.argtypes = [*shape, real, number, *[pointer] * 4, number]
     library.megatron_tis_backward.argtypes = [*shape, *[pointer] * 5, real, pointer, size, number]
     library.megatron_tis_prefer_large_pages.argtypes = [pointer, size]

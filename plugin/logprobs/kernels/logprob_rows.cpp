@@ -24,8 +24,6 @@ constexpr int64_t kStep = 2 * kLanes;  // columns per iteration: two registers
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
 constexpr int64_t kChunk = 2048;  // columns between two updates of the maximum; 8 KiB of float32
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
@@ -68,39 +66,20 @@ inline void store_pair(bfloat16* to, Pair values) {
   std::memcpy(to, &words, sizeof words);
 }
 
-// Lanes where the keep mask of kStep columns is set, in the order of load_pair.
-inline Pair masked(Pair values, const uint8_t* keep, const float*) {
-  const Ints first = __builtin_convertvector(read<Bytes>(keep), Ints);
-  const Ints second = __builtin_convertvector(read<Bytes>(keep + kLanes), Ints);
-  return {first != 0 ? values.first : spread(kNegativeInfinity),
-          second != 0 ? values.second : spread(kNegativeInfinity)};
-}
-inline Pair masked(Pair values, const uint8_t* keep, const bfloat16*) {
-  const Words both = __builtin_convertvector(read<Halves>(keep), Words);
-  return {(both & 0xffu) != 0 ? values.first : spread(kNegativeInfinity),
-          (both >> 8) != 0 ? values.second : spread(kNegativeInfinity)};
-}
-
 inline void set_to_negative_infinity(float* value) { *value = kNegativeInfinity; }
 inline void set_to_negative_infinity(bfloat16* value) { value->bits = 0xff80; }
 
-// One row of logits; a column that `keep` drops reads as -inf.
-template <typename Logit, bool kMasked>
+template <typename Logit>
 struct Row {
   const Logit* logits;
-  const uint8_t* keep;
 
-  Pair pair(int64_t column) const {
-    const Pair values = load_pair(logits + column);
-    if constexpr (kMasked) return masked(values, keep + column, logits);
-    return values;
-  }
+  Pair pair(int64_t column) const { return load_pair(logits + column); }
 
   // The last `count` < kStep columns, filled up with -inf.
   Pair tail(int64_t column, int64_t count) const {
     Logit padded[kStep];
     for (int64_t j = 0; j < kStep; ++j) {
-      if (j < count && (!kMasked || keep[column + j])) padded[j] = logits[column + j];
+      if (j < count) padded[j] = logits[column + j];
       else set_to_negative_infinity(padded + j);
     }
     return load_pair(padded);
@@ -177,8 +156,8 @@ struct LaneSums {
 };
 
 // A chunk is read twice, the second time from the first-level cache: for its maximum, then for its sums.
-template <bool kEntropy, typename Logit, bool kMasked>
-RowSums row_sums(Row<Logit, kMasked> row, int64_t columns, double log2_scale) {
+template <bool kEntropy, typename Logit>
+RowSums row_sums(Row<Logit> row, int64_t columns, double log2_scale) {
   RowSums sums;
   for (int64_t begin = 0; begin < columns; begin += kChunk) {
     const int64_t end = columns - begin < kChunk ? columns : begin + kChunk;
@@ -227,8 +206,8 @@ struct GradientLine {
   Pair at(Pair values) const { return {at(values.first), at(values.second)}; }
 };
 
-template <typename Logit, bool kMasked>
-void row_gradient(Row<Logit, kMasked> row, int64_t columns, GradientLine line, Logit* out) {
+template <typename Logit>
+void row_gradient(Row<Logit> row, int64_t columns, GradientLine line, Logit* out) {
   const int64_t full = columns / kStep * kStep;
   for (int64_t j = 0; j < full; j += kStep) {
     row.prefetch(j + 64 * kStep);
@@ -244,21 +223,18 @@ struct Matrix {
   void* logits;
   int64_t rows, columns, row_stride;
   const int64_t* targets;
-  const uint8_t* keep;
-  int64_t keep_stride;
 
   int64_t rows_per_task() const { return columns >= 32768 ? 1 : 32768 / columns; }
-  const uint8_t* keep_row(int64_t i) const { return keep == nullptr ? nullptr : keep + i * keep_stride; }
 };
 
-template <typename Logit, bool kMasked>
+template <typename Logit>
 void forward(Matrix m, float scale, bool with_entropy, float* maximum, float* sum_exp, float* weighted_sum,
              float* target_logit, int threads) {
   const double log2_scale = scale * kLog2E;
 #pragma omp parallel for schedule(dynamic, m.rows_per_task()) num_threads(threads)
   for (int64_t i = 0; i < m.rows; ++i) {
     const Logit* logits = static_cast<const Logit*>(m.logits) + i * m.row_stride;
-    const Row<Logit, kMasked> row{logits, m.keep_row(i)};
+    const Row<Logit> row{logits};
     RowSums sums = with_entropy ? row_sums<true>(row, m.columns, log2_scale)
                                 : row_sums<false>(row, m.columns, log2_scale);
     // Nothing above -inf: sums of exactly 0, as in the other kernels, unless they hold a NaN.
@@ -270,7 +246,7 @@ void forward(Matrix m, float scale, bool with_entropy, float* maximum, float* su
   }
 }
 
-template <typename Logit, bool kMasked>
+template <typename Logit>
 void backward(Matrix m, const float* maximum, const float* sum_exp, const float* entropy,
               const float* grad_log_probs, const float* grad_entropy, float scale, Logit* out,
               int64_t out_stride, int threads) {
@@ -289,7 +265,7 @@ void backward(Matrix m, const float* maximum, const float* sum_exp, const float*
                                                on_target, on_entropy, scale);
     // Computed before the row is overwritten, and rounded to the logits' type only once.
     const int64_t target = m.targets[i];
-    const Row<Logit, kMasked> row{logits, m.keep_row(i)};
+    const Row<Logit> row{logits};
     Logit at_target[kStep];
     if (target >= 0) {
       const Floats away = line.at(row.tail(target, 1).first);
@@ -304,32 +280,27 @@ void backward(Matrix m, const float* maximum, const float* sum_exp, const float*
 
 extern "C" {
 
-// In both functions element_size 4 is float32 and 2 is bfloat16, strides are in elements, `keep` may be null.
+// In both functions element_size 4 is float32 and 2 is bfloat16, strides are in elements.
 void megatron_tis_forward(void* logits, int element_size, int64_t rows, int64_t columns, int64_t row_stride,
-                          const int64_t* targets, const uint8_t* keep, int64_t keep_stride, float scale,
-                          int with_entropy, float* maximum, float* sum_exp, float* weighted_sum,
-                          float* target_logit, int threads) {
-  const Matrix m{logits, rows, columns, row_stride, targets, keep, keep_stride};
-  const auto pass = element_size == 4 ? (keep ? forward<float, true> : forward<float, false>)
-                                      : (keep ? forward<bfloat16, true> : forward<bfloat16, false>);
+                          const int64_t* targets, float scale, int with_entropy, float* maximum, float* sum_exp,
+                          float* weighted_sum, float* target_logit, int threads) {
+  const Matrix m{logits, rows, columns, row_stride, targets};
+  const auto pass = element_size == 4 ? forward<float> : forward<bfloat16>;
   pass(m, scale, with_entropy != 0, maximum, sum_exp, weighted_sum, target_logit, threads);
 }
 
 // `out` may be `logits`; entropy, grad_log_probs and grad_entropy may be null.
 void megatron_tis_backward(void* logits, int element_size, int64_t rows, int64_t columns, int64_t row_stride,
-                           const int64_t* targets, const uint8_t* keep, int64_t keep_stride,
-                           const float* maximum, const float* sum_exp, const float* entropy,
+                           const int64_t* targets, const float* maximum, const float* sum_exp, const float* entropy,
                            const float* grad_log_probs, const float* grad_entropy, float scale, void* out,
                            int64_t out_stride, int threads) {
-  const Matrix m{logits, rows, columns, row_stride, targets, keep, keep_stride};
+  const Matrix m{logits, rows, columns, row_stride, targets};
   if (element_size == 4) {
-    const auto pass = keep ? backward<float, true> : backward<float, false>;
-    pass(m, maximum, sum_exp, entropy, grad_log_probs, grad_entropy, scale, static_cast<float*>(out), out_stride,
-         threads);
+    backward(m, maximum, sum_exp, entropy, grad_log_probs, grad_entropy, scale, static_cast<float*>(out), out_stride,
+             threads);
   } else {
-    const auto pass = keep ? backward<bfloat16, true> : backward<bfloat16, false>;
-    pass(m, maximum, sum_exp, entropy, grad_log_probs, grad_entropy, scale, static_cast<bfloat16*>(out),
-         out_stride, threads);
+    backward(m, maximum, sum_exp, entropy, grad_log_probs, grad_entropy, scale, static_cast<bfloat16*>(out),
+             out_stride, threads);
   }
 }
 

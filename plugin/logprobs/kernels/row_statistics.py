@@ -2,11 +2,12 @@
 
 With `z = (logits - maximum) * scale` over the columns of one vocabulary shard, a row is summarized
 by four numbers. Shards combine by rescaling to a common maximum, so that the logits are read only
-once before the collectives (see `vocab_parallel_logprobs.combine_shards`).
+once before the collectives (see `vocab_shards.combine_shards`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,14 +21,20 @@ class ShardStatistics(NamedTuple):
     """Per-row sums over the columns of one vocabulary shard; every field is `[T]` float32.
 
     Example: logits `[[0, log 3]]`, target column 0, scale 1: `maximum = log 3`,
-        `sum_exp = 1/3 + 1`,
-    `weighted_sum = 1/3 * log(1/3) + 0`, `target_logit = 0`.
+    `sum_exp = 1/3 + 1`, `weighted_sum = 1/3 * log(1/3) + 0`, `target_logit = 0`.
     """
 
-    maximum: torch.Tensor  # largest kept logit, unscaled; -inf when the shard keeps no column
+    maximum: torch.Tensor  # largest logit, unscaled; -inf where there is nothing else
     sum_exp: torch.Tensor  # sum of exp(z); 0, like weighted_sum, when the maximum is -inf
     weighted_sum: torch.Tensor | None  # sum of exp(z) * z; None when no entropy is asked for
     target_logit: torch.Tensor  # the target's logit, unscaled; 0 where `targets` is -1
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[ShardStatistics]) -> ShardStatistics:
+        """The rows of several, one after the other."""
+        maximum, sum_exp, weighted_sum, target_logit = zip(*parts, strict=True)
+        weighted = None if weighted_sum[0] is None else torch.cat(weighted_sum)
+        return cls(torch.cat(maximum), torch.cat(sum_exp), weighted, torch.cat(target_logit))
 
 
 class RowNormalizer(NamedTuple):
@@ -40,13 +47,17 @@ class RowNormalizer(NamedTuple):
     sum_exp: torch.Tensor
     entropy: torch.Tensor | None  # needed only for the gradient of the entropy
 
+    def select(self, rows: slice) -> RowNormalizer:
+        """Those of some rows."""
+        entropy = None if self.entropy is None else self.entropy[rows]
+        return RowNormalizer(self.maximum[rows], self.sum_exp[rows], entropy)
+
 
 class RowKernels(Protocol):
     """One implementation of the two passes over row-contiguous logits `[T, V/tp]`.
 
-    `targets` is `[T]` int64: a kept column of this shard, or -1 where the shard holds none.
-    `keep_mask` is a bool tensor shaped like the logits, or None; a column that is not kept has
-    probability 0.
+    `targets` is `[T]` int64: a column of this shard, or -1 where the shard holds none. A logit of
+    -inf has probability 0.
     """
 
     name: str
@@ -58,7 +69,6 @@ class RowKernels(Protocol):
         *,
         scale: float,
         with_entropy: bool,
-        keep_mask: torch.Tensor | None = None,
     ) -> ShardStatistics:
         """Summarize every row in one pass over the logits."""
         ...
@@ -72,7 +82,6 @@ class RowKernels(Protocol):
         grad_entropy: torch.Tensor | None,
         *,
         scale: float,
-        keep_mask: torch.Tensor | None = None,
         out: torch.Tensor,
     ) -> None:
         """Write the gradient of the logits into `out`, which may be the logits themselves.

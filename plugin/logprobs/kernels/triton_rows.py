@@ -18,45 +18,30 @@ _BLOCK = 4096
 _WARPS = 8
 
 
-@triton.jit
-def _load_row_block(  # type: ignore[no-untyped-def]
-    logits, keep, columns, offsets, MASKED: tl.constexpr
-):
-    inside = offsets < columns
-    values = tl.load(logits + offsets, mask=inside, other=float("-inf")).to(tl.float32)
-    if MASKED:
-        kept = tl.load(keep + offsets, mask=inside, other=0)
-        values = tl.where(kept != 0, values, float("-inf"))
-    return values
-
-
 @triton.jit(
     do_not_specialize=["rows"]
 )  # by default some row counts would get a compilation of their own
 def _forward_kernel(  # type: ignore[no-untyped-def]
     logits,
     targets,
-    keep,
     sums,
     rows,
     columns,
     row_stride,
-    keep_stride,
     scale,
     ENTROPY: tl.constexpr,
-    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
-    keep += row * keep_stride
     # Every lane keeps its own running maximum and sums; they meet once, at the end of the row.
     maximum = tl.full((BLOCK,), float("-inf"), tl.float32)
     sum_exp = tl.zeros((BLOCK,), tl.float32)
     weighted = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        values = _load_row_block(logits, keep, columns, offsets, MASKED)
+        inside = offsets < columns
+        values = tl.load(logits + offsets, mask=inside, other=float("-inf")).to(tl.float32)
         # Written so that a NaN enters the sums through the exponent below, not through the maximum.
         raised = tl.where(values > maximum, values, maximum)
         # A lane that has seen only -inf has nothing to rescale; any finite exponent serves.
@@ -86,7 +71,6 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 def _backward_kernel(  # type: ignore[no-untyped-def]
     logits,
     targets,
-    keep,
     maxima,
     sum_exps,
     entropies,
@@ -95,15 +79,12 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     out,
     columns,
     row_stride,
-    keep_stride,
     out_stride,
     scale,
-    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
-    keep += row * keep_stride
     out += row * out_stride
     target = tl.load(targets + row)
     maximum = tl.load(maxima + row)
@@ -114,13 +95,14 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     idle = (on_target == 0.0) & (on_entropy == 0.0)
     for start in range(0, columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
-        values = _load_row_block(logits, keep, columns, offsets, MASKED)
+        inside = offsets < columns
+        values = tl.load(logits + offsets, mask=inside, other=float("-inf")).to(tl.float32)
         exponent = (values - maximum) * scale
         exponent = tl.where(exponent < -1.0e4, -1.0e4, exponent)
         slope = on_target + on_entropy * (exponent + offset)
         grad = tl.where(offsets == target, on_target, 0.0) - tl.exp(exponent) / sum_exp * slope
         grad = tl.where(idle, 0.0, grad)
-        tl.store(out + offsets, grad.to(out.dtype.element_ty), mask=offsets < columns)
+        tl.store(out + offsets, grad.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -158,25 +140,20 @@ def forward_blocks(
     *,
     scale: float,
     with_entropy: bool,
-    keep_mask: torch.Tensor | None = None,
 ) -> ShardStatistics:
     """Summarize `[T, V/tp]` logits row by row; see `RowKernels`."""
     rows, columns = logits.shape
     sums = logits.new_empty((4, rows), dtype=torch.float32)
-    keep, keep_stride = _mask_argument(keep_mask, logits)
     if rows > 0:
         _forward_kernel[(rows,)](
             logits,
             targets.contiguous(),
-            keep,
             sums,
             rows,
             columns,
             logits.stride(0),
-            keep_stride,
             scale,
             ENTROPY=with_entropy,
-            MASKED=keep_mask is not None,
             BLOCK=_block(columns),
             num_warps=_WARPS,
         )
@@ -191,33 +168,26 @@ def backward_blocks(
     grad_entropy: torch.Tensor | None,
     *,
     scale: float,
-    keep_mask: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     """Write the gradient of `[T, V/tp]` logits into `out`; see `RowKernels`."""
     count, columns = logits.shape
     if count == 0:
         return
-    keep, keep_stride = _mask_argument(keep_mask, logits)
-    entropy, grad_entropy = (
-        (rows.entropy, grad_entropy) if rows.entropy is not None else (None, None)
-    )
+    grad_entropy = None if rows.entropy is None else grad_entropy
     row_values = [
         torch.zeros_like(rows.maximum) if value is None else value.to(torch.float32).contiguous()
-        for value in (rows.maximum, rows.sum_exp, entropy, grad_log_probs, grad_entropy)
+        for value in (rows.maximum, rows.sum_exp, rows.entropy, grad_log_probs, grad_entropy)
     ]
     _backward_kernel[(count,)](
         logits,
         targets.contiguous(),
-        keep,
         *row_values,
         out,
         columns,
         logits.stride(0),
-        keep_stride,
         out.stride(0),
         scale,
-        MASKED=keep_mask is not None,
         BLOCK=_block(columns),
         num_warps=_WARPS,
     )
@@ -225,13 +195,3 @@ def backward_blocks(
 
 def _block(columns: int) -> int:
     return min(_BLOCK, triton.next_power_of_2(columns))
-
-
-def _mask_argument(
-    keep_mask: torch.Tensor | None, logits: torch.Tensor
-) -> tuple[torch.Tensor, int]:
-    """The mask as bytes; the logits stand in for a mask that a constexpr switches off."""
-    if keep_mask is None:
-        return logits, 0
-    keep_mask = keep_mask if keep_mask.stride(-1) == 1 else keep_mask.contiguous()
-    return keep_mask.view(torch.uint8), keep_mask.stride(0)

@@ -210,11 +210,13 @@ class LocalCoreAttention(MegatronModule):
         """
         is_slow = q.device.type == "cpu" and q.dtype.itemsize == 2
         dtype = torch.float32 if is_slow else q.dtype
-        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1])).to(dtype)
         if "attn_mask" in mask and mask["attn_mask"].is_floating_point():
             mask["attn_mask"] = mask["attn_mask"].to(dtype)
         context = F.scaled_dot_product_attention(
-            *(x.to(dtype) for x in (q, k, padded)),
+            q.to(dtype),
+            k.to(dtype),
+            padded,
             dropout_p=self._dropout_now(),
             scale=self.softmax_scale,
             enable_gqa=q.shape[1] != k.shape[1],

@@ -1,7 +1,7 @@
 """Log-probs of the response tokens: through logits, or fused with the LM head.
 
 Fused, the model's output layer is skipped and its weight meets the hidden states inside
-`fused_log_probs_and_entropy`, only for the rows that carry loss; no [T, V] logits exist.
+`plugin.logprobs.fused_lm_head`, only for the rows that carry loss; no [T, V] logits exist.
 """
 
 from __future__ import annotations
@@ -16,13 +16,9 @@ from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
-from plugin.logprobs.fused_lm_head import (
-    fused_lm_head_pays,
-    fused_log_probs_and_entropy,
-    fused_log_probs_of_ids,
-)
-from plugin.logprobs.top_ids import fused_top_ids, top_ids
-from plugin.logprobs.vocab_parallel import at_rows, log_probs_and_entropy, log_probs_of_ids
+from plugin.logprobs.fused_lm_head import fused_lm_head_pays, fused_log_probs_of_ids
+from plugin.logprobs.given_ids import fused_top_ids, top_ids
+from plugin.logprobs.vocab_parallel import at_rows, log_probs_of_ids
 from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.step.sequence_packing import ModelInputs
@@ -126,21 +122,16 @@ def response_log_probs(
             "sequence_parallel": config.sequence_parallel,
             "vocab_rows": getattr(head_weight, "vocab_rows", None),
         }
-    of_ids = None
-    if ids is not None:
-        given = at_rows(ids, inputs.rows, targets.numel())
-        if head_weight is None:
-            log_probs, entropy, of_ids = log_probs_of_ids(flat, targets, given, **options)
-        else:
-            log_probs, entropy, of_ids = fused_log_probs_of_ids(
-                flat, head_weight, targets, given, **options
-            )
-        of_ids = of_ids[inputs.rows]
-    elif head_weight is None:
-        log_probs, entropy = log_probs_and_entropy(flat, targets, **options)
+    given = None if ids is None else at_rows(ids, inputs.rows, targets.numel())
+    if head_weight is None:
+        found = log_probs_of_ids(flat, targets, given, **options)
     else:
-        log_probs, entropy = fused_log_probs_and_entropy(flat, head_weight, targets, **options)
-    return log_probs[inputs.rows], None if entropy is None else entropy[inputs.rows], of_ids
+        found = fused_log_probs_of_ids(flat, head_weight, targets, given, **options)
+    log_probs, entropy, of_ids = (
+        None if values is None else values[inputs.rows] for values in found
+    )
+    assert log_probs is not None
+    return log_probs, entropy, of_ids
 
 
 def response_top_ids(

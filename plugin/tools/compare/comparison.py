@@ -15,7 +15,7 @@ from plugin.config import JobConfig
 from plugin.observe.console import text_table
 from plugin.observe.detectors import MismatchDetectors
 from plugin.observe.html_page import located, page, series
-from plugin.observe.run_record import FindingGroups
+from plugin.observe.run_record import group_findings
 from plugin.tools.compare.dump_columns import DumpBlock
 from plugin.tools.compare.dump_reading import Dump
 from plugin.tools.compare.replay import Method, MethodStatistics, replay_block
@@ -104,7 +104,7 @@ class DumpDetection:
 
     def __init__(self, custom_path: str | None = None, config: JobConfig | None = None) -> None:
         self._detectors = MismatchDetectors(custom_path=custom_path, config=config)
-        self._groups = FindingGroups()
+        self._found: list[dict[str, Any]] = []
 
     def add(self, block: DumpBlock) -> None:
         """Check every step of a block; one that is spread over blocks is checked once for each."""
@@ -116,12 +116,11 @@ class DumpDetection:
                 step=step,
                 trainer_version=block.trainer_version[rows].tolist(),
             )
-            for finding in found:
-                self._groups.add({"step": step, **finding.as_dict()})
+            self._found += ({"step": step, **finding.as_dict()} for finding in found)
 
     def findings(self) -> list[dict[str, Any]]:
         """What was found so far, as `group_findings` gives it."""
-        return self._groups.entries()
+        return group_findings(self._found)
 
 
 def comparison_text(comparison: Comparison) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from plugin.observe.console import text_table
@@ -34,7 +34,7 @@ def table(bisection: Bisection) -> tuple[list[str], list[list[str | None]]]:
     A part that differs by more than rounding is marked with `!`.
     """
     parts = [part for part in _PARTS if any(p.part == part for p in bisection.parts)]
-    headers = ["layer", *(f"{'MLP' if p == 'mlp' else p}, local" for p in parts)]
+    headers = ["layer", *(f"{_label(p)}, local" for p in parts)]
     if "router" in parts:
         headers.append("other experts")
     headers.append("accumulated")
@@ -62,15 +62,33 @@ def _marked(part: PartDifference) -> str:
 
 def as_page(passes: Sequence[Bisection], verdict: Verdict) -> str:
     """The page: verdict, local and accumulated differences by layer, the tables."""
-    charts = [_local_chart(number, one, verdict) for number, one in enumerate(passes)]
-    charts.append(_accumulated_chart(passes, verdict))
+    layers = len(passes[0].accumulated)
+    shared: dict[str, Any] = {
+        "log": True,
+        "keyColors": True,
+        "xLabels": [str(layer) for layer in range(layers)],
+        "points": [],
+    }
+    if verdict.fault and verdict.layer is not None:
+        label = f"layer {verdict.layer}: {_label(verdict.part)}"
+        shared["points"] = [{"x": verdict.layer, "label": label}]
+    accumulated = {
+        "id": "accumulated",
+        "title": "Accumulated difference of the hidden states",
+        "note": "Engine and trainer each on their own: errors carry over to all later layers.",
+        "series": [
+            _line(number, one.name, range(layers), one.accumulated)
+            for number, one in enumerate(passes)
+        ],
+    }
+    charts = [*(_local_chart(number, one) for number, one in enumerate(passes)), accumulated]
     data = {
         "finding": {
             "title": verdict.text[0].upper() + verdict.text[1:],
             "severity": "error" if verdict.fault else "info",
             "cause": verdict.cause,
         },
-        "charts": [{**chart, "keyColors": True} for chart in charts],
+        "charts": [shared | chart for chart in charts],
         "tables": [
             {"title": bisection.name, "headers": headers, "rows": rows}
             for bisection, (headers, rows) in ((b, table(b)) for b in passes)
@@ -81,65 +99,32 @@ def as_page(passes: Sequence[Bisection], verdict: Verdict) -> str:
         "layer's output, when each runs on its own; ! = more than rounding explains",
     }
     names = "; ".join(bisection.name for bisection in passes)
-    subtitle = f"{len(passes[0].accumulated)} layers; {names}"
-    return page("Where does the mismatch come from?", subtitle, data, "bisect.js")
+    return page(
+        "Where does the mismatch come from?", f"{layers} layers; {names}", data, "bisect.js"
+    )
 
 
-def _local_chart(number: int, bisection: Bisection, verdict: Verdict) -> dict[str, Any]:
+def _local_chart(number: int, bisection: Bisection) -> dict[str, Any]:
     lines = []
     for color, part in enumerate(_PARTS):
         found = [p for p in bisection.parts if p.part == part]
         if found:
-            label = "MLP" if part == "mlp" else part
-            lines.append(
-                series(
-                    color,
-                    label,
-                    [p.layer for p in found],
-                    [max(p.local, _SHOWN_ZERO) for p in found],
-                    dots=True,
-                    kind=label,
-                )
-            )
+            values = [max(p.local, _SHOWN_ZERO) for p in found]
+            lines.append(_line(color, _label(part), [p.layer for p in found], values))
     limits = {p.limit for p in bisection.parts if p.layer is not None}
     return {
         "id": f"local-{number}",
         "title": f"Local difference, {bisection.name}",
         "note": "Each layer on the engine's own input: a fault stands out in its layer. Dotted: "
         "what rounding explains; 0 is drawn at 1e-8.",
-        "log": True,
-        "xLabels": [str(layer) for layer in range(len(bisection.accumulated))],
         "marks": [{"y": limit} for limit in sorted(limits)],
-        "points": _points(verdict),
         "series": lines,
     }
 
 
-def _accumulated_chart(passes: Sequence[Bisection], verdict: Verdict) -> dict[str, Any]:
-    return {
-        "id": "accumulated",
-        "title": "Accumulated difference of the hidden states",
-        "note": "Engine and trainer each on their own: errors carry over to all later layers.",
-        "log": True,
-        "xLabels": [str(layer) for layer in range(len(passes[0].accumulated))],
-        "points": _points(verdict),
-        "series": [
-            series(
-                number,
-                bisection.name,
-                list(range(len(bisection.accumulated))),
-                bisection.accumulated,
-                dots=True,
-                kind=bisection.name,
-            )
-            for number, bisection in enumerate(passes)
-        ],
-    }
+def _line(color: int, label: str, x: Iterable[Any], y: list[float]) -> dict[str, Any]:
+    return series(color, label, list(x), y, dots=True, kind=label)
 
 
-def _points(verdict: Verdict) -> list[dict[str, Any]]:
-    """The layer that the verdict points at, as a vertical line."""
-    if not verdict.fault or verdict.layer is None:
-        return []
-    part = {"mlp": "MLP"}.get(verdict.part or "", verdict.part)
-    return [{"x": verdict.layer, "label": f"layer {verdict.layer}: {part}"}]
+def _label(part: str | None) -> str:
+    return "MLP" if part == "mlp" else str(part)

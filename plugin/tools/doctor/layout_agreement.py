@@ -19,9 +19,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plugin.errors import ConfigError
+
+if TYPE_CHECKING:
+    from plugin.cluster.model_source import ModelSource
 
 VOCABULARY = 96
 _PART = re.compile(r"(dp|tp|pp|vpp|cp|ep)(\d+)|(sp)")
@@ -38,21 +41,21 @@ DEFAULT_LAYOUTS = ("dp2", "tp2", "tp2sp", "pp2", "cp2", "ep2", "tp2pp2", "tp2cp2
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """A parallel layout by name: `tp2pp2` is tensor parallel 2 and pipeline parallel 2."""
+    """A parallel layout by name: `tp2pp2` is tensor parallel 2 and pipeline parallel 2.
+
+    family: of the model that is trained under it
+    """
 
     name: str
     sizes: dict[str, int]
     dp: int = 1
     sequence_parallel: bool = False
+    family: str = "qwen3"
 
     @property
     def ranks(self) -> int:
         dense = self.sizes.get("tp", 1) * self.sizes.get("cp", 1)
         return math.lcm(dense * self.dp, self.sizes.get("ep", 1)) * self.sizes.get("pp", 1)
-
-    @property
-    def family(self) -> str:
-        return "qwen3_moe" if "ep" in self.sizes else "qwen3"
 
     def parallel_sizes(self) -> dict[str, Any]:
         return {_SIZES[name]: size for name, size in self.sizes.items()}
@@ -106,7 +109,8 @@ def parse_layout(text: str) -> LayoutSpec:
         raise ConfigError(f"--layouts {text!r}: sp splits over tensor parallel ranks; write tp2sp")
     if "vpp" in sizes and sizes.get("pp", 1) < 2:
         raise ConfigError(f"--layouts {text!r}: vpp splits pipeline stages; write pp2vpp2")
-    return LayoutSpec(name, sizes, dp, sequence_parallel)
+    family = "qwen3_moe" if "ep" in sizes else "qwen3"
+    return LayoutSpec(name, sizes, dp, sequence_parallel, family)
 
 
 def default_layouts(max_ranks: int | None = None) -> list[LayoutSpec]:
@@ -127,13 +131,11 @@ def default_layouts(max_ranks: int | None = None) -> list[LayoutSpec]:
 def run_layouts(specs: Sequence[LayoutSpec], *, timeout: float = 600.0) -> list[LayoutResult]:
     """Run one process per model family as the reference, then every layout, and judge them."""
     families = list(dict.fromkeys(spec.family for spec in specs))
-    plan = [(LayoutSpec(f"one process, {family}", {}), family) for family in families]
-    plan += [(spec, spec.family) for spec in specs]
+    plan = [LayoutSpec(f"one process, {family}", {}, family=family) for family in families]
+    plan += specs
     with tempfile.TemporaryDirectory(prefix="megatron-tis-doctor-") as directory:
-        for family in families:
-            _save_model(family, Path(directory) / family)
-        _spawn(max(spec.ranks for spec, _ in plan), directory, plan, timeout)
-        results = [_collected(Path(directory), i, spec) for i, (spec, _) in enumerate(plan)]
+        _spawn(directory, plan, timeout)
+        results = [_collected(Path(directory), i, spec) for i, spec in enumerate(plan)]
     references = dict(zip(families, results, strict=False))
     for reference in references.values():
         reference.agrees = not reference.error
@@ -142,12 +144,10 @@ def run_layouts(specs: Sequence[LayoutSpec], *, timeout: float = 600.0) -> list[
     return results
 
 
-Plan = list[tuple[LayoutSpec, str]]
-
-
-def _spawn(ranks: int, directory: str, plan: Plan, timeout: float) -> None:
+def _spawn(directory: str, plan: Sequence[LayoutSpec], timeout: float) -> None:
     import torch.multiprocessing as multiprocessing
 
+    ranks = max(spec.ranks for spec in plan)
     context = multiprocessing.spawn(
         _rank_main, args=(directory, plan, timeout), nprocs=ranks, join=False
     )
@@ -164,18 +164,18 @@ def _spawn(ranks: int, directory: str, plan: Plan, timeout: float) -> None:
                 process.kill()
 
 
-def _rank_main(rank: int, directory: str, plan: Plan, timeout: float) -> None:
+def _rank_main(rank: int, directory: str, plan: Sequence[LayoutSpec], timeout: float) -> None:
     import torch
 
     torch.set_num_threads(1)
     # Megatron warns at import about every optional package; the checks have named what matters.
     warnings.simplefilter("ignore")
     os.environ["LOCAL_RANK"] = str(rank)
-    for number, (spec, family) in enumerate(plan):
+    for number, spec in enumerate(plan):
         if rank >= spec.ranks:
             continue
         try:
-            result = _run_layout(rank, spec, family, Path(directory), number, timeout)
+            result = _run_layout(rank, spec, Path(directory), number, timeout)
         except BaseException:
             result = {"error": traceback.format_exc()}
         if rank == 0 or "error" in result:
@@ -183,10 +183,8 @@ def _rank_main(rank: int, directory: str, plan: Plan, timeout: float) -> None:
 
 
 def _run_layout(
-    rank: int, spec: LayoutSpec, family: str, directory: Path, number: int, timeout: float
+    rank: int, spec: LayoutSpec, directory: Path, number: int, timeout: float
 ) -> dict[str, Any]:
-    from transformers import AutoConfig
-
     from plugin.config import TrainerConfig
     from plugin.megatron_backend.parallel_groups import destroy_parallel, init_parallel
     from plugin.megatron_backend.trainer import MegatronTrainer
@@ -205,9 +203,9 @@ def _run_layout(
             use_tis=True,
             lr=1e-3,
         )
-        hf_config = AutoConfig.from_pretrained(directory / family, trust_remote_code=False)
-        trainer = MegatronTrainer(config, hf_config, groups)
-        trainer.load_hf_weights(directory / family)
+        model = _tiny_model(spec.family)
+        trainer = MegatronTrainer(config, model.as_config(), groups)
+        trainer.load_hf_weights(model.random_weights())
         batch = _batch()
         log_probs = trainer.compute_log_probs(batch)
         batch = batch.with_column("log_probs", [value.cpu() for value in log_probs])
@@ -247,12 +245,12 @@ def _batch() -> Any:
     )
 
 
-def _save_model(family: str, directory: Path) -> None:
-    """A tiny random model of a family, written as a Hugging Face directory."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+def _tiny_model(family: str) -> ModelSource:
+    """A random model whose heads, layers and experts the layouts can cut."""
+    from plugin.cluster.model_source import ModelSource
 
-    sizes: dict[str, Any] = {
+    sizes = {
+        "model_type": family,
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -263,16 +261,10 @@ def _save_model(family: str, directory: Path) -> None:
         "max_position_embeddings": 128,
         "tie_word_embeddings": False,
     }
-    config: Any = Qwen3Config(**sizes)
     if family == "qwen3_moe":
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        config = Qwen3MoeConfig(**sizes, decoder_sparse_step=1)
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        )
-    model.save_pretrained(directory)
+        sizes |= {"decoder_sparse_step": 1}
+    return ModelSource(sizes, seed=3)
 
 
 def _collected(directory: Path, number: int, spec: LayoutSpec) -> LayoutResult:

@@ -10,8 +10,9 @@ from typing import Any
 
 from plugin.errors import ConfigError
 from plugin.observe.console import text_table
+from plugin.observe.findings import finding_text
 from plugin.observe.learning import run_findings
-from plugin.observe.run_record import RunRecord, finding_text, read_run, steps_text
+from plugin.observe.run_record import RunRecord, read_run, steps_text
 from plugin.tools.compare.comparison import DumpDetection
 from plugin.tools.compare.dump_reading import open_dump
 
@@ -41,8 +42,8 @@ def as_text(diagnosis: Mapping[str, Any]) -> str:
     if diagnosis["chain"]:
         lines += ["\nwhat each correction did in the last step:", *chain_lines(diagnosis["chain"])]
     for finding in diagnosis["findings"]:
-        title = f"{finding.get('title')} ({steps_text(finding)})"
-        lines.append(f"\n{finding_text({**finding, 'title': title})}")
+        titled = {**finding, "title": f"{finding.get('title')} ({steps_text(finding)})"}
+        lines.append(f"\n{finding.get('severity')}: {finding_text(titled)}")
     lines += [f"\nnot readable: {problem}" for problem in diagnosis["problems"]]
     if not diagnosis["findings"]:
         lines.append("\nnothing was found wrong")

@@ -8,7 +8,7 @@ one; tensors without data keep having none.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,15 +26,14 @@ class Traffic:
     """Collectives by (group, operation): how many, and bytes that this rank puts in.
 
     counts: of all; per_microbatch: those of them inside a schedule
-    expected_shape: (microbatch number, towards the first stage) -> shape of the message of a
-        neighboring pipeline stage, asked for where a stage announces it
+    expected_shapes: of the messages of a neighboring pipeline stage, by microbatch
     object_bytes: of the pickled metrics that the last stage sends to the others
     """
 
     counts: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     per_microbatch: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     in_schedule: bool = False
-    expected_shape: Callable[[int, bool], tuple[int, ...]] | None = None
+    expected_shapes: Sequence[tuple[int, ...]] = ()
     object_bytes: int = 0
     received: dict[bool, int] = field(default_factory=dict)
 
@@ -52,10 +51,10 @@ class Traffic:
             table.clear()
 
     def next_shape(self, backwards: bool) -> tuple[int, ...]:
-        assert self.expected_shape is not None
+        """The shape that the previous stage announces; with `backwards`, the next one."""
         number = self.received.get(backwards, 0)
         self.received[backwards] = number + 1
-        return self.expected_shape(number, backwards)
+        return self.expected_shapes[number]
 
 
 class _Done(dist._Work):

@@ -12,15 +12,9 @@ from plugin.config import JobConfig
 from plugin.config.device_defaults import Capabilities, on_device
 from plugin.errors import ConfigError, MegatronTisError
 from plugin.tools.plan.checkpoint_coverage import Claims
-from plugin.tools.plan.gpus import Gpu
-from plugin.tools.plan.planned_rank import (
-    Collectives,
-    MeasuredRank,
-    World,
-    built_rank,
-    count_trained,
-    shard_sizes,
-)
+from plugin.tools.plan.estimates import Gpu
+from plugin.tools.plan.layouts import command_line
+from plugin.tools.plan.planned_rank import Collectives, MeasuredRank, built_rank, shard_sizes
 from plugin.tools.plan.stage_run import StageRun
 from plugin.tools.plan.workload import (
     Batching,
@@ -144,15 +138,14 @@ def plan_job(
     check_model(models.policy, config)
     layout = sequence_layout(config, transformer_engine=gpu is not None)
     batching = plan_batching(config, models.policy, lengths)
-    world = World.of(config, config.world_size)
-    stages = config.pipeline_model_parallel_size
-    per_stage = world.size // stages
+    world_size, stages = config.world_size, config.pipeline_model_parallel_size
+    per_stage = world_size // stages
     # Of a context parallel group the first rank has the prompts, the last only responses to score.
     place = config.tensor_model_parallel_size * (config.context_parallel_size - 1)
-    examples = list(ranks or range(place, world.size, per_stage))
+    examples = list(ranks or range(place, world_size, per_stage))
     for rank in examples:
-        if not 0 <= rank < world.size:
-            raise ConfigError(f"--ranks names {rank}, the job has ranks 0 to {world.size - 1}")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"--ranks names {rank}, the job has ranks 0 to {world_size - 1}")
     kinds: list[RankKind] = []
     claims, object_bytes = Claims(), 0
     batch_bytes = total = 0
@@ -161,7 +154,7 @@ def plan_job(
         stage = rank // per_stage
         begin(f"rank {rank} (stage {stage + 1} of {stages})")
         with built_rank(
-            rank, world, config, models.policy, layout, on_gpu=gpu is not None
+            rank, world_size, config, models.policy, layout, on_gpu=gpu is not None
         ) as planned:
             planned.traffic.object_bytes = object_bytes
             run = StageRun(planned, config, models.policy, lengths, batching, quick)
@@ -178,7 +171,7 @@ def plan_job(
     return JobPlan(
         config,
         models.policy,
-        world.size,
+        world_size,
         total if not ranks else 0,
         kinds,
         batching,
@@ -201,10 +194,18 @@ def _kind(
     numbers = [
         layer.layer_number for chunk in trainer.chunks for layer in chunk.module.decoder.layers
     ]
-    copies = _copy_bytes(run, models, measured)
-    trained = count_trained(trainer.chunks)
+    parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    sizes = [run.planned.copy_bytes(run.config, other) for other in models.copies.values()]
+    other = sum(sizes)
+    if sizes and run.config.reference_offload:
+        # One at a time is on the device, and only while it scores, before the step.
+        other = run.beyond_step(max(sizes), measured)
     if run.config.trains_critic:
-        copies += _critic_bytes(measured, trained)
+        # A fully trained model of the policy's size.
+        resident = measured.resident
+        state = sum(resident.values()) - resident["parameters"]
+        other += resident["parameters"] + state * measured.parameters // max(1, trained)
     stages = run.config.pipeline_model_parallel_size
     parts = ["embedding"] if stage == 0 else []
     first, last = (min(numbers), max(numbers)) if numbers else (0, 0)
@@ -220,7 +221,7 @@ def _kind(
             **measured.resident,
             "activations": measured.activations,
             "logits": measured.logits,
-            "other": copies + (RESERVED_BYTES if gpu is not None else 0),
+            "other": other + (RESERVED_BYTES if gpu is not None else 0),
         },
         measured.collectives,
         float(measured.flops + measured.attention_flops),
@@ -228,24 +229,6 @@ def _kind(
         extrapolated,
         trained,
     )
-
-
-def _copy_bytes(run: StageRun, models: Models, measured: MeasuredRank) -> int:
-    """What reference and teacher add to the peak.
-
-    Where they are offloaded, one at a time is on the device while it is asked, before the step.
-    """
-    sizes = [run.planned.copy_bytes(run.config, other) for other in models.copies.values()]
-    if sizes and run.config.reference_offload:
-        return run.beyond_step(max(sizes), measured)
-    return sum(sizes)
-
-
-def _critic_bytes(measured: MeasuredRank, trained: int) -> int:
-    """Bytes of a fully trained model of the policy's size."""
-    resident = measured.resident
-    state = sum(resident.values()) - resident["parameters"]
-    return resident["parameters"] + state * measured.parameters // max(1, trained)
 
 
 def _kinds_of_stage(kind: RankKind, planned: Any, config: JobConfig) -> list[RankKind]:
@@ -295,7 +278,8 @@ class Advice:
 def best_flags(plan: JobPlan, models: Models, begin: Callable[[str], None]) -> list[Advice]:
     """The three changes that lower the fullest rank's peak most, lowest first."""
     found = []
-    for flags, changes in _candidates(plan.config):
+    for changes in _candidates(plan.config):
+        flags = command_line(changes)
         try:
             changed = replace(plan.config, **changes)
             begin(f"with {flags}")
@@ -309,34 +293,20 @@ def best_flags(plan: JobPlan, models: Models, begin: Callable[[str], None]) -> l
     return sorted(found, key=lambda advice: advice.peak_bytes)[:3]
 
 
-def _candidates(config: JobConfig) -> list[tuple[str, dict[str, Any]]]:
-    found: list[tuple[str, dict[str, Any]]] = []
+def _candidates(config: JobConfig) -> list[dict[str, Any]]:
+    """Changes of settings that may lower the peak."""
+    found: list[dict[str, Any]] = []
     if not config.use_distributed_optimizer:
-        found.append(("--use-distributed-optimizer", {"use_distributed_optimizer": True}))
+        found.append({"use_distributed_optimizer": True})
     if config.recompute_granularity != "full":
-        found.append(
-            (
-                "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-                {
-                    "recompute_granularity": "full",
-                    "recompute_method": "uniform",
-                    "recompute_num_layers": 1,
-                },
-            )
-        )
+        recompute = {"recompute_method": "uniform", "recompute_num_layers": 1}
+        found.append({"recompute_granularity": "full", **recompute})
     if config.train_dtype == "float32":
-        found.append(("--train-dtype bfloat16", {"train_dtype": "bfloat16"}))
+        found.append({"train_dtype": "bfloat16"})
     if isinstance(config.max_tokens_per_gpu, int):
-        half = config.max_tokens_per_gpu // 2
-        found.append((f"--max-tokens-per-gpu {half}", {"max_tokens_per_gpu": half}))
+        found.append({"max_tokens_per_gpu": config.max_tokens_per_gpu // 2})
     tensor = 2 * config.tensor_model_parallel_size
-    found.append(
-        (
-            f"--tensor-model-parallel-size {tensor} --sequence-parallel",
-            {"tensor_model_parallel_size": tensor, "sequence_parallel": True},
-        )
-    )
+    found.append({"tensor_model_parallel_size": tensor, "sequence_parallel": True})
     for name in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
-        size = 2 * getattr(config, name)
-        found.append((f"--{name.replace('_', '-')} {size}", {name: size}))
+        found.append({name: 2 * getattr(config, name)})
     return found

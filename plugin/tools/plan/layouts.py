@@ -20,6 +20,7 @@ _SIZES = {
     "expert_model_parallel_size": "EP",
     "expert_tensor_parallel_size": "ETP",
 }
+_LAYOUT = (*_SIZES, *_STAGES, "virtual_pipeline_model_parallel_size", "sequence_parallel")
 
 
 def describe(config: JobConfig) -> str:
@@ -40,24 +41,27 @@ def describe(config: JobConfig) -> str:
 
 def layout_settings(config: JobConfig) -> dict[str, Any]:
     """The parallel sizes by their flags' names."""
-    names = (*_SIZES, *_STAGES, "virtual_pipeline_model_parallel_size", "sequence_parallel")
-    return {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in _LAYOUT}
 
 
 def layout_flags(settings: dict[str, Any]) -> str:
     """What `layout_settings` gives, as words of a command line; defaults are left out."""
-    words = []
-    for name, value in settings.items():
-        if value is True or value not in (None, False, 1):
-            words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
-    return " ".join(words)
+    given = {k: v for k, v in settings.items() if v is True or v not in (None, False, 1)}
+    return command_line(given)
+
+
+def command_line(settings: dict[str, Any]) -> str:
+    """Settings as words of a command line; True is a flag without a value."""
+    return " ".join(
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in settings.items()
+    )
 
 
 def without_layout(args: argparse.Namespace) -> tuple[dict[str, int], argparse.Namespace]:
     """The parallel sizes among the arguments of a command, and the arguments without them."""
-    names = (*_SIZES, *_STAGES, "virtual_pipeline_model_parallel_size", "sequence_parallel")
     given = {name: value for name, value in vars(args).items() if name in _SIZES}
-    rest = {name: value for name, value in vars(args).items() if name not in names}
+    rest = {name: value for name, value in vars(args).items() if name not in _LAYOUT}
     sizes = {name: int(value) for name, value in given.items() if str(value).isdigit()}
     return sizes, argparse.Namespace(**rest)
 

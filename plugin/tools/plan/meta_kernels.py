@@ -82,7 +82,7 @@ def _even_map(tokens: int, experts: int, topk: int) -> Tensor:
     return chosen.scatter_(1, even_routes(tokens, experts, topk), True)
 
 
-def use_meta_kernels(chunks: Sequence[Any], optimizer: Any | None) -> None:
+def use_meta_kernels(chunks: Sequence[Any], optimizer: Any) -> None:
     """Let routers, attention and optimizer of a built rank work without numbers."""
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -93,8 +93,7 @@ def use_meta_kernels(chunks: Sequence[Any], optimizer: Any | None) -> None:
             module.routing = _even_routing(module)
         elif isinstance(module, LocalCoreAttention):
             module.__dict__["forward"] = _row_attention(module)
-    parts = [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
-    for part in parts:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(part, "_unscale_main_grads_and_check_for_nan"):
             part._unscale_main_grads_and_check_for_nan = partial(_agree_all_finite, part)
         if hasattr(part, "has_grad_norm_group"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,33 +43,25 @@ class MeasuredRank:
     per_microbatch: Collectives = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class World:
-    """The ranks of a job; sizes: Megatron's names of parallel sizes."""
-
-    size: int
-    sizes: dict[str, Any]
-
-    @classmethod
-    def of(cls, config: TrainerConfig, size: int) -> World:
-        names = (
-            *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
-            *("virtual_pipeline_model_parallel_size", "context_parallel_size"),
-            *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-        )
-        return cls(size, {name: getattr(config, name) for name in names})
+def parallel_sizes(config: TrainerConfig) -> dict[str, Any]:
+    """The parallel sizes by Megatron's names, as `initialize_model_parallel` takes them."""
+    names = (
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+        *("virtual_pipeline_model_parallel_size", "context_parallel_size"),
+        *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+    )
+    return {name: getattr(config, name) for name in names}
 
 
 @contextmanager
 def built_rank(
     rank: int,
-    world: World,
+    world_size: int,
     config: TrainerConfig,
     hf_config: Any,
     layout: Any,
     *,
     on_gpu: bool,
-    trainable: bool = True,
 ) -> Iterator[MetaRank]:
     """Build the trainer of one rank on `meta`, for the body."""
     from plugin.megatron_backend import cpu_runtime
@@ -78,7 +70,7 @@ def built_rank(
     traffic, memory = Traffic(), LiveMemory()
     with (
         cpu_runtime.meta_mode(),
-        fake_world(rank, world.size, world.sizes, traffic) as groups,
+        fake_world(rank, world_size, parallel_sizes(config), traffic) as groups,
         MetaMode(memory) as mode,
     ):
         with mode.meta_parameters(), memory.labelled("resident"):
@@ -87,12 +79,11 @@ def built_rank(
                 hf_config,
                 groups,
                 layout=layout,
-                trainable=trainable,
                 pipeline=_counted_pipeline(groups, traffic),
                 device=torch.device("cpu"),
             )
-        optimizer = None if trainer.optimizer is None else trainer.optimizer.optimizer
-        use_meta_kernels(trainer.chunks, optimizer)
+        assert trainer.optimizer is not None
+        use_meta_kernels(trainer.chunks, trainer.optimizer.optimizer)
         if on_gpu:
             use_gpu_kernels(trainer.chunks)
         yield MetaRank(trainer, traffic, memory, mode)
@@ -153,13 +144,6 @@ class MetaRank:
             chunks = build_model(hf_config, config, self.trainer.groups)
         return resident_bytes(chunks, None)["parameters"]
 
-    def checkpoint_shapes(self) -> Mapping[str, Tensor]:
-        """The tensors of the model's checkpoint, as transformers builds them."""
-        from plugin.megatron_backend.hf_weights.loading import checkpoint_tensors
-
-        with self.mode.meta_parameters():
-            return checkpoint_tensors(self.trainer.hf_config)
-
     def measured(self, share_of: Callable[[Any], Any], *, with_log_probs: bool) -> MeasuredRank:
         """Run one training step on the share that `share_of` makes for the trainer."""
         trainer, memory = self.trainer, self.memory
@@ -192,8 +176,10 @@ class MetaRank:
             logits=peak.get("logits", 0),
             flops=self.mode.matmul_flops,
             attention_flops=self.mode.attention_flops,
-            collectives=_as_tuples(self.traffic.counts),
-            per_microbatch=_as_tuples(self.traffic.per_microbatch),
+            collectives={key: (n, size) for key, (n, size) in self.traffic.counts.items()},
+            per_microbatch={
+                key: (n, size) for key, (n, size) in self.traffic.per_microbatch.items()
+            },
         )
 
     def log_prob_bytes(self, share_of: Callable[[Any], Any]) -> int:
@@ -222,11 +208,7 @@ class MetaRank:
             )
             for m in trainer._laid_out(share.microbatches())
         ]
-        self.traffic.expected_shape = lambda number, _: shapes[number]
-
-
-def _as_tuples(counts: dict[tuple[str, str], list[int]]) -> Collectives:
-    return {key: (number, size) for key, (number, size) in counts.items()}
+        self.traffic.expected_shapes = shapes
 
 
 def resident_bytes(chunks: Sequence[Any], optimizer: Any | None) -> dict[str, int]:
@@ -253,11 +235,6 @@ def resident_bytes(chunks: Sequence[Any], optimizer: Any | None) -> dict[str, in
 def count_parameters(chunks: Sequence[Any]) -> int:
     """How many numbers the parameters of the chunks are, without padding of buffers."""
     return sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-
-
-def count_trained(chunks: Sequence[Any]) -> int:
-    """Those of them that are trained: adapters alone, where there are some."""
-    return sum(p.numel() for chunk in chunks for p in chunk.parameters() if p.requires_grad)
 
 
 def _optimizer_tensors(optimizer: Any | None) -> tuple[list[Tensor], list[Tensor]]:

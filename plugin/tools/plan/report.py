@@ -1,4 +1,4 @@
-"""A plan, and what a search found, as JSON and as text for a terminal."""
+"""A plan, and what a search found, as JSON, as text for a terminal and as a page."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from plugin.observe.console import text_table
+from plugin.observe.html_page import page
 from plugin.tools.plan.estimates import (
     ASSUMED_UTILIZATION,
     GROUP_NAMES,
@@ -154,7 +155,7 @@ def _memory_table(report: dict[str, Any]) -> list[str]:
     head = [
         "kind of rank",
         "ranks",
-        "numbers",
+        "params",
         *(["trained"] if freezes else []),
         *(p.replace("_", " ") for p in _PARTS),
         "peak",
@@ -230,7 +231,7 @@ def search_json(result: SearchResult) -> dict[str, Any]:
 
 def search_text(result: SearchResult, limit: int) -> list[str]:
     """Lines for a terminal: the table, the fastest layout's flags, what was left out."""
-    rows = [["layout", "fits", "peak", "step", "bubble", "microbatches", "why"]]
+    rows = [["layout", "fits", "peak", "step", "bubble", "microbatches"]]
     for found in result.planned:
         numbers = ["-"] * 4
         if found.problem is None:
@@ -240,26 +241,16 @@ def search_text(result: SearchResult, limit: int) -> list[str]:
                 f"{found.bubble:.1%}",
                 str(found.microbatches),
             ]
-        rows.append([found.layout, "yes" if found.fits else "no", *numbers, ""])
+        rows.append([found.layout, "yes" if found.fits else "no", *numbers])
     # The reason is long and comes last, so it is not aligned.
-    lines = [
-        f"{line}  {why}"
-        for line, why in zip(
-            text_table([row[:-1] for row in rows]),
-            ["why", *(found.why for found in result.planned)],
-            strict=True,
-        )
-    ]
+    reasons = ["why", *(found.why for found in result.planned)]
+    lines = [f"{line}  {why}" for line, why in zip(text_table(rows), reasons, strict=True)]
     if result.planned and result.planned[0].fits:
         best = result.planned[0]
         lines += ["", f"fastest that fits: {layout_flags(best.settings) or 'no parallel flags'}"]
-    return lines + _left_out(result, limit)
-
-
-def _left_out(result: SearchResult, limit: int) -> list[str]:
     too_large = sum(layout.cause == "memory" for layout in result.left_out)
     slower = len(result.left_out) - too_large
-    lines = []
+    lines += [""] if result.left_out else []
     if too_large:
         lines.append(
             f"not planned: {too_large} layouts whose weights, gradients and optimizer state alone "
@@ -270,4 +261,68 @@ def _left_out(result: SearchResult, limit: int) -> list[str]:
             f"not planned: {slower} layouts that are slower by formula; --search-limit {limit} "
             "ends there, a higher one plans more"
         )
-    return ["", *lines] if lines else []
+    return lines
+
+
+#: Microbatches that the timeline shows; of more, the first ones.
+_SHOWN = 12
+
+
+def plan_html(report: dict[str, Any]) -> str:
+    """One page from what `as_json` gives: ranks, the timeline of a step, bytes and messages."""
+    stages = report["layout"]["pipeline_model_parallel_size"]
+    data = dict(report) | {"problems": [], "footer": "made by megatron-tis plan"}
+    time = report.get("time")
+    if time is not None:
+        chunks = report["layout"]["virtual_pipeline_model_parallel_size"] or 1
+        count = min(report["batch"]["microbatches"], max(_SHOWN, stages * 2))
+        per_stage = [
+            c + m for c, m in zip(time["compute_seconds"], time["message_seconds"], strict=True)
+        ]
+        if len(per_stage) == stages and chunks == 1:
+            durations = [seconds / report["batch"]["microbatches"] for seconds in per_stage]
+            data["timeline"] = timeline(durations, count)
+    subtitle = f"{report['world_size']:,} ranks, {report['layout']['short']}"
+    parameters = report["total_parameters"] / 1e9
+    title = f"Plan: {report['model_type']}, {parameters:.2f} B parameters"
+    return page(title, subtitle, data, "plan.js")
+
+
+def timeline(seconds: list[float], microbatches: int) -> list[list[dict[str, Any]]]:
+    """Per stage, the forward and backward passes of a 1F1B schedule: start, length, microbatch.
+
+    seconds: of forward and backward of one microbatch on every stage; a third of it is forward
+    """
+    stages = len(seconds)
+    orders = [_schedule(stage, stages, microbatches) for stage in range(stages)]
+    ends: dict[tuple[int, str, int], float] = {}
+    rows: list[list[dict[str, Any]]] = [[] for _ in seconds]
+    free, places = [0.0] * stages, [0] * stages
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        for stage in range(stages):
+            if places[stage] == len(orders[stage]):
+                continue
+            kind, number = orders[stage][places[stage]]
+            before = stage - 1 if kind == "F" else stage + 1
+            needs = (before, kind, number) if 0 <= before < stages else (stage, "F", number)
+            if kind == "F" and stage == 0:
+                ready = 0.0
+            elif needs in ends:
+                ready = ends[needs]
+            else:
+                continue
+            start = max(free[stage], ready)
+            length = seconds[stage] * (1 / 3 if kind == "F" else 2 / 3)
+            free[stage] = ends[stage, kind, number] = start + length
+            rows[stage].append({"kind": kind, "number": number, "start": start, "length": length})
+            places[stage] += 1
+    return rows
+
+
+def _schedule(stage: int, stages: int, microbatches: int) -> list[tuple[str, int]]:
+    """1F1B: forward passes fill the pipeline, then one of each in turn, backward ones drain it."""
+    warm = min(stages - stage - 1, microbatches)
+    order = [("F", number) for number in range(warm)]
+    for number in range(microbatches - warm):
+        order += [("F", warm + number), ("B", number)]
+    return order + [("B", number) for number in range(microbatches - warm, microbatches)]

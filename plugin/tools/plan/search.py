@@ -1,37 +1,41 @@
 """Try the layouts of a number of GPUs and rank them by the estimated time of a step.
 
-Formulas leave out what cannot fit or is far from the fastest. The others are planned by their
-first, second and last stage, in which the fullest and the slowest ranks are. Layers that are alike
-hold, send and compute the same, so every quantity of a rank is a straight line in its number of
-layers: two points of it are planned, and that of the whole model follows.
-
-What was planned before is read from a cache: the key is everything that the plan depends on.
+Formulas leave out what cannot fit or is far from the fastest; only the order of their seconds
+matters. The other layouts are planned by their first, second and last stage, which hold the fullest
+and the slowest ranks. Identical layers hold, send and compute the same, so every quantity of a rank
+is linear in its number of layers: two points are planned, and the whole model follows.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import os
-import sys
+import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import plugin
 from plugin.config import JobConfig
+from plugin.controller.preflight.memory_check import WeightCounts, least_bytes
 from plugin.errors import MegatronTisError
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.layout_rules import layers_per_stage, split_arguments
-from plugin.tools.plan.estimates import message_seconds, step_time
-from plugin.tools.plan.gpus import Gpu
-from plugin.tools.plan.job_plan import JobPlan, Models, RankKind, decided, does_not_build, plan_job
-from plugin.tools.plan.layouts import describe, layout_settings, possible_layouts
-from plugin.tools.plan.rough_costs import RoughModel, rough_bytes, rough_seconds
-from plugin.tools.plan.workload import SampleLengths, with_token_budget
+from plugin.tools.plan.estimates import (
+    ASSUMED_UTILIZATION,
+    Gpu,
+    group_span,
+    message_seconds,
+    step_time,
+)
+from plugin.tools.plan.job_plan import (
+    RESERVED_BYTES,
+    JobPlan,
+    Models,
+    RankKind,
+    decided,
+    does_not_build,
+    plan_job,
+)
+from plugin.tools.plan.layouts import describe, layout_settings, possible_layouts, stage_ends
+from plugin.tools.plan.workload import SampleLengths, whole_counts, with_token_budget
 
 #: Model chunks per pipeline stage that are tried besides one; more of them send more messages.
 _CHUNKS = (2, 4)
@@ -98,113 +102,55 @@ def search_layouts(
     lengths: SampleLengths,
     gpu: Gpu,
     *,
-    most: int = 24,
-    cache: Path | None = None,
+    limit: int = 24,
     begin: Callable[[int, int, str], None] = lambda *_: None,
 ) -> SearchResult:
-    """Plan the `most` layouts that are fastest by formula among those that may fit.
+    """Plan the `limit` layouts that are fastest by formula among those that may fit.
 
     begin: called with number, total and name of the layout that is planned next
     """
     rough = RoughModel.of(models.policy, int(lengths.totals.sum()), len(models.copies))
-    feasible, left_out = _feasible(config, models, rough, gpu)
-    feasible = [with_token_budget(layout, models.policy, rough.counts, gpu) for layout in feasible]
-    feasible.sort(key=lambda layout: rough_seconds(rough, decided(layout, gpu), gpu))
-    for layout in feasible[most:]:
-        seconds = rough_seconds(rough, decided(layout, gpu), gpu)
-        reason = f"about {seconds:.1f} s by formula, slower than the {most} that are planned"
-        left_out.append(LeftOut(describe(layout), layout_settings(layout), "time", reason))
-    found = []
-    for number, layout in enumerate(feasible[:most], 1):
-        begin(number, len(feasible[:most]), describe(layout))
-        found.append(_cached(layout, models, lengths, gpu, cache))
-    return SearchResult(sorted(found, key=_order), left_out)
+    feasible: list[tuple[float, JobConfig]] = []
+    left_out: list[LeftOut] = []
 
+    def leave_out(layout: JobConfig, cause: Literal["memory", "time"], reason: str) -> None:
+        left_out.append(LeftOut(describe(layout), layout_settings(layout), cause, reason))
 
-def _order(candidate: Candidate) -> tuple[bool, bool, float]:
-    fits = candidate.fits
-    size = candidate.step_seconds if fits else candidate.peak_bytes
-    return not fits, candidate.problem is not None, size
-
-
-def _feasible(
-    config: JobConfig, models: Models, rough: RoughModel, gpu: Gpu
-) -> tuple[list[JobConfig], list[LeftOut]]:
-    """The layouts whose least fits into the GPU, and the others."""
-    feasible, left_out = [], []
     for layout in possible_layouts(config, models.policy, _CHUNKS):
         least = rough_bytes(rough, layout)
         if least <= gpu.memory:
-            feasible.append(layout)
-            continue
-        reason = (
-            f"holds at least {least / 2**30:.1f} GiB before any activation, a {gpu.name} has "
-            f"{gpu.memory / 2**30:.1f} GiB"
+            layout = with_token_budget(layout, models.policy, rough.counts, gpu)
+            feasible.append((rough_seconds(rough, decided(layout, gpu), gpu), layout))
+        else:
+            held, room = least / 2**30, gpu.memory / 2**30
+            reason = f"holds at least {held:.1f} GiB before any activation, a {gpu.name} has"
+            leave_out(layout, "memory", f"{reason} {room:.1f} GiB")
+    feasible.sort(key=lambda entry: entry[0])
+    for seconds, layout in feasible[limit:]:
+        reason = f"about {seconds:.1f} s by formula, slower than the {limit} that are planned"
+        leave_out(layout, "time", reason)
+    planned = []
+    for number, (_, layout) in enumerate(feasible[:limit], 1):
+        begin(number, min(limit, len(feasible)), describe(layout))
+        planned.append(_candidate(layout, models, lengths, gpu))
+    planned.sort(
+        key=lambda one: (
+            not one.fits,
+            one.problem is not None,
+            one.step_seconds if one.fits else one.peak_bytes,
         )
-        left_out.append(LeftOut(describe(layout), layout_settings(layout), "memory", reason))
-    return feasible, left_out
+    )
+    return SearchResult(planned, left_out)
 
 
-def _cached(
-    layout: JobConfig, models: Models, lengths: SampleLengths, gpu: Gpu, cache: Path | None
-) -> Candidate:
-    what = [
-        _code_digest(),
-        {name: str(value) for name, value in sorted(vars(layout).items())},
-        models.policy.to_json_string(),
-        sorted((name, copy.to_json_string()) for name, copy in models.copies.items()),
-        [lengths.prompts.tolist(), lengths.responses.tolist()],
-        asdict(gpu),
-    ]
-    key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
-    file = None if cache is None else cache / f"{key}.json"
-    # A file that is missing, cut off or unreadable is planned again.
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        if file is not None:
-            return Candidate(**json.loads(file.read_text(encoding="utf-8")))
+def _candidate(layout: JobConfig, models: Models, lengths: SampleLengths, gpu: Gpu) -> Candidate:
     candidate = Candidate(describe(layout), layout_settings(layout))
     try:
-        candidate = _planned(candidate, layout, models, lengths, gpu)
+        plan = plan_by_layers(layout, models, lengths, gpu)
     except MegatronTisError as error:
-        candidate = replace(candidate, problem=str(error))
+        return replace(candidate, problem=str(error))
     except Exception as error:  # one layout that fails must not end the search
         return replace(candidate, problem=does_not_build(error))
-    if file is not None:
-        _keep(file, candidate)
-    return candidate
-
-
-def _keep(file: Path, candidate: Candidate) -> None:
-    """Write a result for the next search; one that cannot be written is planned again then."""
-    partial = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(asdict(candidate)), encoding="utf-8")
-        os.replace(partial, file)
-    except OSError as error:
-        _warn_of_cache(f"results are not kept for the next search: {error}")
-
-
-@cache
-def _warn_of_cache(message: str) -> None:
-    print(f"megatron-tis: {message}", file=sys.stderr)
-
-
-@cache
-def _code_digest() -> str:
-    """Of all code that a plan runs: where that changes, layouts are planned again."""
-    from megatron.core import __version__ as megatron_version
-
-    digest = hashlib.sha256(f"{plugin.__version__} {megatron_version}".encode())
-    for file in sorted(Path(plugin.__file__).parent.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _planned(
-    candidate: Candidate, layout: JobConfig, models: Models, lengths: SampleLengths, gpu: Gpu
-) -> Candidate:
-    plan = plan_by_layers(layout, models, lengths, gpu)
     time = step_time(plan, gpu)
     busy = [c + m for c, m in zip(time.compute, time.messages, strict=True)]
     slowest = busy.index(max(busy))
@@ -222,61 +168,141 @@ def _planned(
     )
 
 
-def cache_directory() -> Path:
-    """Where planned layouts are kept between calls."""
-    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(root).expanduser() / "megatron-tis" / "plan"
+# -- by formula alone
+
+
+@dataclass(frozen=True)
+class RoughModel:
+    """The numbers of a model and of a step that the formulas use.
+
+    tokens: of all samples of a step; copies: models beside the policy, such as a reference
+    head: parameters of the LM head
+    """
+
+    counts: WeightCounts
+    layers: int
+    hidden: int
+    experts: int
+    topk: int
+    tokens: int
+    copies: int = 0
+    head: int = 0
+
+    @classmethod
+    def of(cls, hf_config: Any, tokens: int, copies: int) -> RoughModel:
+        """Count the weights that transformers would build."""
+        arguments = family_of(hf_config).transformer_arguments(hf_config)
+        return cls(
+            whole_counts(hf_config),
+            arguments["num_layers"],
+            hf_config.hidden_size,
+            arguments.get("num_moe_experts", 0),
+            arguments.get("moe_router_topk", 0),
+            tokens,
+            copies,
+            hf_config.vocab_size * hf_config.hidden_size,
+        )
+
+
+def rough_bytes(model: RoughModel, config: JobConfig) -> int:
+    """The least that a GPU must hold: no activations, the mean rank."""
+    least = least_bytes(model.counts, config, on_cuda=True)
+    copies = 0 if config.reference_offload else model.copies
+    return least.total + copies * least.parameters + RESERVED_BYTES
+
+
+def rough_seconds(model: RoughModel, config: JobConfig, gpu: Gpu) -> float:
+    """A step's products, messages and bubble by formula."""
+    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    cp, ep = config.context_parallel_size, config.expert_model_parallel_size
+    world, chunks = config.world_size, config.virtual_pipeline_model_parallel_size or 1
+    active = model.counts.dense + model.counts.experts * model.topk / max(1, model.experts)
+    imbalance = _imbalance(model, active, pp)
+    compute = imbalance * 6 * active * model.tokens / world
+    compute /= gpu.tflops * 1e12 * ASSUMED_UTILIZATION
+
+    def link(name: str) -> float:
+        ranks, distance = group_span(config, name, world)
+        return gpu.link if (ranks - 1) * distance < config.ranks_per_node else gpu.network
+
+    # Tokens that a tensor parallel group works on, and their hidden states in one layer.
+    tokens = model.tokens * tp * pp / world
+    states = 2 * tokens * model.hidden * imbalance * model.layers / pp
+    # Forward and backward: gathers and scatters around attention and MLP; to the experts and back;
+    # keys and values around the ring; hidden states to the next stage and their gradients back.
+    messages = 8 * states * (tp - 1) / tp / link("tensor")
+    messages += 4 * states / tp * model.topk * (ep - 1) / ep / link("expert")
+    messages += 3 * states / tp * (cp - 1) / link("context")
+    if pp > 1:
+        messages += 4 * tokens * model.hidden / tp * chunks / link("pipeline")
+    assert config.max_tokens_per_gpu != "auto"
+    microbatches = max(1.0, tokens / (config.max_tokens_per_gpu or tokens))
+    waiting = 1 + (pp - 1) / (chunks * microbatches)
+    if chunks > 1:
+        # The interleaved schedule runs whole rounds of microbatches, some of them padding.
+        waiting *= pp * math.ceil(microbatches / pp) / microbatches
+    if config.overlap_grad_reduce:
+        return (compute + messages) * waiting
+    held = (model.counts.dense / tp + model.counts.experts / ep) / pp
+    return (compute + messages) * waiting + 6 * held / link("data x context")
+
+
+def _imbalance(model: RoughModel, active: float, stages: int) -> float:
+    """Work of the busiest pipeline stage over the mean: uneven layers, and the LM head in the last.
+
+    active: parameters that a token is multiplied with in the whole model
+    """
+    if stages == 1:
+        return 1.0
+    head = model.head * model.layers / (active - model.head)  # in layers
+    first, last = stage_ends(model.layers, stages)
+    given = [end for end in (first, last) if end is not None]
+    middle = (model.layers - sum(given)) / max(1, stages - len(given))
+    at_end = (middle if last is None else last) + head
+    return max(middle, first or 0, at_end) * stages / (model.layers + head)
+
+
+# -- by two short models
 
 
 def plan_by_layers(config: JobConfig, models: Models, lengths: SampleLengths, gpu: Gpu) -> JobPlan:
     """The plan of one rank of the first, the second and the last stage.
 
-    The fullest and the slowest ranks are among them. Of a model whose layers differ, and where
-    stages are short anyway, the stages are planned whole.
+    The fullest and the slowest ranks are among them. Stages are planned whole where layers differ,
+    where block recompute is not linear in their number, and where stages are short anyway.
     """
     stages = config.pipeline_model_parallel_size
-    ends = sorted({0, stages - 1})
+    per_stage = config.world_size // stages
+    chunks = config.virtual_pipeline_model_parallel_size
     arguments = family_of(models.policy).transformer_arguments(models.policy)
     sizes = {
-        name: getattr(config, name)
-        for name in ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size")
+        "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": chunks,
     }
     split = layers_per_stage(arguments | sizes | split_arguments(config))
-    few = _few_layers(config)
-    per_stage = config.world_size // stages
-    if few is None or max(split) <= few[1] or not _layers_are_alike(models.policy, arguments):
-        ranks = [stage * per_stage for stage in sorted({*ends, min(1, stages - 1)})]
+    kinds_of_layers = getattr(models.policy, "layer_types", None) or ["full_attention"]
+    moe_layers = arguments.get("moe_layer_freq", 1)
+    alike = len(set(kinds_of_layers)) == 1
+    alike &= moe_layers == 1 if isinstance(moe_layers, int) else all(moe_layers)
+    # Layers of the short models: whole units of recompute.
+    unit = (chunks or 1) * (config.recompute_num_layers or 1)
+    if not alike or config.recompute_method == "block" or max(split) <= 2 * unit:
+        ranks = [stage * per_stage for stage in sorted({0, min(1, stages - 1), stages - 1})]
         return plan_job(config, models, lengths, gpu, ranks=ranks, quick=True)
-    ranks = [stage * per_stage for stage in ends]
+    ranks = [stage * per_stage for stage in sorted({0, stages - 1})]
     short, long = (
-        plan_job(*_shortened(config, models, count), lengths, gpu, ranks=ranks, quick=True)
-        for count in few
+        plan_job(*_shortened(config, models, layers), lengths, gpu, ranks=ranks, quick=True)
+        for layers in (unit, 2 * unit)
     )
-    kinds = []
-    for low, high in zip(short.kinds, long.kinds, strict=True):
-        beyond = (split[low.stage] - few[0]) / (few[1] - few[0])
-        kinds.append(_on_line(low, high, beyond))
+    kinds = [
+        _extrapolated(low, high, split[low.stage] / unit - 1)
+        for low, high in zip(short.kinds, long.kinds, strict=True)
+    ]
     if stages > 2 and split[1] > split[0]:
         # More layers than the first stage; a little too large, since it counts an embedding too.
-        beyond = (split[1] - few[0]) / (few[1] - few[0])
-        second = _on_line(short.kinds[0], long.kinds[0], beyond)
+        second = _extrapolated(short.kinds[0], long.kinds[0], split[1] / unit - 1)
         kinds.insert(1, replace(second, stage=1, kind="stage 1"))
     return replace(long, config=decided(config, gpu), model=models.policy, kinds=kinds)
-
-
-def _few_layers(config: JobConfig) -> tuple[int, int] | None:
-    """Two numbers of layers per stage, whole units of recompute; None if a line does not do."""
-    if config.recompute_method == "block":
-        return None
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    unit = chunks * (config.recompute_num_layers or 1)
-    return unit, 2 * unit
-
-
-def _layers_are_alike(model: Any, arguments: dict[str, Any]) -> bool:
-    pattern = arguments.get("moe_layer_freq", 1)
-    kinds = getattr(model, "layer_types", None) or ["full_attention"]
-    return len(set(kinds)) == 1 and (pattern == 1 if isinstance(pattern, int) else all(pattern))
 
 
 def _shortened(config: JobConfig, models: Models, layers: int) -> tuple[JobConfig, Models]:
@@ -296,25 +322,20 @@ def _shortened(config: JobConfig, models: Models, layers: int) -> tuple[JobConfi
     return even, Models(cut(models.policy), copies)
 
 
-def _on_line(low: RankKind, high: RankKind, beyond: float) -> RankKind:
-    """The kind `beyond` times as far from `low` as `high` is."""
+def _extrapolated(low: RankKind, high: RankKind, steps: float) -> RankKind:
+    """The kind that is `steps` times as far from `low` as `high` is."""
 
     def at(first: float, second: float) -> int:
-        return round(first + (second - first) * beyond)
+        return round(first + (second - first) * steps)
 
     none = (0, 0)
-    keys = [*high.collectives, *(key for key in low.collectives if key not in high.collectives)]
+    keys = dict.fromkeys((*high.collectives, *low.collectives))
+    pairs = {k: (low.collectives.get(k, none), high.collectives.get(k, none)) for k in keys}
     return replace(
         high,
         parameters=at(low.parameters, high.parameters),
         trained=at(low.trained, high.trained),
         bytes={part: max(0, at(low.bytes[part], size)) for part, size in high.bytes.items()},
-        collectives={
-            key: (
-                at(low.collectives.get(key, none)[0], high.collectives.get(key, none)[0]),
-                at(low.collectives.get(key, none)[1], high.collectives.get(key, none)[1]),
-            )
-            for key in keys
-        },
-        flops=low.flops + (high.flops - low.flops) * beyond,
+        collectives={k: (at(a[0], b[0]), at(a[1], b[1])) for k, (a, b) in pairs.items()},
+        flops=low.flops + (high.flops - low.flops) * steps,
     )

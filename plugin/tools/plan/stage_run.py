@@ -87,7 +87,9 @@ class StageRun:
         )
         tokens = int(share.batch.columns["total_lengths"].sum())
         if tokens and not padding:
-            size = sum(_nbytes(column) for column in share.batch.columns.values())
+            columns = share.batch.columns.values()
+            values = [c.values if isinstance(c, Ragged) else c for c in columns]
+            size = sum(v.numel() * v.element_size() for v in values)
             self.batch_bytes = round(size / tokens * max(self.batching.tokens))
         return share
 
@@ -106,8 +108,3 @@ class StageRun:
             flops=round(measured.flops * times),
             attention_flops=round(measured.attention_flops * times * self.batching.attention_share),
         )
-
-
-def _nbytes(column: Any) -> int:
-    values = column.values if isinstance(column, Ragged) else column
-    return int(values.numel() * values.element_size())

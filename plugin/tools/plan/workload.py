@@ -25,7 +25,7 @@ from plugin.megatron_backend.step.batch_share import BatchShare, plan_batch
 from plugin.megatron_backend.step.microbatching import sample_cost
 from plugin.megatron_backend.step.token_budget import token_budget, tokens_in
 from plugin.ragged import Integers, Ragged
-from plugin.tools.plan.gpus import Gpu
+from plugin.tools.plan.estimates import Gpu
 from plugin.tools.plan.meta_kernels import even_routes
 
 _DEFAULT_SIGMA = 0.8

@@ -11,8 +11,8 @@ from plugin.batch_types import FIELDS, RolloutBatch, RolloutSample
 from plugin.cluster.array_transport import (
     batch_from_arrays,
     batch_to_arrays,
-    rollouts_from_arrays,
-    rollouts_to_arrays,
+    from_arrays,
+    to_arrays,
 )
 from plugin.environments.trajectory import Rollouts, Trajectory, failed
 from plugin.ragged import Ragged
@@ -75,7 +75,7 @@ def sample(
 
 def there_and_back(answers: list[list[Trajectory]]) -> tuple[Rollouts, Rollouts]:
     sent = Rollouts.of(answers)
-    return sent, rollouts_from_arrays(rollouts_to_arrays(sent))
+    return sent, from_arrays(Rollouts, to_arrays(sent))
 
 
 def test_rollouts_come_back_grouped() -> None:
@@ -110,7 +110,7 @@ def test_versions_travel_in_stretches_and_masked_tokens_have_none() -> None:
     ]
     sent, returned = there_and_back(answers)
     # 4 x 50, 5 x 50, 4 x 50, 5 x 150
-    stretches = rollouts_to_arrays(sent)["weight_versions"]
+    stretches = to_arrays(sent)["weight_versions"]
     assert stretches.tolist() == [[4, 5, 4, 5], [50, 50, 50, 150]]
     for mine, theirs in zip(
         *(side.batch.columns["weight_versions"] for side in (sent, returned)), strict=True

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plugin.batch_types import RolloutBatch
-from plugin.cluster.array_transport import share_from_arrays, share_to_arrays
+from plugin.cluster.array_transport import from_arrays, to_arrays
 from plugin.config import TrainerConfig
 from plugin.errors import BatchError
 from plugin.megatron_backend.step.batch_share import (
@@ -63,10 +63,10 @@ def test_the_shares_together_are_the_batch_and_apart_have_nothing_in_common() ->
 
 def test_a_rank_gets_fewer_bytes_the_more_ranks_there_are() -> None:
     batch = routed_batch(240)
-    whole = sum(array.nbytes for array in share_to_arrays(shares(batch, 1)[0]).values())
+    whole = sum(array.nbytes for array in to_arrays(shares(batch, 1)[0]).values())
     for dp_size in (2, 4, 8):
         sizes = [
-            sum(array.nbytes for array in share_to_arrays(share).values())
+            sum(array.nbytes for array in to_arrays(share).values())
             for share in shares(batch, dp_size)
         ]
         # `watched`, the lengths of the first samples, is the only thing that all ranks get.
@@ -86,10 +86,10 @@ def test_a_stage_gets_the_routes_of_its_layers() -> None:
 
 def test_a_share_that_arrives_is_a_view_of_the_arrays() -> None:
     (share,) = shares(routed_batch(9), 1)
-    arrays = share_to_arrays(share)
+    arrays = to_arrays(share)
     for array in arrays.values():
         array.setflags(write=False)  # as the object store gives them
-    arrived = share_from_arrays(arrays)
+    arrived = from_arrays(BatchShare, arrays)
     assert arrived.counts.tolist() == share.counts.tolist() == [3, 3, 3]
     assert arrived.total_weight == share.total_weight and arrived.oversize == 0
     tokens = arrived.batch.columns["unconcat_tokens"].values
@@ -101,7 +101,7 @@ def test_a_share_that_arrives_is_a_view_of_the_arrays() -> None:
 def test_a_rank_without_samples_has_only_padding_microbatches() -> None:
     parts = shares(routed_batch(3), 4, micro_batch_size=1)
     empty = next(part for part in parts if not len(part.samples))
-    (microbatch,) = share_from_arrays(share_to_arrays(empty)).microbatches()
+    (microbatch,) = from_arrays(BatchShare, to_arrays(empty)).microbatches()
     assert microbatch.is_padding
     assert microbatch.batch.columns["rollout_routed_experts"].values.dtype == torch.int8
 

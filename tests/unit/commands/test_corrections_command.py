@@ -94,7 +94,7 @@ def test_one_entry_by_its_short_or_long_name(capsys: pytest.CaptureFixture[str])
     assert main(["corrections", "vanilla_tis", "opsm_function"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("vanilla_tis_function\n") and "\nopsm_function\n" in printed
-    assert "clip(exp(train - rollout), tis_clip_low, tis_clip)" in printed
+    assert "clip(exp(proximal - rollout), tis_clip_low, tis_clip)" in printed
     assert "ppo" not in printed.split()
 
 

@@ -56,7 +56,7 @@ def test_every_sample_is_scored_by_the_teacher_of_its_prompt() -> None:
     math, code = FakeTeacher(1.0), FakeTeacher(2.0)
     # Prompts 40, 41 and 42 are those of the groups 0, 1 and 2.
     names = {40: "code", 41: "math", 42: "code"}
-    teachers = Teachers({"math": math, "code": code}, names.__getitem__)
+    teachers = Teachers({"math": math.score, "code": code.score}, names.__getitem__)
     halves = [MiniBatch(0, 0, np.array([0, 1, 2])), MiniBatch(0, 1, np.array([3, 4, 5]))]
     again = [MiniBatch(1, 0, np.array([1, 3, 5])), MiniBatch(1, 1, np.array([0, 2, 4]))]
     for updates in ([MiniBatch(0, 0)], [*halves, *again]):
@@ -78,7 +78,7 @@ def test_what_a_teacher_says_is_checked_before_a_rank_sees_it() -> None:
             return {"teacher_log_probs": values}
 
     with pytest.raises(BatchError, match="teacher_log_probs of sample 2 is nan at position 1"):
-        Teachers({"teacher": Broken(1.0)}).added_to(samples(), [MiniBatch(0, 0)], [0, 1, 2])
+        Teachers({"teacher": Broken(1.0).score}).added_to(samples(), [MiniBatch(0, 0)], [0, 1, 2])
 
 
 def saved(directory: Path, **changes: Any) -> Path:

@@ -49,7 +49,7 @@ def test_both_encodings_are_read() -> None:
     packed = base64.b64encode(ROUTES.astype(numpy.int32).tobytes()).decode()
     expected = complete_routes(torch.from_numpy(ROUTES), 4, SHAPE)
     assert torch.equal(routes_of_npy(npy(ROUTES.astype(numpy.uint8)), 4, SHAPE), expected)
-    assert torch.equal(routes_of_int32(packed, 4, 2, SHAPE), expected)
+    assert torch.equal(routes_of_int32(packed, 4, SHAPE), expected)
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,11 @@ def test_a_row_of_minus_infinity_never_has_the_entropy_of_a_uniform_one(
 ) -> None:
     needs(module)
     logits, tokens = torch.zeros(3, columns), torch.zeros(3, dtype=torch.int64)
-    keep = torch.ones(3, columns, dtype=torch.bool) if masked else None
-    if keep is not None:
-        keep[1] = False
-    else:
-        logits[1] = -torch.inf
-    targets, absent = locate_targets(tokens, columns, group=None, keep_mask=keep)
-    found = module.forward_blocks(logits, targets, scale=1.0, with_entropy=True, keep_mask=keep)
+    logits[1] = -torch.inf
+    targets, absent = locate_targets(tokens, columns, group=None)
+    if masked:  # as where another shard holds what is kept
+        targets[1], absent[1] = -1, True
+    found = module.forward_blocks(logits, targets, scale=1.0, with_entropy=True)
     assert [float(values[1]) for values in found[:3]] == [-torch.inf, 0.0, 0.0]
     _, rows = combine_shards(found, targets, absent, columns=columns, scale=1.0, group=None)
     uniform = torch.tensor(float(columns)).log()

@@ -14,6 +14,7 @@ from plugin.logprobs.fused_lm_head import (
     fused_log_probs_and_entropy,
 )
 from plugin.logprobs.lm_head_tiles import HeadSettings, Tiles, plan_tiles
+from plugin.logprobs.row_gradients import RowPlaces, RowSettings
 from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 
 # One tile, many tiles none of which can be kept, and many tiles about half of which are kept.
@@ -235,12 +236,9 @@ def test_padding_rows_of_the_weight_are_never_computed_with(budget: int) -> None
 
 def test_a_rank_that_holds_nothing_but_padding_adds_nothing_to_the_sums_of_the_others() -> None:
     hidden, weight, tokens = problem(rows=2, columns=4)
-    settings = HeadSettings(
-        None, 1.0, True, False, False, True, 1 << 20, True, "full", vocab_rows=0
-    )
-    dense, few, _ = Tiles(hidden, weight, settings).statistics(
-        torch.full_like(tokens, -1), None, settings
-    )
+    settings = HeadSettings(RowSettings(None, 1.0, True, False, "full"), 1 << 20, 0, True)
+    places = RowPlaces.of(torch.full_like(tokens, -1), None, None, 4, None)
+    dense, few, _ = Tiles(hidden, weight, settings).statistics(places)
     assert dense is not None and few is None
     maximum, *sums = (values.tolist() for values in dense if values is not None)
     assert maximum == [-torch.inf] * 2 and sums == [[0.0, 0.0]] * 3

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig, LossConfig
-from plugin.controller.records.step_records import StepRecords
+from plugin.controller.step_records import StepRecords
 from plugin.errors import TrainingError
 from plugin.loss.inputs import KnownTokens
 from plugin.loss.interfaces import example_inputs

@@ -13,7 +13,7 @@ import torch
 
 from plugin.batch_types import RolloutSample
 from plugin.cli import main
-from plugin.controller.records.sample_log import chosen, readable_samples
+from plugin.controller.step_records import chosen, readable_samples
 from plugin.environments.trajectory import Rollouts, Trajectory
 from plugin.errors import ConfigError
 from plugin.observe.html_report import MAX_SAMPLES, report_html

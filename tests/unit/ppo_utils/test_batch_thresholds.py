@@ -27,8 +27,9 @@ from plugin.ppo_utils import (
     microbatch_statistics,
     vanilla_tis_function,
 )
-from plugin.ppo_utils.batch_statistics import collect_statistics, declared_statistics
-from plugin.ppo_utils.batch_thresholds import (
+from plugin.ppo_utils.batch_statistics import (
+    collect_statistics,
+    declared_statistics,
     effective_share,
     ess_clip,
     ess_clip_rounds,

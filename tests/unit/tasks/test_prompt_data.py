@@ -13,7 +13,7 @@ import pytest
 
 from plugin.config import JobConfig
 from plugin.controller.job import _with_epochs
-from plugin.controller.records.resuming import warn_of_other_rows
+from plugin.controller.run_directory import warn_of_other_rows
 from plugin.errors import ConfigError
 from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer
 from plugin.tasks.loading import load_task

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from plugin.batch_types import RolloutBatch
+from plugin.config import JobConfig
 from plugin.config.teachers import TeacherSpec
 from plugin.errors import ConfigError, EngineError
 from plugin.tasks.copy_digits import CharacterTokenizer
@@ -18,6 +19,11 @@ from tests.unit.teachers.stand_in_teacher import VOCAB, StandInTeacher
 
 TOKENIZER = CharacterTokenizer("abcdefghijk")
 PROMPTS, RESPONSES = (2, 1, 3), (3, 0, 4)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plugin.teachers.http_teacher._BACKOFF_SECONDS", 0.01)
 
 
 @pytest.fixture(params=["vllm", "sglang"])
@@ -40,10 +46,22 @@ def batch() -> RolloutBatch:
     )
 
 
-def teacher(server: StandInTeacher, *urls: str, topk: int = 3, **options: Any) -> HttpTeacher:
+def teacher(
+    server: StandInTeacher,
+    *urls: str,
+    topk: int = 3,
+    max_batch: int = 64,
+    idle: Any = lambda: None,
+) -> HttpTeacher:
     spec = TeacherSpec("teacher", "--teacher-url", urls=urls or (server.url,))
-    options = {"retries": 2, "backoff": 0.01, "request_timeout": 5.0, **options}
-    return HttpTeacher(spec, vocab_size=VOCAB, server=server.dialect, topk=topk, **options)
+    config = JobConfig().unchecked_copy(
+        distill_topk=topk,
+        teacher_server=server.dialect,
+        teacher_request_retries=2,
+        teacher_request_timeout=5.0,
+        teacher_max_batch=max_batch,
+    )
+    return HttpTeacher(config, spec, VOCAB, idle)
 
 
 @pytest.mark.parametrize("topk", [0, 3, VOCAB])

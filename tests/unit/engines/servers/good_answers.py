@@ -9,8 +9,7 @@ from typing import Any
 import numpy
 
 from plugin.engines.expert_routes import RouteShape
-from plugin.engines.protocol import SamplingParameters
-from plugin.engines.servers.answers import Ask
+from plugin.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.engines.servers.dialects import ResponseShape
 from tests.unit.engines.servers.misbehaving_server import (
     LOG_PROBS,
@@ -22,10 +21,10 @@ from tests.unit.engines.servers.misbehaving_server import (
 
 PARAMETERS = SamplingParameters(max_response_length=4, stop_token_ids=(STOP,), routed_experts=True)
 PROMPT = (10, 11)
-ASK = Ask(PROMPT, 7, 4, PARAMETERS)
+REQUEST = GenerationRequest(PROMPT, (7,))
 #: 4 layers, of which 0, 1 and 3 have 4 experts; every token goes to 2 of them.
 ROUTES = RouteShape((0, 1, 3), topk=2, experts=4, num_layers=4)
-SHAPE = ResponseShape(vocab_size=96, max_model_len=256, num_layers=4, routes=ROUTES)
+SHAPE = ResponseShape(vocab_size=96, max_model_len=256, routes=ROUTES)
 #: [prompt + response - 1, layers, topk]
 EXPERTS = numpy.tile(numpy.array([[0, 1], [2, 3], [3, 0], [1, 2]]), (4, 1, 1))
 

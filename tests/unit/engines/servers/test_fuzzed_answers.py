@@ -13,14 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plugin.engines.protocol import Generation, GenerationRequest, check_generations
+from plugin.engines.protocol import Generation, check_generations
 from plugin.engines.servers.answers import MalformedAnswer
 from plugin.engines.servers.calls import parse_json
 from plugin.engines.servers.dialects import DIALECTS
 from tests.unit.engines.servers.good_answers import (
-    ASK,
     PARAMETERS,
-    PROMPT,
+    REQUEST,
     SHAPE,
     sglang_answer,
     vllm_answer,
@@ -118,10 +117,10 @@ def test_no_answer_of_a_server_raises_anything_else() -> None:
     )
     def read(answers: list[tuple[str, bytes]]) -> None:
         for name, text in answers:
-            dialect = DIALECTS[name]()
+            dialect = DIALECTS[name](replace(SHAPE, interrupts=True))
             try:
                 body = parse_json(text)
-                generation = dialect.parse(body, replace(ASK, interruptible=True), SHAPE, 0)
+                generation = dialect.parse(body, REQUEST, PARAMETERS, 0)
                 dialect.label_of_response(body)
             except MalformedAnswer as error:
                 outcomes["malformed"] += 1
@@ -129,7 +128,7 @@ def test_no_answer_of_a_server_raises_anything_else() -> None:
             else:
                 outcomes["used"] += 1
                 assert isinstance(generation, Generation)
-                check_generations([GenerationRequest(PROMPT, (7,))], [[generation]], PARAMETERS)
+                check_generations([REQUEST], [[generation]], PARAMETERS)
                 assert generation.log_probs is not None and bool((generation.log_probs <= 0).all())
 
     read()
@@ -138,7 +137,7 @@ def test_no_answer_of_a_server_raises_anything_else() -> None:
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_no_answer_to_another_call_raises_anything_else(name: str) -> None:
-    dialect = DIALECTS[name]()
+    dialect = DIALECTS[name](SHAPE)
     calls = [*dialect.weight_update("weights", "label", abort=True), dialect.weight_label("label")]
     if name == "vllm":
         calls.append(dialect.self_test(PARAMETERS.__class__(temperature=0.5)))

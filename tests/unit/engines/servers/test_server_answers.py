@@ -29,10 +29,10 @@ from plugin.engines.vllm.engine import mask_rows
 from plugin.errors import ConfigError
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3_moe
 from tests.unit.engines.servers.good_answers import (
-    ASK,
     EXPERTS,
     PARAMETERS,
     PROMPT,
+    REQUEST,
     SHAPE,
     npy,
     sglang_answer,
@@ -105,7 +105,7 @@ def test_a_bad_answer_is_neither_used_nor_an_error_of_python(case: str) -> None:
     body, message = BAD[case]
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
     with pytest.raises(MalformedAnswer, match=message):
-        VllmDialect().parse(parse_json(text), ASK, SHAPE, 0)
+        VllmDialect(SHAPE).parse(parse_json(text), REQUEST, PARAMETERS, 0)
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ def test_a_bad_answer_is_neither_used_nor_an_error_of_python(case: str) -> None:
 def test_bad_routes_of_sglang_are_not_used(experts: Any, message: str) -> None:
     packed = base64.b64encode(experts.astype(numpy.int32).tobytes()).decode()
     with pytest.raises(MalformedAnswer, match=message):
-        SglangDialect().parse(sglang_answer(routed_experts=packed), ASK, SHAPE, 0)
+        SglangDialect(SHAPE).parse(sglang_answer(routed_experts=packed), REQUEST, PARAMETERS, 0)
 
 
-MASKED = replace(ASK, parameters=replace(PARAMETERS, sampling_mask=True))
+MASKED = replace(PARAMETERS, sampling_mask=True)
 KEPT = [[token, (token + 5) % 96] for token in TOKENS]
 
 
@@ -142,17 +142,17 @@ KEPT = [[token, (token + 5) % 96] for token in TOKENS]
 def test_bad_kept_ids_of_sglang_are_not_used(kept: Any, message: str) -> None:
     meta = {"output_token_sampling_mask": kept, "output_token_sampling_logprobs": [-0.5] * 3}
     with pytest.raises(MalformedAnswer, match=message):
-        SglangDialect().parse(sglang_answer(**meta), MASKED, SHAPE, 0)
+        SglangDialect(SHAPE).parse(sglang_answer(**meta), REQUEST, MASKED, 0)
 
 
 def test_sglang_reports_kept_ids_and_the_log_probs_over_them() -> None:
-    call = SglangDialect().generation(MASKED)
+    call = SglangDialect(SHAPE).generation(REQUEST, MASKED)
     assert call.payload is not None and call.payload["return_sampling_mask"] is True
     meta = {
         "output_token_sampling_mask": [*KEPT[:-1], list(range(96))],
         "output_token_sampling_logprobs": [-0.5, 0.0, -0.25],
     }
-    generation = SglangDialect().parse(sglang_answer(**meta), MASKED, SHAPE, 0)
+    generation = SglangDialect(SHAPE).parse(sglang_answer(**meta), REQUEST, MASKED, 0)
     assert generation.sampling_mask is not None and generation.log_probs is not None
     # The whole vocabulary is an empty entry; the others ascend.
     expected = [sorted(row) for row in KEPT[:-1]] + [[]]
@@ -169,10 +169,10 @@ def test_both_forms_of_vllms_sampling_mask_are_read() -> None:
 def test_the_answers_that_are_spoiled_here_are_good() -> None:
     expected = EXPERTS[:, [0, 1, 3]].tolist()
     for array in (EXPERTS.astype(">i4"), numpy.asfortranarray(EXPERTS), EXPERTS.astype("u8")):
-        generation = VllmDialect().parse(routed(array), ASK, SHAPE, 0)
+        generation = VllmDialect(SHAPE).parse(routed(array), REQUEST, PARAMETERS, 0)
         assert generation.routed_experts is not None
         assert generation.routed_experts[:-1].tolist() == expected
-    generation = SglangDialect().parse(sglang_answer(), ASK, SHAPE, 0)
+    generation = SglangDialect(SHAPE).parse(sglang_answer(), REQUEST, PARAMETERS, 0)
     assert generation.routed_experts is not None
     assert generation.routed_experts[:-1].tolist() == expected
 

@@ -88,11 +88,12 @@ def test_both_passes_agree_with_plain_torch(
     logits[1, 0] = -torch.inf
     targets = torch.randint(columns, (6,), generator=generator)
     targets[2] = -1
-    keep = torch.rand(6, columns, generator=generator) < 0.5 if with_mask else None
-    if keep is not None:
+    if with_mask:
+        keep = torch.rand(6, columns, generator=generator) < 0.5
         keep[torch.arange(6), targets] = True
+        logits = logits.masked_fill(~keep, -torch.inf)
     slow, fast = (
-        module.forward_blocks(logits, targets, scale=1.3, with_entropy=True, keep_mask=keep)
+        module.forward_blocks(logits, targets, scale=1.3, with_entropy=True)
         for module in (blocked_torch, triton_rows)
     )
     torch.testing.assert_close(tuple(fast), tuple(slow), rtol=2e-6, atol=2e-6)
@@ -110,7 +111,6 @@ def test_both_passes_agree_with_plain_torch(
             grad_log_probs,
             grad_entropy,
             scale=1.3,
-            keep_mask=keep,
             out=expected,
         )
         triton_rows.backward_blocks(
@@ -120,7 +120,6 @@ def test_both_passes_agree_with_plain_torch(
             grad_log_probs,
             grad_entropy,
             scale=1.3,
-            keep_mask=keep,
             out=actual,
         )
         tolerance = {"rtol": 2e-5, "atol": 1e-6} if dtype == torch.float32 else {}
@@ -232,12 +231,11 @@ def test_rows_of_minus_infinity_and_nan_are_those_of_plain_torch(
 ) -> None:
     logits = torch.randn(4, 130)
     logits[0], logits[1, 100], logits[2, :64] = -torch.inf, torch.nan, -torch.inf
-    keep = torch.ones(4, 130, dtype=torch.bool) if with_mask else None
-    if keep is not None:
-        keep[3, :] = False  # a rank that holds none of the kept ids
+    if with_mask:
+        logits[3] = -torch.inf  # a rank that holds none of the kept ids
     targets = torch.tensor([5, 6, 70, -1])
     slow, fast = (
-        module.forward_blocks(logits, targets, scale=1.1, with_entropy=True, keep_mask=keep)
+        module.forward_blocks(logits, targets, scale=1.1, with_entropy=True)
         for module in (blocked_torch, triton_rows)
     )
     torch.testing.assert_close(

@@ -11,7 +11,7 @@ import torch
 from plugin.config import JobConfig
 from plugin.errors import ConfigError, WeightError
 from plugin.tools.plan.checkpoint_coverage import Claims, index_names, require_coverage
-from plugin.tools.plan.planned_rank import World, built_rank, count_parameters
+from plugin.tools.plan.planned_rank import MetaRank, built_rank, count_parameters
 from tests.unit.tools.plan.model_facts import MODELS, PUBLISHED_BILLIONS, parameters_by_hand
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
@@ -42,20 +42,25 @@ def hf_config(name: str, **changes: Any) -> Any:
     return AutoConfig.for_model(**(MODELS[name] | changes))
 
 
+def checkpoint_shapes(planned: MetaRank) -> Any:
+    """The tensors of the model's checkpoint, as transformers builds them."""
+    from plugin.megatron_backend.hf_weights.loading import checkpoint_tensors
+
+    with planned.mode.meta_parameters():
+        return checkpoint_tensors(planned.trainer.hf_config)
+
+
 def claims_of(config: Any, sizes: dict[str, Any]) -> tuple[Claims, int]:
     """What all stages claim, and the parameters of the whole model."""
     from plugin.megatron_backend.hf_weights.loading import whole_parameters
 
     flags = {"train_dtype": "bfloat16", "hf_checkpoint": "model", **sizes}
     job = JobConfig.from_sources(flags)
-    world = World.of(job, job.world_size)
     claims, total = Claims(), 0
     for stage in range(job.pipeline_model_parallel_size):
-        rank = stage * world.size // job.pipeline_model_parallel_size
-        with built_rank(
-            rank, world, job, config, "packed", on_gpu=True, trainable=False
-        ) as planned:
-            shapes = planned.checkpoint_shapes()
+        rank = stage * job.world_size // job.pipeline_model_parallel_size
+        with built_rank(rank, job.world_size, job, config, "packed", on_gpu=True) as planned:
+            shapes = checkpoint_shapes(planned)
             assert count_parameters(planned.trainer.chunks) > 0
             claims.add(planned.trainer.chunks, planned.trainer.groups, shapes)
             total += whole_parameters(planned.trainer.chunks, planned.trainer.groups)
@@ -97,7 +102,7 @@ MORE_FAMILIES = (
     ],
 )
 def test_every_family_is_planned_and_read_whole(family: str) -> None:
-    from plugin.tools.plan.gpus import gpu_named
+    from plugin.tools.plan.estimates import gpu_named
     from plugin.tools.plan.job_plan import Models, plan_job
     from plugin.tools.plan.workload import sample_lengths
     from tests.parallel.tiny_models import ALL_FAMILIES
@@ -141,15 +146,13 @@ def test_a_stage_that_is_built_twice_is_noticed() -> None:
 
 
 def test_a_tensor_of_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from plugin.tools.plan import planned_rank
-
-    def wrong(self: Any) -> dict[str, torch.Tensor]:
-        shapes = right(self)
+    def wrong(planned: MetaRank) -> Any:
+        shapes = right(planned)
         shapes["model.layers.0.mlp.down_proj.weight"] = torch.empty(7, 3, device="meta")
         return shapes
 
-    right = planned_rank.MetaRank.checkpoint_shapes
-    monkeypatch.setattr(planned_rank.MetaRank, "checkpoint_shapes", wrong)
+    right = checkpoint_shapes
+    monkeypatch.setitem(globals(), "checkpoint_shapes", wrong)
     with pytest.raises(WeightError, match=r"down_proj.weight \[7, 3\] does not fit"):
         claims_of(hf_config("Qwen3-0.6B", num_hidden_layers=2), {})
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from plugin.config import JobConfig
-from plugin.tools.plan.gpus import gpu_named
+from plugin.tools.plan.estimates import gpu_named
 from plugin.tools.plan.job_plan import JobPlan, Models, plan_job
-from plugin.tools.plan.planned_rank import World, built_rank
+from plugin.tools.plan.planned_rank import built_rank
 from plugin.tools.plan.stage_run import StageRun
 from plugin.tools.plan.workload import sample_lengths
 from tests.unit.tools.plan.model_facts import MODELS
@@ -132,8 +132,9 @@ RESIDENT = ("parameters", "gradients", "main_parameters", "optimizer")
 
 
 def held_by(rank: int, plan: JobPlan) -> tuple[int, ...]:
-    world = World.of(plan.config, plan.world_size)
-    with built_rank(rank, world, plan.config, plan.model, "packed", on_gpu=False) as built:
+    with built_rank(
+        rank, plan.world_size, plan.config, plan.model, "packed", on_gpu=False
+    ) as built:
         run = StageRun(built, plan.config, plan.model, plan.lengths, plan.batching)
         measured = run._run(1)
     return measured.parameters, *map(measured.resident.__getitem__, RESIDENT)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from plugin.config import JobConfig
-from plugin.controller.records.step_records import StepRecords
 from plugin.controller.shared_devices import OwnDevices
+from plugin.controller.step_records import StepRecords
 from plugin.controller.training_loop import Position, TrainingLoop
 from plugin.errors import ParallelError
 from plugin.observe.run_files import RunFiles

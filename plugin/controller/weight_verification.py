@@ -21,7 +21,7 @@ from plugin.config import JobConfig
 from plugin.config.engines import ENGINES
 from plugin.controller.batch import with_checked_routes
 from plugin.controller.preflight.job_checks import JobParts
-from plugin.controller.weight_sync.sync import WeightSync
+from plugin.controller.weight_sync import WeightSync
 from plugin.engines.protocol import Generation, GenerationFailure, GenerationRequest
 from plugin.engines.weight_changes import ProbeAnswer, WeightProbe
 from plugin.environments.single_turn import trajectory_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plugin.config import JobConfig
-from plugin.controller.records.step_records import MismatchWatch
+from plugin.controller.step_records import MismatchWatch
 from plugin.errors import FindingError
 from plugin.observe.run_files import RunFiles
 from plugin.observe.run_record import read_run

@@ -15,7 +15,7 @@ from plugin.batch_types import RolloutBatch
 from plugin.cluster.engine_pool import EnginePool, Probed
 from plugin.config import JobConfig
 from plugin.controller.local_engine import load_tensors
-from plugin.controller.weight_sync.verification import WeightVerification, make_probe
+from plugin.controller.weight_verification import WeightVerification, make_probe
 from plugin.engines.protocol import GenerationFailure, SamplingParameters
 from plugin.engines.transformers.engine import TransformersEngine
 from plugin.engines.weight_changes import ProbeAnswer, answer_probe

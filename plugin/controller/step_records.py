@@ -6,14 +6,20 @@ while the engines work on the next batch.
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from plugin.batch_types import RolloutBatch
 from plugin.cluster.trainer_actor import TrainedStep
 from plugin.config import JobConfig
-from plugin.controller.records.resuming import RunCheckpoints
+from plugin.controller.run_directory import RunCheckpoints
+from plugin.environments.trajectory import Rollouts
 from plugin.errors import FindingError, TrainingError
 from plugin.observe.console import Console
 from plugin.observe.detectors import MismatchDetectors
@@ -24,6 +30,8 @@ from plugin.observe.run_files import RunFiles, without_slices
 _STEPS_KEPT = 2000
 #: After so many steps the console reports if nothing is learned; once more at the end.
 _STEPS_JUDGED = 20
+#: Of a text in samples.jsonl, the beginning and the end: 10,000 steps must not fill the disk.
+_MOST_CHARACTERS = 8000
 
 
 class StepRecords:
@@ -70,12 +78,7 @@ class StepRecords:
         line: its metrics
         of_rollout_weights: whether it started from the weights of the rollout
         """
-
-        def write() -> None:
-            self._write_step(line, batch, trained, of_rollout_weights=of_rollout_weights)
-            self._note_skipped(line["step"], trained.skipped, searching=trained.overflow)
-
-        self._waiting.append(write)
+        self._waiting.append(partial(self._write_step, line, batch, trained, of_rollout_weights))
 
     def log_samples(self, step: int, samples: Callable[[], list[dict[str, Any]]]) -> None:
         """Responses to read, made when they are written."""
@@ -103,12 +106,7 @@ class StepRecords:
             self._dump.remove_after(step)
 
     def _write_step(
-        self,
-        line: dict[str, Any],
-        batch: RolloutBatch,
-        trained: TrainedStep,
-        *,
-        of_rollout_weights: bool,
+        self, line: dict[str, Any], batch: RolloutBatch, trained: TrainedStep, comparable: bool
     ) -> None:
         step, version = line["step"], line["weight_version"]
         # All of it is in the file; kept here it would fill the driver of a long run.
@@ -119,20 +117,21 @@ class StepRecords:
         self._console.step(line, self._config.total_updates)
         if self._wandb is not None:
             self._wandb.log(line, step=step)
-        columns, comparable = batch.columns, False
+        columns = batch.columns
+        # After an update the step's own log-probs come from newer weights than the samples.
+        comparable = comparable or "log_probs" in columns
         if trained.log_probs is not None:
-            # After an update the step's own log-probs come from newer weights than the samples.
-            comparable = of_rollout_weights or "log_probs" in columns
             columns = {"log_probs": trained.log_probs, **columns}
         if self._dump is not None:
             current = {} if trained.log_probs is None else {"cur_log_probs": trained.log_probs}
             self._dump.write(step, {**columns, **current}, trainer_version=version)
-        if comparable:
+        if comparable and trained.log_probs is not None:
             self._watch.check(step, columns, version, trained.live_routes)
         # After the watch: rewards mean nothing while engine and trainer disagree.
         if len(self._history) == _STEPS_JUDGED:
             for finding in learning_findings(self._history, self._config):
                 self._console.log(f"step {step}: {finding}")
+        self._note_skipped(step, trained.skipped, searching=trained.overflow)
 
     def _note_skipped(self, step: int, cause: str | None, *, searching: bool = False) -> None:
         """Report a step that changed nothing; a `TrainingError` after too many in a row.
@@ -200,3 +199,61 @@ class MismatchWatch:
             times = self._counts[finding.detector]
             again = f"again ({times} times so far): {finding.title}"
             self._log(f"step {step}: {finding if times == 1 else again}")
+
+
+def readable_samples(
+    rollouts: Rollouts,
+    parts: Mapping[str, NDArray[np.float64]],
+    prompts: Sequence[int],
+    tokenizer: Any,
+    count: int,
+    seed: str,
+) -> list[dict[str, Any]]:
+    """At most `count` samples as samples.jsonl holds them: in turn the best, the worst, a random.
+
+    The text is of a trajectory's last sample.
+
+    parts: [M] of every reward before its weight; prompts: the number of each group's prompt
+    """
+    found = []
+    for kind, i in chosen(rollouts.rewards, count, seed):
+        last = int(rollouts.sample_starts[i] + rollouts.samples[i] - 1)
+        tokens = rollouts.batch.columns["unconcat_tokens"][last].tolist()
+        length = int(rollouts.batch.columns["response_lengths"][last])
+        found.append(
+            {
+                "kind": kind,
+                "prompt_index": int(prompts[int(rollouts.groups[i])]),
+                "reward": float(rollouts.rewards[i]),
+                "rewards": {name: float(values[i]) for name, values in parts.items()},
+                "truncated": bool(rollouts.truncated[i]),
+                "weight_version": int(rollouts.oldest_version[i]),
+                "tokens": length,
+                "prompt": _text(tokenizer, tokens[: len(tokens) - length]),
+                "response": _text(tokenizer, tokens[len(tokens) - length :]),
+            }
+        )
+    return found
+
+
+def chosen(rewards: NDArray[np.float64], count: int, seed: str) -> list[tuple[str, int]]:
+    """Kinds and numbers of different trajectories: best, worst, random, best, ..."""
+    order = [int(i) for i in np.argsort(rewards, kind="stable")]
+    draw = random.Random(f"samples/{seed}")
+    found: list[tuple[str, int]] = []
+    while order and len(found) < count:
+        kind = ("best", "worst", "random")[len(found) % 3]
+        place = {"best": -1, "worst": 0, "random": draw.randrange(len(order))}[kind]
+        found.append((kind, order.pop(place)))
+    return found
+
+
+def _text(tokenizer: Any, tokens: list[int]) -> str:
+    try:
+        text = str(tokenizer.decode(tokens))
+    except Exception:  # of whatever tokenizer; ids that it does not know are still readable
+        text = " ".join(map(str, tokens))
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    half = _MOST_CHARACTERS // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters ...] {text[-half:]}"

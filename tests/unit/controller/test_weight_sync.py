@@ -14,8 +14,8 @@ import pytest
 from plugin.cluster import remote_calls
 from plugin.cluster.trainer_actor import SentPart
 from plugin.config import JobConfig
-from plugin.controller.weight_sync import transfer as weight_transfer
-from plugin.controller.weight_sync.sync import WeightSync
+from plugin.controller import weight_sync
+from plugin.controller.weight_sync import WeightSync
 from plugin.errors import ActorLost, EngineError, ParallelError, TransferError, WeightError
 from plugin.weights.group import GroupStore, WeightGroup
 
@@ -106,7 +106,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
     node = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=wait, util=node))
-    monkeypatch.setattr(weight_transfer, "result_of", lambda call, name, console: call.answer())
+    monkeypatch.setattr(weight_sync, "result_of", lambda call, name, console: call.answer())
 
 
 def raising(error: Exception) -> Callable[[], Any]:
@@ -200,7 +200,7 @@ def test_weights_that_do_not_fit_end_the_job() -> None:
 
 
 def test_an_engine_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_transfer, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(weight_sync, "_GRACE_SECONDS", 0.05)
     engines = Engines({(1, 1): None})
     sync_of(engines, Trainer(), step_timeout=0.05).send(0, wait=True)
     assert engines.replaced == [1] and engines.versions == {0: 0, 1: 0}
@@ -209,7 +209,7 @@ def test_an_engine_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
 def test_answers_that_are_there_when_the_driver_looks_too_late_still_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weight_transfer, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(weight_sync, "_GRACE_SECONDS", 0.0)
     engines = Engines({})
     sync_of(engines, Trainer(), step_timeout=1e-9).send(0, wait=True)
     assert not engines.replaced and engines.versions == {0: 0, 1: 0}
@@ -231,7 +231,7 @@ def test_a_frozen_engine_is_replaced_long_before_a_transfer_has_to_end(
 
 def test_a_slow_engine_that_reacts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_calls, "SILENCE_SECONDS", 0.02)
-    monkeypatch.setattr(weight_transfer, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(weight_sync, "_GRACE_SECONDS", 0.05)
     engines = Engines({(1, 1): None})
     sync = sync_of(engines, Trainer(), step_timeout=0.3)
     sync.send(0, wait=True)

@@ -14,8 +14,12 @@ import pytest
 
 from plugin.cluster.directory_lock import lock_directory
 from plugin.config import JobConfig
-from plugin.controller.records.resuming import RunCheckpoints, find_checkpoint
-from plugin.controller.records.run_directory import check_run_dir, claimed_run_dir
+from plugin.controller.run_directory import (
+    RunCheckpoints,
+    check_run_dir,
+    claimed_run_dir,
+    find_checkpoint,
+)
 from plugin.errors import ConfigError
 from plugin.megatron_backend.checkpoint.directory import complete_checkpoints, set_aside_later
 from plugin.observe.run_files import RunFiles

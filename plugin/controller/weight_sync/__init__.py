@@ -1,1 +1,0 @@
-"""The driver's side of weight sync: transfers, replaced engines, verification."""
