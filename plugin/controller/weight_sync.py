@@ -207,8 +207,9 @@ class WeightSync:
         config = self._config
         reports = config.engine_traits.reports_checksums and not config.syncs_adapters
         exact = reports and config.rollout_quantization == "none"
-        dtype = engine_dtype(config, cuda=self._trainer.on_gpu)
-        return dtype if exact and self._engines.any_probe_due else None
+        if not (exact and self._engines.any_probe_due):
+            return None
+        return engine_dtype(config, cuda=self._trainer.on_gpu)
 
     @contextmanager
     def trainer_holds_still(

@@ -7,14 +7,15 @@ the same microbatches. `megatron-tis plan` computes a job's real peak.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from plugin.config import TrainerConfig
-from plugin.megatron_backend.model.families import family_of
-from plugin.megatron_backend.parallel_groups import ParallelGroups
+
+if TYPE_CHECKING:
+    from plugin.megatron_backend.parallel_groups import ParallelGroups
 
 SATURATING_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens beyond which a larger microbatch multiplies no faster, by device type."""
@@ -57,6 +58,8 @@ def activation_bytes_per_token(hf_config: Any, config: TrainerConfig) -> int:
     The first pipeline stage holds as many microbatches as there are stages, so the layers of all
     stages count. The LM head works in chunks of fixed size.
     """
+    from plugin.megatron_backend.model.families import family_of
+
     model = family_of(hf_config).transformer_arguments(hf_config)
     tp = config.tensor_model_parallel_size
     hidden = model["hidden_size"] / (tp if config.sequence_parallel else 1)
