@@ -243,7 +243,11 @@ class RolloutBatch:
             self._check_lengths(numbers)
             self._check_tokens(numbers)
             self._check_numbers(numbers)
-            check_columns(self.columns, self._response_tokens(), numbers, vocabulary)
+            tokens: Ragged = self.columns["unconcat_tokens"]
+            responses = as_integers(self.columns["response_lengths"])
+            places = ragged_range(tokens.starts + tokens.lengths - responses, responses)
+            response_tokens = as_integers(tokens.values)[places]
+            check_columns(self.columns, response_tokens, numbers, vocabulary)
             check_topk(self.columns, numbers, vocabulary)
 
     def _check_lengths(self, numbers: Integers) -> None:
@@ -318,13 +322,6 @@ class RolloutBatch:
                     f"the loss mask is 1; it must be {bound}. Mask the token or repair the source "
                     f"of {name}"
                 )
-
-    def _response_tokens(self) -> Integers:
-        """[R]: the ids of all response tokens, end to end."""
-        tokens: Ragged = self.columns["unconcat_tokens"]
-        responses = as_integers(self.columns["response_lengths"])
-        places = ragged_range(tokens.starts + tokens.lengths - responses, responses)
-        return as_integers(tokens.values)[places]
 
     def _check_route_weights(self, numbers: Integers) -> None:
         weights: Ragged = self.columns["rollout_routed_weights"]

@@ -81,8 +81,8 @@ def check_columns(
     given = [name for name in (KEPT_COUNTS, KEPT_IDS) if name in columns]
     if len(given) == 1:
         raise BatchError(
-            f"the batch has {given[0]} alone; {KEPT_IDS} are all kept ids end to end and "
-            f"{KEPT_COUNTS} says how many belong to each token: give both or none"
+            f"the batch has only {given[0]}; {KEPT_IDS} are all kept ids end to end and "
+            f"{KEPT_COUNTS} says how many belong to each token: give both or neither"
         )
     for name in given:
         dtype = columns[name].values.dtype

@@ -1,8 +1,8 @@
-"""The ids that a teacher finds most likely for every response token, and their checks.
+"""The most likely ids of a teacher for every response token: their format and its checks.
 
 A batch holds them as `teacher_topk_ids` and `teacher_topk_log_probs`, [response, k] per sample: the
 log-probs are of the teacher's whole distribution, so that 1 less the sum of their probabilities is
-what it gives to all other ids together.
+what is left for all other ids together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_topk(
     if not given:
         return
     if len(given) == 1:
-        raise BatchError(f"the batch has {given[0]} alone; give ids and their log-probs, or none")
+        raise BatchError(f"the batch has only {given[0]}; give ids and their log-probs, or neither")
     ids, log_probs = (columns[name].values for name in given)
     if ids.dim() != 2 or ids.shape != log_probs.shape or ids.dtype.is_floating_point:
         raise BatchError(
@@ -59,7 +59,7 @@ def _faults(ids: Tensor, log_probs: Tensor, vocabulary: int | None) -> list[tupl
     of_all = "" if vocabulary is None else f" of {vocabulary}"
     mass = log_probs.double().exp().sum(1)
     return [
-        (outside, f"hold one outside of the vocabulary{of_all}"),
-        ((ordered[:, 1:] == ordered[:, :-1]).any(dim=1), "hold one twice"),
+        (outside, f"contain an id outside the vocabulary{of_all}"),
+        ((ordered[:, 1:] == ordered[:, :-1]).any(dim=1), "contain an id twice"),
         (mass > _MOST_MASS, "have probabilities that add up to more than 1"),
     ]

@@ -1,7 +1,7 @@
 """The loss over padded matrices [B, R], the form in which verl, SkyRL and TRL hold a batch.
 
 Padding is masked, and what is masked is never computed with, so a padded matrix is a batch of
-samples that all have a response of R tokens. The framework's own reduction is passed in: it decides
+samples that all have a response of R tokens. The framework's own reduction is passed in and decides
 about denominators.
 """
 
@@ -85,11 +85,11 @@ def padded_loss(
     """The scalar loss, and the mean over tokens of every metric.
 
     reduce: the framework's reduction of per-token values [B, R], which are 0 where masked
-    weights: [B, R] correction weights of the framework's own; they act on the policy loss
+    weights: [B, R] the framework's own correction weights, applied to the policy loss
     """
     if weights is not None and config.use_tis:
         raise ConfigError(
-            "the framework passes correction weights of its own and --use-tis is on, so the "
+            "the framework passes its own correction weights and --use-tis is on, so the "
             "mismatch would be counted twice; turn one of the two off"
         )
     # The matrices are whole, also where the framework splits sequences over context parallel ranks.

@@ -28,7 +28,7 @@ PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
 def register(name: str, config: LossConfig) -> PolicyLoss:
-    """Put the loss that `config` describes into SkyRL's policy-loss registry under `name`."""
+    """Register the loss that `config` describes as `name` among SkyRL's policy losses."""
     from skyrl.backends.skyrl_train.utils.ppo_utils import register_policy_loss
 
     return register_policy_loss(name)(policy_loss(config))

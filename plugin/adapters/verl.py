@@ -9,7 +9,7 @@ In a module that verl loads in its workers (`actor_rollout_ref.model.external_li
 
 and `actor_rollout_ref.actor.policy_loss.loss_mode=tis_icepop`. verl passes one set of old log-probs
 to a policy loss. They are the trainer's by default and the engine's in bypass mode
-(`algorithm.rollout_correction.bypass_mode=true`); say which with `old_is_rollout`.
+(`algorithm.rollout_correction.bypass_mode=true`): then pass `old_is_rollout=True`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PolicyLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 def register(name: str, config: LossConfig, *, old_is_rollout: bool = False) -> PolicyLoss:
-    """Put the loss that `config` describes into verl's policy-loss registry under `name`."""
+    """Register the loss that `config` describes as `name` among verl's policy losses."""
     from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 
     return register_policy_loss(name)(policy_loss(config, agg_loss, old_is_rollout=old_is_rollout))
@@ -87,8 +87,8 @@ def rollout_correction(
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Weights [B, R], response mask [B, R] and metrics of the correction hooks that `config` names.
 
-    With `--loss-denominator original` a rejected token keeps its place in the mask and gets the
-    weight 0; with `kept` it leaves the mask, as verl's own rejection does.
+    With `--loss-denominator original` a rejected token stays in the mask with weight 0; with `kept`
+    it is removed from the mask, as verl's own rejection does.
     """
     config = config if config.use_tis else replace(config, use_tis=True)
     with use_parallel_context(ParallelContext()), torch.no_grad():
@@ -118,8 +118,8 @@ def install_rollout_correction(config: LossConfig) -> None:
     """Replace the rollout correction of verl's trainers by the one of `config`.
 
     verl has no registry for this step: its trainers look the function up by name in a module, so
-    that is where it is replaced. `algorithm.rollout_correction.rollout_is` must be set for verl to
-    take the step at all.
+    that is where it is replaced. verl takes the step only if
+    `algorithm.rollout_correction.rollout_is` is set.
     """
     from verl import DataProto
     from verl.trainer.ppo import rollout_corr_helper

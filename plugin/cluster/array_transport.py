@@ -24,7 +24,7 @@ from plugin.sampling_mask import KEPT_COUNTS
 Arrays = dict[str, np.ndarray]
 Record = TypeVar("Record", BatchShare, Rollouts)
 #: Fields of long stretches of equal values, which travel as [2, stretches]: values and lengths.
-_IN_STRETCHES = ("weight_versions",)
+_IN_STRETCHES = {"weight_versions"}
 
 
 def batch_to_arrays(batch: RolloutBatch) -> Arrays:
@@ -33,13 +33,11 @@ def batch_to_arrays(batch: RolloutBatch) -> Arrays:
         name: (values.values if isinstance(values, Ragged) else values).numpy()
         for name, values in batch.columns.items()
     }
-    return arrays | {name: _stretches(arrays[name]) for name in _IN_STRETCHES if name in arrays}
-
-
-def _stretches(values: np.ndarray) -> np.ndarray:
-    """[2, n] of values [T]: those that differ from the one before, and how often each comes."""
-    starts = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: len(values)])
-    return np.stack([values[starts], np.diff(np.append(starts, len(values)))])
+    for name in arrays.keys() & _IN_STRETCHES:
+        values = arrays[name]
+        starts = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: len(values)])
+        arrays[name] = np.stack([values[starts], np.diff(np.append(starts, len(values)))])
+    return arrays
 
 
 def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> RolloutBatch:

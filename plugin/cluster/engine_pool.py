@@ -38,7 +38,7 @@ _LOAD_POLL_SECONDS = 0.005
 class _Running:
     """One engine's present actor.
 
-    birth: the call that answers when it has started; None once it has
+    starting: the call that answers when it has started; None once it has
     failures_in_a_row: restarts in a row without an answer in between
     weights: its own directory below --rollout-weights-dir
     version: of the weights that it got from the ranks; NO_WEIGHTS = none, or half of a version
@@ -46,7 +46,7 @@ class _Running:
     """
 
     actor: Any
-    birth: Any | None
+    starting: Any | None
     deadline: float
     failures_in_a_row: int = 0
     weights: OwnedDirectory | None = None
@@ -146,8 +146,7 @@ class EnginePool:
         self._plan, self._reservation = plan, reservation
         key = api_key(config)
         self._secrets = {str(config.rollout_api_key_env): key} if key else {}
-        # Whether engines get their weights from the ranks themselves, and not through the store.
-        self._from_ranks = config.weight_transport in ("broadcast", "ipc")
+        self._from_ranks = config.transport_traits.from_ranks
         self._newest: int | None = None
         self._buckets: list[Any] = []
         #: Gives engines without the newest weights these; None while the trainer cannot.
@@ -207,7 +206,7 @@ class EnginePool:
         names = [f"engine {number}" for number in range(len(self))]
         healths = wait_for_all(calls, names, self._console, timeout=self._config.start_timeout)
         for engine in self._engines:
-            engine.birth = None
+            engine.starting = None
         return healths
 
     def available(self) -> dict[int, int]:
@@ -216,7 +215,7 @@ class EnginePool:
         return {
             number: loads[number]
             for number, engine in enumerate(self._engines)
-            if engine.birth is None and (not self._from_ranks or engine.version != NO_WEIGHTS)
+            if engine.starting is None and (not self._from_ranks or engine.version != NO_WEIGHTS)
         }
 
     def send(
@@ -360,7 +359,7 @@ class EnginePool:
 
     def lagging_and_started(self) -> list[int]:
         """Those of them that can get them."""
-        return [number for number in self.lagging() if self._engines[number].birth is None]
+        return [number for number in self.lagging() if self._engines[number].starting is None]
 
     def ask_lagging(self, method: str) -> list[tuple[int, Any, Any]]:
         """Number, actor and call of a method of the engines that can get the newest weights."""
@@ -393,7 +392,7 @@ class EnginePool:
         """
         import ray
 
-        watched = [*self._loads, *(e.birth for e in self._engines if e.birth is not None)]
+        watched = [*self._loads, *(e.starting for e in self._engines if e.starting is not None)]
         done = ray.wait(watched, num_returns=len(watched), timeout=0)[0] if watched else []
         for reference in done:
             if reference not in self._loads:
@@ -408,13 +407,13 @@ class EnginePool:
             except ParallelError as error:
                 self.replace_unless_done(number, actor, str(error))
         for number, engine in enumerate(self._engines):
-            if engine.birth in done:
-                birth, engine.birth = engine.birth, None
+            if engine.starting in done:
+                starting, engine.starting = engine.starting, None
                 try:
-                    result_of(birth, f"engine {number}", self._console)
+                    result_of(starting, f"engine {number}", self._console)
                 except ParallelError as error:
                     self.replace_unless_done(number, engine.actor, str(error))
-            elif engine.birth is not None and time.monotonic() > engine.deadline:
+            elif engine.starting is not None and time.monotonic() > engine.deadline:
                 slots = ray.cluster_resources().get("CPU", 0)
                 raise ClusterError(
                     f"engine {number} did not start within {self._config.start_timeout:g} s; the "
@@ -458,7 +457,9 @@ class EnginePool:
             return
         # One that is loading is asked the next time: its answer would have to wait.
         loading = {number for number, _ in self._loads.values()}
-        started = [n for n, e in enumerate(self._engines) if e.birth is None and n not in loading]
+        started = [
+            n for n, e in enumerate(self._engines) if e.starting is None and n not in loading
+        ]
         found = self._answers(started, "awaits_probe")
         self._answer_probe([number for number, awaits in found.items() if awaits])
 

@@ -115,7 +115,7 @@ class TrainerRank(ReportingActor):
         self._memory: dict[PolicyName, Any] = {}
         self._rank = -1
         self._store: Any = None
-        if config.weight_transport == "ipc":
+        if config.transport_traits.by_device:
             # Memory in expandable segments is shared through calls that containers often forbid.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
         set_cuda_environment(config)

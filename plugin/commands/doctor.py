@@ -12,11 +12,12 @@ import sys
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import Any
 
-from plugin.config.model import DtypeName
+from plugin.config.flags import option_name
 from plugin.errors import ConfigError
 from plugin.observe.html_page import refuse_overwriting, write_page
+from plugin.tools.doctor.bisect_flags import BisectFlags
 from plugin.tools.doctor.checks import configuration_checks, environment_checks
 from plugin.tools.doctor.layout_agreement import default_layouts, parse_layout, run_layouts
 
@@ -53,72 +54,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="limit for all layouts together",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_bisect_arguments(parser)
-
-
-def _add_bisect_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("where the mismatch comes from (--bisect)")
-    group.add_argument(
+    parser.add_argument(
         "--bisect",
         action="store_true",
         help="run the same tokens through engine and trainer and name the layer that differs",
     )
-    group.add_argument(
-        "--hf-checkpoint",
-        metavar="DIR",
-        help="the trainer's model, and the engine's; default: a tiny model",
-    )
-    group.add_argument(
-        "--embedded-model",
-        choices=("qwen3", "qwen3_moe", "llama"),
-        default="qwen3_moe",
-        help="family of that tiny model (default: qwen3_moe)",
-    )
-    group.add_argument(
-        "--engine-hf-checkpoint", metavar="DIR", help="a different model for the engine"
-    )
-    group.add_argument(
-        "--hidden-states",
-        metavar="FILE",
-        help="hidden states of an external engine (.safetensors or .npz) instead of running one",
-    )
-    group.add_argument(
-        "--save-hidden-states", metavar="FILE", help="write the engine's hidden states"
-    )
-    group.add_argument(
-        "--train-dtype",
-        choices=get_args(DtypeName),
-        default="float32",
-        help="the trainer's, besides float32 (default: float32)",
-    )
-    group.add_argument(
-        "--rollout-dtype",
-        choices=get_args(DtypeName),
-        default="bfloat16",
-        help="the engine's, besides float32 (default: bfloat16)",
-    )
-    group.add_argument(
-        "--rollout-quantization",
-        choices=("none", "int8"),
-        default="none",
-        help="of the engine's weights (default: none)",
-    )
-    group.add_argument(
-        "--engine-pass",
-        choices=("prompt", "decode"),
-        default="prompt",
-        help="the engine reads the tokens as one prompt, or one by one through its KV cache, as "
-        "when it samples (default: prompt)",
-    )
-    group.add_argument("--html", metavar="FILE", help="write table and plots as a page")
-    group.add_argument("--force", action="store_true", help="replace files that exist")
+    BisectFlags.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 only if nothing failed and every layout agrees with one process."""
+    given = BisectFlags.given_in(args)
     if args.bisect:
-        return _run_bisect(args)
-    if idle := _given_without_bisect(args):
+        return _run_bisect(args, given)
+    if given:
+        idle = option_name(next(iter(given)))
         raise ConfigError(f"{idle} would do nothing without --bisect; add that, or drop {idle}")
     if args.run_dir is not None:
         return _run_on_run_dir(args)
@@ -154,55 +104,24 @@ def run(args: argparse.Namespace) -> int:
     return 0 if healthy else 1
 
 
-def _given_without_bisect(args: argparse.Namespace) -> str | None:
-    """The first flag of `--bisect` that would do nothing."""
-    parser = argparse.ArgumentParser()
-    _add_bisect_arguments(parser)
-    for action in parser._actions:
-        name = action.dest
-        if name not in ("help", "bisect") and getattr(args, name) != action.default:
-            return action.option_strings[0]
-    return None
-
-
-def _run_bisect(args: argparse.Namespace) -> int:
+def _run_bisect(args: argparse.Namespace, given: dict[str, Any]) -> int:
     """0 if no layer differs by more than rounding explains."""
     if args.run_dir or args.layouts or args.config or args.custom_tis_function_path:
         raise ConfigError(
             "doctor --bisect compares the layers of engine and trainer and checks nothing else; "
             "drop RUN_DIR, --layouts, --config and --custom-tis-function-path"
         )
-    outputs = [args.html, args.save_hidden_states]
-    for output in outputs:
+    options = BisectFlags(**given)
+    for output in (options.html, options.save_hidden_states):
         if output is not None:
-            refuse_overwriting(Path(output), args.force)
-    if args.hidden_states is not None:
-        for value, option in (
-            (args.engine_hf_checkpoint, "--engine-hf-checkpoint"),
-            (args.save_hidden_states, "--save-hidden-states"),
-            (None if args.rollout_quantization == "none" else 1, "--rollout-quantization"),
-            (None if args.engine_pass == "prompt" else 1, "--engine-pass"),
-        ):
-            if value is not None:
-                raise ConfigError(
-                    f"{option} with --hidden-states: no engine runs, the file holds what one "
-                    "computed; drop one of the two"
-                )
-    if args.save_hidden_states and Path(args.save_hidden_states).suffix not in (
-        ".npz",
-        ".safetensors",
-    ):
-        raise ConfigError(
-            f"--save-hidden-states {args.save_hidden_states}: end it in .safetensors or .npz"
-        )
+            refuse_overwriting(Path(output), options.force)
     # Megatron warns at import about every optional package.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from plugin.tools.doctor.bisection_report import as_page, as_text
-        from plugin.tools.doctor.bisection_runs import BisectOptions, run_bisect
+        from plugin.tools.doctor.bisection_runs import run_bisect
 
-        names = BisectOptions.__dataclass_fields__.keys() & vars(args).keys()
-        passes, verdict = run_bisect(BisectOptions(**{name: getattr(args, name) for name in names}))
+        passes, verdict = run_bisect(options)
     if args.json:
         content = {
             "verdict": vars(verdict),
@@ -211,8 +130,8 @@ def _run_bisect(args: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1))
     else:
         print(as_text(passes, verdict))
-    if args.html is not None:
-        write_page(Path(args.html), as_page(passes, verdict), force=args.force)
+    if options.html is not None:
+        write_page(Path(options.html), as_page(passes, verdict), force=options.force)
     return 1 if verdict.fault else 0
 
 

@@ -70,7 +70,7 @@ def evaluate(
     from plugin.controller.preflight.job_checks import check_lengths
     from plugin.controller.preflight.task_checks import evaluation_parts
     from plugin.controller.run_directory import find_source
-    from plugin.engines.choice import check_engine, make_engine
+    from plugin.engines.choice import check_engine, check_engine_model, make_engine
     from plugin.rewards.scorers import make_scorer, scorer_for
 
     with contextlib.ExitStack() as cleanup:
@@ -87,6 +87,7 @@ def evaluate(
             )
         check_engine(config)
         policy = policy_source(config)
+        check_engine_model(config, policy.hf_config)
         check_lengths(config, policy)
         sets, sampling = evaluation_parts(config, policy.hf_config["vocab_size"], console.log)
         if chosen is not None:

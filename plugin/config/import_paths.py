@@ -101,8 +101,8 @@ def _split(path: str) -> tuple[str, str]:
     is_file = separator and module_name.endswith(".py")
     if not module_name or not name.isidentifier() or ("/" in module_name and not is_file):
         raise HookLoadError(
-            f"{path!r} names no function; write package.module.function, package.module:function "
-            "or path/to/file.py:function"
+            f"{path!r} is not the path of a function; write package.module.function, "
+            "package.module:function or path/to/file.py:function"
         )
     return module_name, name
 

@@ -10,7 +10,14 @@ from typing import Any, Self
 
 from plugin.config.data import DataFlags, RewardFlags
 from plugin.config.engine_checks import check_engine
-from plugin.config.engines import EngineArgumentFlags, EngineTraits, WeightTransport, engine_traits
+from plugin.config.engines import (
+    WEIGHT_TRANSPORTS,
+    EngineArgumentFlags,
+    EngineTraits,
+    TransportTraits,
+    WeightTransport,
+    engine_traits,
+)
 from plugin.config.evaluation import EvalFlags, check_evaluation
 from plugin.config.flags import expect, read_yaml
 from plugin.config.launch import LaunchFlags, OutputFlags
@@ -340,6 +347,11 @@ class JobConfig(
         other = "broadcast" if self.colocate else "ipc"
         fitting = [one for one in self.weight_transports if one != other]
         return (*fitting, *self.weight_transports)[0]
+
+    @property
+    def transport_traits(self) -> TransportTraits:
+        """What the job has to know of its weight transport."""
+        return WEIGHT_TRANSPORTS[self.weight_transport]
 
     @property
     def weight_transports(self) -> tuple[WeightTransport, ...]:

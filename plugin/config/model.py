@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, Needs, absolute_path, expect, flag, needs_flag
@@ -154,7 +155,7 @@ LORA_TARGETS = (
 ALL_LINEAR = "all-linear"
 
 
-_LORA = needs_flag("lora_rank")
+_lora_flag = partial(flag, needs=needs_flag("lora_rank"))
 
 
 @dataclass(frozen=True)
@@ -164,26 +165,21 @@ class LoraFlags(FlagGroup):
     lora_rank: int = flag(
         0, "train adapters of this rank and freeze the model; 0 = train all weights", at_least=0
     )
-    lora_alpha: float = flag(
-        32.0, "an adapter's output is scaled by alpha / rank", above=0, needs=_LORA
-    )
-    lora_target: str = flag(
+    lora_alpha: float = _lora_flag(32.0, "an adapter's output is scaled by alpha / rank", above=0)
+    lora_target: str = _lora_flag(
         ALL_LINEAR,
         "linear layers with an adapter, by their Hugging Face names, comma-separated: "
         f"{', '.join(LORA_TARGETS)}; {ALL_LINEAR} = all of these that the model has",
-        needs=_LORA,
     )
-    lora_path: str | None = flag(
+    lora_path: str | None = _lora_flag(
         None,
         "directory of a PEFT adapter that the run starts from; none = new ones",
-        needs=_LORA,
         path=absolute_path,
     )
-    lora_sync: Literal["merged", "adapter"] = flag(
+    lora_sync: Literal["merged", "adapter"] = _lora_flag(
         "merged",
         "what engines are sent: merged weights, or the base weights once and then only adapters "
         "(--rollout-engine transformers or vllm)",
-        needs=_LORA,
     )
 
     @property

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from plugin.config.engines import ENGINES
+from plugin.config.engines import ENGINES, WeightTransport
 from plugin.config.flags import (
     FlagGroup,
     Needs,
@@ -98,7 +99,7 @@ class RolloutFlags(FlagGroup):
         needs=needs_flag("partial_rollouts"),
     )
 
-    weight_sync: Literal["auto", "broadcast", "ipc", "directory", "object-store"] = flag(
+    weight_sync: Literal["auto", WeightTransport] = flag(
         "auto",
         "how engines get new weights: over a process group with the trainer's ranks, by CUDA "
         "IPC from a rank on the same device, from files in --rollout-weights-dir, or "
@@ -167,6 +168,7 @@ class RolloutFlags(FlagGroup):
 
 #: Refills of one rollout, in batches of prompts, where nothing is said.
 _REFILL_BATCHES = 10
+_refill_flag = partial(flag, needs=needs_flag("dynamic_sampling"))
 
 
 @dataclass(frozen=True)
@@ -176,26 +178,23 @@ class SamplingFlags(FlagGroup):
     dynamic_sampling: bool = flag(
         False, "drop groups whose rewards are all equal, and sample other prompts in their place"
     )
-    max_refills_per_rollout: int | None = flag(
+    max_refills_per_rollout: int | None = _refill_flag(
         None,
         "prompts that are sampled in place of such groups, per rollout; none = "
         f"{_REFILL_BATCHES} times --rollout-batch-size",
         at_least=1,
-        needs=needs_flag("dynamic_sampling"),
     )
-    at_refill_limit: Literal["train", "error"] = flag(
+    at_refill_limit: Literal["train", "error"] = _refill_flag(
         "train",
         "train = the batch is completed with groups of equal rewards, which are counted; error = "
         "the job ends",
-        needs=needs_flag("dynamic_sampling"),
     )
-    over_sampling_batch_size: int | None = flag(
+    over_sampling_batch_size: int | None = _refill_flag(
         None,
         "prompts sampled at once for a synchronous rollout; the first --rollout-batch-size of them "
         "with a spread of rewards are trained on, the others are sampled again for the next "
         "rollout; none = no more than needed",
         at_least=1,
-        needs=needs_flag("dynamic_sampling"),
     )
     overlong_filtering: bool = flag(
         False,
@@ -251,45 +250,39 @@ def check_sampling(config: JobConfig) -> None:
 
 
 #: A task of the user's own may read any flag, and only such a task has several turns.
-_OWN_TASK = Needs("--task-path with a multi-turn task", lambda config: config.task_path is not None)
+_turn_flag = partial(
+    flag,
+    needs=Needs("--task-path with a multi-turn task", lambda config: config.task_path is not None),
+)
 
 
 @dataclass(frozen=True)
 class ConversationFlags(FlagGroup):
     title: ClassVar[str] = "several turns (multi-turn tasks)"
 
-    max_turns: int = flag(16, "policy turns per trajectory", at_least=1, needs=_OWN_TASK)
-    max_context_length: int | None = flag(
+    max_turns: int = _turn_flag(16, "policy turns per trajectory", at_least=1)
+    max_context_length: int | None = _turn_flag(
         None,
         "tokens of a whole conversation: a turn starts only if its context and "
         "--max-response-length fit; none = no limit",
         at_least=2,
-        needs=_OWN_TASK,
     )
-    preserve_all_thinking: bool = flag(
-        False,
-        "keep the thinking of older turns that the chat template would strip",
-        needs=_OWN_TASK,
+    preserve_all_thinking: bool = _turn_flag(
+        False, "keep the thinking of older turns that the chat template would strip"
     )
-    preserve_thinking_between_tool_calls: bool = flag(
-        False, "keep it until a new user message arrives", needs=_OWN_TASK
+    preserve_thinking_between_tool_calls: bool = _turn_flag(
+        False, "keep it until a new user message arrives"
     )
     chat_template_kwargs: str | None = flag(
         None,
         'JSON object passed to the chat template, e.g. {"enable_thinking": false}; for multi-turn '
         "tasks and --apply-chat-template",
     )
-    environment_timeout: float = flag(
-        60.0,
-        "seconds that one step of an environment may take; then its trajectory fails",
-        above=0,
-        needs=_OWN_TASK,
+    environment_timeout: float = _turn_flag(
+        60.0, "seconds that one step of an environment may take; then its trajectory fails", above=0
     )
-    environment_threads: int = flag(
-        16,
-        "environments that an engine steps at the same time",
-        at_least=1,
-        needs=_OWN_TASK,
+    environment_threads: int = _turn_flag(
+        16, "environments that an engine steps at the same time", at_least=1
     )
 
     def check(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, Needs, absolute_path, expect, flag, needs_flag
@@ -26,9 +27,12 @@ class TeacherSpec:
     urls: tuple[str, ...] = ()
 
 
-_SERVED = Needs(
-    "a teacher behind HTTP (--teacher-url, or --teachers NAME=URL)",
-    lambda config: config.asks_teacher_servers,
+_server_flag = partial(
+    flag,
+    needs=Needs(
+        "a teacher behind HTTP (--teacher-url, or --teachers NAME=URL)",
+        lambda config: config.asks_teacher_servers,
+    ),
 )
 
 
@@ -44,7 +48,7 @@ class TeacherFlags(FlagGroup):
         "URLs of servers that have the teacher, separated by commas; requests are balanced over "
         "them",
     )
-    teacher_server: Literal["vllm", "sglang"] = flag("vllm", "server software", needs=_SERVED)
+    teacher_server: Literal["vllm", "sglang"] = _server_flag("vllm", "server software")
     teachers: tuple[str, ...] = flag(
         (),
         "one of several teachers, NAME=DIRECTORY or NAME=URL[,URL]; --teacher-key selects one per "
@@ -56,19 +60,17 @@ class TeacherFlags(FlagGroup):
         "column of --prompt-data with the name of the prompt's teacher",
         needs=needs_flag("teachers"),
     )
-    teacher_request_timeout: float = flag(
-        600.0, "seconds a server may take for one sample, to its last byte", above=0, needs=_SERVED
+    teacher_request_timeout: float = _server_flag(
+        600.0, "seconds a server may take for one sample, to its last byte", above=0
     )
-    teacher_request_retries: int = flag(
-        3, "retries of a sample before the job ends", at_least=0, needs=_SERVED
+    teacher_request_retries: int = _server_flag(
+        3, "retries of a sample before the job ends", at_least=0
     )
-    teacher_max_batch: int = flag(
-        64, "samples that are requested at the same time", at_least=1, needs=_SERVED
+    teacher_max_batch: int = _server_flag(
+        64, "samples that are requested at the same time", at_least=1
     )
-    teacher_api_key_env: str | None = flag(
-        None,
-        "environment variable with the servers' API key, which is sent as a bearer token",
-        needs=_SERVED,
+    teacher_api_key_env: str | None = _server_flag(
+        None, "environment variable with the servers' API key, which is sent as a bearer token"
     )
 
     def check(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, Needs, absolute_path, expect, flag
@@ -16,9 +17,12 @@ from plugin.config.model import LoraFlags, ModelFlags
 _FLOAT16 = Needs("--train-dtype float16", lambda config: config.train_dtype == "float16")
 
 
-_DYNAMIC = Needs(
-    "--train-dtype float16 without --loss-scale",
-    lambda config: config.train_dtype == "float16" and config.loss_scale is None,
+_scale_flag = partial(
+    flag,
+    needs=Needs(
+        "--train-dtype float16 without --loss-scale",
+        lambda config: config.train_dtype == "float16" and config.loss_scale is None,
+    ),
 )
 
 
@@ -70,27 +74,24 @@ class OptimizerFlags(FlagGroup):
         above=0,
         needs=_FLOAT16,
     )
-    initial_loss_scale: float = flag(
+    initial_loss_scale: float = _scale_flag(
         2.0**16,
         "dynamic loss scale of the first step; every halving costs a step, so this is lower than "
         "Megatron's 2^32",
         above=0,
-        needs=_DYNAMIC,
     )
-    min_loss_scale: float = flag(
-        1.0, "a dynamic loss scale does not fall below this", above=0, needs=_DYNAMIC
+    min_loss_scale: float = _scale_flag(
+        1.0, "a dynamic loss scale does not fall below this", above=0
     )
-    loss_scale_window: int = flag(
+    loss_scale_window: int = _scale_flag(
         1000,
         "consecutive steps without overflow after which a dynamic loss scale doubles",
         at_least=1,
-        needs=_DYNAMIC,
     )
-    hysteresis: int = flag(
+    hysteresis: int = _scale_flag(
         2,
         "overflows since the last doubling after which each one halves a dynamic loss scale",
         at_least=1,
-        needs=_DYNAMIC,
     )
 
     def check(self) -> None:
@@ -108,8 +109,12 @@ class OptimizerFlags(FlagGroup):
         expect(self.min_lr <= self.lr, f"--min-lr is {self.min_lr}, above --lr {self.lr}; lower it")
 
 
-_PIPELINE = Needs(
-    "--pipeline-model-parallel-size above 1", lambda config: config.pipeline_model_parallel_size > 1
+_stage_flag = partial(
+    flag,
+    needs=Needs(
+        "--pipeline-model-parallel-size above 1",
+        lambda config: config.pipeline_model_parallel_size > 1,
+    ),
 )
 
 
@@ -124,25 +129,17 @@ class ParallelFlags(FlagGroup):
     virtual_pipeline_model_parallel_size: int | None = flag(
         None, "model chunks per pipeline stage (interleaved schedule)", at_least=2
     )
-    decoder_first_pipeline_num_layers: int | None = flag(
-        None,
-        "layers of the first pipeline stage; none = as many as the others",
-        at_least=1,
-        needs=_PIPELINE,
+    decoder_first_pipeline_num_layers: int | None = _stage_flag(
+        None, "layers of the first pipeline stage; none = as many as the others", at_least=1
     )
-    decoder_last_pipeline_num_layers: int | None = flag(
-        None,
-        "layers of the last pipeline stage; none = as many as the others",
-        at_least=1,
-        needs=_PIPELINE,
+    decoder_last_pipeline_num_layers: int | None = _stage_flag(
+        None, "layers of the last pipeline stage; none = as many as the others", at_least=1
     )
-    account_for_embedding_in_pipeline_split: bool = flag(
-        False, "count the embedding as a layer when the model is cut into stages", needs=_PIPELINE
+    account_for_embedding_in_pipeline_split: bool = _stage_flag(
+        False, "count the embedding as a layer when the model is cut into stages"
     )
-    account_for_loss_in_pipeline_split: bool = flag(
-        False,
-        "count the LM head and the loss as a layer when the model is cut into stages",
-        needs=_PIPELINE,
+    account_for_loss_in_pipeline_split: bool = _stage_flag(
+        False, "count the LM head and the loss as a layer when the model is cut into stages"
     )
     context_parallel_size: int = flag(1, "context parallel ranks", at_least=1)
     expert_model_parallel_size: int = flag(1, "expert parallel ranks", at_least=1)
@@ -163,8 +160,8 @@ class ParallelFlags(FlagGroup):
         )
         expect(
             not (all(explicit) and self.pipeline_model_parallel_size == 2),
-            "--decoder-first-pipeline-num-layers with --decoder-last-pipeline-num-layers: of two "
-            "stages one decides the other; drop one of the two",
+            "--decoder-first-pipeline-num-layers with --decoder-last-pipeline-num-layers: with "
+            "two stages one determines the other; drop one of the two",
         )
         expect(
             not (counted and any(explicit)),
@@ -235,35 +232,31 @@ class TrainerConfig(
     """Everything a trainer reads."""
 
 
-_GAE = Needs("--advantage-estimator gae", lambda config: config.advantage_estimator == "gae")
+_critic_flag = partial(
+    flag,
+    needs=Needs("--advantage-estimator gae", lambda config: config.advantage_estimator == "gae"),
+)
 
 
 @dataclass(frozen=True)
 class CriticFlags(FlagGroup):
     title: ClassVar[str] = "critic"
 
-    critic_hf_checkpoint: str | None = flag(
-        None,
-        "model that the critic starts from; none = the policy's",
-        needs=_GAE,
-        path=absolute_path,
+    critic_hf_checkpoint: str | None = _critic_flag(
+        None, "model that the critic starts from; none = the policy's", path=absolute_path
     )
-    critic_lr: float | None = flag(
-        None, "the critic's learning rate; none = --lr", above=0, needs=_GAE
+    critic_lr: float | None = _critic_flag(None, "the critic's learning rate; none = --lr", above=0)
+    critic_lr_warmup_steps: int = _critic_flag(
+        0, "optimizer steps of linear warm-up of the critic", at_least=0
     )
-    critic_lr_warmup_steps: int = flag(
-        0, "optimizer steps of linear warm-up of the critic", at_least=0, needs=_GAE
-    )
-    num_critic_only_rollouts: int = flag(
+    num_critic_only_rollouts: int = _critic_flag(
         0,
         "initial rollouts that train only the critic: the policy's learning rate is 0",
         at_least=0,
-        needs=_GAE,
     )
-    value_clip: float | None = flag(
+    value_clip: float | None = _critic_flag(
         0.2,
         "clip range of the value loss around the values before the rollout's updates; none = no "
         "clipping",
         above=0,
-        needs=_GAE,
     )

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from plugin.config import JobConfig
-from plugin.controller.queue.groups import Group
 from plugin.controller.queue.rollout_queue import Engines, QueueCounts, RolloutQueue
 from plugin.engines.protocol import SamplingParameters
 from plugin.errors import BatchError, EngineError
@@ -146,7 +145,12 @@ class Evaluator:
             pass_at=config.pass_at,
             pass_reward=config.eval_pass_reward,
         )
-        lengths = [_response_lengths(group) for group in groups]
+        lengths = []
+        for group in groups:
+            rollouts = group.rollouts
+            tokens = rollouts.batch.columns["response_lengths"].numpy()
+            owner = np.repeat(np.arange(len(rollouts)), rollouts.samples)
+            lengths.append(np.bincount(owner, tokens, len(rollouts))[group.place])
         return metrics | {
             "prompts": float(len(groups)),
             "failed_prompts": float(queue.counts.dropped_failed),
@@ -168,13 +172,6 @@ def _queue_config(config: JobConfig, evaluated: EvalSet) -> JobConfig:
         # A greedy response that fails, fails again.
         max_error_reschedule_attempts=_ATTEMPTS if attempts is None else attempts,
     )
-
-
-def _response_lengths(group: Group) -> np.ndarray:
-    """[n] tokens of each response, of all its samples."""
-    lengths = group.rollouts.batch.columns["response_lengths"].numpy()
-    owner = np.repeat(np.arange(len(group.rollouts)), group.rollouts.samples)
-    return np.bincount(owner, lengths, len(group.rollouts))[group.place]
 
 
 def describe(metrics: Mapping[str, float]) -> str:

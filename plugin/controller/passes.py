@@ -181,15 +181,14 @@ class CriticSteps:
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """The batch with `values`, `returns` and `advantages`, and what is known of them."""
         began = time.monotonic()
-        values = self._trainer.values(batch)
-        batch = with_gae(self._config, batch, rollouts, values)
+        batch = with_gae(self._config, batch, rollouts, self._trainer.values(batch))
         batch.check()
-        mask = batch.columns["loss_masks"].values != 0
-        said, came = (batch.columns[name].values[mask] for name in ("values", "returns"))
+        kept = batch.columns["loss_masks"].values != 0
+        values, returns = (batch.columns[name].values[kept] for name in ("values", "returns"))
         return batch, {
-            "critic/explained_variance": explained_variance(said, came),
-            "critic/value": float(said.double().mean()) if len(said) else 0.0,
-            "critic/return": float(came.double().mean()) if len(came) else 0.0,
+            "critic/explained_variance": explained_variance(values, returns),
+            "critic/value": float(values.double().mean()) if len(values) else 0.0,
+            "critic/return": float(returns.double().mean()) if len(returns) else 0.0,
             "seconds_values": time.monotonic() - began,
         }
 

@@ -164,17 +164,41 @@ def find_checkpoint(root: Path, name: str | None, option: str = "--resume-from")
     complete = complete_checkpoints(root)
     if name is None:
         return resolve(root) if complete else None
-    if name == BEST and (best := best_checkpoint(root)) is not None:
+    if name == BEST and (best := _best_in(root)) is not None:
         return best
     for path in complete:
         if name.removeprefix("step_").lstrip("0") == str(step_of(path)):
             return path
     there = ", ".join(path.name for path in complete) or "none"
-    if best_checkpoint(root) is not None:
+    if _best_in(root) is not None:
         there += f", {BEST}"
     raise ConfigError(
         f"{option} {name}: {root} holds no such checkpoint; complete ones there: {there}"
     )
+
+
+def evaluation_scores(config: JobConfig, records: list[dict[str, Any]]) -> dict[int, float]:
+    """What --keep-best goes by: step -> mean on the first set; the initial weights do not count."""
+    if not config.eval_data:
+        return {}
+    name = f"eval/{config.eval_sets[0][0]}/mean"
+    return {r["step"]: r[name] for r in records if r.get("rollout") and name in r}
+
+
+def _best_in(root: Path) -> Path | None:
+    """The best checkpoint of a run: as marked, or by its evaluations if the marker is damaged."""
+    marked, complete = best_checkpoint(root), complete_checkpoints(root)
+    if marked is not None or not complete or not (root.parent / "config.yaml").is_file():
+        return marked
+    config = JobConfig.from_sources({}, root.parent / "config.yaml")
+    _, evaluations, _ = earlier_history(root.parent)
+    return _best_of(complete, evaluation_scores(config, evaluations)) if config.keep_best else None
+
+
+def _best_of(checkpoints: list[Path], scores: Mapping[int, float]) -> Path | None:
+    """The one with the highest score, of several the first."""
+    scored = [path for path in checkpoints if step_of(path) in scores]
+    return max(scored, key=lambda path: scores[step_of(path)], default=None)
 
 
 def find_source(path: Path, name: str | None) -> tuple[Path, Path]:
@@ -247,6 +271,21 @@ class RunCheckpoints:
         """The one that was marked as the best."""
         best = best_checkpoint(self.root)
         return best if best is not None and step_of(best) in self._steps else None
+
+    def repair_best(self, scores: Mapping[int, float]) -> str | None:
+        """Mark the best again if the marker is damaged, by the scores of steps; returns a warning.
+
+        A marked checkpoint without a score stays marked: the evaluations may be what was lost.
+        """
+        marked = self.best()
+        if marked is not None and step_of(marked) not in scores:
+            return None
+        own = [path for path in complete_checkpoints(self.root) if step_of(path) in self._steps]
+        best = _best_of(own, scores)
+        if best is None or best == marked:
+            return None
+        mark_best(best)
+        return f"{self.root / BEST} was damaged; by the evaluations the best is {best.name}"
 
     def mark_best(self, step: int) -> None:
         """Mark the checkpoint of `step`, which has been saved."""

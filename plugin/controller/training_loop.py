@@ -29,6 +29,7 @@ from plugin.controller.run_directory import (
     MODEL,
     MODELS,
     RunCheckpoints,
+    evaluation_scores,
     find_checkpoint,
     warn_of_other_rows,
 )
@@ -154,6 +155,7 @@ class TrainingLoop:
             self._verification.check(at.version, at.updates)
         with self._weights.trainer_holds_still(self._devices.sending):
             self._queue.settle()
+            self._repair_best()
             record = self._evaluations.run(at.updates, at.rollouts, at.version)
         self._records.log_evaluation(record, at.updates)
         self._console.log(f"evaluation after rollout {at.rollouts}: {describe(record)}")
@@ -164,6 +166,13 @@ class TrainingLoop:
             if at.rollouts > self._saved:
                 self._save()
             self._checkpoints.mark_best(at.updates)
+
+    def _repair_best(self) -> None:
+        """Before something relies on the marker of the best checkpoint, above all a removal."""
+        if self._config.keep_best:
+            scores = evaluation_scores(self._config, self._evaluations.records)
+            if (warning := self._checkpoints.repair_best(scores)) is not None:
+                self._console.warn(warning)
 
     def _let_engines_generate(self) -> None:
         """Have the engines hold the newest weights, and on shared devices their memory."""
@@ -277,6 +286,7 @@ class TrainingLoop:
     def _save(self) -> None:
         assert self._boundary is not None
         self._devices.train()
+        self._repair_best()
         self._checkpoints.add(self._at.updates)
         root = str(self._checkpoints.root)
         self._trainer.save_checkpoint(root, self._at.updates, self._boundary)

@@ -90,9 +90,14 @@ class Transfer:
                 continue
             name = f"engine {who.engine}" if isinstance(who, Member) else who
             try:
-                self._take(who, result_of(call, name, self._console))
+                result = result_of(call, name, self._console)
             except MegatronTisError as error:
                 self._fail(who, name, error)
+                continue
+            if isinstance(who, Member):
+                self.received[who] = result
+            elif result is not None:
+                self.sent.append(result)
         if self.calls and time.monotonic() > self._deadline:
             self._run_out_of_time()
 
@@ -106,12 +111,6 @@ class Transfer:
         self.lost[member] = f"did not react for {SILENCE_SECONDS:g} s"
         self._abort(f"engine {member.engine} {self.lost[member]}")
         self.calls = {call: who for call, who in self.calls.items() if who != member}
-
-    def _take(self, who: Member | str, result: Any) -> None:
-        if isinstance(who, Member):
-            self.received[who] = result
-        elif result is not None:
-            self.sent.append(result)
 
     def _fail(self, who: Member | str, name: str, error: MegatronTisError) -> None:
         self._abort(f"{name}: {str(error).splitlines()[0]}")
@@ -159,7 +158,7 @@ class WeightSync:
     ) -> None:
         self._config, self._trainer, self._engines = config, trainer, engines
         self._console = console
-        self._transport = config.weight_transport
+        self._traits = config.transport_traits
         self._group: WeightGroup | None = None
         self._who: tuple[Any, ...] = ()
         self._store: Any = None
@@ -175,7 +174,7 @@ class WeightSync:
     def metrics(self) -> dict[str, Any]:
         """How the newest version was sent, and what that took."""
         return {
-            "weight_sync": self._transport,
+            "weight_sync": self._config.weight_transport,
             "weight_sync_bytes": self._bytes,
             "seconds_weight_sync": self._seconds,
         }
@@ -189,7 +188,7 @@ class WeightSync:
         # Engines may have parts of it even if this fails, so the number is taken.
         self.version, self.checksums = version, {}
         self._engines.begin_version(version)
-        if self._transport in ("broadcast", "ipc"):
+        if self._traits.from_ranks:
             self._send_to_lagging()
             if wait:
                 self._wait_for_lagging()
@@ -219,10 +218,10 @@ class WeightSync:
 
         sending: has trainer and engines hold their weights; see `SharedDevices`
         """
-        if self._transport == "broadcast":
-            self._engines.catch_up = self._send_to_lagging
-        elif self._transport == "ipc":
+        if self._traits.by_device:
             self._engines.catch_up = partial(self._send_again, sending)
+        elif self._traits.from_ranks:
+            self._engines.catch_up = self._send_to_lagging
         try:
             yield
         finally:
@@ -258,7 +257,7 @@ class WeightSync:
 
     def _members(self) -> list[Member]:
         """The engines that have started and lack the newest version, with their workers."""
-        by_device = self._transport == "ipc"
+        by_device = self._traits.by_device
         asked = self._engines.ask_lagging("weight_devices" if by_device else "weight_receivers")
         calls: dict[Any, Member | str] = {
             call: Member(number, actor) for number, actor, call in asked
@@ -341,7 +340,7 @@ class WeightSync:
     def _senders(self, members: list[Member]) -> dict[str, Any]:
         """Which ranks send to `members`: those on their devices, or all that hold a part."""
         config = self._config
-        if self._transport == "broadcast":
+        if not self._traits.by_device:
             stages, experts = config.pipeline_model_parallel_size, config.expert_model_parallel_size
             traits = config.engine_traits
             servers = traits.asks_servers or traits.starts_servers is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plugin.config import JobConfig
-from plugin.config.engines import check_names
+from plugin.config.engines import ENGINES, check_names
 from plugin.config.import_paths import load_function
 from plugin.engines.protocol import RolloutEngine, SamplingParameters
 from plugin.errors import ConfigError
@@ -72,6 +72,18 @@ def key_in_environment(option: str, name: str | None) -> str | None:
             f"{option} names {name}, which holds no key; export {name}=... before the job starts"
         )
     return key
+
+
+def check_engine_model(config: JobConfig, hf_config: Mapping[str, Any]) -> None:
+    """Refuse a model that the engine cannot generate with."""
+    linear = "linear_attention" in (hf_config.get("layer_types") or ())
+    if linear and not config.engine_traits.linear_attention:
+        others = [name for name, traits in ENGINES.items() if traits.linear_attention]
+        raise ConfigError(
+            f"--rollout-engine {config.rollout_engine} cannot generate with "
+            f"{hf_config['model_type']}: the state of its linear attention has no place in this "
+            f"engine's cache; use {', '.join(others)}"
+        )
 
 
 def check_engine_size(config: JobConfig, hf_config: Mapping[str, Any]) -> None:

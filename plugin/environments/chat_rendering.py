@@ -123,7 +123,7 @@ class ChatRenderer:
 
 
 def is_user(message: Message) -> bool:
-    """Whether a user speaks; some templates carry tool output in messages of the role `user`."""
+    """Whether a user wrote it; some templates carry tool output in messages of the role `user`."""
     if message["role"] != "user":
         return False
     content = message.get("content")

@@ -51,7 +51,7 @@ class Conversation:
         return (*self._closed, *([self._open.sample()] if self._open.generations else []))
 
     def add_reply(self, generation: Generation) -> Reply:
-        """Take the reply to `context`."""
+        """Append the policy's reply to `context`."""
         tokens = generation.tokens.tolist()
         ended = bool(tokens) and tokens[-1] in self._stop_token_ids
         text = self._renderer.decode(tokens[:-1] if ended else tokens)
@@ -63,7 +63,7 @@ class Conversation:
         return Reply(text)
 
     def follow(self, step: Step) -> None:
-        """Take what comes after the reply, and bring `context` to the next turn."""
+        """Append the environment's step, and move `context` to the next turn."""
         if not step.messages and step.history is None:
             raise BatchError(
                 "the environment neither ended the conversation nor added a message; return "
@@ -83,7 +83,7 @@ class Conversation:
         self._open.add_text(added)
 
     def _keeps_stream(self, step: Step) -> bool:
-        """Whether everything streamed so far stays as it is, whatever the template makes of it."""
+        """Whether the tokens so far stay as they are, whatever the template makes of them."""
         if step.history is not None or self._renderer.keep == "template":
             return False
         return self._renderer.keep == "all" or not any(map(is_user, step.messages))

@@ -42,7 +42,7 @@ class MalformedToolCall:
 
 
 def answer_of(text: str) -> str:
-    """What follows the thinking; nothing if the thinking never ended."""
+    """The text after the thinking; empty if the thinking never ended."""
     _, ended, answer = text.rpartition(_END_OF_THINKING)
     if not ended and _START_OF_THINKING in text:
         return text.partition(_START_OF_THINKING)[0]
@@ -122,7 +122,7 @@ class Environment(Protocol):
         ...
 
     def reward(self, ending: Ending) -> float:
-        """What the whole conversation is worth; asked once, when it is over."""
+        """The reward of the whole conversation; called once, at its end."""
         ...
 
 

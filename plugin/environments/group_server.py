@@ -1,4 +1,4 @@
-"""The groups at one engine: those that wait, those being played, those that are done.
+"""The groups at one engine: waiting, running and done.
 
 A group is a request that the controller's queue has numbered, with all its responses. It keeps that
 number from the queue to the engine and back.
@@ -42,16 +42,16 @@ class Player(Protocol):
         ...
 
     def step(self) -> list[PlayedGroup]:
-        """Get everything open a step further; the groups that are done now."""
+        """Advance everything that is open by one step; returns the groups that are done."""
         ...
 
     def abort(self) -> None:
-        """Forget what is open."""
+        """Drop what is open."""
         ...
 
 
 class GroupServer:
-    """Begins groups in the order in which they came, as soon as there is room for each.
+    """Begins groups in order of arrival, as soon as there is room for each.
 
     Either its owner calls `step`, or `start` has a thread do so until the process ends, and calls
     come from other threads. Only the one that steps uses the player; what waits is guarded by the
@@ -74,7 +74,7 @@ class GroupServer:
         return len(self._waiting) + self._player.open
 
     def start(self) -> GroupServer:
-        """Play in a thread of its own from now on."""
+        """Step in a thread of its own from now on."""
         threading.Thread(target=self._play, daemon=True).start()
         return self
 
@@ -84,19 +84,19 @@ class GroupServer:
         parameters: SamplingParameters,
         at_least: int = NO_WEIGHTS,
     ) -> None:
-        """Take groups; no token of them is sampled with weights older than `at_least`."""
+        """Queue groups; none of their tokens is sampled with weights older than `at_least`."""
         with self._turn:
             for group, request in requests.items():
                 self._waiting.append((group, request, parameters, at_least))
             self._turn.notify_all()
 
     def step(self) -> list[PlayedGroup]:
-        """Begin what may begin, and go one step; the groups that are done now."""
+        """Begin waiting groups and advance by one step; returns the groups that are done."""
         self._begin_waiting()
         return self._player.step() if self._player.open else []
 
     def collect(self, era: int) -> list[PlayedGroup]:
-        """The groups that are done, once there are some; none if a later era has begun.
+        """Wait for groups that are done and return them; none if a later era has begun.
 
         Raises what ended the generation.
         """
@@ -114,7 +114,7 @@ class GroupServer:
             return done
 
     def cancel(self, era: int) -> None:
-        """Forget every group, also those that are done; what comes next is of `era`."""
+        """Drop every group, also finished ones; later groups belong to `era`."""
         with self._turn:
             self._waiting.clear()
             self._done.clear()
@@ -124,7 +124,7 @@ class GroupServer:
 
     @contextlib.contextmanager
     def changing(self, version: int, *, last: bool, interrupts: bool) -> Iterator[None]:
-        """Keep responses from running while weights change, from their first part to the last.
+        """Pause generation while weights change, from their first part to the last.
 
         interrupts: the engine does so itself, between two tokens
         """
@@ -137,13 +137,13 @@ class GroupServer:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Let no response run inside."""
+        """Pause generation inside the body."""
         self.hold()
         yield
         self._release()
 
     def hold(self) -> None:
-        """Begin no further group, and wait until none is under way."""
+        """Begin no further group, and wait until none is running."""
         with self._turn:
             self._is_held = True
             self._turn.wait_for(lambda: self._failure is not None or not self._is_playing())
@@ -165,7 +165,7 @@ class GroupServer:
         return not self._is_stepping and not len(self)
 
     def _may_begin(self) -> bool:
-        """Whether the group that came first may."""
+        """Whether the first waiting group may begin."""
         if self._is_held or not self._waiting:
             return False
         _, request, parameters, at_least = self._waiting[0]

@@ -1,4 +1,4 @@
-"""Rollouts of several turns: the policy and an environment speak in turn until one of them ends it.
+"""Multi-turn rollouts: policy and environment take turns until one of them ends the conversation.
 
 Conversations do not wait for each other: each asks for its next reply when its environment has
 answered, and replies join the engine's batch as they are asked for.
@@ -73,7 +73,7 @@ class OpeningPrompts:
         return Prompt(tuple(self._renderer.encode(text)))
 
     def reward(self, prompt: Prompt, response: Sequence[int]) -> float:
-        """Refuse: only the environment has seen the whole conversation."""
+        """Raise: only the environment has seen the whole conversation."""
         raise BatchError("a response of a multi-turn task has no reward of its own")
 
 
@@ -94,7 +94,7 @@ class _Episode:
 
 
 class MultiTurnPlayer:
-    """A `Player` of conversations: each goes on as soon as its own environment has answered.
+    """A `Player` of conversations; each continues as soon as its own environment has answered.
 
     Environments are called in threads. One that takes its time holds up its own episode; the engine
     generates the replies of the others meanwhile. Over an engine that answers whole batches, all
@@ -135,7 +135,7 @@ class MultiTurnPlayer:
             self._call(episode, start, "starting the environment", self._open)
 
     def step(self) -> list[PlayedGroup]:
-        """Go on with every episode that can; the groups that are done now."""
+        """Advance every episode that can continue; returns the groups that are done."""
         self._collect(0.0)
         while self._awaited and self._stream.lockstep:
             self._collect(_LOOK_SECONDS)
@@ -149,7 +149,7 @@ class MultiTurnPlayer:
         return [(n, [e.result for e in self._groups.pop(n) if e.result is not None]) for n in done]
 
     def abort(self) -> None:
-        """Forget what is open and close its environments."""
+        """Drop what is open and close its environments."""
         self._stream.abort()
         # What is being started has to be closed.
         starting = {n: awaited for n, awaited in self._awaited.items() if awaited[2] == self._open}
@@ -266,7 +266,7 @@ class MultiTurnPlayer:
         what: str,
         then: Callable[[_Episode, Any], None],
     ) -> None:
-        """Make a call in a thread and go on with its result; a failure ends the episode."""
+        """Make a call in a thread and pass its result to `then`; a failure ends the episode."""
         self._awaited[self._calls.submit(call)] = (episode, what, then)
 
     def _collect(self, wait_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Rollouts of one turn: a prompt, a response, the end."""
+"""Single-turn rollouts: a prompt and its response."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SingleTurnPlayer:
         self._stream.add((group, request.prompt), request, parameters)
 
     def step(self) -> list[PlayedGroup]:
-        """Go on with what is open; the groups that are done now."""
+        """Advance what is open; returns the groups that are done."""
         done: list[PlayedGroup] = []
         for (group, prompt), place, answer in self._stream.step():
             self._groups[group][place] = trajectory_of(prompt, answer)
@@ -49,7 +49,7 @@ class SingleTurnPlayer:
         return done
 
     def abort(self) -> None:
-        """Forget what is open."""
+        """Drop what is open."""
         self._groups.clear()
         self._stream.abort()
 

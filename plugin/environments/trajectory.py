@@ -1,4 +1,4 @@
-"""What comes back for one response: one training sample, several, or the reason for none.
+"""The result of one response: one training sample, several, or the reason for none.
 
 Engines build `Trajectory` objects; they travel and are trained on as the columns of `Rollouts`.
 """
@@ -42,7 +42,7 @@ def failed(reason: str) -> Trajectory:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Trajectories as columns; those of one prompt stand side by side.
+    """Trajectories as columns; those of one prompt are adjacent.
 
     batch: the training samples of all trajectories, one after the other
     groups: [M] number of the prompt that each trajectory answers
@@ -131,7 +131,7 @@ class Rollouts:
         return ends[last].tolist(), lengths[last].tolist()
 
     def select(self, trajectories: Integers, groups: Integers) -> Rollouts:
-        """Those at `trajectories` [n], numbered as answers to the prompts `groups` [n]."""
+        """The trajectories at `trajectories` [n], as answers to the prompts `groups` [n]."""
         places = ragged_range(self.sample_starts[trajectories], self.samples[trajectories])
         return Rollouts(
             self.batch.select(places),
@@ -145,7 +145,7 @@ class Rollouts:
 
     @staticmethod
     def concatenated(parts: Sequence[Rollouts]) -> Rollouts:
-        """One after the other; prompts keep the numbers they have."""
+        """Concatenate; prompts keep their numbers."""
         return Rollouts(
             parts[0].batch.concatenated(*(part.batch for part in parts[1:])),
             np.concatenate([part.groups for part in parts]),

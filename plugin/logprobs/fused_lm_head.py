@@ -156,7 +156,7 @@ def _fused(
 
 
 def budget_bytes(given: int | None, device: torch.device) -> int:
-    """Room for logits at a time: as given, or the default of the device."""
+    """Memory for logits at a time: as given, or the default of the device."""
     if given is not None:
         return given
     return DEFAULT_BUDGET_BYTES.get(device.type, DEFAULT_BUDGET_BYTES["cuda"])

@@ -74,7 +74,7 @@ class IdGradients(NamedTuple):
 
     of_column: [T, 1 + k] all that arrives at the id's column; counted: the same, where an id is
         the token only once
-    total: [T] G, the sum of what arrives; busy: [T] bool, whether anything does
+    total: [T] G, the sum of what arrives; busy: [T] bool, whether it is not 0
     """
 
     at: GivenIds
@@ -126,8 +126,8 @@ class IdGradients(NamedTuple):
         logits: [n, 1 + k] float32, those at `columns`, read before `out` was written
         held, columns: of `GivenIds.inside`; rows, grad_entropy: [n], of the rows at `span`
         """
-        # An id that the block does not hold writes its first column, which gets its due as well:
-        # asking which ids are held would wait for a device.
+        # An id that the block does not hold writes the first column, with that column's gradient:
+        # reading which ids are held would wait for the device.
         at_first = torch.where(held & (columns == 0), self.counted[span], 0.0).sum(1, keepdim=True)
         arriving = torch.where(held, self.of_column[span], at_first)
         exponent = ((logits - rows.maximum[:, None]) * scale).clamp_(min=LOWEST_EXPONENT)

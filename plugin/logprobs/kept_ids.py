@@ -24,7 +24,7 @@ from plugin.logprobs.vocab_shards import group_size
 from plugin.ragged import Ragged
 
 EntropyOf = Literal["full", "kept"]
-#: Of float32 factors that are at hand at a time.
+#: Size of the float32 factors in memory at a time.
 _PRODUCT_BYTES = 32 << 20
 
 
@@ -34,7 +34,7 @@ class KeptColumns(NamedTuple):
     rows, columns: [K] int64; the column is 0 where another rank holds the id
     held: [K] bool, this rank holds the id; is_target: [K] bool, and it is its row's token
     truncated: [T] bool, rows with kept ids; absent: [T] bool, rows whose token is not among them
-    everywhere: whether all rows are truncated, known without asking the device
+    everywhere: whether all rows are truncated, known on the host
     """
 
     rows: Tensor

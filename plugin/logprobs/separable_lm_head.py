@@ -1,9 +1,9 @@
 """The LM head fused with a token-separable loss: three products, one block of logits at a time.
 
-A block of hidden states meets the weight; log-probs and entropies of its rows, the loss of these
-rows and its gradient follow at once; the block's logits become their own gradient, which is
-multiplied back into both factors. The ordinary fused head cannot do that: it learns the gradient of
-a row only after the loss of all rows, and computes most logits a second time.
+A block of hidden states is multiplied with the weight; log-probs and entropies of its rows, the
+loss of these rows and its gradient follow at once; the block's logits become their own gradient,
+which is multiplied back into both factors. The ordinary fused head cannot do that: it knows the
+gradient of a row only after the loss of all rows, and computes most logits a second time.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _rescale(gradient: torch.Tensor, arriving: torch.Tensor, expected: float) ->
     """Multiply by arriving / expected, unless that is 1."""
     ratio = arriving.double() / expected
     if gradient.device.type == "cuda":
-        # A kernel that looks itself: asking the device would stop the host until it is done.
+        # The kernel reads the ratio itself: reading it here would stall the host.
         from plugin.logprobs.kernels.triton_rows import scale_unless_one
 
         scale_unless_one(gradient, ratio.float(), _ROUNDING)

@@ -67,7 +67,7 @@ def log_probs_and_entropy(
     """
     if keep_mask is not None:
         if kept is not None:
-            raise ConfigError("kept and keep_mask say the same in two ways; pass one of them")
+            raise ConfigError("kept and keep_mask both truncate the distribution; pass one of them")
         if keep_mask.shape != logits.shape or keep_mask.dtype != torch.bool:
             raise BatchError(
                 f"keep_mask is {keep_mask.dtype} {list(keep_mask.shape)}; it must be bool "
@@ -132,7 +132,7 @@ def log_probs_of_ids(
 
 
 def at_rows(ids: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
-    """`[count, k]`: the ids `[n, k]` of the rows at `rows`; others, which nobody asks, have 0."""
+    """`[count, k]`: the ids `[n, k]` at `rows`, 0 in the other rows, which are not read."""
     return ids.new_zeros(count, ids.shape[1]).index_copy_(0, rows, ids)
 
 
@@ -198,7 +198,7 @@ def _require_kept(log_probs: torch.Tensor, tokens: torch.Tensor, vocabulary: int
 
 
 def check_settings(temperature: float, with_entropy: bool, entropy_grad: bool) -> None:
-    """Refuse a temperature that is not positive, or a gradient of an entropy nobody wants."""
+    """Refuse a temperature that is not positive, or the gradient of an entropy not requested."""
     if not (math.isfinite(temperature) and temperature > 0):
         raise ConfigError(
             f"temperature is {temperature}; it must be positive and finite. Log-probs of greedily "

@@ -100,8 +100,8 @@ def _maximum_of_even_shards(
 ) -> torch.Tensor:
     """Return the maximum `[T]` over all shards, which must be equally wide.
 
-    The widths travel with the maximum. An accelerator is asked only once for a width, because the
-    answer waits for it; on `meta` there is none.
+    The widths are reduced together with the maximum. On an accelerator a width is checked only
+    once, because reading it waits for the device; on `meta` there is nothing to read.
     """
     packed = maximum.new_empty(maximum.numel() + 2)
     packed[:-2] = maximum

@@ -1,7 +1,7 @@
-"""Reverse KL from a teacher over the ids that it finds likeliest.
+"""Reverse KL from a teacher over its most likely ids.
 
-S are the teacher's k likeliest ids in the place of a token, p and q the probabilities that policy
-and teacher give to them, and p_rest = 1 - sum of p over S what is left for all other ids:
+S are the teacher's k most likely ids at the position of a token, p and q the probabilities that
+policy and teacher give them, and p_rest = 1 - sum of p over S what is left for all other ids:
 
     KL = sum over S of p log(p / q) + p_rest log(p_rest / q_rest)
 
@@ -24,12 +24,12 @@ from plugin.ragged import Ragged
 from plugin.sharding.sequence_shards import SequenceShards
 from plugin.teacher_topk import TOPK_IDS, TOPK_LOG_PROBS
 
-#: What is left for other ids counts as at least this: float32 log-probs do not know it better.
+#: Lower bound of p_rest and q_rest: float32 log-probs are not more precise.
 LEAST_REST = 1e-6
 
 
 class TeacherSupport(NamedTuple):
-    """The teacher's likeliest ids [T, k] int64 of the local tokens, and their log-probs [T, k]."""
+    """The teacher's most likely ids [T, k] int64 of the local tokens, and their log-probs."""
 
     ids: Tensor
     log_probs: Tensor
@@ -50,7 +50,7 @@ class TeacherSupport(NamedTuple):
         return cls(found[0].long(), found[1].float())
 
     def check(self, mask: Tensor, shards: SequenceShards) -> None:
-        """Raise a `BatchError` for the first unmasked token with a value that is no log-prob."""
+        """Raise a `BatchError` for the first unmasked token with a value that is not a log-prob."""
         bad = mask & ~((self.log_probs > -1e4) & (self.log_probs < 0.1)).all(1)
         if bool(bad.any()):
             token = int(bad.nonzero()[0])
@@ -66,7 +66,7 @@ def topk_reverse_kl(cur: Tensor, teacher: Tensor, mask: Tensor) -> Tensor:
     """KL [T] from the teacher, with gradient through `cur`; 0 where masked.
 
     cur, teacher: [T, k] log-probs of the same ids in the whole distributions
-    mask: [T] bool; what is masked may hold anything
+    mask: [T] bool; masked tokens may hold anything
     Where both are equal to the bit, the KL and its gradient are exactly 0.
     """
     rows = mask[:, None]

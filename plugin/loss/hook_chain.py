@@ -87,8 +87,7 @@ def _keyword_arguments(path: str, function: Callable[..., Any]) -> tuple[set[str
     ]
     if unknown:
         raise HookLoadError(
-            f"hook {path!r} requires {', '.join(unknown)}, which no caller passes; give it a "
-            "default"
+            f"hook {path!r} requires {', '.join(unknown)}, which is never passed; give it a default"
         )
     accepted = {p.name for p in parameters if p.kind not in (*optional_kinds, p.POSITIONAL_ONLY)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -186,13 +185,13 @@ class HookChain:
 
 
 def batch_declarations(config: LossConfig) -> dict[str, Declaration]:
-    """What the corrections in use declare to need of the whole batch, by path."""
+    """The batch statistics that the corrections in use declare, by path."""
     used = config.use_tis or config.get_mismatch_metrics
     return _declarations(config.hook_names(), config) if used else {}
 
 
 def statistics_of(config: LossConfig, inputs: LossInputs) -> dict[str, Statistics]:
-    """What the corrections in use need, of the tokens at hand as if they were the whole batch."""
+    """The statistics that the corrections in use declare, of these tokens as the whole batch."""
     return _statistics_of(list(batch_declarations(config)), config, inputs)
 
 
@@ -329,7 +328,7 @@ def _try_out(path: str, hook: Callable[..., Any], args: Any) -> None:
 
 @contextmanager
 def _some_process_group() -> Iterator[None]:
-    """Join a group of one process where there is none, as on the driver: a hook may communicate."""
+    """Join a group of one process if there is none, as on the driver: a hook may communicate."""
     if not dist.is_available() or dist.is_initialized():
         yield
         return

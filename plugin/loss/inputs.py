@@ -44,15 +44,15 @@ def loss_inputs(
 
 @dataclass(frozen=True)
 class KnownTokens:
-    """What is known of the local response tokens before the forward pass.
+    """What is known about the local response tokens before the forward pass.
 
-    mask: [T] bool; fields: [T] float32 by the names of `LossInputs`, anything where masked, None
-        where the batch has none; `train_log_probs` is None where the update's own log-probs are
-        the trainer's, too
-    sample_numbers: what errors call the samples; None = their places in the batch
-    share_of_current: [T] how far the approximated proximal policy is from the engine's towards
-        the current one; None where it is not approximated
-    statistics: by hook, what it declared of the whole batch; None where that is not known
+    mask: [T] bool; fields: [T] float32 by the names of `LossInputs`, arbitrary where masked, None
+        where the batch has none; `train_log_probs` is None where no pass was run, and the
+        trainer's own are those of this update
+    sample_numbers: sample numbers for error messages; None = their places in the batch
+    share_of_current: [T] weight of the current policy in the approximated proximal one; None where
+        it is not approximated
+    statistics: the batch statistics that hooks declared, by path; None where they are not known
     """
 
     mask: Tensor
@@ -67,7 +67,7 @@ class KnownTokens:
     def of(
         cls, config: LossConfig, batch: Mapping[str, Any], shards: SequenceShards
     ) -> KnownTokens:
-        """Flatten the columns of a batch; lengths that do not fit each other are a `BatchError`."""
+        """Flatten the columns of a batch; inconsistent lengths are a `BatchError`."""
         require_columns(batch, "loss_masks", "advantages")
         config.require_rollout_log_probs(batch.get("rollout_log_probs") is not None)
         config.require_teacher({name for name, values in batch.items() if values is not None})
@@ -98,7 +98,7 @@ class KnownTokens:
         distill_kl: Tensor | None = None,
         check: bool = True,
     ) -> LossInputs:
-        """Join log-prob, entropy and KL [T] of the current policy; check what tokens may carry."""
+        """Add log-prob, entropy and KL [T] of the current policy; check all tokens' values."""
         mask = self.mask
         if mask.numel() != cur.numel():
             raise BatchError(
@@ -129,7 +129,7 @@ class KnownTokens:
         )
 
     def _proximal(self, clean: Mapping[str, Tensor | None]) -> Tensor:
-        """The engine's log-probs [T], or those between them and the current ones."""
+        """The engine's log-probs [T], or those interpolated towards the current ones."""
         rollout, cur = clean["rollout_log_probs"], clean["cur_log_probs"]
         assert rollout is not None and cur is not None
         if self.share_of_current is None:

@@ -30,16 +30,16 @@ class LossInputs:
     mask: [T] bool, the original loss mask
     cur_log_probs: [T] with gradient; advantages: [T] without, scaled by --adv-tau and joined by the
         teacher (see `inputs.guided_advantages`)
-    train_log_probs: [T] the trainer's own at the start of the step, whatever a flag says: a
-        mismatch is measured on them
+    train_log_probs: [T] the trainer's own at the start of the step, whatever a flag says; mismatch
+        is measured on these
     rollout_log_probs, ref_log_probs, teacher_log_probs: [T] without gradient, or None
-    proximal_log_probs: [T] of the policy that a clipped ratio is taken against (pi_old): by
-        --train-log-probs the trainer's own, the engine's, or between that and the current ones;
-        not given = `train_log_probs`
+    proximal_log_probs: [T] of the policy that a clipped ratio is taken against (pi_old): the
+        trainer's own, the engine's, or interpolated between the engine's and the current ones, by
+        --train-log-probs; default: `train_log_probs`
     entropy: [T] or None; carries a gradient only if its coefficient is not 0
-    distill_kl: [T] reverse KL from the teacher over its likeliest ids, with gradient, or None
+    distill_kl: [T] reverse KL from the teacher over its most likely ids, with gradient, or None
     loss_masks: the full-response masks, one per sample, as hooks receive them
-    statistics: by the path of a hook, what it declared of the whole batch; None where only this
+    statistics: the batch statistics that hooks declared, by path of the hook; None where only this
         microbatch is known
     """
 
@@ -84,7 +84,7 @@ class PolicyTerm:
     """A policy loss per token [T], the tokens it keeps (bool [T]), metrics over the mask.
 
     ratio, weight: [T] importance ratio before bounding and weight after, 0 where dropped; None
-        where the loss is not weighted, or where nobody asked
+        where the loss is not weighted or they were not requested
     extremes: name -> [T], of which `name_max` and `name_min` over the mask are reported
     """
 
@@ -125,7 +125,7 @@ class LossOutputs:
 
 
 def example_inputs() -> LossInputs:
-    """Tokens to try a loss or a correction on: responses of 2 and 3 tokens, one token masked.
+    """Example tokens to try a loss or correction on: responses of 2 and 3 tokens, one masked.
 
     `cur_log_probs` is a leaf with gradient.
     """

@@ -47,7 +47,13 @@ def first_non_finite(
     with torch.enable_grad():
         for name, values in _parts(config, known, cur, config if args is None else args):
             if found is None:
-                found = _first(name, values, known) or _bad_gradient(name, values, cur, known)
+                found = _first(name, values, known)
+                if found is None and values.requires_grad:
+                    (gradient,) = torch.autograd.grad(
+                        values.sum(), cur, retain_graph=True, allow_unused=True
+                    )
+                    if gradient is not None:
+                        found = _first(f"the gradient of {name}", gradient, known)
     return found
 
 
@@ -65,13 +71,6 @@ def _parts(
     for regularizer in regularizer_terms(inputs, config, term.kept):
         if regularizer.coefficient:
             yield regularizer.name, regularizer.values
-
-
-def _bad_gradient(name: str, values: Tensor, cur: Tensor, known: KnownTokens) -> NonFinite | None:
-    if not values.requires_grad:
-        return None
-    (gradient,) = torch.autograd.grad(values.sum(), cur, retain_graph=True, allow_unused=True)
-    return None if gradient is None else _first(f"the gradient of {name}", gradient, known)
 
 
 def _first(source: str, values: Tensor, known: KnownTokens) -> NonFinite | None:

@@ -34,7 +34,7 @@ def sample_denominators(
 ) -> Tensor:
     """[N] float32: the token count that each sample is divided by, at least 1.
 
-    `mask_sums` overrides the sample's own count, e.g. with the count of all samples of one prompt.
+    `mask_sums` overrides a sample's own count, for instance by that of all samples of its prompt.
     """
     if mask_sums is not None:
         counts = torch.as_tensor(mask_sums, dtype=torch.float32)

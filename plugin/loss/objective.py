@@ -63,7 +63,7 @@ def compute_loss(
         chain = hook_chain(config, args)
         term = chain.apply(args, term, inputs, with_weights=with_weights)
     elif config.get_mismatch_metrics and with_metrics:
-        # Observed is the mismatch of the trainer's own log-probs, whatever the ratio is against.
+        # The mismatch is that of the trainer's own log-probs, whatever the ratio is taken against.
         of_trainer = replace(inputs, proximal_log_probs=inputs.train_log_probs)
         with torch.no_grad():
             observed = hook_chain(config, args).apply(args, term, of_trainer)
@@ -90,7 +90,7 @@ def compute_loss(
 
 
 def _comparison_metrics(inputs: LossInputs, kept: Tensor) -> dict[str, TokenMetric]:
-    """How far the three policies are from each other."""
+    """How far the policies are from each other."""
     mask, cur = inputs.mask, inputs.cur_log_probs.detach()
     cur_over_proximal = log_ratio(cur, inputs.proximal_log_probs, mask)
     metrics = {

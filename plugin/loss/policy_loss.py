@@ -158,7 +158,7 @@ def reduce_loss(
     if config.reduction not in ("token-mean", "sample-mean"):
         raise ConfigError(
             f"--loss-reduction {config.reduction}: only the backend's own step knows the prompts "
-            "of all microbatches, and the caller brings its own reducer here; use token-mean or "
+            "of all microbatches, and here the caller supplies the reducer; use token-mean or "
             "sample-mean"
         )
     if config.loss_denominator == "kept" and config.per_token:
@@ -175,7 +175,7 @@ def reduce_loss(
     }
     values["pg_loss"] = outputs.policy_loss
     metrics = {name: reduce(value.detach()) for name, value in values.items()} | {"loss": loss}
-    zero = outputs.total.new_zeros(())  # some reducers answer 0 (an int) for an empty batch
+    zero = outputs.total.new_zeros(())  # some reducers return 0 (an int) for an empty batch
     return loss, {
         name: value.detach().clone() if isinstance(value, Tensor) else zero
         for name, value in metrics.items()

@@ -1,7 +1,7 @@
-"""Whether a loss is token-separable, and its value on a part of the tokens.
+"""Whether a loss is token-separable, and its value on some of the tokens.
 
 The loss of a token-separable objective on a block of tokens needs nothing but these tokens, so its
-gradient is known while the block's logits are at hand (see `plugin.logprobs.separable_lm_head`).
+gradient is known while the block's logits are in memory (see `plugin.logprobs.separable_lm_head`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find values that no token may carry, and say where they are."""
+"""Find invalid values of tokens and report where they are."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def check_tokens(
 ) -> None:
     """Raise a `BatchError` for the first unmasked value that is not finite, huge or misaligned.
 
-    fields: `LossInputs` names -> [T] raw values, masked positions may hold anything. Reads flags
-        from the device.
-    sample_numbers: what the error calls the samples; None = their places in the microbatch
+    fields: `LossInputs` names -> [T] raw values, masked positions may hold anything. Waits for
+        the device.
+    sample_numbers: sample numbers for error messages; None = their places in the microbatch
     Under context parallelism every rank that holds a part of the same samples raises, or none:
     sequence-level losses wait for each other.
     """
@@ -48,8 +48,8 @@ def check_tokens(
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=context.cp_group)
         if message is None and bool(failed):
             message = (
-                "another context parallel rank found a value that no token may carry in its part "
-                "of these samples; its message names field, sample and position"
+                "another context parallel rank found an invalid value in its part of these "
+                "samples; its error names field, sample and position"
             )
     if message is not None:
         error = BatchError(message)
@@ -97,8 +97,8 @@ def _bad_log_ratio(fields: Mapping[str, Tensor | None], other: str, mask: Tensor
     return _Bad(
         index,
         f"cur_log_probs - {other} is {float(difference[index]):.4g}",
-        f"; a log-ratio beyond +-{MAX_ABS_LOG_RATIO:g} is no mismatch but a misaligned or foreign "
-        "log-prob. Check that both belong to the same token",
+        f"; a log-ratio beyond +-{MAX_ABS_LOG_RATIO:g} is no mismatch: the log-probs are "
+        "misaligned or of another model. Check that both belong to the same token",
     )
 
 

@@ -17,11 +17,16 @@ from plugin.config import TrainerConfig
 from plugin.errors import BatchError
 from plugin.loss.normalization import token_weights
 from plugin.loss.value_loss import clipped_value_loss
-from plugin.megatron_backend.model.special_layers import WholeWeight
+from plugin.megatron_backend.model.family_layers import WholeWeight
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.rank_model import RankModel, without_replay
 from plugin.megatron_backend.step.batch_share import BatchShare
-from plugin.megatron_backend.step.forward_step import ForwardStep, LossClosure, run_model
+from plugin.megatron_backend.step.forward_step import (
+    ForwardStep,
+    LossClosure,
+    forward_only_step,
+    run_model,
+)
 from plugin.megatron_backend.step.loss_scaling import LossScale
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
@@ -86,7 +91,10 @@ class CriticTrainer(RankModel):
         """
         errors = ErrorCollector(self.device)
         step = self._prepared(batch, errors)
-        results = self._forward_only(self._value_step(), step)
+        forward_step = forward_only_step(
+            lambda output, _, microbatch: _response_values(output, microbatch), errors, peers=1
+        )
+        results = self._forward_only(forward_step, step)
         errors.agree("the pass of the critic")
         return self._gathered(results, step)
 
@@ -114,20 +122,6 @@ class CriticTrainer(RankModel):
         metrics["critic/grad_norm"] = grad_norm
         metrics["critic/skipped_steps"] = float(self.optimizer.skipped_steps)
         return StepResult(metrics, updated, grad_norm, overflow=self.optimizer.overflowed)
-
-    def _value_step(self) -> ForwardStep:
-        def forward_step(
-            data: Iterator[PreparedMicrobatch], model: Any
-        ) -> tuple[Tensor, LossClosure]:
-            microbatch = next(data)
-            output, _ = run_model(model, microbatch, None, fused=False)
-
-            def collect(output: Tensor, non_loss_data: bool = True) -> Tensor | None:
-                return None if microbatch.is_padding else _response_values(output, microbatch)
-
-            return output, collect
-
-        return forward_step
 
     def _training_step(
         self, scale: LossScale, table: StatisticsTable, errors: ErrorCollector

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from plugin.loss.separable_loss import takes_separable_head
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.rank_model import RankModel, without_replay
 from plugin.megatron_backend.step.batch_share import BatchShare
-from plugin.megatron_backend.step.forward_step import ForwardStep, LossClosure, run_model
+from plugin.megatron_backend.step.forward_step import ForwardStep, forward_only_step
 from plugin.megatron_backend.step.output_head import (
     response_log_probs,
     response_top_ids,
@@ -40,7 +40,7 @@ class TeacherTrainer(RankModel):
     Routes are its own, never replayed.
 
     vocab_size: of the policy; ids beyond it, with which the teacher's vocabulary is padded, are
-        never among the likeliest. None = the teacher's own
+        never among the most likely. None = the teacher's own
     """
 
     def __init__(
@@ -95,29 +95,21 @@ class TeacherTrainer(RankModel):
     def _scoring_step(self, errors: ErrorCollector) -> ForwardStep:
         separable = takes_separable_head(self.config, self.groups.tp_size)
 
-        def forward_step(
-            data: Iterator[PreparedMicrobatch], model: Any
-        ) -> tuple[Tensor, LossClosure]:
-            microbatch = next(data)
-            fused = use_fused_head(
+        def fuses(model: Any, microbatch: PreparedMicrobatch) -> bool:
+            return use_fused_head(
                 *(self.config, model, microbatch.inputs, microbatch.loss_rows),
                 training=True,
                 separable=separable,
             )
-            output, head_weight = run_model(model, microbatch, None, fused=fused)
 
-            def collect(output: Tensor, non_loss_data: bool = True) -> dict[str, Tensor] | None:
-                with errors.collecting(peers=self.groups.tp_size), torch.no_grad():
-                    if separable and head_weight is not None:
-                        found = self._scores_in_blocks(output, head_weight, microbatch)
-                    else:
-                        found = self._scores(output, head_weight, microbatch)
-                    return None if microbatch.is_padding else found
-                return None
+        def scores(
+            output: Tensor, head_weight: Tensor | None, microbatch: PreparedMicrobatch
+        ) -> dict[str, Tensor]:
+            if separable and head_weight is not None:
+                return self._scores_in_blocks(output, head_weight, microbatch)
+            return self._scores(output, head_weight, microbatch)
 
-            return output, collect
-
-        return forward_step
+        return forward_only_step(scores, errors, peers=self.groups.tp_size, fuses=fuses)
 
     def _scores(
         self, output: Tensor, head_weight: Tensor | None, microbatch: PreparedMicrobatch

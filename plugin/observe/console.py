@@ -25,7 +25,7 @@ _COLORS = {"warning": "\x1b[33m", "error": "\x1b[31m", "bar": "\x1b[32m", "off":
 
 
 def text_table(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,)) -> list[str]:
-    """One line per row; columns to the right, those in `left` to the left."""
+    """One line per row; columns are right-aligned, those in `left` left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -45,7 +45,7 @@ def progress_line(
 ) -> str:
     """Step, time left, and the metrics of `metric_table.CONSOLE`.
 
-    width: columns there are; fields at the end that do not fit are left out
+    width: columns of the terminal; trailing fields that do not fit are dropped
     """
     line = f"step {int(metrics['step']):4d}/{total}"
     if seconds_left is not None:
@@ -94,7 +94,7 @@ class Console:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show what is going on and, at its end, the seconds it took; a terminal counts them."""
+        """Show a phase and the seconds it took; a terminal counts them live."""
         began, over = time.monotonic(), threading.Event()
 
         def spin() -> None:
@@ -121,7 +121,7 @@ class Console:
             self.log(f"{name} {end} {time.monotonic() - began:.1f} s")
 
     def _seconds_left(self, step: int, total: int, now: float, seconds: float) -> float:
-        """By the mean of the steps since the first; going back to a checkpoint starts anew."""
+        """By the mean of the steps since the first; going back to a checkpoint resets it."""
         if step <= self._latest:
             self._first = (step - 1, now - seconds)
         self._latest = step
@@ -175,13 +175,13 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 class PrintedLines:
-    """Stands in for `sys.stdout` of an actor: lines go where they went, and to `deliver`."""
+    """Replaces `sys.stdout` of an actor: lines are still printed, and also sent to `deliver`."""
 
     def __init__(self, stream: Any, deliver: Callable[[str], None]) -> None:
         self._stream, self._deliver, self._rest = stream, deliver, ""
 
     def write(self, text: str) -> int:
-        """Pass `text` on, and every line that it completes."""
+        """Write `text`, and deliver every line that it completes."""
         self._stream.write(text)
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
@@ -193,7 +193,7 @@ class PrintedLines:
 
 
 def capture_warnings(deliver: Callable[[str], None]) -> contextlib.ExitStack:
-    """Send what this process warns of, by `warnings` or by our loggers, to `deliver`.
+    """Send the warnings of this process, from `warnings` and our loggers, to `deliver`.
 
     From now on, until the returned stack is closed. Of `warnings` only plain UserWarnings, because
     the other categories are for developers; and not those of Megatron, which names every optional

@@ -372,7 +372,7 @@ def uncorrected(step: Step, memory: Memory) -> Finding | None:
 
 
 def _ways_to_correct(config: JobConfig | None) -> str:
-    """What makes a loss compare with the rollout policy, without what is on already."""
+    """Flags that make the loss compare with the rollout policy, without those already on."""
     if config is not None and config.train_log_probs == "rollout":
         return "--policy-loss ppo or icepop"  # the loss has no ratio to correct
     if config is not None and config.use_tis:

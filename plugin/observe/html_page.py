@@ -1,4 +1,4 @@
-"""One self-contained HTML file: styles, scripts and data inline, nothing fetched."""
+"""Self-contained HTML pages: styles, scripts and data inline, nothing fetched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does a run learn at all? Judged by its metrics alone, so a finished run can be asked as well."""
+"""Does a run learn at all? Judged by its metrics alone, so it also works on a finished run."""
 
 from __future__ import annotations
 

@@ -66,23 +66,22 @@ _ELEMENTS: dict[str, type] = {
 
 
 class LogProbDump:
-    """Write a dump directory. A lost disk ends the dump with a warning, never the training."""
+    """Writes a dump directory. A full disk ends the dump with a warning, never the training."""
 
     def __init__(
         self,
         directory: str | Path,
         *,
         force: bool = False,
-        first_step: int = 0,
         with_routes: bool = False,
     ) -> None:
         self.directory, self.force, self.with_routes = Path(directory), force, with_routes
         self.active = True
         self._written: set[Path] = set()
-        taken = [path for step, path in dump_files(self.directory) if step >= first_step]
+        taken = dump_files(self.directory)
         if taken and not force:
             raise ConfigError(
-                f"{self.directory} already holds {taken[0].name}; choose an empty directory, or "
+                f"{self.directory} already holds {taken[0][1].name}; choose an empty directory, or "
                 "pass force=True to replace its steps"
             )
 

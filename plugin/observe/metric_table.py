@@ -358,7 +358,7 @@ class Chart:
 
     @property
     def metrics(self) -> set[str]:
-        """The names of all that it shows."""
+        """Names of all metrics that it shows."""
         shown = {name for names in self.lines.values() for name in names}
         return shown | {name for low, high, _ in self.bands for name in (low, high)}
 

@@ -159,7 +159,7 @@ def _cause_by_tokens(scores: ProbeScores, limit: Limit, model: ProbedModel) -> s
 
 
 def _cause_by_position(scores: ProbeScores, limit: Limit) -> str | None:
-    """Positions, if the difference grows along the response."""
+    """The cause, if the difference grows along the response."""
     last = scores.position.max(initial=0)
     first, late = scores.position == 0, scores.position > last / 2
     # Tokens that are nearly certain agree whatever is wrong.

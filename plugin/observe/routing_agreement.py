@@ -83,7 +83,7 @@ def _cause(rollout: NDArray[Any], train: NDArray[Any], mean: float) -> tuple[str
 
 
 def _rows(pairs: Sequence[tuple[Any, Any]]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Twice [rows, layers, topk]: tokens of the first samples that both sides have routed.
+    """Routes of both sides, [rows, layers, topk] each: tokens of the first samples that both route.
 
     The last token of a sample is left out: engines sample it but never run it through the model.
     """

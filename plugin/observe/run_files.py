@@ -52,7 +52,7 @@ def new_run_dir(name: str, root: str | Path = "runs") -> Path:
 
 
 def without_slices(step: Mapping[str, Any]) -> dict[str, Any]:
-    """A step's metrics without those by position, age and probability, which are most of them."""
+    """A step's metrics without the many slices by position, staleness and probability."""
     return {name: value for name, value in step.items() if "/by_" not in name}
 
 
@@ -125,7 +125,7 @@ class RunFiles:
             self._append("findings.jsonl", {"step": step, **entry})
 
     def write_report(self) -> Path | None:
-        """Write report.html; None (and a warning) where the disk refuses."""
+        """Write report.html; None (and a warning) if that fails."""
         try:
             return write_report([self.run_dir], self.run_dir / "report.html", force=True)
         except OSError as error:

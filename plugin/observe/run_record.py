@@ -69,7 +69,7 @@ def read_run(run_dir: str | Path) -> RunRecord:
             numbered.append(((int(step), _is_evaluation(line)), line))
         else:
             record.problems.append(f"{metrics}: a line without a step was skipped")
-    course = _last_course(numbered)
+    course = _without_replaced(numbered)
     record.steps = [line for line in course if not _is_evaluation(line)]
     record.evaluations = [line for line in course if _is_evaluation(line)]
     if findings.exists():
@@ -82,7 +82,7 @@ def read_prompts(run_dir: str | Path) -> list[dict[str, Any]]:
     """The records of prompts.jsonl by rollout; those of repeated rollouts as with steps."""
     lines = _read_lines(Path(run_dir) / "prompts.jsonl", [])
     numbered = [(line["rollout"], line) for line in lines if isinstance(line.get("rollout"), int)]
-    return _last_course(numbered)
+    return _without_replaced(numbered)
 
 
 def _is_evaluation(line: Mapping[str, Any]) -> bool:
@@ -100,14 +100,14 @@ def read_samples(run_dir: str | Path) -> list[dict[str, Any]]:
     lines = [line for line in _read_lines(path, []) if isinstance(line.get("step"), int)]
     return [
         {"step": line["step"], **sample}
-        for line in _last_course([(line["step"], line) for line in lines])
+        for line in _without_replaced([(line["step"], line) for line in lines])
         for sample in line.get("samples") or ()
         if isinstance(sample, dict)
     ]
 
 
-def _last_course(numbered: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The records in order, without those that a later record with a smaller number takes back."""
+def _without_replaced(numbered: list[tuple[Any, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The records in order, without those that a later record with a smaller number replaces."""
     kept: list[tuple[Any, dict[str, Any]]] = []
     for number, record in numbered:
         while kept and kept[-1][0] >= number:

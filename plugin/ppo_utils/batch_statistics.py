@@ -200,7 +200,7 @@ def ess_clip_rounds(log_ratios: Tensor, config: Any, known: Sequence[Tensor]) ->
 
 
 def ess_clip(known: Sequence[Tensor], config: Any) -> float:
-    """The largest bound, from 1 on, whose clipped ratios keep the wanted ESS / N; else 1."""
+    """The largest bound of at least 1 whose clipped ratios keep the wanted ESS / N; else 1."""
     return math.exp(_clip_interval(known, config)[0])
 
 

@@ -81,7 +81,7 @@ def vanilla_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 
     weight = clip(exp(proximal - rollout), tis_clip_low, tis_clip)
     Flags: --tis-clip 2.0, --tis-clip-low 0. --tis-clip auto:ess=0.9 takes, per step, the largest
-        bound from 1 on that keeps ESS / N of the whole batch's weights at 0.9.
+        bound of at least 1 that keeps ESS / N of the whole batch's weights at 0.9.
     Reference: Espeholt et al. 2018 (IMPALA); Yao et al. 2025, "Your efficient RL framework secretly
         brings you off-policy RL training".
     """

@@ -25,12 +25,15 @@ Row = Mapping[str, Any]
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
 )
+# Possessive, and the last one within a line: linear in whatever a model writes.
 _CHOICES = (
-    re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Z])\b"),
-    re.compile(r"(?i:answer|choice|option)(?i:\s+is)?\s*:?\s*\**\s*\(?([A-Z])\b"),
-    re.compile(r"(?m)^\s*\**\(?([A-Z])\)?[.):]?\**\s*$"),
+    re.compile(r"\\boxed\{\s*+(?:\\text\{)?+\s*+\(?([A-Z])\b"),
+    re.compile(r"(?i:answer|choice|option)(?i:\s++is)?\s*+:?\s*+\**+\s*+\(?([A-Z])\b"),
+    re.compile(r"(?m)^[^\S\n]*+\**+\(?([A-Z])\)?[.):]?\**+[^\S\n]*+$"),
 )
 _MATH_SECONDS = 5
+_MATH_CHARACTERS = 1000
+_NUMBER_CHARACTERS = 400
 _HTTP_ATTEMPTS = 3
 _ANSWER_BYTES = 1 << 16
 
@@ -54,12 +57,17 @@ def gsm8k(response: str, row: Row, *, label: Any) -> float:
 
 
 def boxed(response: str, row: Row, *, label: Any) -> float:
-    """1 if the response's last \\boxed{} is mathematically equal to the label (math-verify)."""
+    """1 if the response's last \\boxed{} is mathematically equal to the label (math-verify).
+
+    A box of more than 1,000 characters, and of more than 4 times the label, is wrong.
+    """
     answer, wanted = last_boxed(response), _boxed_label(label)
     if answer is None:
         return 0.0
     if answer.split() == wanted.split():
         return 1.0
+    if len(answer) > max(_MATH_CHARACTERS, 4 * len(wanted)):
+        return 0.0
     from math_verify import parse, verify
 
     # The library enforces these timeouts itself: a hostile answer counts as wrong, and the process
@@ -92,7 +100,10 @@ def json_schema(response: str, row: Row, *, label: Any) -> float:
         return 0.0
     # An empty registry: a schema must not make the job fetch what it refers to.
     validator = jsonschema.Draft202012Validator(_schema(label), registry=referencing.Registry())
-    return float(validator.is_valid(value))
+    try:
+        return float(validator.is_valid(value))
+    except (ArithmeticError, RecursionError):  # 1e999, or deeper than Python goes
+        return 0.0
 
 
 def length_penalty(response: str, row: Row, *, num_tokens: int, max_response_length: int) -> float:
@@ -129,15 +140,16 @@ def http(response: str, row: Row, *, prompt: str, label: Any, url: str, timeout:
 
 def last_boxed(text: str) -> str | None:
     """The content of the last \\boxed{} whose braces are balanced."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for position in range(start + 6, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[start + 7 : position].strip()
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    open_braces: list[int] = []
+    start = end = -1
+    for brace in re.finditer("[{}]", text):
+        if brace[0] == "{":
+            open_braces.append(brace.end())
+        elif open_braces:
+            opened = open_braces.pop()
+            if opened > start and text.endswith("\\boxed{", 0, opened):
+                start, end = opened, brace.start()
+    return None if start < 0 else text[start:end].strip()
 
 
 def number_problem(label: Any) -> str | None:
@@ -182,21 +194,34 @@ def schema_problem(label: Any) -> str | None:
 
 
 def _same_number(text: str, label: Any) -> bool:
-    wanted = _label_number(label)
-    return wanted is not None and math.isclose(
-        float(text.replace(",", "")), wanted, rel_tol=1e-6, abs_tol=1e-9
-    )
+    wanted, found = _label_number(label), _finite(text)
+    if wanted is None or found is None:
+        return False
+    return math.isclose(found, wanted, rel_tol=1e-6, abs_tol=1e-9)
 
 
 def _label_number(label: Any) -> float | None:
     if isinstance(label, bool):
         return None
     if isinstance(label, (int, float)):
-        return float(label) if math.isfinite(label) else None
+        return _finite(label)
     if not isinstance(label, str):
         return None
     text = label.rpartition("####")[2].strip().strip("$%").strip()
-    return float(text.replace(",", "")) if _NUMBER.fullmatch(text) else None
+    return _finite(text) if _NUMBER.fullmatch(text) else None
+
+
+def _finite(number: str | float) -> float | None:
+    """A number that a float can hold; the text of one has at most 400 characters."""
+    if isinstance(number, str):
+        if len(number) > _NUMBER_CHARACTERS:
+            return None
+        number = number.replace(",", "")
+    try:
+        value = float(number)
+    except OverflowError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def _boxed_label(label: Any) -> str:
@@ -235,6 +260,12 @@ def _answered_number(answer: bytes, url: str) -> float:
         )
     return float(value)
 
+
+#: The text decides: asked again, they say the same.
+DETERMINISTIC = (
+    *("exact", "numeric", "gsm8k", "boxed", "choice", "json_schema", "code_tests"),
+    "length_penalty",
+)
 
 LabelProblem = Callable[[Any], str | None]
 

@@ -39,10 +39,13 @@ _START_SECONDS = 300.0
 class RewardSource(Protocol):
     """What a worker is sent first.
 
-    `load()` has the methods `import_libraries()` and `score(given) -> Score`.
+    `load()` has the methods `import_libraries()` and `score(given) -> Score`. `timed_out(given)` is
+    the score of a response on which time ran out; None if it has none.
     """
 
     def load(self) -> Any: ...
+
+    def timed_out(self, given: Any) -> Score | None: ...
 
 
 class _Results:
@@ -206,6 +209,9 @@ class _Worker:
             if problem is not None:
                 return CallFailure(f"no process for rewards: {problem.reason}")
         answer = self._ask(given, self._seconds)
+        if answer is None:
+            late = f"a reward gave no answer within {self._seconds:g} seconds"
+            answer = self._source.timed_out(given) or CallFailure(late)
         if not isinstance(answer, (Score, CallFailure)):
             answer = CallFailure("the reward's process answered something else")
         return answer
@@ -218,20 +224,23 @@ class _Worker:
                 _kill_all(self._process)
 
     def _ask(self, what: Any, seconds: float) -> Any:
+        """The answer; why there is none, or None if it took too long: both cost the worker."""
         connection = self._connection
         assert connection is not None
-        reason: str | None = None
+        reason, late = None, False
         try:
             connection.send(what)
             if connection.poll(seconds):
                 return connection.recv()
-            reason = f"a reward gave no answer within {seconds:g} seconds"
+            late = True
         except (EOFError, OSError):
             pass
         except Exception as error:  # what cannot be pickled, or unpickled
             reason = f"{type(error).__name__}: {error}"
         self.restarts += not self._closed
         code = self.kill()
+        if late:
+            return None
         return CallFailure(reason or f"the reward's process ended with exit code {code}")
 
     def kill(self) -> int | None:

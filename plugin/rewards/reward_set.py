@@ -15,7 +15,7 @@ from plugin.config.data import RewardSpec, parse_rewards
 from plugin.config.import_paths import load_function
 from plugin.config.loss.loss_config import estimator_traits
 from plugin.errors import BatchError, ConfigError, HookLoadError
-from plugin.rewards.built_in import BUILT_IN
+from plugin.rewards.built_in import BUILT_IN, DETERMINISTIC
 from plugin.rewards.code_tests import strongest_isolation
 from plugin.tasks.prompt_format import lookup, no_column
 from plugin.tasks.protocol import Prompt, as_reward
@@ -77,6 +77,19 @@ class RewardSet:
             # Decided here: no worker falls back to less than what is said at the start.
             constants["isolation"] = strongest_isolation()
         return cls(specs, config.label_key, constants)
+
+    def timed_out(self, given: RewardInput) -> Score | None:
+        """The score of a response on which time ran out: wrong, if another try would end so too.
+
+        None if a reward is the user's own, or a server's: it may have an answer the next time.
+        """
+        if any(spec.reward not in DETERMINISTIC for spec in self.specs):
+            return None
+        parts = {spec.name: 0.0 for spec in self.specs}
+        if "length_penalty" in parts:
+            longest = self.constants["max_response_length"]
+            parts["length_penalty"] = -given.num_tokens / longest
+        return Score(sum(spec.weight * parts[spec.name] for spec in self.specs), parts)
 
     def load(self) -> Rewards:
         """The functions; a `HookLoadError` or `ConfigError` if one cannot be used."""

@@ -113,6 +113,9 @@ class TaskSource:
     def load(self) -> TaskRewards:
         return TaskRewards(self.config)
 
+    def timed_out(self, given: Any) -> None:
+        """None: the task is the user's own, and may have an answer the next time."""
+
 
 class TaskRewards:
     """The rewards of a task that was made in this process."""

@@ -86,7 +86,7 @@ def load_dataset_task(
 def _row_problem(
     config: JobConfig, rewards: RewardSet, option: str
 ) -> Callable[[Mapping[str, Any]], str | None]:
-    """What is wrong with a row's label or teacher; evaluation asks no teacher."""
+    """The problem of a row's label or teacher; evaluation uses no teacher."""
     label_problem = rewards.load().label_problem
     key, names = config.teacher_key, [spec.name for spec in config.teacher_specs]
     if option != "--prompt-data" or key is None:

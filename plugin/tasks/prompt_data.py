@@ -15,7 +15,6 @@ import random
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -33,22 +32,8 @@ _PLACES_NAMED = 5
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class RowCounts:
-    """Counts over the rows of a dataset.
-
-    unusable: rows that are skipped, including those that are too long
-    duplicates: rows in use with the prompt of an earlier row in use
-    """
-
-    total: int
-    unusable: int
-    too_long: int
-    duplicates: int
-
-
 class PromptDataset:
-    """The usable rows of a file or directory, as prompts without end.
+    """The usable rows of a file or directory, as an endless sequence of prompts.
 
     option: the flag that names `path`, for messages
     row_problem: returns what else is wrong with a row, such as its label; None if nothing is
@@ -56,7 +41,6 @@ class PromptDataset:
     bad_rows: whether an unusable row is an error or skipped
     shuffle: a new order for every pass, from `seed`; otherwise the order of the files
     log: prints a message for a person
-    counts: see `RowCounts`
     fingerprint: hash of all prompts in use; a saved position is only valid for the same data
     """
 
@@ -83,8 +67,7 @@ class PromptDataset:
             self._check_chunk(check, numbers, rows)
         check.report(f"{option} {path}", option, bad_rows)
         self._used = array("q", (n for n in range(len(self._rows)) if n not in check.problems))
-        self.counts = check.counts()
-        self.fingerprint = check.fingerprint()
+        self.fingerprint = check.everything.hexdigest()
         self._order: tuple[int, array[int]] = (-1, self._used)
 
     def __len__(self) -> int:
@@ -199,7 +182,7 @@ class _Check:
         self.too_long = 0
         self._duplicates = 0
         self._seen: set[bytes] = set()
-        self._everything = hashlib.blake2b(digest_size=16)
+        self.everything = hashlib.blake2b(digest_size=16)
 
     def chunks(self) -> Iterator[tuple[range, list[dict[str, Any] | BadRow]]]:
         """All rows with their numbers, some at a time; reports progress."""
@@ -217,13 +200,7 @@ class _Check:
             digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
             self._duplicates += digest in self._seen
             self._seen.add(digest)
-            self._everything.update(digest)
-
-    def counts(self) -> RowCounts:
-        return RowCounts(len(self._rows), len(self.problems), self.too_long, self._duplicates)
-
-    def fingerprint(self) -> str:
-        return self._everything.hexdigest()
+            self.everything.update(digest)
 
     def report(self, what: str, option: str, bad_rows: str) -> None:
         """Raise or print what is wrong with the rows."""

@@ -23,7 +23,7 @@ _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that a task needs; Hugging Face tokenizers have it."""
+    """The tokenizer interface that a task needs; Hugging Face tokenizers have it."""
 
     eos_token_id: int
 
@@ -55,7 +55,7 @@ class Task(Protocol):
         ...
 
     def reward(self, prompt: Prompt, response: Sequence[int]) -> float:
-        """What the response's token ids are worth; with the stop token if there is one.
+        """The reward of the response's token ids, which include the stop token if there is one.
 
         With --reward-workers it is called in other processes, each with a task of its own.
         """

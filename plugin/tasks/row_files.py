@@ -34,7 +34,7 @@ Row = dict[str, Any] | BadRow
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a row is. Lines count from 1, the rows of a table from 0."""
+    """The position of a row: lines count from 1, rows of a table from 0."""
 
     file: Path
     unit: str

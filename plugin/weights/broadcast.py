@@ -185,17 +185,15 @@ class BroadcastReceiver(Receiver):
         joined = list(compress(specs, small))
         large = [spec for spec, is_small in zip(specs, small, strict=True) if not is_small]
         size = sum(padded_sizes(joined))
-        memory = self._memory_of(size + sum(padded_sizes(large)))
+        needed = size + sum(padded_sizes(large))
+        if self._memory.numel() < needed or self._keeps:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._memory = torch.empty(needed, dtype=torch.uint8, device=device)
+        memory = self._memory
         pieces = tensors_in(memory[size:], large)
         of_small, of_large = iter(tensors_in(memory[:size], joined)), iter(pieces)
         tensors = [next(of_small if is_small else of_large) for is_small in small]
         return tensors, [*pieces, memory[:size]] if joined else pieces
-
-    def _memory_of(self, size: int) -> Tensor:
-        if self._memory.numel() < size or self._keeps:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        return self._memory
 
     def close(self, *, abort: bool = False) -> None:
         """Leave the process groups of all senders."""

@@ -120,16 +120,13 @@ class IpcSender(Sender):
     def _deliver(
         self, version: int, number: int, bucket: NamedTensors, specs: list[TensorSpec]
     ) -> None:
-        memory = self._buffer_of(sum(padded_sizes(specs)))
-        _fill(memory, bucket, specs)
-        self._store.announce(version, self._number, number, specs, memory.handle)
-        self._store.wait_for_acks(version, self._number, number, self._receivers)
-
-    def _buffer_of(self, size: int) -> IpcBuffer:
+        size = sum(padded_sizes(specs))
         if self._buffer is None or self._buffer.tensor.numel() < size:
             self._end_version()
             self._buffer = IpcBuffer(size)
-        return self._buffer
+        _fill(self._buffer, bucket, specs)
+        self._store.announce(version, self._number, number, specs, self._buffer.handle)
+        self._store.wait_for_acks(version, self._number, number, self._receivers)
 
     def _end_version(self) -> None:
         memory, self._buffer = self._buffer, None

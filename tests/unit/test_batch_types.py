@@ -171,9 +171,13 @@ def test_every_float_field_of_the_table_is_checked_where_unmasked(name: str) -> 
 @pytest.mark.parametrize(
     ("name", "row", "message"),
     [
-        ("teacher_topk_ids", [7, 7], "teacher_topk_ids of sample 1 hold one twice at position 2"),
-        ("teacher_topk_ids", [7, 12], "hold one outside of the vocabulary of 12 at position 2"),
-        ("teacher_topk_ids", [-1, 2], "hold one outside of the vocabulary of 12 at position 2"),
+        (
+            "teacher_topk_ids",
+            [7, 7],
+            "teacher_topk_ids of sample 1 contain an id twice at position 2",
+        ),
+        ("teacher_topk_ids", [7, 12], "contain an id outside the vocabulary of 12 at position 2"),
+        ("teacher_topk_ids", [-1, 2], "contain an id outside the vocabulary of 12 at position 2"),
         ("teacher_topk_log_probs", [-0.1, -0.2], "add up to more than 1 at position 2"),
         ("teacher_topk_log_probs", [-0.1, 0.2], "of sample 1 is 0.2.* at position 2"),
     ],
@@ -186,7 +190,7 @@ def test_a_teachers_ids_are_different_ones_of_one_distribution(
     bad[2] = torch.tensor(row)
     with pytest.raises(BatchError, match=message):
         batch.with_column(name, [good, bad]).check(vocabulary=12)
-    with pytest.raises(BatchError, match=f"the batch has {name} alone"):
+    with pytest.raises(BatchError, match=f"the batch has only {name}"):
         other = next(n for n in TOPK if n != name)
         batch.without_column(other).check()
     with pytest.raises(BatchError, match=r"both are \[response, k\] per sample"):

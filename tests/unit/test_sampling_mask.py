@@ -130,8 +130,8 @@ def columns_with(**changes: Any) -> RolloutBatch:
         ({"rollout_kept_counts": [[1], [2, 0]]}, "rollout_kept_counts of sample 7 has length 2"),
         ({"rollout_kept_counts": [[1], [2, 0, 2]]}, "sample 7 has 5 ids .* add up to 4"),
         ({"rollout_kept_counts": [[1], [6, -1, 0]]}, "sample 7 is -1 at position 1"),
-        ({"rollout_kept_counts": None}, "has rollout_kept_ids alone"),
-        ({"rollout_kept_ids": None}, "has rollout_kept_counts alone"),
+        ({"rollout_kept_counts": None}, "has only rollout_kept_ids"),
+        ({"rollout_kept_ids": None}, "has only rollout_kept_counts"),
     ],
 )
 def test_wrong_rows_are_errors_that_name_sample_and_position(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from plugin.config import JobConfig
+from plugin.engines.vllm.engine import VllmEngine
 from tests.parallel.tiny_models import ALL_FAMILIES
 
 #: What a tiny model of a family needs so that vLLM's kernels on CPU take it.
@@ -21,3 +23,10 @@ def vllm_config(family: str = "qwen3", **overrides: Any) -> Any:
     if family != "qwen2":
         settings["head_dim"] = 32
     return ALL_FAMILIES[family](**(settings | _CHANGES.get(family, {}) | overrides))
+
+
+def vllm_engine(hf_config: Any, **flags: Any) -> VllmEngine:
+    """An engine without weights, with the settings of `flags`; `hf_config` may be a mapping."""
+    described = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
+    config = JobConfig().unchecked_copy(rollout_engine="vllm", **flags)
+    return VllmEngine(config, described, "engine")

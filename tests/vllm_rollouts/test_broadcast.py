@@ -22,7 +22,7 @@ from plugin.weights.group import Membership, WeightGroup, abort, open_store
 from tests.parallel.tiny_models import hf_model, hf_state_dict
 from tests.unit.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs
 from tests.vllm_rollouts.small_job import check_steps, train
-from tests.vllm_rollouts.small_model import vllm_config
+from tests.vllm_rollouts.small_model import vllm_config, vllm_engine
 
 pytestmark = pytest.mark.timeout(1800)
 VERSIONS = 20
@@ -98,16 +98,15 @@ def _log_probs(engine: Any) -> list[tuple[list[int], list[float]]]:
 
 def _versions_both_ways(directory: str, family: str, workers: int, versions: int) -> Any:
     """Every version by broadcast and from a directory; then a transfer that is cut off, and a killed worker."""
-    from plugin.engines.vllm.engine import VllmEngine
     from plugin.weights.buckets import pack_buckets
     from plugin.weights.directory import WeightDirectory
 
     config = vllm_config(family, tie_word_embeddings=True)
-    engine = VllmEngine(
-        config.to_dict(),
-        max_batch=16,
-        tensor_parallel_size=workers,
-        arguments={"block_size": 32},
+    engine = vllm_engine(
+        config,
+        rollout_max_batch=16,
+        rollout_num_gpus_per_engine=workers,
+        vllm_args=("block_size=32",),
     )
     trainer = _Trainer(engine, ranks=2 if family == "qwen3_moe" else 1)
     found: dict[str, Any] = {"pairs": [], "reference": []}

@@ -40,7 +40,6 @@ def _listening(process: int) -> list[Any]:
 
 def _serve(pipe: Connection) -> None:
     """Builds an engine over two workers, reports its log-probs with those of transformers, and obeys."""
-    from plugin.engines.vllm.engine import VllmEngine
     from tests.parallel.tiny_models import hf_model, hf_state_dict
     from tests.unit.engines.tiny_engines import (
         PARAMETERS,
@@ -48,11 +47,14 @@ def _serve(pipe: Connection) -> None:
         load,
         reference_log_probs,
     )
-    from tests.vllm_rollouts.small_model import vllm_config
+    from tests.vllm_rollouts.small_model import vllm_config, vllm_engine
 
     config = vllm_config(tie_word_embeddings=True)
-    engine = VllmEngine(
-        config.to_dict(), max_batch=16, tensor_parallel_size=2, arguments={"block_size": 32}
+    engine = vllm_engine(
+        config,
+        rollout_max_batch=16,
+        rollout_num_gpus_per_engine=2,
+        vllm_args=("block_size=32",),
     )
     for seed in (1, 0):  # the second version replaces the first
         load(engine, hf_state_dict(config, seed), 1 - seed)

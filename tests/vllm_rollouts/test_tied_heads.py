@@ -50,9 +50,9 @@ def _largest_error(engine: Any, config: Any, seed: int, version: int) -> float:
 @contextmanager
 def _engine(config: Any) -> Iterator[Any]:
     """An engine that is gone before the next one starts in this process."""
-    from plugin.engines.vllm.engine import VllmEngine
+    from tests.vllm_rollouts.small_model import vllm_engine
 
-    engine = VllmEngine(config.to_dict(), max_batch=16)
+    engine = vllm_engine(config, rollout_max_batch=16)
     try:
         yield engine
     finally:

@@ -16,7 +16,7 @@ from plugin.weights.group import Membership, WeightGroup, open_store
 from tests.parallel.tiny_models import hf_model, hf_state_dict
 from tests.unit.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs
 from tests.vllm_rollouts.small_job import check_steps, train
-from tests.vllm_rollouts.small_model import vllm_config
+from tests.vllm_rollouts.small_model import vllm_config, vllm_engine
 from tests.vllm_rollouts.test_broadcast import _in_a_process
 
 pytestmark = pytest.mark.timeout(1800)
@@ -38,16 +38,17 @@ def _adapters(model: torch.nn.Module, version: int) -> dict[str, torch.Tensor]:
 
 def _versions_of_adapters() -> Any:
     """Log-probs against a merged model; the base comes with versions 0 and 2."""
-    from plugin.engines.vllm.engine import VllmEngine
 
     config = vllm_config(tie_word_embeddings=True)
     store, member = open_store("127.0.0.1"), Membership()
-    engine = VllmEngine(
-        config.to_dict(),
-        max_batch=16,
-        tensor_parallel_size=2,
-        arguments={"block_size": 32},
-        adapters=SHAPE,
+    engine = vllm_engine(
+        config,
+        rollout_max_batch=16,
+        rollout_num_gpus_per_engine=2,
+        vllm_args=("block_size=32",),
+        lora_rank=SHAPE.rank,
+        lora_alpha=SHAPE.alpha,
+        lora_sync="adapter",
     )
     group = WeightGroup(store.host, store.port, "adapters", 1, 2, timeout=300.0)
 

@@ -25,7 +25,7 @@ from plugin.weights.buckets import pack_buckets
 from tests.parallel.tiny_models import hf_model, hf_state_dict
 from tests.unit.engines.tiny_engines import PARAMETERS, REQUESTS, STOPS, reference_log_probs
 from tests.unit.engines.tiny_engines import load as load_version
-from tests.vllm_rollouts.small_model import vllm_config
+from tests.vllm_rollouts.small_model import vllm_config, vllm_engine
 
 VERSIONS = count()
 
@@ -41,13 +41,13 @@ def load(engine: VllmEngine, state: dict[str, Any]) -> int:
 
 def test_a_value_that_vllm_refuses_is_an_error_of_its_flag() -> None:
     with pytest.raises(ConfigError, match=r"(?s)refuses what it is started.*correct --vllm-args"):
-        VllmEngine(vllm_config().to_dict(), arguments={"max_num_batched_tokens": -1})
+        vllm_engine(vllm_config(), vllm_args=("max_num_batched_tokens=-1",))
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
     """One engine for the file, because vLLM takes long to start; weights of seed 0."""
-    built = VllmEngine(vllm_config().to_dict(), max_batch=16)
+    built = vllm_engine(vllm_config(), rollout_max_batch=16)
     load(built, hf_state_dict(vllm_config(), 0))
     yield built
 
@@ -191,12 +191,12 @@ def test_a_temperature_that_vllm_would_raise_is_refused(engine: VllmEngine) -> N
 def test_heads_that_cpu_attention_does_not_know_are_an_error_before_the_first_token() -> None:
     config = vllm_config().to_dict() | {"head_dim": 16}
     with pytest.raises(ConfigError, match="heads of size 16"):
-        VllmEngine(config)
+        vllm_engine(config)
 
 
 def test_routes_are_refused_where_this_vllm_cannot_report_them() -> None:
     with pytest.raises(ConfigError, match="cannot report the experts"):
-        VllmEngine(vllm_config("qwen3_moe").to_dict(), routed_experts=True)
+        vllm_engine(vllm_config("qwen3_moe"), detect_routing=True)
 
 
 def interrupted_job() -> tuple[set[int], float]:
@@ -205,7 +205,7 @@ def interrupted_job() -> tuple[set[int], float]:
     A thread loads new weights while vLLM decodes.
     """
     config = vllm_config(tie_word_embeddings=True)
-    engine = VllmEngine(config.to_dict(), max_batch=4, interrupts=True)
+    engine = vllm_engine(config, rollout_max_batch=4, partial_rollouts=True)
     load_version(engine, hf_state_dict(config, 0), 0)
     parameters = SamplingParameters(temperature=0.7, max_response_length=24)
     steps, threads, plain = 0, [], engine._llm.llm_engine.step
@@ -253,7 +253,7 @@ def largest_difference(family: str, dtype: Any) -> float:
     The engine sleeps between them.
     """
     config = vllm_config(family, tie_word_embeddings=True)
-    other = VllmEngine(config.to_dict(), dtype=dtype, max_batch=4)
+    other = vllm_engine(config, rollout_dtype=dtype, rollout_max_batch=4)
     largest = 0.0
     for seed in (0, 1):
         other.sleep(2)

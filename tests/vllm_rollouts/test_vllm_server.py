@@ -6,6 +6,7 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,11 +49,15 @@ def url(model: Path) -> Iterator[str]:
         yield address
 
 
+def client(url: str, hf_config: dict[str, Any], weights: Path) -> HttpEngine:
+    settings = {"rollout_url": url, "rollout_weights_dir": str(weights)}
+    config = JobConfig(rollout_engine="http", rollout_request_timeout=120, **settings)
+    return HttpEngine(config, hf_config, "engine")
+
+
 @pytest.fixture
 def engine(url: str, tmp_path: Path) -> HttpEngine:
-    return HttpEngine(
-        [url], vllm_config().to_dict(), weights_dir=str(tmp_path / "weights"), request_timeout=120
-    )
+    return client(url, vllm_config().to_dict(), tmp_path / "weights")
 
 
 def served_label(url: str) -> str:
@@ -142,7 +147,7 @@ def test_a_prompt_that_is_too_long_for_the_server_is_refused_with_its_message(
     url: str, tmp_path: Path
 ) -> None:
     config = vllm_config().to_dict() | {"max_position_embeddings": 4096}
-    engine = HttpEngine([url], config, weights_dir=str(tmp_path), request_timeout=120)
+    engine = client(url, config, tmp_path)
     load(engine, hf_state_dict(vllm_config(), 0))
     (answer,) = engine.generate(
         [GenerationRequest((10,) * 1000, (1,))], SamplingParameters(max_response_length=4)

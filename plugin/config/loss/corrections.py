@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import InitVar, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, Needs, absolute_code, alias, expect, expect_band, flag
@@ -109,7 +109,12 @@ RatioAgainst = Literal["recompute", "approximate", "rollout"]
 VANILLA_TIS = "plugin.ppo_utils.vanilla_tis_function"
 
 
-_SEQUENCE_HOOKS = needs_hook("sequence_tis_function", "segment_tis_function")
+_sequence_flag = partial(flag, needs=needs_hook("sequence_tis_function", "segment_tis_function"))
+
+
+def _of_hook(hook: str, default: Any, help: str, **bounds: Any) -> Any:
+    """A flag that one built-in correction reads."""
+    return flag(default, help, needs=needs_hook(hook), **bounds)
 
 
 _UNCORRECTED_ASYNC = Needs(
@@ -156,69 +161,62 @@ class CorrectionFlags(FlagGroup):
         "truncated sampling whose kept ids are not replayed",
         needs=needs_hook("off_policy_is_function") | _UNCORRECTED_ASYNC | _UNREPLAYED_TRUNCATION,
     )
-    sequence_tis_clip: float = flag(
-        2.0, "upper bound of the sequence or segment weight", above=0, needs=_SEQUENCE_HOOKS
+    sequence_tis_clip: float = _sequence_flag(
+        2.0, "upper bound of the sequence or segment weight", above=0
     )
-    sequence_tis_clip_low: float = flag(
-        0.0, "lower bound of the sequence or segment weight", at_least=0, needs=_SEQUENCE_HOOKS
+    sequence_tis_clip_low: float = _sequence_flag(
+        0.0, "lower bound of the sequence or segment weight", at_least=0
     )
-    sequence_tis_level: Literal["sequence", "geometric"] = flag(
+    sequence_tis_level: Literal["sequence", "geometric"] = _sequence_flag(
         "sequence",
         "sequence_tis_function, segment_tis_function: product or geometric mean of the ratios",
-        needs=_SEQUENCE_HOOKS,
     )
-    segment_tis_length: int = flag(
-        64,
-        "segment_tis_function: tokens of a segment",
-        at_least=1,
-        needs=needs_hook("segment_tis_function"),
+    segment_tis_length: int = _of_hook(
+        "segment_tis_function", 64, "segment_tis_function: tokens of a segment", at_least=1
     )
-    m2po_threshold: float = flag(
+    m2po_threshold: float = _of_hook(
+        "m2po_function",
         0.04,
         "m2po_function: largest second moment of the log-ratios of the whole batch",
         above=0,
-        needs=needs_hook("m2po_function"),
     )
-    kpop_threshold: float = flag(
+    kpop_threshold: float = _of_hook(
+        "kpop_function",
         0.1,
         "kpop_function keeps tokens whose binary KLs are both at most this",
         above=0,
-        needs=needs_hook("kpop_function"),
     )
-    geometric_mask_low: float = flag(
+    geometric_mask_low: float = _of_hook(
+        "geometric_mask_function",
         0.99,
         "geometric_mask_function: smallest geometric mean of ratios that is kept",
         at_least=0,
-        needs=needs_hook("geometric_mask_function"),
     )
-    geometric_mask_high: float = flag(
-        1.01,
-        "geometric_mask_function: the largest",
-        above=0,
-        needs=needs_hook("geometric_mask_function"),
+    geometric_mask_high: float = _of_hook(
+        "geometric_mask_function", 1.01, "geometric_mask_function: the largest", above=0
     )
-    rejection_rules: str = flag(
+    rejection_rules: str = _of_hook(
+        "rejection_function",
         "token_ratio=0.5:2.0",
         "rejection_function: level_statistic=low:high, comma-separated",
-        needs=needs_hook("rejection_function"),
     )
-    veto_threshold: float = flag(
+    veto_threshold: float = _of_hook(
+        "veto_function",
         1e-4,
         "veto_function drops a sequence with any ratio below this",
         above=0,
         below=1,
-        needs=needs_hook("veto_function"),
     )
-    opsm_delta: float = flag(
+    opsm_delta: float = _of_hook(
+        "opsm_function",
         1e-4,
         "opsm_function drops A < 0 with mean(train - cur) above this",
         at_least=0,
-        needs=needs_hook("opsm_function"),
     )
-    opsm_level: Literal["sequence", "token"] = flag(
+    opsm_level: Literal["sequence", "token"] = _of_hook(
+        "opsm_function",
         "sequence",
         "opsm_function drops whole sequences by their mean advantage, or their tokens with A < 0",
-        needs=needs_hook("opsm_function"),
     )
     train_log_probs: RatioAgainst = flag(
         "recompute",
@@ -266,8 +264,8 @@ class CorrectionFlags(FlagGroup):
             return
         expect(
             low < 1,
-            f"--tis-clip {clip} chooses a bound from 1 on and --tis-clip-low is {low}; take one "
-            "below 1",
+            f"--tis-clip {clip} chooses a bound of at least 1 and --tis-clip-low is {low}; choose "
+            "one below 1",
         )
         expect(
             not any(name.endswith("icepop_function") for name in self.hook_names()),

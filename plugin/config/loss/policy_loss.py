@@ -85,6 +85,11 @@ def needs_loss(*names: str) -> Needs:
 _CLIP = needs_loss("ppo", "gspo", "cispo", "minpro") | needs_hook("off_policy_is_function")
 
 
+def _of_loss(loss: str, default: Any, help: str, **bounds: Any) -> Any:
+    """A flag that one built-in policy loss reads."""
+    return flag(default, help, needs=needs_loss(loss), **bounds)
+
+
 @dataclass(frozen=True)
 class PolicyLossFlags(FlagGroup):
     title: ClassVar[str] = "policy loss"
@@ -105,11 +110,11 @@ class PolicyLossFlags(FlagGroup):
     eps_clip_c: float | None = flag(
         None, "dual-clip bound for negative advantages", above=1, needs=needs_loss("ppo", "gspo")
     )
-    icepop_ratio_low: float = flag(
-        0.2, "icepop: smallest ratio that is kept", at_least=0, needs=needs_loss("icepop")
+    icepop_ratio_low: float = _of_loss(
+        "icepop", 0.2, "icepop: smallest ratio that is kept", at_least=0
     )
-    icepop_ratio_high: float = flag(
-        5.0, "icepop: largest ratio that is kept", above=0, needs=needs_loss("icepop")
+    icepop_ratio_high: float = _of_loss(
+        "icepop", 5.0, "icepop: largest ratio that is kept", above=0
     )
     dppo_diff_low: float = flag(
         0.2,
@@ -129,24 +134,15 @@ class PolicyLossFlags(FlagGroup):
         above=1,
         needs=needs_loss("dppo_tv", "dppo_kl"),
     )
-    dppo_kl_threshold: float = flag(
-        0.05,
-        "dppo_kl drops tokens whose binary KL exceeds this",
-        above=0,
-        needs=needs_loss("dppo_kl"),
+    dppo_kl_threshold: float = _of_loss(
+        "dppo_kl", 0.05, "dppo_kl drops tokens whose binary KL exceeds this", above=0
     )
-    dppo_mask_low: float = flag(
-        0.2, "dppo drops A <= 0 below -this", at_least=0, needs=needs_loss("dppo")
+    dppo_mask_low: float = _of_loss("dppo", 0.2, "dppo drops A <= 0 below -this", at_least=0)
+    dppo_mask_high: float = _of_loss("dppo", 0.2, "dppo drops A > 0 above this", at_least=0)
+    ipo_ratio_low: float = _of_loss(
+        "ipo_kl", 0.2, "ipo_kl: smallest ratio that is kept", at_least=0
     )
-    dppo_mask_high: float = flag(
-        0.2, "dppo drops A > 0 above this", at_least=0, needs=needs_loss("dppo")
-    )
-    ipo_ratio_low: float = flag(
-        0.2, "ipo_kl: smallest ratio that is kept", at_least=0, needs=needs_loss("ipo_kl")
-    )
-    ipo_ratio_high: float = flag(
-        5.0, "ipo_kl: largest ratio that is kept", above=0, needs=needs_loss("ipo_kl")
-    )
+    ipo_ratio_high: float = _of_loss("ipo_kl", 5.0, "ipo_kl: largest ratio that is kept", above=0)
     kl_tau: float = flag(
         1e-3,
         "squared log-ratio penalty of dppo and ipo_kl",
@@ -160,33 +156,23 @@ class PolicyLossFlags(FlagGroup):
         "log-prob) to the advantage of every token",
         at_least=0,
     )
-    sapo_tau_pos: float = flag(
-        1.0, "sapo gate temperature where A > 0", above=0, needs=needs_loss("sapo")
-    )
-    sapo_tau_neg: float = flag(
-        1.05, "sapo gate temperature elsewhere", above=0, needs=needs_loss("sapo")
-    )
+    sapo_tau_pos: float = _of_loss("sapo", 1.0, "sapo gate temperature where A > 0", above=0)
+    sapo_tau_neg: float = _of_loss("sapo", 1.05, "sapo gate temperature elsewhere", above=0)
 
-    vespo_k_pos: float = flag(
-        2.0,
-        "vespo: exponent of the sequence ratio where A >= 0",
-        above=0,
-        needs=needs_loss("vespo"),
+    vespo_k_pos: float = _of_loss(
+        "vespo", 2.0, "vespo: exponent of the sequence ratio where A >= 0", above=0
     )
-    vespo_lambda_pos: float = flag(
-        3.0, "vespo: decay with the sequence ratio where A >= 0", above=0, needs=needs_loss("vespo")
+    vespo_lambda_pos: float = _of_loss(
+        "vespo", 3.0, "vespo: decay with the sequence ratio where A >= 0", above=0
     )
-    vespo_k_neg: float = flag(
-        3.0, "vespo: exponent of the sequence ratio where A < 0", above=0, needs=needs_loss("vespo")
+    vespo_k_neg: float = _of_loss(
+        "vespo", 3.0, "vespo: exponent of the sequence ratio where A < 0", above=0
     )
-    vespo_lambda_neg: float = flag(
-        2.0, "vespo: decay with the sequence ratio where A < 0", above=0, needs=needs_loss("vespo")
+    vespo_lambda_neg: float = _of_loss(
+        "vespo", 2.0, "vespo: decay with the sequence ratio where A < 0", above=0
     )
-    dro_beta: float = flag(
-        1.0,
-        "dro: strength of the pull towards the rollout policy",
-        at_least=0,
-        needs=needs_loss("dro"),
+    dro_beta: float = _of_loss(
+        "dro", 1.0, "dro: strength of the pull towards the rollout policy", at_least=0
     )
 
     def check(self) -> None:

@@ -19,7 +19,12 @@ from plugin.config.import_paths import load_called_with, try_on_example
 from plugin.controller.preflight.memory_check import check_memory
 from plugin.controller.preflight.task_checks import checked_eval_sets, checked_task
 from plugin.controller.preflight.teacher_checks import checked_teachers
-from plugin.engines.choice import check_engine, check_engine_size, sampling_parameters
+from plugin.engines.choice import (
+    check_engine,
+    check_engine_model,
+    check_engine_size,
+    sampling_parameters,
+)
 from plugin.engines.expert_routes import RouteShape
 from plugin.engines.protocol import SamplingParameters
 from plugin.errors import ConfigError, HookLoadError
@@ -81,6 +86,7 @@ def check_job(
     load_called_with("--rollout-engine", factory, "config", "hf_config", "name")
     begin("models and parallel layout")
     policy = policy_source(config)
+    check_engine_model(config, policy.hf_config)
     check_engine_size(config, policy.hf_config)
     check_lengths(config, policy)
     check_memory(config, policy)

@@ -308,7 +308,12 @@ class RolloutQueue:
         if self._scoring:
             long = _POLL_SECONDS if wait and not self._in_flight else 0.0
             for group in self._scoring.finished(long):
-                self._accept_scored(group)
+                if group.errors:
+                    self._count_failed_reward(group.errors[0])
+                    self._resample_or_drop(group.attempt, group.errors, _REWARD_ATTEMPTS)
+                else:
+                    self._reward_errors.clear()
+                    self._add_ready(group)
 
     def _accept(self, answer: Rollouts) -> None:
         """Have the responses scored that carry no reward yet."""
@@ -325,14 +330,6 @@ class RolloutQueue:
                 self._resample_or_drop(attempt, errors)
             elif not self._scoring.begin(group):
                 self._add_ready(group)
-
-    def _accept_scored(self, group: Group) -> None:
-        if group.errors:
-            self._count_failed_reward(group.errors[0])
-            self._resample_or_drop(group.attempt, group.errors, _REWARD_ATTEMPTS)
-            return
-        self._reward_errors.clear()
-        self._add_ready(group)
 
     def _add_ready(self, group: Group) -> None:
         """Take a scored group, or drop it for lack of reward spread.

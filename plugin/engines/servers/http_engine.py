@@ -3,8 +3,8 @@
 Every response is a call of its own, so servers batch as they like (`responses`). Weights get
 to the servers by `updates`. No task or connection outlives the responses under way.
 
-With `interrupts` one thread may call `load_weights` while another generates. Servers then cut their
-running responses short, load the weights, and are asked for the rest of each.
+With --partial-rollouts one thread may call `load_weights` while another generates. Servers then cut
+their running responses short, load the weights, and are asked for the rest of each.
 """
 
 from __future__ import annotations
@@ -39,97 +39,62 @@ from plugin.weights.group import WeightGroup
 
 #: How long a step waits for a response, and how often it looks.
 _STEP_SECONDS, _LOOK_SECONDS = 0.05, 0.005
-
-
-def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> HttpEngine:
-    """The engine with the settings of a job."""
-    return HttpEngine(
-        config.rollout_urls,
-        hf_config,
-        weights_dir=config.rollout_weights_dir if config.weight_transport == "directory" else None,
-        server=config.rollout_server,
-        start_timeout=config.start_timeout,
-        api_key=api_key(config),
-        max_model_len=config.max_context_length,
-        **job_settings(config, name),
-    )
-
-
-def job_settings(config: JobConfig, name: str) -> dict[str, Any]:
-    """What a job sets for its own servers as for others."""
-    return {
-        "request_timeout": config.rollout_request_timeout,
-        "update_timeout": config.step_timeout,
-        "retries": config.rollout_request_retries,
-        "max_batch": config.rollout_max_batch,
-        "max_answer_bytes": config.max_answer_bytes,
-        "interrupts": config.partial_rollouts,
-        "name": name,
-    }
+#: Before the first retry of a response.
+_BACKOFF_SECONDS = 0.5
 
 
 class HttpEngine(GeneratesBySteps):
     """A `RolloutEngine` that asks servers.
 
     hf_config: of the model that the servers run
-    weights_dir: a directory that they see under the same path; None = weights come by broadcast
-    request_timeout: seconds for one response to its last byte
-    update_timeout: seconds for loading weights
-    start_timeout: seconds within which a server has to answer for the first time; None = ever
-    retries, backoff: see `ServerPool.ask`
-    api_key: sent with every call as a bearer token
-    max_batch: responses asked for at the same time
-    max_answer_bytes: of one answer, decompressed
-    interrupts: responses are cut short and continued when weights arrive; see above
+    urls, server: the addresses and what runs there, a key of `DIALECTS`; None = those of the flags
     pool: the servers and their state
     updates: gives them weights
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
+        config: JobConfig,
         hf_config: Mapping[str, Any],
+        name: str,
         *,
-        weights_dir: str | None,
-        server: str = "vllm",
-        request_timeout: float = 600.0,
-        update_timeout: float = 1800.0,
-        start_timeout: float | None = None,
-        retries: int = 3,
-        backoff: float = 0.5,
-        api_key: str | None = None,
-        max_batch: int = 256,
-        max_answer_bytes: int = 16 << 20,
-        max_model_len: int | None = None,
-        interrupts: bool = False,
-        name: str = "engine",
+        urls: Sequence[str] | None = None,
+        server: str | None = None,
     ) -> None:
+        urls = config.rollout_urls if urls is None else urls
         if not urls:
             raise ConfigError("--rollout-engine http needs at least one URL; give --rollout-url")
         super().__init__(name, weight_ledger(hf_config))
+        self._max_batch, self._interrupts = config.rollout_max_batch, config.partial_rollouts
         positions = int(hf_config.get("max_position_embeddings") or 1 << 20)
         shape = ResponseShape(
             vocab_size=int(hf_config["vocab_size"]),
-            max_model_len=min(max_model_len or positions, positions),
+            max_model_len=min(config.max_context_length or positions, positions),
             routes=RouteShape.of(hf_config),
-            interrupts=interrupts,
+            interrupts=self._interrupts,
         )
-        dialect: Dialect = DIALECTS[server](shape)
+        dialect: Dialect = DIALECTS[server or config.rollout_server](shape)
         self.pool = ServerPool(urls)
-        self._session = partial(ServerSession, max_answer_bytes, api_key)
+        self._session = partial(ServerSession, config.max_answer_bytes, api_key(config))
+        directory = None
+        if config.weight_transport == "directory":
+            directory = WeightDirectory(str(config.rollout_weights_dir), hf_config)
         self.updates = ServerUpdates(
             dialect,
             self.pool,
             self._weights,
-            None if weights_dir is None else WeightDirectory(weights_dir, hf_config),
+            directory,
             self._session,
-            timeout=update_timeout,
-            patience=start_timeout,
+            timeout=config.step_timeout,
+            patience=config.start_timeout,
         )
         self._responses = ServerResponses(
-            dialect, self.pool, timeout=request_timeout, retries=retries, backoff=backoff
+            dialect,
+            self.pool,
+            timeout=config.rollout_request_timeout,
+            retries=config.rollout_request_retries,
+            backoff=_BACKOFF_SECONDS,
         )
-        self._max_batch, self._interrupts = max_batch, interrupts
         self._events = asyncio.new_event_loop()
         self._connection: tuple[ServerSession, asyncio.Event, asyncio.Task[None]] | None = None
         self._new: list[tuple[int, GenerationRequest, SamplingParameters]] = []

@@ -70,8 +70,8 @@ class FailedCall(Exception):
     """A call that failed, and was counted: which server, and why."""
 
 
-class Overtaken(Exception):
-    """The server's weights changed before the response was complete; what came is not used."""
+class WeightsChanged(Exception):
+    """The server got new weights before the response was complete, which is not used."""
 
 
 class PrefixRouter:
@@ -156,7 +156,7 @@ class ServerPool:
     ) -> T:
         """What `call` gets of a server, made again after trouble, or the last `FailedCall`.
 
-        call: returns None, or raises `Overtaken`, if it is to be made again at no cost
+        call: returns None, or raises `WeightsChanged`, if it is to be made again at no cost
         choose: the server to ask next; is given the one that failed last
         retries: attempts after a failed one, `backoff` seconds later at first, then twice as long
             each time; spread, so that calls do not come back together
@@ -170,7 +170,7 @@ class ServerPool:
                     found = await call(server)
                 if found is not None:
                     return found
-            except Overtaken:
+            except WeightsChanged:
                 await asyncio.sleep(UPDATE_POLL_SECONDS)
             except CallRefused as refusal:
                 raise CallRefused(f"{server.url}: {refusal}") from None

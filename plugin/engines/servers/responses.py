@@ -35,9 +35,9 @@ from plugin.engines.servers.dialects import Dialect
 from plugin.engines.servers.pool import (
     UPDATE_POLL_SECONDS,
     FailedCall,
-    Overtaken,
     Server,
     ServerPool,
+    WeightsChanged,
 )
 from plugin.engines.servers.updates import version_of
 from plugin.errors import ConfigError
@@ -175,7 +175,7 @@ class ServerResponses:
         """
         label = server.label
         if label is None:
-            raise Overtaken
+            raise WeightsChanged
         if not server.tested:
             await self._test(session, server, parameters)
         call = self._dialect.generation(request, parameters)
@@ -185,7 +185,7 @@ class ServerResponses:
             generation = self._dialect.parse(body, request, parameters, version)
         except (ServerTrouble, CallRefused, MalformedAnswer):
             if server.interrupted_at == label:
-                raise Overtaken from None  # before its first token, or the connection was cut
+                raise WeightsChanged from None  # before its first token, or the connection was cut
             raise
         if generation.finish_reason == "abort":
             if server.interrupted_at != label:
@@ -194,7 +194,7 @@ class ServerResponses:
         reported = self._dialect.label_of_response(body)
         del body  # not held while the server is asked again
         if server.label != label and reported != label:
-            raise Overtaken  # asked before an update, answered after it
+            raise WeightsChanged  # asked before an update, answered after it
         if reported is not None and reported != label:
             raise ServerGone(f"the response came from weights {reported!r}, not {label!r}")
         if reported is None:

@@ -30,7 +30,7 @@ from plugin.engines.protocol import (
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.engines.servers.http_engine import HttpEngine, job_settings
+from plugin.engines.servers.http_engine import HttpEngine
 from plugin.engines.servers.process import ServerEnded, ServerProcess, free_port
 from plugin.engines.vllm.startup import IN_PROCESS_ENVIRONMENT, cpu_options
 from plugin.weights.group import WeightGroup
@@ -159,16 +159,15 @@ class ServedEngine(HttpEngine):
         weights = config.rollout_weights_dir or str(directory / "weights")
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        super().__init__(
-            [url],
-            hf_config,
-            weights_dir=weights if config.weight_transport == "directory" else None,
-            server=server,
-            max_model_len=longest,
-            **job_settings(config, name),
+        of_client = config.unchecked_copy(
+            weight_sync=config.weight_transport,
+            rollout_weights_dir=weights,
+            max_context_length=longest,
+            start_timeout=None,  # the server is ready before anything is sent to it
         )
+        super().__init__(of_client, hf_config, name, urls=[url], server=server)
         start = command(config, str(directory), port, longest)
-        # An engine that this process, or the one before it, had is no model for the server.
+        # Without what an engine inside this process, or the one that started it, sets for itself.
         inherited = {k: v for k, v in os.environ.items() if IN_PROCESS_ENVIRONMENT.get(k) != v}
         environment = inherited | dict(start.environment)
         if not torch.cuda.is_available():

@@ -185,7 +185,8 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[B, 1, H, D] of `query` [B, H, 1, D] over `key`, `value` [B, H / groups, positions, D].
+    """[B, 1, H, V] of `query` [B, H, 1, D] over `key` [B, H / groups, positions, D] and `value`
+    [B, H / groups, positions, V].
 
     Without `blocks`, and for several new tokens: torch's fused attention.
     """
@@ -200,7 +201,7 @@ def decode_attention(
     # several queries of one head there. On CPU its own way with fewer key heads is up to 3x faster.
     if query.is_cuda:
         query = query.reshape(rows, key.shape[1], -1, size)
-    result = torch.empty_like(query)
+    result = query.new_empty(*query.shape[:-1], value.shape[-1])
     for begin, end, start in blocks:
         mask = None if attention_mask is None else attention_mask[begin:end, :, :, start:]
         result[begin:end] = scaled_dot_product_attention(
@@ -211,4 +212,4 @@ def decode_attention(
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-    return result.view(rows, 1, heads, size), None
+    return result.view(rows, 1, heads, -1), None

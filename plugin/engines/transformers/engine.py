@@ -18,6 +18,7 @@ from torch import Tensor
 from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
+from plugin.engines.choice import check_engine_model
 from plugin.engines.protocol import (
     EnginePart,
     Finished,
@@ -31,7 +32,6 @@ from plugin.engines.transformers.response_table import ResponseTable, RouteRecor
 from plugin.engines.transformers.sampling import draw, kept_ids, sampling_log_probs
 from plugin.engines.transformers.weight_loader import WeightLoader
 from plugin.engines.weight_changes import PausePoint
-from plugin.errors import ConfigError
 from plugin.host_storage import SleepingModel
 from plugin.weights import make_receiver
 from plugin.weights.buckets import NO_WEIGHTS
@@ -45,6 +45,7 @@ _SHARE_THAT_JOINS = 1 / 4
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> TransformersEngine:
     """The engine with the settings of a job."""
+    check_engine_model(config, hf_config)
     return TransformersEngine(
         hf_config,
         dtype=engine_dtype(config, cuda=torch.cuda.is_available()),
@@ -85,12 +86,6 @@ class TransformersEngine(GeneratesBySteps):
 
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = AutoConfig.for_model(**hf_config)
-        if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-            raise ConfigError(
-                f"--rollout-engine transformers cannot generate with {config.model_type}: the "
-                "state of its linear attention has no place in this engine's cache; use vllm, "
-                "vllm_server, sglang or http"
-            )
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), trust_remote_code=False
         )

@@ -19,7 +19,6 @@ from torch import Tensor
 from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.config.engines import ENGINES
-from plugin.config.model import DtypeName
 from plugin.engines.expert_routes import RouteShape, complete_routes
 from plugin.engines.protocol import (
     Answer,
@@ -49,91 +48,52 @@ from plugin.weights.group import WeightGroup
 _LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
 
 
-def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> VllmEngine:
-    """The engine with the settings of a job."""
-    adapters = AdapterShape(config.lora_rank, config.lora_alpha) if config.syncs_adapters else None
-    return VllmEngine(
-        hf_config,
-        dtype=engine_dtype(config, cuda=torch.cuda.is_available()),
-        max_batch=config.rollout_max_batch,
-        max_model_len=config.max_context_length,
-        routed_experts=config.wants_rollout_routes,
-        sampling_mask=config.replays_sampling_mask,
-        tensor_parallel_size=config.rollout_num_gpus_per_engine,
-        arguments=config.vllm_arguments(),
-        adapters=adapters,
-        sleeps=config.colocate,
-        interrupts=config.partial_rollouts,
-        one_machine=config.address is None,
-        name=name,
-    )
-
-
 class VllmEngine(GeneratesBySteps):
     """A `RolloutEngine` around `vllm.LLM`.
 
     hf_config: the config as a mapping (`config.to_dict()`); weights arrive with `load_weights`
-    max_batch: responses that are generated at once
-    max_model_len: tokens of prompt and response together; None = what the config's positions allow
-    routed_experts: whether the experts of every token will be asked for
-    sampling_mask: whether the ids that top-k and top-p keep will be asked for
-    tensor_parallel_size: workers that share the model
-    arguments: further ones of vLLM, by name
-    adapters: of versions that have adapters (--lora-sync adapter)
-    sleeps: whether `sleep` will be called
-    interrupts: another thread may call `load_weights` while one generates: between two tokens
-        running responses are preempted, and read again with the new weights
-    one_machine: the whole job is on this one, and nothing has to listen beyond loopback
+
+    With --partial-rollouts another thread may call `load_weights` while one generates: between two
+    tokens running responses are preempted, and read again with the new weights.
     """
 
-    def __init__(
-        self,
-        hf_config: Mapping[str, Any],
-        *,
-        dtype: DtypeName = "float32",
-        max_batch: int = 256,
-        max_model_len: int | None = None,
-        routed_experts: bool = False,
-        sampling_mask: bool = False,
-        tensor_parallel_size: int = 1,
-        arguments: Mapping[str, Any] | None = None,
-        adapters: AdapterShape | None = None,
-        sleeps: bool = False,
-        interrupts: bool = False,
-        one_machine: bool = True,
-        name: str = "engine",
-    ) -> None:
-        scale = None if adapters is None else adapters.alpha / adapters.rank
+    def __init__(self, config: JobConfig, hf_config: Mapping[str, Any], name: str) -> None:
+        self._adapters: AdapterShape | None = None
+        scale = None
+        if config.syncs_adapters:
+            self._adapters = AdapterShape(config.lora_rank, config.lora_alpha)
+            scale = config.lora_alpha / config.lora_rank
         super().__init__(name, weight_ledger(hf_config, lora_scale=scale))
-        self._adapters = adapters
-        self._interrupts, self._max_batch = interrupts, max_batch
-        self._pause_point = PausePoint(waits=interrupts)
+        self._interrupts, self._max_batch = config.partial_rollouts, config.rollout_max_batch
+        self._pause_point = PausePoint(waits=self._interrupts)
         # Responses under way by vLLM's name for them: ticket, place, request, parameters.
         self._open: dict[str, tuple[int, int, GenerationRequest, SamplingParameters]] = {}
         self._unbegun: list[str] = []
         self._failed: list[Finished] = []
         self._buckets: list[bytes] = []
         positions = int(hf_config.get("max_position_embeddings") or 4096)
-        self._max_model_len = min(max_model_len or positions, positions)
+        self._max_model_len = min(config.max_context_length or positions, positions)
         self._vocab_size = int(hf_config["vocab_size"])
         self._routes = RouteShape.of(hf_config)
-        self._workers = tensor_parallel_size
-        further = parallel_options(tensor_parallel_size) | dict(arguments or {})
-        if routed_experts:
+        self._workers = config.rollout_num_gpus_per_engine
+        further = parallel_options(self._workers) | config.vllm_arguments()
+        if config.wants_rollout_routes:
             further["enable_return_routed_experts"] = True
-        if sampling_mask:
+        if config.replays_sampling_mask:
             further["return_sampling_mask"] = True
-        if adapters is not None:
-            further |= adapters.start_options()
+        if self._adapters is not None:
+            further |= self._adapters.start_options()
         # vLLM on CPU has no memory that it could give up.
-        self._gives_memory = sleeps and torch.cuda.is_available()
+        self._gives_memory = config.colocate and torch.cuda.is_available()
         self._awake: set[EnginePart] = {"weights", "cache"}
         if self._gives_memory:
             further["enable_sleep_mode"] = True
+        dtype = engine_dtype(config, cuda=torch.cuda.is_available())
         self._llm = build_llm(
-            *(hf_config, dtype, max_batch, self._max_model_len, further), one_machine=one_machine
+            *(hf_config, dtype, self._max_batch, self._max_model_len, further),
+            one_machine=config.address is None,
         )
-        if interrupts:
+        if self._interrupts:
             require_interrupts(self._llm.llm_engine)
 
     def load_weights(self, version: int, bucket: bytes, *, last: bool) -> None:

@@ -126,17 +126,26 @@ def best_checkpoint(root: Path) -> Path | None:
 
 
 def _mark(checkpoint: Path, marker: str) -> None:
+    target = checkpoint.with_name(marker)
+    if target.is_dir():  # whoever made it: not ours to delete
+        os.rename(target, target.with_name(f"{marker}.{os.urandom(4).hex()}{SET_ASIDE}"))
     draft = checkpoint.with_name(marker + INCOMPLETE)
     draft.write_text(checkpoint.name + "\n")
     _sync(draft)
-    os.replace(draft, checkpoint.with_name(marker))
+    os.replace(draft, target)
     _sync(checkpoint.parent)
 
 
 def prune(root: Path, keep_last: int | None) -> None:
-    """Remove all but the newest `keep_last`, the latest and the best; and killed saves."""
+    """Remove all but the newest `keep_last`, the latest and the best; and killed saves.
+
+    While it is in doubt which is the best, all complete ones stay.
+    """
     marked = {_read_marker(root, LATEST_FILE), _read_marker(root, BEST)}
     surplus = [] if keep_last is None else complete_checkpoints(root)[:-keep_last]
+    if surplus and _best_is_in_doubt(root):
+        logger.warning("%s is damaged: no checkpoint is removed", root / BEST)
+        surplus = []
     for directory in [path for path in surplus if path.name not in marked] + incomplete_saves(root):
         # Renamed first: an interrupted removal must not leave half a checkpoint under a good name.
         doomed = directory
@@ -144,6 +153,14 @@ def prune(root: Path, keep_last: int | None) -> None:
             doomed = directory.with_name(directory.name + ".removed" + INCOMPLETE)
             os.rename(directory, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _best_is_in_doubt(root: Path) -> bool:
+    """Whether there is a marker of the best checkpoint that names none, present or set aside."""
+    if not os.path.lexists(root / BEST):
+        return False
+    there = {path.name.removesuffix(SET_ASIDE) for path in root.glob("step_*") if path.is_dir()}
+    return _read_marker(root, BEST) not in there
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
@@ -256,8 +273,8 @@ def write_json(path: Path, content: Any) -> None:
         ) from None
     if json.loads(text) != content:
         raise CheckpointError(
-            f"{path.name} would come back changed (tuples become lists, keys become strings); "
-            "use lists and string keys"
+            f"{path.name} would not be read back as written (tuples become lists, keys become "
+            "strings); use lists and string keys"
         )
     path.write_text(text + "\n")
 

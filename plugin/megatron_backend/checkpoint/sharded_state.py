@@ -265,8 +265,10 @@ def base_fingerprint(chunks: Sequence[nn.Module], groups: ParallelGroups) -> str
             canonical = canonical_name(name, model, first_expert(model, groups))
             tied = canonical == "output_layer.weight" and model.hf_config.tie_word_embeddings
             if not tied and _counts(canonical, tensor, groups):
-                bits = _without_padding(canonical, tensor, model.hf_config, groups)
-                bits = bits.detach().contiguous().view(_BITS[tensor.element_size()])
+                vocab_size = model.hf_config.vocab_size
+                if canonical in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                    tensor = tensor[: real_vocab_rows(vocab_size, groups.tp_size, groups.tp_rank)]
+                bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
                 total += zlib.crc32(canonical.encode()) * int(bits.sum(dtype=torch.int64))
     device = next(chunks[0].parameters()).device
     whole = torch.tensor(total % _MODULUS, dtype=torch.int64, device=device)
@@ -280,11 +282,3 @@ def _counts(canonical: str, tensor: Any, groups: ParallelGroups) -> bool:
         return groups.collection.expt_dp.rank() == 0
     is_cut = getattr(tensor, "tensor_model_parallel", False)
     return groups.dp_cp_group.rank() == 0 and (is_cut or groups.tp_rank == 0)
-
-
-def _without_padding(
-    canonical: str, tensor: Tensor, hf_config: Any, groups: ParallelGroups
-) -> Tensor:
-    if canonical not in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        return tensor
-    return tensor[: real_vocab_rows(hf_config.vocab_size, groups.tp_size, groups.tp_rank)]

@@ -68,7 +68,13 @@ def attach_adapters(
         for name, linear in list(model.named_modules()):
             cut = _CUTS.get(name.rpartition(".")[2])
             if cut is not None:
-                place = _place(name, cut, model, groups)
+                if ".mlp.experts." in name:
+                    place = Place(cut, groups.etp_group, groups.collection.expt_dp, True, False)
+                else:
+                    sequence_parallel = model.config.sequence_parallel
+                    place = Place(
+                        cut, groups.tp_group, groups.dp_cp_group, False, sequence_parallel
+                    )
                 _attach(linear, name, place, model, bridge, groups, settings, seed)
                 linear.register_forward_hook(_with_plain_gradient)
         if model.pre_process:
@@ -89,13 +95,6 @@ def _with_plain_gradient(_module: nn.Module, _inputs: Any, output: Any) -> None:
     """
     if output[0].requires_grad:
         output[0].register_hook(lambda g: g.reshape(-1, g.shape[-1]).view(g.shape))
-
-
-def _place(name: str, cut: Cut, model: Any, groups: ParallelGroups) -> Place:
-    if ".mlp.experts." in name:
-        return Place(cut, groups.etp_group, groups.collection.expt_dp, True, False)
-    sequence_parallel = model.config.sequence_parallel
-    return Place(cut, groups.tp_group, groups.dp_cp_group, False, sequence_parallel)
 
 
 def _attach(
@@ -120,11 +119,8 @@ def _attach(
             weight.lora = adapters  # type: ignore[attr-defined]
             made.append(adapters)
     if made:
-        linear.lora = (
-            made[0]
-            if isinstance(getattr(linear, "weight", None), Tensor)
-            else (nn.ModuleList(made))
-        )
+        single = isinstance(getattr(linear, "weight", None), Tensor)
+        linear.lora = made[0] if single else nn.ModuleList(made)
         # First of all hooks: before a norm of the output.
         linear.register_forward_hook(_add_adapters, prepend=True)
 

@@ -93,6 +93,9 @@ def transformer_arguments(
     arguments = family_of(hf_config).transformer_arguments(hf_config)
     found = capabilities() if found is None else found
     config = on_device(config, found)
+    # The fused RoPE of packed rows knows neither of these, nor a factor (YaRN).
+    special = arguments.get("multi_latent_attention") or arguments.get("rotary_interleaved")
+    fuses_rope = not special and rope_factor(hf_config) == 1.0
     return arguments | {
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -119,15 +122,8 @@ def transformer_arguments(
         # also for dense models: the default, allgather, refuses variable_seq_lengths
         "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
         "moe_router_fusion": config.moe_router_fusion,
-        **transformer_settings(config, found, arguments, fuses_rope=_rope_is_plain(hf_config)),
+        **transformer_settings(config, found, arguments, fuses_rope=fuses_rope),
     }
-
-
-def _rope_is_plain(hf_config: Any) -> bool:
-    """Whether the fused RoPE of packed rows computes the model's; it has no factor (YaRN)."""
-    arguments = family_of(hf_config).transformer_arguments(hf_config)
-    special = arguments.get("multi_latent_attention") or arguments.get("rotary_interleaved")
-    return not special and rope_factor(hf_config) == 1.0
 
 
 def _check_router_fusion() -> None:

@@ -57,38 +57,57 @@ def run_model(
     return output, weights[0] if weights else None
 
 
+def forward_only_step(
+    compute: Callable[[Tensor, Tensor | None, PreparedMicrobatch], Any],
+    errors: ErrorCollector,
+    *,
+    peers: int,
+    fuses: Callable[[Any, PreparedMicrobatch], bool] = lambda model, microbatch: False,
+    replay: RouterReplaySession | None = None,
+) -> ForwardStep:
+    """Build the closure of a pass without gradient: what `compute` returns for each microbatch.
+
+    None for one that is padding or failed.
+    compute: gets logits and None; or, where the model `fuses` its LM head, hidden states and the
+        head's weight
+    peers: ranks that meet in collectives of `compute`
+    """
+
+    def forward_step(data: Iterator[PreparedMicrobatch], model: Any) -> tuple[Tensor, LossClosure]:
+        microbatch = next(data)
+        output, head_weight = run_model(model, microbatch, replay, fused=fuses(model, microbatch))
+
+        def collect(output: Tensor, non_loss_data: bool = True) -> Any:
+            with errors.collecting(peers=peers), torch.no_grad():
+                found = compute(output, head_weight, microbatch)
+                return None if microbatch.is_padding else found
+            return None
+
+        return output, collect
+
+    return forward_step
+
+
 def log_prob_forward_step(
     config: TrainerConfig,
     groups: ParallelGroups,
     errors: ErrorCollector,
     replay: RouterReplaySession | None = None,
 ) -> ForwardStep:
-    """Build the closure of the log-prob pass: [R] per microbatch, None if padding or failed."""
+    """Build the closure of the log-prob pass: [R] per microbatch."""
 
-    def forward_step(data: Iterator[PreparedMicrobatch], model: Any) -> tuple[Tensor, LossClosure]:
-        microbatch = next(data)
+    def fuses(model: Any, microbatch: PreparedMicrobatch) -> bool:
         rows = microbatch.response_rows
-        fused = use_fused_head(config, model, microbatch.inputs, rows, training=False)
-        output, head_weight = run_model(model, microbatch, replay, fused=fused)
+        return use_fused_head(config, model, microbatch.inputs, rows, training=False)
 
-        def collect(output: Tensor, non_loss_data: bool = True) -> Tensor | None:
-            with errors.collecting(peers=groups.tp_size), torch.no_grad():
-                log_probs, _, _ = response_log_probs(
-                    config,
-                    output,
-                    head_weight,
-                    microbatch.inputs,
-                    groups,
-                    rows,
-                    with_entropy=False,
-                    kept=microbatch.kept,
-                )
-                return None if microbatch.is_padding else log_probs
-            return None
+    def log_probs(output: Tensor, head_weight: Tensor | None, m: PreparedMicrobatch) -> Tensor:
+        return response_log_probs(
+            *(config, output, head_weight, m.inputs, groups, m.response_rows),
+            with_entropy=False,
+            kept=m.kept,
+        )[0]
 
-        return output, collect
-
-    return forward_step
+    return forward_only_step(log_probs, errors, peers=groups.tp_size, fuses=fuses, replay=replay)
 
 
 def training_forward_step(

@@ -1,6 +1,6 @@
 """Log-probs of the response tokens: through logits, or fused with the LM head.
 
-Fused, the model's output layer is skipped and its weight meets the hidden states inside
+Fused, the model's output layer is skipped and its weight is multiplied with the hidden states in
 `plugin.logprobs.fused_lm_head`, only for the rows that carry loss; no [T, V] logits exist.
 """
 
@@ -143,7 +143,7 @@ def response_top_ids(
     k: int,
     vocab_size: int,
 ) -> Tensor:
-    """Return the k likeliest ids [R, k] in the place of every local response token.
+    """Return the k most likely ids [R, k] at the position of every local response token.
 
     output, head_weight: as for `response_log_probs`
     vocab_size: ids from this one on are left out, padding for example; k at the least

@@ -51,7 +51,24 @@ def record_step(
             off = (inputs.proximal_log_probs - inputs.train_log_probs).abs()
             own.add_mean("old_log_prob_error", off, inputs.mask)
         if inputs.rollout_log_probs is not None:
-            _record_mismatch(own, inputs, outputs, columns)
+            versions, current = columns.get("weight_versions"), columns.get("trainer_version")
+            staleness = None
+            if versions is not None and current is not None:
+                sampled = Ragged.of(versions).values.to(inputs.mask.device)
+                staleness = (current - sampled).clamp(min=0)
+            record_mismatch(
+                own,
+                mask=inputs.mask,
+                train_log_probs=inputs.train_log_probs,
+                rollout_log_probs=inputs.rollout_log_probs,
+                position=inputs.shards.positions,
+                cur_log_probs=inputs.cur_log_probs,
+                staleness=staleness,
+                advantages=inputs.advantages,
+                kept=outputs.policy.kept,
+                weights=outputs.policy.weight,
+                correction_ratio=outputs.policy.ratio,
+            )
     _check_same_cells(table, own)
     table.merge(own)
 
@@ -82,29 +99,3 @@ def _add_weighted(
 ) -> None:
     table.add(f"{name}:sum", (torch.where(weights > 0, values, 0.0).double() * weights).sum())
     table.add(f"{name}:count", denominator.double().sum())
-
-
-def _record_mismatch(
-    table: StatisticsTable, inputs: LossInputs, outputs: LossOutputs, columns: Mapping[str, Any]
-) -> None:
-    record_mismatch(
-        table,
-        mask=inputs.mask,
-        train_log_probs=inputs.train_log_probs,
-        rollout_log_probs=inputs.require_rollout(),
-        position=inputs.shards.positions,
-        cur_log_probs=inputs.cur_log_probs,
-        staleness=_staleness(inputs, columns),
-        advantages=inputs.advantages,
-        kept=outputs.policy.kept,
-        weights=outputs.policy.weight,
-        correction_ratio=outputs.policy.ratio,
-    )
-
-
-def _staleness(inputs: LossInputs, columns: Mapping[str, Any]) -> Tensor | None:
-    """[T] int64: how many weight versions behind the trainer every token was sampled."""
-    versions, current = columns.get("weight_versions"), columns.get("trainer_version")
-    if versions is None or current is None:
-        return None
-    return (current - Ragged.of(versions).values.to(inputs.mask.device)).clamp(min=0)

@@ -25,7 +25,7 @@ if (data.time) {
   tile(tiles, `${(100 * data.time.bubble).toFixed(1)} %`, "pipeline bubble");
 }
 tile(tiles, String(data.batch.microbatches), "microbatches per rank");
-tile(tiles, size(data.weight_sync.bytes), `weight sync: ${data.weight_sync.way}`);
+tile(tiles, size(data.weight_sync.bytes), `weight sync: ${data.weight_sync.transport}`);
 
 element("h2", {}, main, "Memory of every kind of rank");
 const card = element("div", { class: "card" }, main);
@@ -89,7 +89,7 @@ addTable(table, ["kind of rank", "ranks", ...PARTS.map((part) => part.replace("_
   data.ranks.map((rank) => [rank.kind, rank.count, ...PARTS.map((part) => size(rank.bytes[part])), size(rank.peak_bytes)]));
 element("h2", {}, main, "Messages of a step");
 const traffic = element("div", { class: "card scroll" }, main);
-addTable(traffic, ["kind of rank", "group", "operation", "count", "bytes a rank puts in"],
+addTable(traffic, ["kind of rank", "group", "operation", "count", "input bytes of a rank"],
   data.collectives.map((entry) => [entry.kind, entry.group, entry.operation, entry.count, size(entry.bytes)]), [1, 2]);
 element("h2", {}, main, "Formulas and assumptions");
 const list = element("ul", { class: "soft" }, main);

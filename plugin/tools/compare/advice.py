@@ -1,9 +1,8 @@
-"""Which loss and correction fit what a dump or a run shows, with the reason and what to expect.
+"""Which loss and correction fit a dump or a run, with the reason and what to expect.
 
-What is recommended is what learned best in the experiments of docs/evidence.md. Of a dump it is
-replayed on the tokens, as are the other methods that were measured there: kept share, ESS and bias
-bound are of these tokens. A run without a dump is advised from the metrics it recorded, without
-predictions.
+The recommendation is what learned best in the experiments of docs/evidence.md. With a dump, it and
+the other methods measured there are replayed on its tokens, which gives kept share, ESS and bias
+bound. A run without a dump is judged by its metrics, without predictions.
 """
 
 from __future__ import annotations
@@ -71,29 +70,31 @@ class Advice:
         return {**vars(self), "command": " ".join(map(shlex.quote, self.flags))}
 
 
-Flagged = tuple[str, str | None, dict[str, Any]]
+#: Policy loss, correction and settings.
+MethodFlags = tuple[str, str | None, dict[str, Any]]
 #: In the top third of all methods wherever the engine was 1 to 16 versions behind.
-RECOMMENDED: Flagged = (
+TIS_WITH_KL: MethodFlags = (
     "ppo",
     "vanilla_tis",
     {"use_rollout_kl_loss": True, "rollout_kl_loss_coef": 0.1},
 )
-WITHOUT_PULL: Flagged = ("ppo", "vanilla_tis", {})
-UNCORRECTED: Flagged = ("ppo", None, {})
-#: The pull is to a policy as old as the tokens: measured to help up to this age, and to harm at 64.
-OLDEST_PULL = 16
-#: KL (k3) per token below which engines of the same weights are too close for a pull to matter.
+TIS: MethodFlags = ("ppo", "vanilla_tis", {})
+UNCORRECTED: MethodFlags = ("ppo", None, {})
+#: The KL penalty is towards a policy as old as the tokens: it helped up to this age and harmed at
+#: 64.
+OLDEST_KL = 16
+#: KL (k3) per token below which a penalty on it has nothing to reduce, with equal weights.
 SMALL_KL = 1e-3
 
 
-def _choice(mismatch: float, staleness: float | None) -> tuple[Flagged, str]:
+def _choice(mismatch: float, staleness: float | None) -> tuple[MethodFlags, str]:
     """Loss, correction and settings for tokens of this distance and age, and why.
 
     Stale tokens are always corrected: their distance grows with every update.
     """
-    if staleness is not None and staleness > OLDEST_PULL:
-        return WITHOUT_PULL, (
-            f"weights bounded from above; a pull to a policy more than {OLDEST_PULL} versions old "
+    if staleness is not None and staleness > OLDEST_KL:
+        return TIS, (
+            f"truncated weights; a KL penalty towards a policy more than {OLDEST_KL} versions old "
             "would hold training back (docs/evidence.md)"
         )
     if not staleness and mismatch < NEGLIGIBLE_KL:
@@ -102,23 +103,22 @@ def _choice(mismatch: float, staleness: float | None) -> tuple[Flagged, str]:
             "them, and PPO's own ratio covers several updates on a rollout"
         )
     if not staleness and mismatch < SMALL_KL:
-        return WITHOUT_PULL, (
-            f"weights bounded from above; engine and trainer have the same weights and differ by "
-            f"less than {SMALL_KL:g}, so a pull has nothing to hold together"
+        return TIS, (
+            f"truncated weights; engine and trainer have the same weights and differ by less than "
+            f"{SMALL_KL:g}, so a KL penalty has nothing to reduce"
         )
-    return RECOMMENDED, (
-        "weights bounded from above correct what is left after a pull to the engine's policy has "
-        "kept the two close: the most reliable of all methods in the experiments of "
-        "docs/evidence.md"
+    return TIS_WITH_KL, (
+        "a KL penalty towards the engine's policy keeps the two close, and truncated weights "
+        "correct the rest: the most reliable method in the experiments of docs/evidence.md"
     )
 
 
 def candidates(situation: Situation) -> list[tuple[Method, list[str]]]:
     """What is recommended, then the other methods whose learning was measured, with flags."""
     chosen, _ = _choice(situation.mismatch, situation.staleness)
-    measured: list[Flagged] = [
+    measured: list[MethodFlags] = [
         chosen,
-        *(each for each in (RECOMMENDED, WITHOUT_PULL) if each is not chosen),
+        *(each for each in (TIS_WITH_KL, TIS) if each is not chosen),
         *(("ppo", "vanilla_tis", {"tis_clip": clip}) for clip in (5.0, "auto:ess=0.9")),
         ("reinforce", "off_policy_is", {"eps_clip": 1.0, "eps_clip_high": 4.0}),
         *(("ppo", hook, {}) for hook in ("icepop", "m2po", "kpop")),
@@ -133,9 +133,9 @@ def candidates(situation: Situation) -> list[tuple[Method, list[str]]]:
 
 
 def advise_dump(paths: Sequence[str | Path], *, target_ess: float = 0.9) -> Advice:
-    """Say whether there is anything to correct; replay what is recommended and its alternatives.
+    """Say whether there is anything to correct; replay the recommendation and its alternatives.
 
-    target_ess: of the alternatives those that keep this ESS come first, the least biased first
+    target_ess: alternatives that keep this ESS come first, the least biased first
     """
     dump = open_dump(paths)
     situation = situation_of(block for block, _ in dump.blocks())
@@ -160,7 +160,13 @@ def advise_dump(paths: Sequence[str | Path], *, target_ess: float = 0.9) -> Advi
         for statistics, flags in tried
     ]
     best, *others = rows
-    others.sort(key=lambda row: (row["ess_share"] < target_ess, _cost(row, target_ess)))
+    others.sort(
+        key=lambda row: (
+            (False, row["bias_bound"])
+            if row["ess_share"] >= target_ess
+            else (True, -row["ess_share"])
+        )
+    )
     return Advice(
         best["flags"],
         _reasons(situation),
@@ -168,11 +174,6 @@ def advise_dump(paths: Sequence[str | Path], *, target_ess: float = 0.9) -> Advi
         others[:5],
         vars(situation),
     )
-
-
-def _cost(row: dict[str, Any], target: float) -> float:
-    """Bias where the ESS suffices, the missing ESS where it does not."""
-    return row["bias_bound"] if row["ess_share"] >= target else -row["ess_share"]
 
 
 def situation_of(blocks: Iterable[DumpBlock]) -> Situation:
@@ -213,7 +214,7 @@ def situation_of(blocks: Iterable[DumpBlock]) -> Situation:
 
 
 def _reasons(situation: Situation) -> list[str]:
-    """The facts that speak for the choice."""
+    """The evidence for the choice."""
     cause = "mismatch and the engine's older weights" if situation.staleness else "mismatch"
     if situation.mismatch < situation.drift:
         cause = "staleness within the rollout"
@@ -273,7 +274,7 @@ def _by_rule(record: RunRecord) -> Advice:
 
 
 def _with_settings(advice: Advice, config: JobConfig | None) -> Advice:
-    """What a run's settings leave uncorrected whatever the loss."""
+    """Add what a run's settings leave uncorrected, whatever the loss."""
     if config is None:
         return advice
     flags, reasons = list(advice.flags), list(advice.reasons)

@@ -119,7 +119,7 @@ class DumpDetection:
             self._found += ({"step": step, **finding.as_dict()} for finding in found)
 
     def findings(self) -> list[dict[str, Any]]:
-        """What was found so far, as `group_findings` gives it."""
+        """The findings so far, grouped by `group_findings`."""
         return group_findings(self._found)
 
 

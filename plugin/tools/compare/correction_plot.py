@@ -94,7 +94,7 @@ def gradient_by_difference(name: str, advantage: float) -> tuple[Tensor, Tensor]
 
 
 def plot_corrections(file: Path) -> None:
-    """Write the picture to `file`; its ending decides about the format."""
+    """Write the picture to `file`; the suffix selects the format."""
     if file.suffix not in (".png", ".pdf", ".svg"):
         raise ConfigError(f"--plot {file}: its ending must be .png, .pdf or .svg")
     if not file.parent.is_dir():
@@ -202,7 +202,7 @@ def _gradient_block(block: Any, *, by_ratio: bool) -> None:
 
 
 def _plot_steps(axes: Any, x: Tensor, y: Tensor, color: str, dashes: Any = "solid") -> None:
-    """A line that is broken where it jumps: a rejection has no values in between."""
+    """Plot a line that breaks where it jumps: a rejection has no values in between."""
     jump = (y[1:] - y[:-1]).abs() > 0.15
     values = y.clone().float()
     values[1:][jump] = float("nan")

@@ -158,13 +158,8 @@ class MethodStatistics:
     weight_max: float = 0.0
     lengths: Tensor = field(default_factory=lambda: torch.zeros(len(LENGTH_STARTS), 5).double())
 
-    def add(self, inputs: LossInputs, untruncated: Tensor) -> None:
-        """Replay one block; `untruncated` is g* [T] of `untruncated_gradients`."""
-        tokens = token_gradients(self.method, inputs)
-        with torch.no_grad():
-            self._add_tokens(inputs, tokens, untruncated)
-
-    def _add_tokens(self, inputs: LossInputs, tokens: TokenGradients, untruncated: Tensor) -> None:
+    def add(self, inputs: LossInputs, tokens: TokenGradients, untruncated: Tensor) -> None:
+        """Add what the method does with a block; `untruncated` is g* [T]."""
         mask, advantages = inputs.mask, inputs.advantages
         active = mask & (advantages != 0)
         weight = torch.where(active, tokens.g / torch.where(active, advantages, 1.0), 0.0)
@@ -185,10 +180,7 @@ class MethodStatistics:
             self.sums[name] += total
         if weight.numel():
             self.weight_max = max(self.weight_max, float(weight.max()))
-        self._add_lengths(length, weight_sum, off, whole)
-
-    def _add_lengths(self, length: Tensor, weight_sum: Tensor, off: Tensor, whole: Tensor) -> None:
-        """Per length bin: sequences, mean weights and squares, tokens, sizes of g - g*, g*."""
+        # Per length bin: sequences, mean weights and their squares, sizes of g - g* and of g*.
         edges = torch.tensor(LENGTH_STARTS[1:], dtype=torch.float32)
         rows = torch.bucketize(length, edges, right=True)
         mean = weight_sum / length.clamp(min=1)
@@ -257,7 +249,8 @@ def replay_block(block: DumpBlock, statistics: Sequence[MethodStatistics]) -> No
         if unbounded not in references:
             method = Method("unbounded", unbounded)  # type: ignore[arg-type]
             references[unbounded] = token_gradients(method, inputs).g
-        entry.add(inputs, references[unbounded])
+        tokens = token_gradients(entry.method, inputs)
+        entry.add(inputs, tokens, references[unbounded])
 
 
 def _without_sequence_bounds(config: LossConfig) -> LossConfig | None:

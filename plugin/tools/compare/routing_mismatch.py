@@ -52,7 +52,7 @@ def routing_mismatch(
     temperature: float = 1.0,
     max_tokens: int = 65536,
 ) -> dict[str, Any]:
-    """Samples, tokens and one row of mismatch statistics per way to route."""
+    """Samples, tokens and one row of mismatch statistics per routing mode."""
     hf_config = _moe_config(hf_checkpoint)
     batch = routed_batch(dump, max_tokens)
     config = TrainerConfig(
@@ -71,7 +71,7 @@ def measured(
     config: TrainerConfig,
     groups: ParallelGroups,
 ) -> list[dict[str, Any]]:
-    """Mismatch statistics of every way to route that the batch allows."""
+    """Mismatch statistics of every routing mode that the batch allows."""
     modes: list[Replay] = [False, "ids"]
     if "rollout_routed_weights" in batch:
         modes.append("ids+weights")

@@ -32,7 +32,7 @@ PART_NAMES = {"mlp": "MLP", "head": "LM head", "layer": "whole"}
 
 @dataclass(frozen=True)
 class PartDifference:
-    """How far trainer and engine are apart in one part of one layer, on the engine's input.
+    """The difference of trainer and engine in one part of one layer, on the engine's input.
 
     layer: None for embedding and head
     local: |trainer - engine| / |engine| of what the part adds to the residual stream; of the
@@ -146,7 +146,7 @@ def jump_of(differences: Sequence[float], floor: float) -> int | None:
 def _layer_pairs(
     engine: LayerTrace, forced: LayerTrace, i: int, topk: int | None, low: float
 ) -> list[_Pair]:
-    """What to compare in one layer; `low`: differences of router logits that do not matter."""
+    """The pairs to compare in one layer; `low`: router logit differences that do not matter."""
     name = f"layers.{i}"
     if not engine.has_parts:
         # What the layer adds: next to the residual stream itself it would be hard to see.
@@ -282,7 +282,7 @@ def judge(bisection: Bisection) -> Verdict:
 
 
 def _first_cause(faults: Sequence[PartDifference]) -> PartDifference:
-    """The first in the order of computation: a router goes before the experts that it chooses."""
+    """The first in the order of computation: a router comes before the experts it selects."""
     order = ["embedding", "attention", "router", "layer", "mlp", "head"]
 
     def place(part: PartDifference) -> tuple[float, int]:

@@ -7,7 +7,6 @@ stands out; then as they are run, which shows what rounding adds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from plugin.controller.local_engine import load_directory, load_tensors
 from plugin.engines.transformers.engine import TransformersEngine
 from plugin.megatron_backend.parallel_groups import ParallelGroups, one_process
 from plugin.megatron_backend.trainer import MegatronTrainer
+from plugin.tools.doctor.bisect_flags import BisectFlags
 from plugin.tools.doctor.bisection import Bisection, Verdict, bisect, judge
 from plugin.tools.doctor.layer_trace import LayerTrace, load_trace, save_trace
 from plugin.tools.doctor.trace_recording import trace_engine, trace_trainer
@@ -28,29 +28,9 @@ from plugin.tools.doctor.trace_recording import trace_engine, trace_trainer
 EngineModel = Callable[[Any, MegatronTrainer], nn.Module]
 
 
-@dataclass(frozen=True)
-class BisectOptions:
-    """What to compare; see `megatron-tis doctor --help`."""
-
-    hf_checkpoint: str | None = None
-    embedded_model: Any = "qwen3_moe"
-    engine_hf_checkpoint: str | None = None
-    hidden_states: str | None = None
-    save_hidden_states: str | None = None
-    train_dtype: Any = "float32"
-    rollout_dtype: Any = "bfloat16"
-    rollout_quantization: Any = "none"
-    engine_pass: Any = "prompt"
-    seed: int = 0
-
-
-def run_bisect(options: BisectOptions) -> tuple[list[Bisection], Verdict]:
+def run_bisect(options: BisectFlags) -> tuple[list[Bisection], Verdict]:
     """One comparison per pair of dtypes, and the verdict."""
-    config = JobConfig(
-        hf_checkpoint=options.hf_checkpoint,
-        embedded_model=options.embedded_model,
-        seed=options.seed,
-    )
+    config = JobConfig(hf_checkpoint=options.hf_checkpoint, embedded_model=options.embedded_model)
     source = policy_source(config)
     hf_config = source.as_config()
     given: LayerTrace | EngineModel
@@ -65,7 +45,7 @@ def run_bisect(options: BisectOptions) -> tuple[list[Bisection], Verdict]:
             hf_config,
             weights,
             given,
-            random_sequences(hf_config, seed=options.seed),
+            random_sequences(hf_config),
             dtypes=[("float32", "float32"), (options.train_dtype, options.rollout_dtype)],
             save=None if options.save_hidden_states is None else Path(options.save_hidden_states),
             decodes=options.engine_pass == "decode",
@@ -139,7 +119,7 @@ def _one_pass(
     return found, trace
 
 
-def _engine_builder(options: BisectOptions, source: ModelSource, config: JobConfig) -> EngineModel:
+def _engine_builder(options: BisectFlags, source: ModelSource, config: JobConfig) -> EngineModel:
     """The transformers engine, with the trainer's weights or those of another directory."""
     other = None
     if options.engine_hf_checkpoint is not None:
@@ -158,13 +138,11 @@ def _engine_builder(options: BisectOptions, source: ModelSource, config: JobConf
     return build
 
 
-def random_sequences(
-    hf_config: Any, *, count: int = 4, length: int = 64, seed: int = 0
-) -> list[Tensor]:
-    """`count` sequences of different lengths, up to `length` tokens or what the model takes."""
-    generator = torch.Generator().manual_seed(seed)
-    longest = min(length, hf_config.max_position_embeddings)
-    lengths = [max(2, longest - 5 * number) for number in range(count)]
+def random_sequences(hf_config: Any) -> list[Tensor]:
+    """Four sequences of different lengths, up to 64 tokens or what the model takes."""
+    generator = torch.Generator().manual_seed(0)
+    longest = min(64, hf_config.max_position_embeddings)
+    lengths = [max(2, longest - 5 * number) for number in range(4)]
     return [torch.randint(hf_config.vocab_size, (n,), generator=generator) for n in lengths]
 
 

@@ -78,13 +78,13 @@ class TraceRecorder:
         self._parts: dict[str, list[Tensor]] = {}
 
     def add(self, name: str, values: Tensor) -> None:
-        """Values [S, ...] of the sequence at hand."""
+        """Record values [S, ...] of the current sequence."""
         # A copy: in a forward-only pass Megatron adds the residual stream in place.
         copied = values.detach().to("cpu", torch.float32, copy=True)
         self._parts.setdefault(name, []).append(copied)
 
     def trace(self, sequences: Sequence[Tensor]) -> LayerTrace:
-        """All that was collected, of `sequences` in this order."""
+        """The trace of everything recorded, for `sequences` in this order."""
         lengths = np.array([len(sequence) for sequence in sequences], np.int64)
         states = {name: torch.cat(parts) for name, parts in self._parts.items()}
         return LayerTrace(torch.cat(list(sequences)), lengths, states)

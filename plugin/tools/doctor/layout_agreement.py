@@ -37,6 +37,8 @@ _SIZES = {
 }
 #: Layouts that are tried when the user names none, as far as the machine holds them.
 DEFAULT_LAYOUTS = ("dp2", "tp2", "tp2sp", "pp2", "cp2", "ep2", "tp2pp2", "tp2cp2")
+#: Largest difference of a layout that agrees.
+_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ def _collected(directory: Path, number: int, spec: LayoutSpec) -> LayoutResult:
     return LayoutResult(spec.name, spec.ranks, **(errors or found)[0])
 
 
-def _judge(result: LayoutResult, reference: LayoutResult, tolerance: float = 1e-4) -> None:
+def _judge(result: LayoutResult, reference: LayoutResult) -> None:
     """Relative differences of loss and gradient norm, the largest of any log-prob."""
     if result.error or reference.error:
         nothing = f"{reference.layout} failed, so there is nothing to compare with"
@@ -291,4 +293,4 @@ def _judge(result: LayoutResult, reference: LayoutResult, tolerance: float = 1e-
         "gradient norm": relative(result.grad_norm, reference.grad_norm, 1e-6),
         "log-probs": max((abs(a - b) for a, b in pairs), default=math.inf),
     }
-    result.agrees = all(value <= tolerance for value in result.differences.values())
+    result.agrees = all(value <= _TOLERANCE for value in result.differences.values())

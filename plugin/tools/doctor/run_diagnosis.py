@@ -89,7 +89,7 @@ def _planned_steps(config: Mapping[str, Any]) -> int | None:
 
 
 def _findings_of_dump(record: RunRecord, directory: str) -> list[dict[str, Any]]:
-    """What the detectors say about the log-probs that the run kept, if they are still there."""
+    """Findings of the detectors on the run's log-prob dump, if it still exists."""
     try:
         dump = open_dump([directory])
     except (ConfigError, OSError) as error:

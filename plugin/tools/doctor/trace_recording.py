@@ -1,6 +1,6 @@
 """Records the layers of both sides on the same tokens: a transformers model and the trainer's.
 
-The trainer runs by itself or on the engine's inputs. Its sequences go the way of every log-prob
+The trainer runs by itself or on the engine's inputs. Its sequences take the path of every log-prob
 pass (`MegatronTrainer.compute_log_probs`), so that what is compared is what trains: packing,
 position ids, attention and LM head included.
 """

@@ -19,7 +19,7 @@ from plugin.errors import ConfigError
 
 @dataclass
 class Claims:
-    """Which parameters read which tensor of the checkpoint; filled stage by stage.
+    """Which parameters read which tensor of the checkpoint, filled stage by stage.
 
     readers: tensor -> parameters by their names in the whole model; parameters: how many stages
         hold each
@@ -31,7 +31,7 @@ class Claims:
     def add(
         self, chunks: Sequence[Any], groups: Any, shapes: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Take up one stage, with the experts of all of its expert ranks."""
+        """Add one stage, with the experts of all its expert ranks."""
         from plugin.megatron_backend.hf_weights.loading import weight_sources
 
         for parameter, tensors in weight_sources(chunks, groups, shapes):
@@ -40,7 +40,7 @@ class Claims:
                 self.readers.setdefault(tensor, []).append(parameter)
 
     def problems(self, hf_config: Any, names: Iterable[str] | None = None) -> list[str]:
-        """What is wrong, in sentences; the checkpoint's names, or those its config promises."""
+        """One sentence per problem; names: of the checkpoint, or those its config implies."""
         from plugin.megatron_backend.hf_weights.expert_tensors import numbered_experts
         from plugin.megatron_backend.model.families import family_of, is_extra_layer
 

@@ -196,18 +196,12 @@ def weight_sync(plan: JobPlan) -> dict[str, Any]:
     """Bytes of new weights for the engines, and their transport."""
     config = plan.config
     size = _BYTES[config.train_dtype]
-    way = config.weight_transport
-    links = {
-        "broadcast": "NVLink or network, from trainer ranks straight to engine ranks",
-        "ipc": "memory of the device that a trainer rank and an engine rank share",
-        "directory": "the file system of trainers and servers",
-        "object-store": "shared memory of a node; the network to engines of other nodes",
-    }[way]
+    links = config.transport_traits.links
     if config.syncs_adapters:
         links += "; once, then adapters alone"
     return {
         "bytes": plan.total_parameters * size,
-        "way": way,
+        "transport": config.weight_transport,
         "links": links,
         "engines": config.num_rollout_engines,
         "largest_tensor_bytes": plan.model.vocab_size * plan.model.hidden_size * size,

@@ -23,7 +23,7 @@ _BACKEND = "megatron_tis_plan"
 
 @dataclass
 class Traffic:
-    """Collectives by (group, operation): how many, and bytes that this rank puts in.
+    """Collectives by (group, operation): how many, and this rank's input bytes.
 
     counts: of all; per_microbatch: those of them inside a schedule
     expected_shapes: of the messages of a neighboring pipeline stage, by microbatch
@@ -45,7 +45,7 @@ class Traffic:
             entry[0] += 1
             entry[1] += size
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Forget what was counted."""
         for table in (self.counts, self.per_microbatch, self.received):
             table.clear()

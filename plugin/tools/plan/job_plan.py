@@ -24,7 +24,7 @@ from plugin.tools.plan.workload import (
     with_token_budget,
 )
 
-#: What the driver, the CUDA context and NCCL take of a GPU: assumed, because `meta` cannot know.
+#: Memory of the driver, the CUDA context and NCCL on a GPU: assumed, `meta` cannot know it.
 RESERVED_BYTES = 2 << 30
 
 
@@ -38,14 +38,14 @@ class Models:
 
 @dataclass(frozen=True)
 class RankKind:
-    """Ranks that hold and do the same, by one of them.
+    """Ranks that hold and do the same, described by one of them.
 
     stage: of the pipeline, from 0
     bytes: parameters, gradients, main_parameters, optimizer, activations, logits, other (reference
         and teacher, and what is reserved for driver and NCCL)
-    flops: of one step; layers: numbers of its first and last layer, from 1
+    flops: of one step
     extrapolated: whether more microbatches are in flight than were run
-    trained: those of the parameters that have gradients
+    trained: number of parameters with gradients
     """
 
     kind: str
@@ -56,7 +56,6 @@ class RankKind:
     bytes: dict[str, int]
     collectives: Collectives
     flops: float
-    layers: tuple[int, int]
     extrapolated: bool
     trained: int = 0
 
@@ -97,18 +96,18 @@ class JobPlan:
         return max(self.kinds, key=lambda kind: kind.peak_bytes)
 
 
-def decided(config: JobConfig, gpu: Gpu | None) -> JobConfig:
-    """The configuration with what unset flags mean on the planned device.
+def resolved(config: JobConfig, gpu: Gpu | None) -> JobConfig:
+    """The configuration with unset flags resolved for the planned device.
 
-    Transformer Engine's layers cannot be built here: the local ones are, in bfloat16 where it
+    Transformer Engine's layers cannot be built here. The local ones stand in, in bfloat16 where it
     computes in float8, and with its kernels' memory.
     """
     found = Capabilities(cuda=gpu is not None, transformer_engine=gpu is not None)
     return on_device(config, found).unchecked_copy(transformer_impl="local", fp8=None)
 
 
-def does_not_build(error: Exception) -> str:
-    """One line with the error of Megatron-Core or torch for a rank that cannot be built or run."""
+def build_error(error: Exception) -> str:
+    """One line about a rank that Megatron-Core or torch cannot build or run."""
     lines = str(error).strip().splitlines() or ["no message"]
     return f"does not build: {type(error).__name__}: {lines[0]}"
 
@@ -134,7 +133,7 @@ def plan_job(
 
     if config.max_tokens_per_gpu == "auto":
         config = with_token_budget(config, models.policy, whole_counts(models.policy), gpu)
-    config = decided(config, gpu)
+    config = resolved(config, gpu)
     check_model(models.policy, config)
     layout = sequence_layout(config, transformer_engine=gpu is not None)
     batching = plan_batching(config, models.policy, lengths)
@@ -225,14 +224,13 @@ def _kind(
         },
         measured.collectives,
         float(measured.flops + measured.attention_flops),
-        (first, last),
         extrapolated,
         trained,
     )
 
 
 def _kinds_of_stage(kind: RankKind, planned: Any, config: JobConfig) -> list[RankKind]:
-    """All kinds of a stage's ranks, by that of one of them.
+    """All kinds of ranks in a stage, derived from one of them.
 
     Every layout that is accepted cuts heads, hidden sizes, experts and the padded vocabulary
     evenly; only the shards of a distributed optimizer can differ.

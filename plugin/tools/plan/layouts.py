@@ -1,4 +1,4 @@
-"""Parallel layouts of a model on a number of GPUs: which there are, and which lie near another."""
+"""Parallel layouts of a model on a number of GPUs, and those nearest to a given one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules and kernels of a built rank that need numbers, or that only a GPU runs, by their shapes.
+"""Shape-only versions of modules and kernels that need data, or that only a GPU runs.
 
 They replace single methods of one built model and its optimizer; no class is patched. Shapes and
 bytes stay those of a real rank: routes are even, messages of other ranks look like this rank's own,
@@ -83,7 +83,7 @@ def _even_map(tokens: int, experts: int, topk: int) -> Tensor:
 
 
 def use_meta_kernels(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Let routers, attention and optimizer of a built rank work without numbers."""
+    """Make routers, attention and optimizer of a built rank work without data."""
     from megatron.core.transformer.moe.router import TopKRouter
 
     from plugin.megatron_backend.model.local_layers import LocalCoreAttention
@@ -124,7 +124,7 @@ def _no_grad_norm_group(ask: Any, grad_norm_group: str) -> bool:
 
 
 def use_gpu_kernels(chunks: Sequence[Any]) -> None:
-    """Let layers keep what the kernels on a GPU keep: flash attention, fused norm and SwiGLU."""
+    """Make layers save what GPU kernels save: flash attention, fused norm and SwiGLU."""
     from plugin.megatron_backend.model.local_layers import (
         LocalCoreAttention,
         SequenceParallelRMSNorm,

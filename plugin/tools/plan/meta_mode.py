@@ -25,7 +25,6 @@ from plugin.logprobs.separable_lm_head import separable_lm_head
 
 _aten = torch.ops.aten
 _META, _CPU = torch.device("meta"), torch.device("cpu")
-_READS = {_aten._local_scalar_dense.default}
 
 
 class LiveMemory:
@@ -39,7 +38,7 @@ class LiveMemory:
         self._total = self._peak_total = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
-    def saw(self, tensor: Tensor) -> None:
+    def track(self, tensor: Tensor) -> None:
         """Count the tensor's storage until it is freed, once."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -64,15 +63,15 @@ class LiveMemory:
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
-        """Give what is created in the body this label."""
+        """Label what is created in the body."""
         before, self.label = self.label, label
         try:
             yield
         finally:
             self.label = before
 
-    def restart(self) -> dict[str, int]:
-        """The peak since the last call; what is live now is where the next one begins."""
+    def reset(self) -> dict[str, int]:
+        """Return the peak since the last call, and start a new one from what is live now."""
         peak, self.peak, self._peak_total = self.peak, dict(self.live), self._total
         return peak
 
@@ -133,35 +132,35 @@ class MetaMode(TorchDispatchMode):
             result = self._without_data(func, args, kwargs, tensors)
         else:
             if func in _FACTORIES:
-                whole = _makes_whole_numbers(func, args, kwargs)
+                whole = _makes_integers(func, args, kwargs)
                 if whole or self.building or kwargs.get("device") == _META:
                     kwargs = {**kwargs, "device": _CPU if whole else _META}
             result = func(*args, **kwargs)
         if isinstance(result, Tensor):
-            self.memory.saw(result)
+            self.memory.track(result)
         elif isinstance(result, (tuple, list)):
             for leaf in result:
                 if isinstance(leaf, Tensor):
-                    self.memory.saw(leaf)
+                    self.memory.track(leaf)
         return result
 
     def _without_data(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
-        if func in _READS:
+        if func is _aten._local_scalar_dense.default:
             dtype = tensors[0].dtype
             return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is _aten._to_copy.default and kwargs.get("device") == _CPU:
             return torch.ones(tensors[0].shape, dtype=kwargs.get("dtype") or tensors[0].dtype)
-        if func in _FACTORIES_LIKE and _is_whole_number(kwargs.get("dtype")):
-            size = args[1] if func in _NEW else args[0].shape
-            fill = args[2:] if func in _NEW else args[1:]
-            return _FACTORIES_LIKE[func](size, *fill, dtype=kwargs["dtype"])
+        if func in _NEW and _is_integer(kwargs.get("dtype")):
+            return _NEW[func](*args[1:], dtype=kwargs["dtype"])
+        if func in _LIKE and _is_integer(kwargs.get("dtype")):
+            return _LIKE[func](args[0].shape, *args[1:], dtype=kwargs["dtype"])
         if func is _aten.masked_select.default and not args[1].is_meta:
             chosen = int(args[1].expand(torch.broadcast_shapes(*[a.shape for a in args])).sum())
             return args[0].new_empty(chosen)
         if func in _INDEXING:
-            args = (args[0], [_as_places(index) for index in args[1]], *args[2:])
+            args = (args[0], [_as_indices(index) for index in args[1]], *args[2:])
         if func in _PRODUCTS:
             left, right = tensors[-2:] if func is _aten.addmm.default else tensors[:2]
             self.matmul_flops += 2 * left.numel() * right.shape[-1]
@@ -172,7 +171,7 @@ class MetaMode(TorchDispatchMode):
         return self._shaped(func, args, kwargs)
 
     def _shaped(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results of an operation, which a call with the same shapes has made before."""
+        """The results of an operation, cached by the shapes of its arguments."""
         key = None
         if not _makes_views(func):
             key = (func, _key(args), _key(tuple(kwargs.items())))
@@ -204,7 +203,7 @@ def _makes_views(func: Any) -> bool:
 
 
 def _key(value: Any) -> Any:
-    """What of an argument decides the shapes of the results."""
+    """The part of an argument that decides the shapes of the results."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
@@ -231,17 +230,14 @@ _FACTORIES = {
     *(_aten.ones.default, _aten.full.default, _aten.rand.default, _aten.randn.default),
     *(_aten.eye.default, *_ARANGES),
 }
-_NEW = {
-    _aten.new_empty.default,
-    _aten.new_zeros.default,
-    _aten.new_ones.default,
-    _aten.new_full.default,
-}
-_FACTORIES_LIKE: dict[Any, Any] = {
+#: Factories that follow a tensor, and what makes real integers in their place.
+_NEW: dict[Any, Any] = {
     _aten.new_empty.default: torch.zeros,
     _aten.new_zeros.default: torch.zeros,
     _aten.new_ones.default: torch.ones,
     _aten.new_full.default: torch.full,
+}
+_LIKE: dict[Any, Any] = {
     _aten.zeros_like.default: torch.zeros,
     _aten.empty_like.default: torch.zeros,
     _aten.ones_like.default: torch.ones,
@@ -249,21 +245,21 @@ _FACTORIES_LIKE: dict[Any, Any] = {
 }
 
 
-def _makes_whole_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _makes_integers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a factory makes integers or a mask; `arange` and `full` by their arguments."""
     dtype = kwargs.get("dtype")
     if dtype is None and (func in _ARANGES or func is _aten.full.default):
         numbers = args if func in _ARANGES else args[1:2]
         return all(isinstance(number, int) for number in numbers)
-    return _is_whole_number(dtype)
+    return _is_integer(dtype)
 
 
-def _is_whole_number(dtype: torch.dtype | None) -> bool:
+def _is_integer(dtype: torch.dtype | None) -> bool:
     return dtype is not None and not dtype.is_floating_point and not dtype.is_complex
 
 
-def _as_places(index: Tensor | None) -> Tensor | None:
-    """A real mask as the places where it is set, whose number decides a shape."""
+def _as_indices(index: Tensor | None) -> Tensor | None:
+    """A real mask as indices: their number decides a shape."""
     if index is None or index.is_meta or index.dtype is not torch.bool:
         return index
     return index.nonzero()[:, 0] if index.dim() == 1 else index

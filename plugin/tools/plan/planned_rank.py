@@ -20,12 +20,12 @@ from plugin.tools.plan.meta_kernels import use_gpu_kernels, use_meta_kernels
 from plugin.tools.plan.meta_mode import LiveMemory, MetaMode
 
 Collectives = dict[tuple[str, str], tuple[int, int]]
-"""(group, operation) -> how often, and the bytes that a rank puts in."""
+"""(group, operation) -> count, and a rank's input bytes."""
 
 
 @dataclass(frozen=True)
 class MeasuredRank:
-    """What one rank is made of and does in a step.
+    """What one rank holds, sends and computes in a step.
 
     resident: bytes between steps; activations, logits: bytes at the peak of forward and backward
     collectives: of the step; per_microbatch: those of them that repeat with every microbatch
@@ -92,7 +92,7 @@ def built_rank(
 
 
 def _counted_pipeline(groups: Any, traffic: Traffic) -> Any:
-    """The trainer's pipeline; the traffic knows what is part of a schedule and what ends a step."""
+    """The trainer's pipeline, which tells `traffic` when a schedule begins and ends."""
     from plugin.megatron_backend.step.schedule import Pipeline
 
     class CountedPipeline(Pipeline):
@@ -153,13 +153,13 @@ class MetaRank:
             trainer.compute_log_probs(share)  # whose routes the step repeats
         config = trainer.hf_config
         memory.logits_width = -(-config.vocab_size // trainer.groups.tp_size)
-        self.traffic.restart()
+        self.traffic.reset()
         self.mode.matmul_flops = self.mode.attention_flops = 0
-        memory.restart()
+        memory.reset()
         step, peaks = trainer.optimizer.step, []
 
         def optimize() -> Any:
-            peaks.append(memory.restart())
+            peaks.append(memory.reset())
             with memory.labelled("resident"):
                 return step()
 
@@ -186,11 +186,11 @@ class MetaRank:
         """Activations and logits at the peak of a pass that computes log-probs alone."""
         share = share_of(self.trainer)
         self._expect_messages(share)
-        self.traffic.restart()
-        self.memory.restart()
+        self.traffic.reset()
+        self.memory.reset()
         with self.memory.labelled("activations"):
             self.trainer.compute_log_probs(share)
-        peak = self.memory.restart()
+        peak = self.memory.reset()
         return peak.get("activations", 0) + peak.get("logits", 0)
 
     def _expect_messages(self, share: Any) -> None:
@@ -233,12 +233,12 @@ def resident_bytes(chunks: Sequence[Any], optimizer: Any | None) -> dict[str, in
 
 
 def count_parameters(chunks: Sequence[Any]) -> int:
-    """How many numbers the parameters of the chunks are, without padding of buffers."""
+    """Number of parameters in the chunks, without padding of buffers."""
     return sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
 
 
 def _optimizer_tensors(optimizer: Any | None) -> tuple[list[Tensor], list[Tensor]]:
-    """What the optimizer updates, and its state about it."""
+    """The tensors that the optimizer updates, and its state."""
     if optimizer is None:
         return [], []
     main, state = [], []
@@ -253,7 +253,7 @@ def _optimizer_tensors(optimizer: Any | None) -> tuple[list[Tensor], list[Tensor
 
 
 def shard_sizes(chunks: Sequence[Any], *, experts: bool) -> Integers:
-    """[ranks] numbers in the optimizer shard of every rank of a data parallel group.
+    """[ranks] size of the optimizer shard of every rank of a data parallel group.
 
     The distributed optimizer cuts each bucket into equal shards. Padding at a bucket's end and
     between parameters is in the gradient buffer of every rank and in the optimizer state of none,

@@ -117,15 +117,17 @@ def as_text(report: dict[str, Any]) -> list[str]:
         f"  {a['flags']}: {_gib(a['peak_bytes'])}{' (fits)' if a['fits'] else ''}"
         for a in report["advice"]
     ]
-    lines += ["", "messages of a step, per rank of a kind (what it puts in):", *_traffic(report)]
     lines += [
+        "",
+        "communication of a step, per kind of rank (input bytes of a rank):",
+        *_traffic(report),
         "",
         f"batch: {batch['samples']} samples in {batch['microbatches']} microbatches per rank, "
         f"{batch['padding_microbatch_share']:.1%} of them padding; the busiest data parallel rank "
         f"works {batch['work_balance']:.3f} times the mean; {_size(batch['bytes_per_rank'])} to "
         "each rank",
         f"weight sync: {_size(sync['bytes'])} to {sync['engines']} "
-        f"engine{'' if sync['engines'] == 1 else 's'} through {sync['way']} ({sync['links']})",
+        f"engine{'' if sync['engines'] == 1 else 's'} by {sync['transport']} ({sync['links']})",
         _rollout_line(report["rollout"]),
     ]
     if "time" in report:

@@ -30,9 +30,9 @@ from plugin.tools.plan.job_plan import (
     JobPlan,
     Models,
     RankKind,
-    decided,
-    does_not_build,
+    build_error,
     plan_job,
+    resolved,
 )
 from plugin.tools.plan.layouts import describe, layout_settings, possible_layouts, stage_ends
 from plugin.tools.plan.workload import SampleLengths, whole_counts, with_token_budget
@@ -63,7 +63,7 @@ class Candidate:
 
     @property
     def why(self) -> str:
-        """What its time and memory come from, in words."""
+        """What its time is made of, in words."""
         if self.problem is not None:
             return self.problem
         parts = {
@@ -120,7 +120,7 @@ def search_layouts(
         least = rough_bytes(rough, layout)
         if least <= gpu.memory:
             layout = with_token_budget(layout, models.policy, rough.counts, gpu)
-            feasible.append((rough_seconds(rough, decided(layout, gpu), gpu), layout))
+            feasible.append((rough_seconds(rough, resolved(layout, gpu), gpu), layout))
         else:
             held, room = least / 2**30, gpu.memory / 2**30
             reason = f"holds at least {held:.1f} GiB before any activation, a {gpu.name} has"
@@ -150,7 +150,7 @@ def _candidate(layout: JobConfig, models: Models, lengths: SampleLengths, gpu: G
     except MegatronTisError as error:
         return replace(candidate, problem=str(error))
     except Exception as error:  # one layout that fails must not end the search
-        return replace(candidate, problem=does_not_build(error))
+        return replace(candidate, problem=build_error(error))
     time = step_time(plan, gpu)
     busy = [c + m for c, m in zip(time.compute, time.messages, strict=True)]
     slowest = busy.index(max(busy))
@@ -302,7 +302,7 @@ def plan_by_layers(config: JobConfig, models: Models, lengths: SampleLengths, gp
         # More layers than the first stage; a little too large, since it counts an embedding too.
         second = _extrapolated(short.kinds[0], long.kinds[0], split[1] / unit - 1)
         kinds.insert(1, replace(second, stage=1, kind="stage 1"))
-    return replace(long, config=decided(config, gpu), model=models.policy, kinds=kinds)
+    return replace(long, config=resolved(config, gpu), model=models.policy, kinds=kinds)
 
 
 def _shortened(config: JobConfig, models: Models, layers: int) -> tuple[JobConfig, Models]:

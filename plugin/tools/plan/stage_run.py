@@ -31,7 +31,7 @@ class StageRun:
     batch_bytes: int = 0
 
     def measure(self, in_flight: int) -> tuple[MeasuredRank, bool]:
-        """A step as the real one, and whether its activations are extrapolated.
+        """The measured step, scaled to the job, and whether its activations are extrapolated.
 
         Its memory is with all microbatches that are in flight, its traffic with all of the busiest
         data parallel rank. Where other ranks have padding microbatches, a step with one runs too.
@@ -94,7 +94,7 @@ class StageRun:
         return share
 
     def _scaled(self, measured: MeasuredRank, times: float) -> MeasuredRank:
-        """What repeats with every microbatch, `times` as often."""
+        """Multiply what repeats with every microbatch by `times`."""
         scaled = {}
         for key, (count, size) in measured.collectives.items():
             repeated = measured.per_microbatch.get(key, (0, 0))

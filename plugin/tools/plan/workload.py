@@ -1,4 +1,4 @@
-"""The work of one optimizer step: lengths of its samples, microbatches, and a full share of it.
+"""The workload of one optimizer step: sample lengths, microbatches, and one rank's share.
 
 Lengths come from a file or a distribution. The batch that a planned step runs on has microbatches
 as full as the job allows.

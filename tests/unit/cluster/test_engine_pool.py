@@ -11,6 +11,7 @@ import pytest
 
 from plugin.cluster import engine_pool
 from plugin.cluster.engine_pool import Assignments, EnginePool
+from plugin.config.engines import TransportTraits
 
 
 @pytest.fixture
@@ -28,14 +29,14 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> EnginePool:
 
     def start(self: EnginePool, number: int, failures_in_a_row: int = 0) -> Any:
         return SimpleNamespace(
-            actor=actor(), birth=None, failures_in_a_row=failures_in_a_row, end=lambda: None
+            actor=actor(), starting=None, failures_in_a_row=failures_in_a_row, end=lambda: None
         )
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=lambda *_, **__: ([], [])))
     monkeypatch.setattr(EnginePool, "_start", start)
     monkeypatch.setattr(EnginePool, "poll", lambda self: None)
     config: Any = SimpleNamespace(
-        engine_patience=5.0, num_rollout_engines=2, max_restarts=3, weight_transport="objects",
+        engine_patience=5.0, num_rollout_engines=2, max_restarts=3, transport_traits=TransportTraits("objects"),
         rollout_api_key_env=None,
     )  # fmt: skip
     monkeypatch.setattr(engine_pool, "api_key", lambda _: None)

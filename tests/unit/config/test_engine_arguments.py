@@ -54,7 +54,7 @@ def test_malformed_and_owned_arguments_are_refused_with_our_flag(
 
 def test_an_unknown_name_gets_the_nearest_one() -> None:
     check_names("--vllm-args", {"block_size": 1}, {"block_size", "max_num_batched_tokens"})
-    with pytest.raises(ConfigError, match="knows no argument blok_size; did you mean block_size"):
+    with pytest.raises(ConfigError, match="has no argument blok_size; did you mean block_size"):
         check_names("--vllm-args", {"blok_size": 1}, {"block_size", "max_num_batched_tokens"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -18,6 +19,7 @@ from plugin.controller.run_directory import (
     RunCheckpoints,
     check_run_dir,
     claimed_run_dir,
+    evaluation_scores,
     find_checkpoint,
 )
 from plugin.errors import ConfigError
@@ -209,3 +211,32 @@ def test_a_deeply_nested_line_of_metrics_is_skipped_and_named(tmp_path: Path) ->
     assert [step["step"] for step in record.steps] == [1]
     [problem] = record.problems
     assert problem.startswith(f"{run_dir / 'metrics.jsonl'}: line 2 ") and "\n" not in problem
+
+
+@pytest.mark.parametrize("damage", ["", "step_0000003\n", None])
+def test_a_damaged_marker_never_costs_the_best_checkpoint(
+    tmp_path: Path, damage: str | None
+) -> None:
+    run_dir = used_directory(tmp_path, eval_data=["a:1"], keep_best=True, save_interval=1)
+    root, marker = run_dir / "checkpoints", run_dir / "checkpoints" / "best"
+    records = [
+        {"step": step, "rollout": step, "eval/a/mean": score}
+        for step, score in enumerate((0.9, 0.2, 0.7, 0.7, 0.1))
+    ]
+    scores = evaluation_scores(job(run_dir, eval_data=["a:1"]), records)
+    assert scores == {1: 0.2, 2: 0.7, 3: 0.7, 4: 0.1}  # not the initial weights
+    run = RunCheckpoints(root)
+    for step in (1, 2, 3):
+        run.add(step)
+    run.mark_best(2)
+    assert run.repair_best(scores) is None
+    marker.unlink() if damage is None else marker.write_text(damage)
+    assert "the best is step_0000002" in (run.repair_best(scores) or "")
+    assert run.best() == root / "step_0000002" and run.repair_best(scores) is None
+    # An evaluation that was lost is no reason to call another checkpoint the best.
+    assert run.repair_best({1: 0.2}) is None and run.best() == root / "step_0000002"
+    # A command goes by the evaluations as well.
+    marker.write_text("")
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    assert find_checkpoint(root, "best") == root / "step_0000002"

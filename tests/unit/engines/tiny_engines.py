@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugin.config import JobConfig
 from plugin.engines.protocol import (
     Generation,
     GenerationRequest,
     RolloutEngine,
     SamplingParameters,
 )
+from plugin.engines.servers.http_engine import HttpEngine
 from plugin.engines.transformers.engine import TransformersEngine
 from plugin.engines.transformers.sampling import sampling_log_probs
 from plugin.weights.buckets import pack_buckets
@@ -33,6 +35,12 @@ def load(engine: RolloutEngine, state: dict[str, Any], version: int = 0) -> None
     assert len(buckets) > 1
     for number, bucket in enumerate(buckets):
         engine.load_weights(version, bucket, last=number == len(buckets) - 1)
+
+
+def http_engine(hf_config: dict[str, Any], *urls: str, **flags: Any) -> HttpEngine:
+    """A client of servers, which does not wait for their start unless `flags` say so."""
+    settings = {"rollout_engine": "http", "rollout_url": ",".join(urls), "start_timeout": None}
+    return HttpEngine(JobConfig().unchecked_copy(**settings | flags), hf_config, "engine")
 
 
 def loaded_engine(family: str = "qwen3", seed: int = 0, **options: Any) -> TransformersEngine:

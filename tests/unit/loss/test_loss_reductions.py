@@ -142,7 +142,7 @@ def test_a_batch_without_prompts_or_with_divisors_of_its_own_is_refused() -> Non
 
 def test_a_callers_reducer_is_never_taken_for_one_over_prompts() -> None:
     batch, logits = random_batch([[1, 1], [1]])
-    with pytest.raises(ConfigError, match="the caller brings its own reducer"):
+    with pytest.raises(ConfigError, match="the caller supplies the reducer"):
         policy_loss_function(LossConfig(loss_reduction="prompt-mean"), batch, logits, torch.sum)
 
 

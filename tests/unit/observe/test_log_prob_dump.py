@@ -82,8 +82,9 @@ def test_an_existing_step_is_replaced_only_with_force(tmp_path: Path) -> None:
     LogProbDump(tmp_path).write(7, batch_columns(samples=2))
     with pytest.raises(ConfigError, match=r"step-000007\.parquet.*force=True"):
         LogProbDump(tmp_path)
-    LogProbDump(tmp_path, first_step=8).write(8, batch_columns(samples=2))
-    LogProbDump(tmp_path, force=True).write(7, batch_columns(samples=5))
+    dump = LogProbDump(tmp_path, force=True)
+    dump.write(8, batch_columns(samples=2))
+    dump.write(7, batch_columns(samples=5))
     assert [step for step, _ in dump_files(tmp_path)] == [7, 8]
     assert pq.read_metadata(tmp_path / "step-000007.parquet").num_rows == 5
 

@@ -228,7 +228,7 @@ def test_an_automatic_clip_fits_clipped_weights_alone() -> None:
     icepop = "plugin.ppo_utils.icepop_function"
     with pytest.raises(ConfigError, match="icepop_function, which drops"):
         LossConfig(use_tis=True, tis_clip="auto:ess=0.9", custom_tis_function_path=icepop)
-    with pytest.raises(ConfigError, match="from 1 on"):
+    with pytest.raises(ConfigError, match="a bound of at least 1"):
         LossConfig(use_tis=True, tis_clip="auto:ess=0.9", tis_clip_low=1.5)
     assert LossConfig(use_tis=True, tis_clip="3").tis_clip == 3.0
 

@@ -40,7 +40,7 @@ from tests.unit.engines.servers.misbehaving_server import (
     status,
     text,
 )
-from tests.unit.engines.tiny_engines import load
+from tests.unit.engines.tiny_engines import http_engine, load
 
 PARAMETERS = SamplingParameters(max_response_length=4, stop_token_ids=(STOP,))
 ONE = [GenerationRequest((10, 11), (7,))]
@@ -81,10 +81,9 @@ def start() -> Iterator[Callable[..., MisbehavingServer]]:
 def engine_for(tmp_path: Path, *servers: MisbehavingServer | str, **options: Any) -> HttpEngine:
     """An engine with weights of version 0 at the servers, impatient unless told otherwise."""
     urls = [server if isinstance(server, str) else server.url for server in servers]
-    settings = {"request_timeout": 5.0, "retries": 0, "backoff": 0.01, "update_timeout": 20.0}
-    engine = HttpEngine(
-        urls, FAMILIES["qwen3"]().to_dict(), weights_dir=str(tmp_path), **(settings | options)
-    )
+    settings = {"rollout_request_timeout": 5.0, "rollout_request_retries": 0, "step_timeout": 20.0}
+    settings |= {"rollout_weights_dir": str(tmp_path), "weight_sync": "directory"}
+    engine = http_engine(FAMILIES["qwen3"]().to_dict(), *urls, **(settings | options))
     load(engine, weights(0))
     return engine
 
@@ -98,7 +97,7 @@ def only(engine: HttpEngine) -> Generation | GenerationFailure:
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_good_answer_becomes_a_generation(start: Any, tmp_path: Path, kind: str) -> None:
     server = start()
-    answer = only(engine_for(tmp_path, server, server=kind))
+    answer = only(engine_for(tmp_path, server, rollout_server=kind))
     assert isinstance(answer, Generation)
     assert answer.tokens.tolist() == TOKENS
     assert torch.allclose(answer.log_probs, torch.tensor(LOG_PROBS))
@@ -153,19 +152,19 @@ def test_a_malformed_answer_is_never_a_generation(
 ) -> None:
     behavior, message = MALFORMED[case]
     server = start(behavior)
-    answer = only(engine_for(tmp_path, server, server=kind))
+    answer = only(engine_for(tmp_path, server, rollout_server=kind))
     assert isinstance(answer, GenerationFailure)
     assert message in answer.reason
     assert server.url in answer.reason
 
 
 def test_a_server_that_says_nothing_is_given_up_at_the_deadline(start: Any, tmp_path: Path) -> None:
-    answer = only(engine_for(tmp_path, start(server_kinds.hang), request_timeout=0.3))
+    answer = only(engine_for(tmp_path, start(server_kinds.hang), rollout_request_timeout=0.3))
     assert "no complete answer within 0.3 s" in answer.reason
 
 
 def test_trickling_bytes_do_not_move_the_deadline(start: Any, tmp_path: Path) -> None:
-    answer = only(engine_for(tmp_path, start(server_kinds.trickle), request_timeout=0.4))
+    answer = only(engine_for(tmp_path, start(server_kinds.trickle), rollout_request_timeout=0.4))
     assert "no complete answer within 0.4 s" in answer.reason
 
 
@@ -179,7 +178,7 @@ def test_a_connection_that_breaks_in_the_answer_is_a_failure(start: Any, tmp_pat
 )  # fmt: skip
 def test_trouble_that_passes_is_retried_away(start: Any, tmp_path: Path, trouble: Any) -> None:
     server = start(trouble, trouble)
-    answer = only(engine_for(tmp_path, server, retries=2))
+    answer = only(engine_for(tmp_path, server, rollout_request_retries=2))
     assert isinstance(answer, Generation)
     assert len(server.asked) == 3
 
@@ -188,21 +187,21 @@ def test_trouble_that_stays_fails_after_the_retries_and_names_server_and_cause(
     start: Any, tmp_path: Path
 ) -> None:
     server = start(*[status(500)] * 2)
-    answer = only(engine_for(tmp_path, server, retries=1))
+    answer = only(engine_for(tmp_path, server, rollout_request_retries=1))
     assert answer.reason.startswith(f"2 attempts failed, the last at {server.url}: HTTP 500")
     assert len(server.asked) == 2
 
 
 def test_a_refused_request_is_not_repeated(start: Any, tmp_path: Path) -> None:
     server = start(status(400))
-    answer = only(engine_for(tmp_path, server, retries=3))
+    answer = only(engine_for(tmp_path, server, rollout_request_retries=3))
     assert "HTTP 400" in answer.reason
     assert len(server.asked) == 1
 
 
 def test_a_retry_goes_to_another_server(start: Any, tmp_path: Path) -> None:
     bad, good = start(status(500)), start()
-    assert isinstance(only(engine_for(tmp_path, bad, good, retries=1)), Generation)
+    assert isinstance(only(engine_for(tmp_path, bad, good, rollout_request_retries=1)), Generation)
     assert (len(bad.asked), len(good.asked)) == (1, 1)
 
 
@@ -221,7 +220,9 @@ def test_when_one_response_fails_the_others_of_its_prompt_are_canceled(
 
     server.always = by_seed
     requests = [GenerationRequest((10,), (2, 3)), GenerationRequest((10,), (4, 5))]
-    failed, fine = engine_for(tmp_path, server, request_timeout=20.0).generate(requests, PARAMETERS)
+    failed, fine = engine_for(tmp_path, server, rollout_request_timeout=20.0).generate(
+        requests, PARAMETERS
+    )
     assert "HTTP 400" in failed[0].reason
     assert failed[1].reason.startswith("not waited for: another response to this prompt failed")
     assert all(isinstance(answer, Generation) for answer in fine)
@@ -247,7 +248,7 @@ def test_a_burst_of_failures_counts_as_one_trouble(start: Any, tmp_path: Path) -
         status(503)(handler)
 
     server = start(*[fail_together] * 8)
-    engine = engine_for(tmp_path, server, retries=2, request_timeout=60.0)
+    engine = engine_for(tmp_path, server, rollout_request_retries=2, rollout_request_timeout=60.0)
     answers = engine.generate([GenerationRequest((10,), tuple(range(8)))], PARAMETERS)
     assert all(isinstance(answer, Generation) for answer in answers[0])
     assert engine.pool.times_out == 0
@@ -271,7 +272,9 @@ def test_with_every_server_dead_all_responses_fail_with_the_cause(
     start: Any, tmp_path: Path
 ) -> None:
     ports = closed_port(), closed_port()
-    engine = engine_for(tmp_path, *(f"http://127.0.0.1:{port}" for port in ports), retries=5)
+    engine = engine_for(
+        tmp_path, *(f"http://127.0.0.1:{port}" for port in ports), rollout_request_retries=5
+    )
     for server in engine.pool.servers:
         server.probe_at = 0.0  # looked for in vain before the first request: the cause stays
     answers = engine.generate([GenerationRequest((10,), tuple(range(50)))], PARAMETERS)
@@ -288,8 +291,8 @@ def test_servers_that_never_answer_end_the_job_instead_of_letting_it_wait_for_ev
     message = rf"within 0.1 s \(--start-timeout\): {url}: cannot connect"
     with pytest.raises(WeightError, match=message):
         engine_for(tmp_path, url, start_timeout=0.1)
-    settings = {"weights_dir": None, "server": "sglang", "start_timeout": 0.1}
-    by_broadcast = HttpEngine([url], FAMILIES["qwen3"]().to_dict(), **settings)
+    settings = {"rollout_server": "sglang", "start_timeout": 0.1}
+    by_broadcast = http_engine(FAMILIES["qwen3"]().to_dict(), url, **settings)
     with pytest.raises(WeightError, match=message):
         by_broadcast.weight_receivers()
 
@@ -342,7 +345,7 @@ def test_a_response_of_a_server_that_lost_its_weights_is_not_used(
     start: Any, tmp_path: Path, kind: str
 ) -> None:
     server = start(server_kinds.forget_weights)
-    engine = engine_for(tmp_path, server, server=kind)
+    engine = engine_for(tmp_path, server, rollout_server=kind)
     answer = only(engine)
     assert isinstance(answer, GenerationFailure)
     assert "'default'" in answer.reason
@@ -355,7 +358,7 @@ def test_new_weights_reach_every_server_and_old_files_go(
     start: Any, tmp_path: Path, kind: str
 ) -> None:
     servers = [start(), start()]
-    engine = engine_for(tmp_path, *servers, server=kind)
+    engine = engine_for(tmp_path, *servers, rollout_server=kind)
     new = weights(1)
     load(engine, new, version=4)
     assert only(engine).weight_version == 4
@@ -389,7 +392,7 @@ def test_an_interrupted_response_goes_on_where_it_was(
         server_kinds.until_paused([12, 13], [-0.75, -1.25]),
         saying([14, STOP], [-2.0, -3.0], "stop"),
     )
-    engine = engine_for(tmp_path, server, server=kind, interrupts=True)
+    engine = engine_for(tmp_path, server, rollout_server=kind, partial_rollouts=True)
     answer = interrupted(engine, server)
     assert isinstance(answer, Generation)
     assert answer.tokens.tolist() == [12, 13, 14, STOP] and answer.finish_reason == "stop"
@@ -416,7 +419,9 @@ def test_a_response_without_a_piece_of_the_old_weights_begins_again(
     start: Any, tmp_path: Path, kind: str, first: Any
 ) -> None:
     server = start(first)
-    answer = interrupted(engine_for(tmp_path, server, server=kind, interrupts=True), server)
+    answer = interrupted(
+        engine_for(tmp_path, server, rollout_server=kind, partial_rollouts=True), server
+    )
     assert isinstance(answer, Generation)
     assert answer.tokens.tolist() == TOKENS and answer.token_versions().tolist() == [1, 1, 1]
     assert len(server.asked) == 2
@@ -428,7 +433,7 @@ def test_a_piece_of_unknown_weights_is_thrown_away(start: Any, tmp_path: Path) -
         server_kinds.until_paused([12, 13], [-0.75, -1.25])(handler)
 
     server = start(lost_then_paused)
-    engine = engine_for(tmp_path, server, interrupts=True, retries=1)
+    engine = engine_for(tmp_path, server, partial_rollouts=True, rollout_request_retries=1)
     answer = interrupted(engine, server)
     assert isinstance(answer, Generation)
     assert answer.tokens.tolist() == TOKENS and answer.token_versions().tolist() == [1, 1, 1]
@@ -436,7 +441,7 @@ def test_a_piece_of_unknown_weights_is_thrown_away(start: Any, tmp_path: Path) -
 
 def test_a_response_that_somebody_else_aborted_is_no_answer(start: Any, tmp_path: Path) -> None:
     server = start(saying([12, 13], [-0.75, -1.25], "abort"))
-    answer = only(engine_for(tmp_path, server, interrupts=True))
+    answer = only(engine_for(tmp_path, server, partial_rollouts=True))
     assert (
         isinstance(answer, GenerationFailure) and "no new weights were the cause" in answer.reason
     )
@@ -492,7 +497,7 @@ def test_a_server_that_reports_raw_log_probs_is_a_config_error(start: Any, tmp_p
 
 
 def test_a_prompt_that_fills_the_context_fails_alone(start: Any, tmp_path: Path) -> None:
-    engine = engine_for(tmp_path, start(), max_model_len=8)
+    engine = engine_for(tmp_path, start(), max_context_length=8)
     full, fine = engine.generate([GenerationRequest((10,) * 8, (1,)), ONE[0]], PARAMETERS)
     assert "8 tokens leaves no room" in full[0].reason
     assert isinstance(fine[0], Generation)

@@ -21,7 +21,7 @@ from plugin.engines.choice import check_engine, make_engine
 from plugin.engines.protocol import Generation, GenerationRequest, SamplingParameters
 from plugin.engines.servers.process import ServerEnded, ServerProcess, free_port
 from plugin.engines.servers.served_engine import ServedEngine, options, sglang_command, vllm_command
-from plugin.engines.vllm.startup import cpu_options
+from plugin.engines.vllm.startup import IN_PROCESS_ENVIRONMENT, cpu_options
 from plugin.errors import ConfigError
 from tests.parallel.tiny_models import FAMILIES, hf_state_dict
 from tests.unit.engines.servers.misbehaving_server import STOP, TOKENS
@@ -97,6 +97,20 @@ def test_a_server_is_started_with_the_model_given_weights_and_asked(
     engine.close()
     assert gone(*processes)
     assert not list(Path("/tmp").glob(f"megatron_tis_server_*/{engine.updates.label}"))
+
+
+def test_a_server_does_not_inherit_what_an_engine_inside_this_process_sets_for_itself(
+    sglang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in IN_PROCESS_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "the user's")
+    built = make_engine(job(tmp_path), model(), "engine 0")
+    _, server, _ = processes_of(tmp_path, built.server.guard)
+    entries = Path(f"/proc/{server}/environ").read_bytes().decode().split("\0")
+    built.close()
+    found = {entry for entry in entries if entry.partition("=")[0] in IN_PROCESS_ENVIRONMENT}
+    assert found == {"VLLM_NO_USAGE_STATS=the user's"}
 
 
 def test_a_server_that_ends_makes_the_engine_raise_with_its_log(

@@ -39,7 +39,7 @@ from tests.unit.engines.servers.good_answers import (
     vllm_answer,
 )
 from tests.unit.engines.servers.misbehaving_server import TOKENS, Handler, MisbehavingServer
-from tests.unit.engines.tiny_engines import load
+from tests.unit.engines.tiny_engines import http_engine, load
 
 pytestmark = pytest.mark.hostile
 
@@ -186,10 +186,9 @@ def server() -> Iterator[MisbehavingServer]:
 
 def moe_engine(server: MisbehavingServer, weights_dir: Path, **options: Any) -> HttpEngine:
     config = tiny_qwen3_moe(mlp_only_layers=[2])
-    settings = {"request_timeout": 10.0, "retries": 1, "backoff": 0.01}
-    engine = HttpEngine(
-        [server.url], config.to_dict(), weights_dir=str(weights_dir), **(settings | options)
-    )
+    settings = {"rollout_request_timeout": 10.0, "rollout_request_retries": 1}
+    settings |= {"rollout_weights_dir": str(weights_dir)}
+    engine = http_engine(config.to_dict(), server.url, **(settings | options))
     load(engine, hf_state_dict(config, 0))
     return engine
 
@@ -329,7 +328,7 @@ def test_a_bad_answer_to_the_self_test_does_not_end_the_job(
 
     server.RequestHandlerClass = Confused
     server.always = lambda handler: handler.answer(vllm_answer())
-    engine = moe_engine(server, tmp_path, retries=2)
+    engine = moe_engine(server, tmp_path, rollout_request_retries=2)
     warm = SamplingParameters(0.7, max_response_length=4, stop_token_ids=(3,), routed_experts=True)
     [[answer]] = engine.generate([GenerationRequest(PROMPT, (1,))], warm)
     assert isinstance(answer, Generation) and not answers

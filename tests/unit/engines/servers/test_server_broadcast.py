@@ -19,6 +19,7 @@ from plugin.weights.group import Membership, WeightGroup, abort, open_store
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3
 from tests.unit.engines.servers.misbehaving_server import STOP
 from tests.unit.engines.servers.stand_in_weights import ReceivingServer
+from tests.unit.engines.tiny_engines import http_engine
 
 CONFIG = tiny_qwen3()
 PARAMETERS = SamplingParameters(max_response_length=8, stop_token_ids=(STOP,))
@@ -34,8 +35,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReceivingServer]:
 
 
 def engine_of(server: ReceivingServer, **options: Any) -> HttpEngine:
-    settings = {"weights_dir": None, "server": "sglang", "update_timeout": 30.0} | options
-    return HttpEngine([server.url], CONFIG.to_dict(), **settings)
+    settings = {"rollout_server": "sglang", "step_timeout": 30.0} | options
+    return http_engine(CONFIG.to_dict(), server.url, **settings)
 
 
 class Stages:
@@ -124,7 +125,7 @@ def test_a_server_that_fails_in_the_middle_is_not_asked_until_it_has_a_whole_ver
 def test_a_server_that_refuses_the_pause_cuts_the_transfer_off_and_is_out_of_service(
     server: ReceivingServer,
 ) -> None:
-    engine, stages = engine_of(server, interrupts=True), Stages()
+    engine, stages = engine_of(server, partial_rollouts=True), Stages()
     engine.weight_receivers()
     server.refuse_updates = True
     with pytest.raises(TransferError, match="not in development mode"):

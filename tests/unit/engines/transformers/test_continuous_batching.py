@@ -311,11 +311,13 @@ def test_rows_of_similar_length_are_a_block() -> None:
     assert blocks_of(torch.tensor([7]), 7) == [(0, 1, 0)]
 
 
-def test_blocks_attend_to_what_the_whole_padded_cache_gives() -> None:
+@pytest.mark.parametrize("value_size", [8, 5])
+def test_blocks_attend_to_what_the_whole_padded_cache_gives(value_size: int) -> None:
     draw = torch.Generator().manual_seed(0)
     lengths, size = torch.tensor([40, 37, 12, 3, 1]), 40
     query = torch.randn(5, 6, 1, 8, generator=draw)
-    key, value = torch.randn(2, 5, 2, size, 8, generator=draw)
+    key = torch.randn(5, 2, size, 8, generator=draw)
+    value = torch.randn(5, 2, size, value_size, generator=draw)
     mask = (torch.arange(size) >= size - lengths[:, None])[:, None, None]
     blocks = blocks_of(lengths, size)
     assert len(blocks) == 4

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from plugin.config import JobConfig
+from plugin.controller.preflight.job_checks import check_job
+from plugin.engines.choice import check_engine_model
 from plugin.engines.protocol import (
     Generation,
     GenerationRequest,
     SamplingParameters,
     check_generations,
 )
+from plugin.engines.transformers.engine import TransformersEngine
 from plugin.engines.transformers.sampling import sampling_log_probs
-from plugin.errors import EngineError, WeightError
+from plugin.errors import ConfigError, EngineError, WeightError
 from plugin.weights.buckets import pack_buckets
-from tests.parallel.tiny_models import FAMILIES, hf_model, hf_state_dict
+from tests.parallel.tiny_models import (
+    ALL_FAMILIES,
+    FAMILIES,
+    hf_model,
+    hf_state_dict,
+    tiny_moonlight,
+)
 from tests.unit.engines.tiny_engines import (
     PARAMETERS,
     REQUESTS,
@@ -44,6 +55,44 @@ def test_log_probs_are_those_of_the_whole_sequence_at_the_sampling_temperature(f
     for request, generation in flat(answers):
         expected = reference_log_probs(model, request, generation, PARAMETERS)
         assert torch.allclose(generation.log_probs, expected, atol=1e-5)
+
+
+#: No two sizes of a model are equal, so that one that is taken for another shows.
+UNEQUAL = {"hidden_size": 40, "head_dim": 12, "intermediate_size": 44}
+UNEQUAL_LATENT = UNEQUAL | {"kv_lora_rank": 20, "qk_nope_head_dim": 10, "v_head_dim": 14}
+UNEQUAL_CONFIGS = {
+    family: make(**(UNEQUAL_LATENT if family == "deepseek_v3" else UNEQUAL))
+    for family, make in (ALL_FAMILIES | {"Moonlight": tiny_moonlight}).items()
+}
+REFUSED = {"qwen3_next"}
+
+
+@pytest.mark.parametrize("family", sorted(UNEQUAL_CONFIGS.keys() - REFUSED))
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_no_family_fails_at_its_first_decode(family: str, dtype: str) -> None:
+    config = UNEQUAL_CONFIGS[family]
+    check_engine_model(JobConfig(), config.to_dict())
+    engine = TransformersEngine(
+        config.to_dict(), quantization="int8" if dtype == "int8" else "none"
+    )
+    load(engine, hf_state_dict(config, 0))
+    answers = engine.generate(REQUESTS, PARAMETERS)
+    check_generations(REQUESTS, answers, PARAMETERS)
+    model = hf_model(config)
+    for request, generation in flat(answers):
+        expected = reference_log_probs(model, request, generation, PARAMETERS)
+        if dtype == "float32":
+            assert torch.allclose(generation.log_probs, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_a_family_that_the_engine_cannot_generate_with_is_refused_before_the_start(
+    family: str, tmp_path: Path
+) -> None:
+    hf_model(ALL_FAMILIES[family]()).save_pretrained(tmp_path)
+    settings = {"hf_checkpoint": str(tmp_path), "prompt_data": "none.jsonl"}
+    with pytest.raises(ConfigError, match=r"cannot generate with qwen3_next: .* use vllm, http,"):
+        check_job(JobConfig.from_sources(settings))
 
 
 def test_truncated_sampling_reports_the_renormalized_log_probs() -> None:

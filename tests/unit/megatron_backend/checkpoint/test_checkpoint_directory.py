@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from plugin.megatron_backend.checkpoint.directory import (
     resolve,
     seal_files,
     set_aside_later,
+    step_of,
     write_json,
     write_metadata,
 )
@@ -216,7 +218,7 @@ def test_missing_shortened_and_altered_files_are_told_apart(tmp_path: Path) -> N
 @pytest.mark.parametrize("value", [{"a": (1, 2)}, {1: "a"}, {"a": float("inf")}, {"a": {1, 2}}])
 def test_values_that_json_would_change_are_refused(tmp_path: Path, value: object) -> None:
     with pytest.raises(
-        CheckpointError, match=r"user_state.json (cannot hold|would come back changed)"
+        CheckpointError, match=r"user_state.json (cannot hold|would not be read back as written)"
     ):
         write_json(tmp_path / "user_state.json", value)
 
@@ -238,6 +240,43 @@ def test_the_best_checkpoint_stays_when_older_ones_are_removed(tmp_path: Path) -
     mark_best(tmp_path / "step_0000004")
     prune(tmp_path, keep_last=1)
     assert names(tmp_path) == ["best", "latest", "step_0000004"]
+
+
+def _is_a_directory(marker: Path) -> None:
+    marker.unlink()
+    marker.mkdir()
+    (marker / "notes").write_text("mine")
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "empty": lambda marker: marker.write_text(""),
+    "garbage": lambda marker: marker.write_bytes(b"\0\xff" * 50),
+    "another name": lambda marker: marker.write_text("step_0000007\n"),
+    "a long name": lambda marker: marker.write_text("step_" + "9" * 5000),
+    "a directory": _is_a_directory,
+    "a dead link": lambda marker: (marker.unlink(), marker.symlink_to("nowhere")),
+    "a fifo": lambda marker: (marker.unlink(), os.mkfifo(marker)),
+}
+
+
+@pytest.mark.hostile
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_no_checkpoint_is_removed_while_the_marker_of_the_best_is_damaged(
+    tmp_path: Path, kind: str
+) -> None:
+    for step in (1, 2, 3, 4):
+        saved(tmp_path, step)
+    mark_best(tmp_path / "step_0000002")
+    DAMAGE[kind](tmp_path / "best")
+    prune(tmp_path, keep_last=1)
+    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [1, 2, 3, 4]
+    assert best_checkpoint(tmp_path) is None
+    mark_best(tmp_path / "step_0000002")
+    prune(tmp_path, keep_last=1)
+    assert [step_of(path) for path in complete_checkpoints(tmp_path)] == [2, 4]
+    if kind == "a directory":
+        [aside] = tmp_path.glob("best.*.set_aside")
+        assert (aside / "notes").read_text() == "mine"
 
 
 def test_a_best_checkpoint_that_a_run_went_back_beyond_is_none(tmp_path: Path) -> None:

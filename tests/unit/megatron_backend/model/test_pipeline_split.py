@@ -79,5 +79,5 @@ def test_a_split_that_does_not_add_up_is_refused(
 def test_layers_of_a_stage_are_counted_in_one_way_only() -> None:
     with pytest.raises(ConfigError, match="keep one of the two"):
         TrainerConfig(**{PP: 2, FIRST: 1, LOSS: True})
-    with pytest.raises(ConfigError, match="of two stages one decides the other"):
+    with pytest.raises(ConfigError, match="with two stages one determines the other"):
         TrainerConfig(**{PP: 2, FIRST: 1, LAST: 3})
