@@ -66,7 +66,7 @@ class TrainerGroup:
         ]
 
     def restart(self) -> None:
-        """End every rank and build the models anew, on other nodes if some have left."""
+        """Restart every rank and rebuild the models, on other nodes if some have left."""
         self.close()
         idle, self._idle = self._idle, None
         self._reservation.wait_for_nodes(self._config.start_timeout)
@@ -276,11 +276,11 @@ class TrainerGroup:
         }
 
     def devices(self) -> list[str]:
-        """The device of every rank, by which those of engines are found that share it."""
+        """The device of every rank, to pair ranks with the engines that share it."""
         return self._call("device")
 
     def rank_ids(self) -> list[Any]:
-        """What tells the present ranks from those of an earlier start."""
+        """Identifies the current ranks; differs after a restart."""
         return list(self._ranks)
 
     def while_idle(self) -> None:
@@ -326,7 +326,7 @@ class TrainerGroup:
         shares: list[Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Results of all ranks; with `shares`, each rank's own comes first of its arguments."""
+        """Results of all ranks; with `shares`, each rank gets its own as the first argument."""
         own = [()] * len(self._ranks) if shares is None else [(share,) for share in shares]
         calls = [
             rank.call.remote(method, *mine, *arguments)
@@ -341,7 +341,7 @@ class TrainerGroup:
         )
 
     def places_as_text(self) -> str:
-        """How many ranks are where, for people."""
+        """How many ranks run on each address, for messages."""
         counts = Counter(place.address for place in self.places)
         return ", ".join(f"{count} on {address}" for address, count in counts.items())
 

@@ -62,7 +62,7 @@ def run_job(
     """Run a whole job; Ctrl-C ends it early with its report written.
 
     connected: waits for the `cluster` that the caller has begun to start; none = start one
-    ended: told how far the job came, also when it ends in an error
+    ended: called with the result, also when the job ends in an error
     """
     if connected is None:
         with cluster(config) as connected:
@@ -82,7 +82,7 @@ def run_job(
 
 
 def _with_epochs(config: JobConfig, rows: int) -> JobConfig:
-    """--num-epochs as the number of rollouts in which every row is asked so often."""
+    """The config with --num-epochs turned into a number of rollouts."""
     if config.num_epochs is None:
         return config
     rollouts = max(1, math.ceil(config.num_epochs * rows / config.rollout_batch_size))
@@ -161,9 +161,9 @@ def _running(
     connected: Callable[[], None],
     interrupts: Interrupts,
 ) -> Iterator[tuple[JobConfig, TrainerGroup, EnginePool, WeightSync]]:
-    """The ranks and the engines of a job, ready to work; ended whatever happens.
+    """Start the ranks and engines of a job, and end them whatever happens.
 
-    The configuration comes back with the engines' dtype decided.
+    Yields the configuration with the engines' dtype resolved.
     """
     with console.phase("starting Ray"):
         connected()

@@ -81,7 +81,7 @@ def sglang_command(config: JobConfig, model: str, port: int, max_model_len: int)
 
 
 def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -> ServerCommand:
-    """A vLLM server in the same way, in the development mode that weight updates need."""
+    """A vLLM server like that, in the development mode that weight updates need."""
     size = config.rollout_num_gpus_per_engine
     dtype = engine_dtype(config, cuda=torch.cuda.is_available())
     max_batch = config.rollout_max_batch
