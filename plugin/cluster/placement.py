@@ -37,6 +37,11 @@ class ResourcePlan:
     bundles_per_engine: int = 1
 
     @property
+    def uses_gpus(self) -> bool:
+        """Whether trainer ranks compute on GPUs."""
+        return "GPU" in self.rank
+
+    @property
     def cpu_slots(self) -> int:
         """CPU slots of the whole job."""
         return int(sum(bundle["CPU"] for bundle in self.trainer_nodes + self.engines))

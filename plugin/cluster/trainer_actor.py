@@ -160,6 +160,7 @@ class TrainerRank(ReportingActor):
         # Ray shows each actor its own GPU only.
         os.environ["LOCAL_RANK"] = "0"
         config = self._config
+        os.environ["LOCAL_WORLD_SIZE"] = str(config.ranks_per_node)
         self._groups = init_parallel(
             rank,
             config.world_size,
@@ -175,6 +176,10 @@ class TrainerRank(ReportingActor):
         first = self._groups.tp_rank == 0 and self._groups.cp_rank == 0
         self._reports = first and self._groups.is_last_stage
         return RankPart(self._groups.dp_rank, self._reports)
+
+    def fitting_tokens(self) -> int | None:
+        """Tokens of a microbatch that fit into memory, if the budget is to be chosen."""
+        return self._trainers["policy"].fitting_tokens
 
     def build(self, name: PolicyName, source: ModelSource) -> list[int] | None:
         """Build one of the models and load its weights; policy and critic can be trained.

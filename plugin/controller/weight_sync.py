@@ -23,6 +23,7 @@ from plugin.cluster.remote_calls import SILENCE_SECONDS, Heartbeat, result_of
 from plugin.cluster.trainer_actor import SentPart
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
+from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
 from plugin.errors import (
     ActorLost,
@@ -205,7 +206,9 @@ class WeightSync:
         config = self._config
         reports = config.engine_traits.reports_checksums and not config.syncs_adapters
         exact = reports and config.rollout_quantization == "none"
-        return config.rollout_dtype if exact and self._engines.any_probe_due else None
+        if not (exact and self._engines.any_probe_due):
+            return None
+        return engine_dtype(config, cuda=self._trainer.on_gpu)
 
     @contextmanager
     def trainer_holds_still(
