@@ -11,7 +11,7 @@ slime's format is read here: `rollout_top_p_token_ids` and `rollout_top_p_token_
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,19 +127,13 @@ def check_rows(
     """
     fault = _find_fault(rows, tokens, unmasked, vocabulary, ordered, complete)
     if fault is not None:
-        sample, position = Ragged(rows.values, response_lengths).place_of(fault.token)
+        token, problem = fault
+        sample, position = Ragged(rows.values, response_lengths).place_of(token)
         number = sample if numbers is None else numbers[sample]
         raise BatchError(
-            f"the token at position {position} of sample {number} {fault.problem}; repair what "
-            "reports the sampling mask, or mask the token"
+            f"the token at position {position} of sample {number} {problem}; repair what reports "
+            "the sampling mask, or mask the token"
         )
-
-
-class _Fault(NamedTuple):
-    """A response token (of all samples end to end), and what is wrong with its kept ids."""
-
-    token: int
-    problem: str
 
 
 def _find_fault(
@@ -149,7 +143,8 @@ def _find_fault(
     vocabulary: int | None,
     ordered: bool,
     complete: bool,
-) -> _Fault | None:
+) -> tuple[int, str] | None:
+    """The first response token (of all samples end to end) with wrong kept ids, and the fault."""
     ids, owner = as_integers(rows.values), rows.sample_index
     if not ordered:
         ids = ids[np.lexsort((ids, owner))]
@@ -164,15 +159,15 @@ def _find_fault(
         (follows & (step < 0), "has kept ids that do not ascend (at {})"),
     ):
         for place in np.flatnonzero(wrong)[:1]:
-            return _Fault(int(owner[place]), problem.format(ids[place]))
+            return int(owner[place]), problem.format(ids[place])
     found = np.zeros(len(rows), bool)
     found[owner[ids == tokens[owner]]] = True
     truncated = rows.lengths > 0
     for token in np.flatnonzero(unmasked & truncated & ~found)[:1]:
         count = rows.lengths[token]
-        return _Fault(
-            int(token), f"was sampled as {tokens[token]}, which is not among its {count} kept ids"
-        )
+        return int(
+            token
+        ), f"was sampled as {tokens[token]}, which is not among its {count} kept ids"
     for token in np.flatnonzero(unmasked & ~truncated)[:1] if complete else ():
-        return _Fault(int(token), "has no kept ids")
+        return int(token), "has no kept ids"
     return None

@@ -58,7 +58,7 @@ def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> RolloutBatch:
 
 
 def tensor_view(array: np.ndarray) -> Tensor:
-    """A tensor on the array's own memory, also where that must not be written to."""
+    """A tensor that shares the array's memory, which may be read-only."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return torch.from_numpy(array)

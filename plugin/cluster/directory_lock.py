@@ -96,7 +96,7 @@ class OwnedDirectory:
         draft.rename(self.path)
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it, also what a dying process still writes."""
+        """Remove the directory and its contents, also what a dying process still writes."""
         deadline = time.monotonic() + _REMOVAL_SECONDS
         while self.path.exists() and time.monotonic() < deadline:
             shutil.rmtree(self.path, ignore_errors=True)

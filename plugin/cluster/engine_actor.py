@@ -27,7 +27,7 @@ WEIGHTS, ANSWERS = "weights", "answers"
 
 
 class EngineActor(ReportingActor):
-    """Any engine, with answers as flat arrays.
+    """Runs any engine and returns its answers as flat arrays.
 
     New weights wait until no response is under way, and hold back the groups that come next; with
     --partial-rollouts the engine lets them in between two tokens.
@@ -67,7 +67,7 @@ class EngineActor(ReportingActor):
     def load_weights(
         self, version: int, bucket: np.ndarray, last: bool, probe: WeightProbe | None = None
     ) -> list[ProbeAnswer]:
-        """As `RolloutEngine.load_weights`, from the object store's own memory where it can be.
+        """As `RolloutEngine.load_weights`, without a copy where the engine reads views.
 
         probe: answered with the new weights, before any group begins
         """
@@ -79,7 +79,7 @@ class EngineActor(ReportingActor):
     def _changing(
         self, version: int, probe: WeightProbe | None, *, last: bool
     ) -> contextlib.AbstractContextManager[None]:
-        """Keep responses away; for a probe also those that new weights could interrupt."""
+        """Let no response run; with a probe not even one that new weights could interrupt."""
         interrupts = self._interrupts and probe is None
         return self._server.changing(version, last=last, interrupts=interrupts)
 

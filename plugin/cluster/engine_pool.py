@@ -36,7 +36,7 @@ _LOAD_POLL_SECONDS = 0.005
 
 @dataclass
 class _Running:
-    """One engine's present actor.
+    """The current actor of one engine.
 
     starting: the call that answers when it has started; None once it has
     failures_in_a_row: restarts in a row without an answer in between
@@ -229,7 +229,7 @@ class EnginePool:
         self._collect_from(engine)
 
     def _collect_from(self, number: int) -> None:
-        """Have one call wait at an engine that has groups."""
+        """Keep one `collect` call waiting at an engine that has groups."""
         actor, has_groups = self._engines[number].actor, self._assignments.loads()[number]
         if has_groups and (number, actor) not in self._collects.values():
             call = actor.call.options(concurrency_group=ANSWERS).remote("collect", self._era)
@@ -238,8 +238,8 @@ class EnginePool:
     def receive(self, *, wait_seconds: float) -> tuple[list[Rollouts], list[int]]:
         """Groups that are done, and numbers of those that were lost with their engine.
 
-        Waits so long for the first. Our own errors (a wrong answer, a configuration that cannot
-        work) are not tried again.
+        wait_seconds: for the first; our own errors (a wrong answer, a configuration that cannot
+            work) are raised, not retried
         """
         import ray
 
@@ -294,12 +294,12 @@ class EnginePool:
         self._load(engine)
 
     def replace_unless_done(self, number: int, actor: Any, reason: str) -> None:
-        """Replace an engine, whichever of its calls failed first."""
+        """Replace an engine unless another failed call of the same actor already has."""
         if self._engines[number].actor is actor:
             self.replace(number, reason)
 
     def begin_version(self, version: int) -> None:
-        """Have all engines lack the newest weights, which are `version` from now on."""
+        """Declare `version` the newest weights, which every engine now lacks."""
         self._newest, self._buckets = version, []
 
     def send_weights(self, buckets: Sequence[Any]) -> None:
@@ -358,16 +358,16 @@ class EnginePool:
         return [n for n, engine in enumerate(self._engines) if engine.version != self._newest]
 
     def lagging_and_started(self) -> list[int]:
-        """Those of them that can get them."""
+        """Those of them that have started."""
         return [number for number in self.lagging() if self._engines[number].starting is None]
 
     def ask_lagging(self, method: str) -> list[tuple[int, Any, Any]]:
-        """Number, actor and call of a method of the engines that can get the newest weights."""
+        """Call `method` on every lagging engine that has started: number, actor and call."""
         asked = [(number, self._engines[number].actor) for number in self.lagging_and_started()]
         return [(n, actor, self._call_for_weights(actor, method)) for n, actor in asked]
 
     def ping(self, actor: Any) -> Any:
-        """A call that an engine answers at once, whatever its other threads do."""
+        """A call that a live engine answers at once, whatever its other threads do."""
         return actor.call.remote("ping")
 
     def receive_weights(self, engine: int, actor: Any, group: WeightGroup, first: int) -> Any:
@@ -444,7 +444,7 @@ class EnginePool:
             engine.version = NO_WEIGHTS
 
     def wake(self, part: EnginePart) -> None:
-        """Have every engine take memory for `part` again; with all of it they answer the probe."""
+        """Have every engine take memory for `part` again; once awake they answer the probe."""
         self._tell_all("wake", part)
         if part == "cache":
             self._is_asleep = False
@@ -452,7 +452,7 @@ class EnginePool:
             self._answer_probe([n for n in range(len(self)) if self._is_probe_due(n)])
 
     def probe_returned_servers(self) -> None:
-        """Ask engines of which a server came back and got its weights between two versions."""
+        """Probe engines one of whose servers came back and got its weights between two versions."""
         if self.probe is None or not self._config.engine_traits.asks_servers:
             return
         # One that is loading is asked the next time: its answer would have to wait.
@@ -486,7 +486,7 @@ class EnginePool:
         return found
 
     def _tell_all(self, method: str, argument: Any) -> None:
-        """Call every engine and wait; one that is lost is replaced, and the new one is told."""
+        """Call every engine and wait; one that is lost is replaced, and the new one called."""
         left = set(range(len(self)))
         patience = self._config.start_timeout + self._config.engine_patience
         while left:

@@ -37,6 +37,11 @@ class ResourcePlan:
     bundles_per_engine: int = 1
 
     @property
+    def uses_gpus(self) -> bool:
+        """Whether trainer ranks compute on GPUs."""
+        return "GPU" in self.rank
+
+    @property
     def cpu_slots(self) -> int:
         """CPU slots of the whole job."""
         return int(sum(bundle["CPU"] for bundle in self.trainer_nodes + self.engines))
@@ -52,8 +57,8 @@ def plan_resources(
     cpus, per_node = float(config.cpus_per_rank), config.ranks_per_node
     node = {"CPU": cpus * per_node, **({"GPU": float(per_node)} if use_gpus else {})}
     own = {"CPU": cpus, **({"GPU": 1.0} if use_gpus else {})}
+    size, count = config.rollout_num_gpus_per_engine, config.num_rollout_engines
     if not config.colocate:
-        size, count = config.rollout_num_gpus_per_engine, config.num_rollout_engines
         larger = use_gpus and gpus_of_a_node is not None and size > gpus_of_a_node
         if larger and config.engine_traits.spans_nodes:
             # vLLM puts one worker into each bundle; the engine's actor only schedules.
@@ -63,26 +68,20 @@ def plan_resources(
         if config.engine_traits.asks_servers:
             engine = {"CPU": cpus}  # a client computes nothing itself
         return ResourcePlan([node] * config.num_nodes, [engine] * count, own, engine)
-    if use_gpus:
-        _check_shared_gpus(config)
-    # Engines reserve nothing: the pool shows them the GPUs of the ranks beside them.
-    return ResourcePlan([node] * config.num_nodes, [], own, {"CPU": 0.0})
-
-
-def _check_shared_gpus(config: JobConfig) -> None:
-    """Refuse engines that do not fit onto the trainer's GPUs, each GPU with one engine at most."""
-    size, count = config.rollout_num_gpus_per_engine, config.num_rollout_engines
+    # Engines reserve nothing: the pool shows them the GPUs of the ranks beside them, and each GPU
+    # has one engine at most.
     expect(
-        config.ranks_per_node % size == 0,
+        not use_gpus or config.ranks_per_node % size == 0,
         f"--colocate with --rollout-num-gpus-per-engine {size} and {config.ranks_per_node} trainer "
         "ranks per node: an engine's GPUs must be those of ranks of one node; choose a size that "
         "divides the ranks",
     )
     expect(
-        size * count <= config.world_size,
+        not use_gpus or size * count <= config.world_size,
         f"--colocate: {count} engines of {size} GPUs on {config.world_size} GPUs of the trainer; "
         "lower --num-rollout-engines or --rollout-num-gpus-per-engine",
     )
+    return ResourcePlan([node] * config.num_nodes, [], own, {"CPU": 0.0})
 
 
 def torch_threads(

@@ -34,7 +34,7 @@ _REMOVAL_SECONDS = 5.0
 
 @contextlib.contextmanager
 def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
-    """A connection to Ray for the time of a job, made while the caller goes on.
+    """Connect to Ray for the duration of a job, in the background.
 
     Yields a function that waits until it is there, and raises what went wrong with it.
     """
@@ -42,7 +42,7 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
     # Ranks fail together; the first one's error is shown, and not the tracebacks of the others.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     # Inherited by the actors: threads that wait for each other give up their core. Ranks, engines
-    # and other jobs share the cores, and one thread that spins in vain holds up all the others.
+    # and other jobs share the cores, and a thread that busy-waits slows down all the others.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if config.address is None:
         # Ray starts workers with a niceness of 15: on a shared machine all of the job but its
@@ -98,7 +98,7 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process now, and with it a private Ray that is still starting, or dead in part.
+    """End this process now, with a private Ray that is still starting or partly dead.
 
     Such a start cannot be interrupted and takes many seconds on a busy machine.
     """
@@ -116,9 +116,9 @@ def end_process(code: int) -> NoReturn:
 
 
 def remove_session(session: Path) -> None:
-    """Remove the directory of a private Ray that has ended, and end what still writes there.
+    """Remove the directory of a private Ray that has ended, and kill what still writes to it.
 
-    Ray's agents outlive it by seconds and would write the directory anew.
+    Ray's agents outlive it by seconds and would create the directory again.
     """
     deadline = time.monotonic() + _REMOVAL_SECONDS
     while time.monotonic() < deadline:

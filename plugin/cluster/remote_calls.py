@@ -34,7 +34,7 @@ _LINES_SHOWN = 20
 
 @dataclass(frozen=True)
 class Messages:
-    """What an actor has warned of and printed since the call before."""
+    """Warnings and prints of an actor since its previous call."""
 
     warnings: list[str]
     printed: list[str]
@@ -104,7 +104,7 @@ def wait_for_all(
     timeout: float,
     while_waiting: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Results in order; raises the first failure as soon as it is known, whatever the others do.
+    """Results in order; the first failure is raised at once, without waiting for the others.
 
     names: who is called, for messages; while_waiting: called until all have answered
     """
@@ -155,7 +155,7 @@ def result_of(reference: Any, name: str, console: Console) -> Any:
 
 
 class Heartbeat(Generic[Who]):
-    """Pings actors every second, in a thread that no other call of theirs holds.
+    """Pings actors every second, in a thread that their other calls do not block.
 
     A process that is stopped, or whose machine is, fails no call: Ray would wait for it for ever.
     """
@@ -166,7 +166,7 @@ class Heartbeat(Generic[Who]):
         self._checked = 0.0
 
     def silent(self, actors: Collection[Who]) -> list[Who]:
-        """The actors that have left a ping unanswered for too long; never waits."""
+        """Actors that have not answered a ping for too long; never blocks."""
         import ray
 
         now = time.monotonic()

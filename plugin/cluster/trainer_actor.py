@@ -1,7 +1,7 @@
 """One trainer rank: the body of a Ray actor around `MegatronTrainer`.
 
-Every method is called on all ranks at once. Of a batch each gets its own share, and one rank per
-share returns what came of it; what is the same everywhere is returned by rank 0 alone.
+Every method is called on all ranks at once. Each rank gets its own share of a batch, and one rank
+per share returns its results; values that are the same everywhere are returned by rank 0 alone.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _TEACHER = "teacher/"
 
 
 def teacher_policy(name: str) -> PolicyName:
-    """What the ranks call a teacher."""
+    """The ranks' name for a teacher."""
     return f"{_TEACHER}{name}"
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where an actor landed: for the order of the ranks and for messages."""
+    """Where an actor runs: for the order of the ranks and for messages."""
 
     address: str
     node_id: str
@@ -76,7 +76,7 @@ class RankPart:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """What the driver gets of an optimizer step.
+    """What an optimizer step returns to the driver.
 
     skipped: why no weight was changed, if so
     log_probs: the step's own, where watched: a share's end to end from the actor, [response] per
@@ -134,7 +134,7 @@ class TrainerRank(ReportingActor):
         return RankPlace(address, context.get_node_id(), int(devices[0]) if devices else 0)
 
     def open_rendezvous(self) -> str:
-        """An address at which all ranks can meet; called on rank 0.
+        """A rendezvous address for all ranks; called on rank 0.
 
         On one node that is a file, which the driver removes; across nodes a TCP store.
         """
@@ -160,6 +160,7 @@ class TrainerRank(ReportingActor):
         # Ray shows each actor its own GPU only.
         os.environ["LOCAL_RANK"] = "0"
         config = self._config
+        os.environ["LOCAL_WORLD_SIZE"] = str(config.ranks_per_node)
         self._groups = init_parallel(
             rank,
             config.world_size,
@@ -175,6 +176,10 @@ class TrainerRank(ReportingActor):
         first = self._groups.tp_rank == 0 and self._groups.cp_rank == 0
         self._reports = first and self._groups.is_last_stage
         return RankPart(self._groups.dp_rank, self._reports)
+
+    def fitting_tokens(self) -> int | None:
+        """Tokens of a microbatch that fit into memory, if the budget is to be chosen."""
+        return self._trainers["policy"].fitting_tokens
 
     def build(self, name: PolicyName, source: ModelSource) -> list[int] | None:
         """Build one of the models and load its weights; policy and critic can be trained.
@@ -230,11 +235,11 @@ class TrainerRank(ReportingActor):
     def compute(
         self, share: Arrays, name: PolicyName, method: str, options: Mapping[str, Any]
     ) -> dict[str, np.ndarray] | None:
-        """What a forward-only method of a model says of the share's responses, end to end.
+        """Results of a forward-only method for the share's responses, end to end.
 
         By column where it returns several, else under `method`; None where another rank reports.
         """
-        # A model that rests has device memory only while it is asked.
+        # A resting model is on the device only while it computes.
         rests = self._rests(name)
         with self._memory[name].used("weights") if rests else nullcontext():
             found = getattr(self._trainers[name], method)(from_arrays(BatchShare, share), **options)
@@ -329,7 +334,7 @@ class TrainerRank(ReportingActor):
     ) -> tuple[list[Any], int, Checksums] | None:
         """The policy in the object store, one reference per bucket, its size, and checksums.
 
-        None besides rank 0.
+        None on other ranks than 0.
 
         checksum_dtype: of the checksums; None = there are none
         """
@@ -360,7 +365,7 @@ class TrainerRank(ReportingActor):
                 memory.onload(parts)
 
     def _rests(self, name: PolicyName) -> bool:
-        """Whether a model has device memory only while it is asked."""
+        """Whether a model is on the device only while it computes (--reference-offload)."""
         rests = name == "reference" or name.startswith(_TEACHER)
         return self._config.reference_offload and rests
 
@@ -384,7 +389,7 @@ class TrainerRank(ReportingActor):
             shutil.rmtree(waiting)
 
     def load_checkpoint(self, root: str) -> dict[str, Any] | None:
-        """Load the newest checkpoint in `root`; the driver's state, None besides rank 0."""
+        """Load the newest checkpoint in `root`; the driver's state, on rank 0 only."""
         _, user_state = self._trainers["policy"].load_checkpoint(root)
         if "critic" in self._trainers:
             self._trainers["critic"].load_checkpoint(_critic_of(resolve(Path(root))))

@@ -19,11 +19,13 @@ from plugin.cluster.placement import Reservation, ResourcePlan
 from plugin.cluster.remote_calls import wait_for_all
 from plugin.cluster.trainer_actor import PolicyName, RankPart, TrainedStep, TrainerRank
 from plugin.config import JobConfig
+from plugin.config.device_defaults import trainer_dtype
 from plugin.config.model import DtypeName
 from plugin.megatron_backend.offloading import TrainerPart
 from plugin.megatron_backend.step.batch_share import cut_share, plan_batch, with_stage_routes
 from plugin.megatron_backend.step.loss_scaling import weigh_samples
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
+from plugin.megatron_backend.step.token_budget import token_budget
 from plugin.observe.console import Console
 from plugin.ragged import Ragged, as_integers, ragged_range
 from plugin.weights.checksums import Checksums
@@ -44,6 +46,7 @@ class TrainerGroup:
         self._idle: Callable[[], None] | None = None
         self._rendezvous = ""
         self._built: dict[PolicyName, ModelSource] = {}
+        self._fewest_microbatches = 1
         self._ranks = self._start()
 
     def _start(self) -> list[Any]:
@@ -63,7 +66,7 @@ class TrainerGroup:
         ]
 
     def restart(self) -> None:
-        """End every rank and build the models anew, on other nodes if some have left."""
+        """Restart every rank and rebuild the models, on other nodes if some have left."""
         self.close()
         idle, self._idle = self._idle, None
         self._reservation.wait_for_nodes(self._config.start_timeout)
@@ -114,6 +117,23 @@ class TrainerGroup:
         layers = self._call("build", name, ray.put(source), timeout=self._config.start_timeout)
         if name == "policy":
             self._route_layers: list[list[int] | None] = layers
+            self._choose_token_budget(source)
+
+    def _choose_token_budget(self, source: ModelSource) -> None:
+        """Replace `--max-tokens-per-gpu auto` by a number; a restart keeps it."""
+        config = self._config
+        if config.max_tokens_per_gpu != "auto":
+            return
+        fitting = self._call("fitting_tokens", timeout=config.start_timeout)[0]
+        longest = min(config.longest_sample, source.hf_config["max_position_embeddings"])
+        budget = token_budget(fitting, "cuda" if self.on_gpu else "cpu", longest)
+        self._config = config.unchecked_copy(max_tokens_per_gpu=budget)
+        stages = config.pipeline_model_parallel_size
+        self._fewest_microbatches = 4 * stages if stages > 1 else 1
+        self._console.log(
+            f"--max-tokens-per-gpu auto: {budget} tokens per microbatch (memory for {fitting}, "
+            f"longest sample {longest})"
+        )
 
     def while_waiting(self, pump: Callable[[], None] | None) -> None:
         """Set what the driver does while the ranks work: keep the engines busy."""
@@ -189,6 +209,7 @@ class TrainerGroup:
             round_size=stages if config.virtual_pipeline_model_parallel_size else 1,
             hidden_size=hf_config["hidden_size"],
             longest=hf_config["max_position_embeddings"],
+            fewest=self._fewest_microbatches,
         )
         batch, weight = weigh_samples(batch, config)
         if "rollout_routed_weights" in batch and not config.replays_route_weights:
@@ -221,14 +242,12 @@ class TrainerGroup:
     @property
     def dtype(self) -> DtypeName:
         """Of the ranks' weights and activations."""
-        if self._config.train_dtype != "auto":
-            return self._config.train_dtype
-        return "bfloat16" if self.on_gpu else "float32"
+        return trainer_dtype(self._config, cuda=self.on_gpu)
 
     @property
     def on_gpu(self) -> bool:
         """Whether the ranks compute on GPUs."""
-        return "GPU" in self._plan.rank
+        return self._plan.uses_gpus
 
     def export_weights(
         self, checksum_dtype: DtypeName | None = None
@@ -257,11 +276,11 @@ class TrainerGroup:
         }
 
     def devices(self) -> list[str]:
-        """The device of every rank, by which those of engines are found that share it."""
+        """The device of every rank, to pair ranks with the engines that share it."""
         return self._call("device")
 
     def rank_ids(self) -> list[Any]:
-        """What tells the present ranks from those of an earlier start."""
+        """Identifies the current ranks; differs after a restart."""
         return list(self._ranks)
 
     def while_idle(self) -> None:
@@ -307,7 +326,7 @@ class TrainerGroup:
         shares: list[Any] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Results of all ranks; with `shares`, each rank's own comes first of its arguments."""
+        """Results of all ranks; with `shares`, each rank gets its own as the first argument."""
         own = [()] * len(self._ranks) if shares is None else [(share,) for share in shares]
         calls = [
             rank.call.remote(method, *mine, *arguments)
@@ -322,7 +341,7 @@ class TrainerGroup:
         )
 
     def places_as_text(self) -> str:
-        """How many ranks are where, for people."""
+        """How many ranks run on each address, for messages."""
         counts = Counter(place.address for place in self.places)
         return ", ".join(f"{count} on {address}" for address, count in counts.items())
 

@@ -9,16 +9,65 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from plugin.commands.train import COMMON_FLAGS
 from plugin.config import JobConfig
+from plugin.config.flags import FlagGroup, expect, flag
 from plugin.errors import ConfigError, MegatronTisError
 
 if TYPE_CHECKING:
     from plugin.tools.plan.job_plan import JobPlan, Models
+
+
+@dataclass(frozen=True)
+class PlanFlags(FlagGroup):
+    """The flags of the plan itself."""
+
+    title: ClassVar[str] = "plan"
+
+    hf_config: str | None = flag(None, "config.json of the model, instead of --hf-checkpoint")
+    hf_index: str | None = flag(
+        None,
+        "its model.safetensors.index.json, whose names are checked; none = the one beside "
+        "config.json, if any",
+    )
+    ranks: str = flag("all-distinct", "one rank of every kind, or these, as in 0,512")
+    gpu: str | None = flag("h100-80g", "whose memory and links to compare with; none = CPU ranks")
+    lengths: str | None = flag(
+        None,
+        "tokens of prompts and responses: a file with a line `prompt response` per sample, or "
+        "lognormal:MEDIAN:SIGMA; none = lognormal around a third of --max-response-length",
+    )
+    json: bool = flag(False, "print the plan as JSON")
+    html: str | None = flag(None, "file for the plan as one page")
+    force: bool = flag(False, "replace an existing --html file")
+    search: bool = flag(
+        False, "try the layouts that these ranks allow, and rank them by the estimated step time"
+    )
+    search_limit: int = flag(
+        24, "layouts that --search plans, the fastest by formula first", at_least=1
+    )
+
+    def check(self) -> None:
+        expect(
+            not self.search or self.gpu is not None,
+            "--search compares times on a GPU; give --gpu NAME",
+        )
+
+    def rank_numbers(self) -> list[int] | None:
+        """The ranks of --ranks; None for one of every kind."""
+        if self.ranks == "all-distinct":
+            return None
+        try:
+            return list(dict.fromkeys(int(word) for word in self.ranks.split(",")))
+        except ValueError:
+            raise ConfigError(
+                f"--ranks is {self.ranks}; give all-distinct, or numbers such as 0,512"
+            ) from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,49 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with settings; flags on the command line win"
     )
-    own = parser.add_argument_group("plan")
-    own.add_argument(
-        "--hf-config", metavar="FILE", help="config.json of the model, instead of --hf-checkpoint"
-    )
-    own.add_argument(
-        "--hf-index",
-        metavar="FILE",
-        help="its model.safetensors.index.json, whose names are checked (default: the one beside "
-        "config.json, if any)",
-    )
-    own.add_argument(
-        "--ranks",
-        metavar="all-distinct|N,M",
-        default="all-distinct",
-        help="one rank of every kind, or these (default: all-distinct)",
-    )
-    own.add_argument(
-        "--gpu",
-        metavar="NAME",
-        default="h100-80g",
-        help="whose memory and links to compare with; none = CPU ranks (default: h100-80g)",
-    )
-    own.add_argument(
-        "--lengths",
-        metavar="FILE|lognormal:MEDIAN:SIGMA",
-        help="tokens of prompts and responses; a file has a line `prompt response` per sample "
-        "(default: lognormal around a third of --max-response-length)",
-    )
-    own.add_argument("--json", action="store_true", help="print the plan as JSON")
-    own.add_argument("--html", metavar="FILE", help="also write it as one page")
-    own.add_argument("--force", action="store_true", help="replace an existing --html file")
-    own.add_argument(
-        "--search",
-        action="store_true",
-        help="try the layouts that these ranks allow, and rank them by the estimated step time",
-    )
-    own.add_argument(
-        "--search-limit",
-        metavar="N",
-        type=int,
-        default=24,
-        help="layouts that --search plans, the fastest by formula first (default: 24)",
-    )
+    PlanFlags.add_arguments(parser)
     JobConfig.add_arguments(parser, in_short_help=COMMON_FLAGS)
 
 
@@ -82,44 +89,45 @@ def run(args: argparse.Namespace) -> int:
     from plugin.observe.html_page import refuse_overwriting, write_page
     from plugin.tools.plan.estimates import gpu_named
 
-    gpu = None if args.gpu == "none" else gpu_named(args.gpu)
-    ranks = _ranks(args.ranks)
-    if args.search and gpu is None:
-        raise ConfigError("--search compares times on a GPU; give --gpu NAME")
-    if args.search_limit < 1:
-        raise ConfigError(f"--search-limit is {args.search_limit}; it must be at least 1")
-    page = None if args.html is None else Path(args.html).expanduser()
+    options = PlanFlags(**PlanFlags.given_in(args))
+    gpu = None if options.gpu is None else gpu_named(options.gpu)
+    ranks = options.rank_numbers()
+    page = None if options.html is None else Path(options.html).expanduser()
     if page is not None:
-        refuse_overwriting(page, args.force)
+        refuse_overwriting(page, options.force)
+    flags = JobConfig.given_in(args)
+    if options.hf_config is not None:
+        # A model given by its config alone counts as a checkpoint.
+        flags["hf_checkpoint"] = str(Path(options.hf_config).expanduser().parent)
     try:
-        config = job_config(args)
+        config = JobConfig.from_sources(flags, args.config)
     except ConfigError as error:
-        raise _with_layouts(error, args) from error
-    models, index = load_models(config, args)
+        raise _with_layouts(error, flags, args.config, options) from error
+    models, index = load_models(config, options)
     from plugin.tools.plan.checkpoint_coverage import require_coverage
     from plugin.tools.plan.report import as_json, as_text, plan_html
 
-    begin = Progress()
-    if args.search:
-        return _search(config, models, gpu, args, begin)
-    plan = checked_plan(config, models, args.lengths, gpu, ranks, begin)
+    progress = Progress()
+    if options.search:
+        return _search(config, models, gpu, options, progress)
+    plan = checked_plan(config, models, options.lengths, gpu, ranks, progress)
     if ranks is None:
         require_coverage(plan.claims, models.policy, index)
     advice: list[Any] = []
     if plan.fits is False:
         from plugin.tools.plan.job_plan import best_flags
 
-        advice = best_flags(plan, models, begin)
-    begin.end()
+        advice = best_flags(plan, models, progress)
+    progress.end()
     report = as_json(plan, advice)
-    print(json.dumps(report, indent=2) if args.json else "\n".join(as_text(report)))
+    print(json.dumps(report, indent=2) if options.json else "\n".join(as_text(report)))
     if page is not None:
-        write_page(page, plan_html(report), force=args.force)
+        write_page(page, plan_html(report), force=options.force)
     return 0 if plan.fits is not False else 1
 
 
 def _search(
-    config: JobConfig, models: Models, gpu: Any, args: argparse.Namespace, progress: Progress
+    config: JobConfig, models: Models, gpu: Any, options: PlanFlags, progress: Progress
 ) -> int:
     from plugin.megatron_backend.cpu_runtime import import_megatron
 
@@ -128,36 +136,32 @@ def _search(
     from plugin.tools.plan.search import search_layouts
     from plugin.tools.plan.workload import sample_lengths
 
-    lengths = sample_lengths(config, args.lengths, models.policy.max_position_embeddings)
+    lengths = sample_lengths(config, options.lengths, models.policy.max_position_embeddings)
     found = search_layouts(
-        config, models, lengths, gpu, limit=args.search_limit, begin=progress.layout
+        config, models, lengths, gpu, limit=options.search_limit, begin=progress.layout
     )
     progress.end()
-    if args.json:
+    if options.json:
         print(json.dumps(search_json(found), indent=2))
     else:
-        print("\n".join(search_text(found, args.search_limit)))
+        print("\n".join(search_text(found, options.search_limit)))
     return 0 if any(candidate.fits for candidate in found.planned) else 1
 
 
-def job_config(args: argparse.Namespace) -> JobConfig:
-    """The job's configuration; a model given by its config alone counts as a checkpoint."""
-    flags = JobConfig.given_in(args)
-    if args.hf_config is not None:
-        flags["hf_checkpoint"] = str(Path(args.hf_config).expanduser().parent)
-    return JobConfig.from_sources(flags, args.config)
-
-
-def _with_layouts(error: ConfigError, args: argparse.Namespace) -> ConfigError:
+def _with_layouts(
+    error: ConfigError, flags: Mapping[str, Any], config_file: str | None, options: PlanFlags
+) -> ConfigError:
     """The error and, if another layout would fix it, the nearest such layouts."""
-    from plugin.tools.plan.layouts import without_layout
+    from plugin.tools.plan.layouts import LAYOUT_FLAGS
 
-    wanted, plain = without_layout(args)
     try:
-        config = job_config(plain)
-        models, _ = load_models(config, plain)
+        config = JobConfig.from_sources(
+            {name: value for name, value in flags.items() if name not in LAYOUT_FLAGS}, config_file
+        )
+        models, _ = load_models(config, options)
     except ConfigError:
         return error
+    wanted = {name: int(value) for name, value in flags.items() if str(value).isdigit()}
     return _with_nearest(error, wanted, config, models)
 
 
@@ -172,7 +176,7 @@ def _with_nearest(
     return ConfigError(f"{error}{hint}")
 
 
-def load_models(config: JobConfig, args: argparse.Namespace) -> tuple[Models, set[str] | None]:
+def load_models(config: JobConfig, options: PlanFlags) -> tuple[Models, set[str] | None]:
     """Configs of policy, reference and teachers, and the names in the policy's index, if any."""
     from plugin.cluster.model_source import policy_source
     from plugin.megatron_backend.lora.targets import check_lora
@@ -180,13 +184,13 @@ def load_models(config: JobConfig, args: argparse.Namespace) -> tuple[Models, se
     from plugin.tools.plan.job_plan import Models
 
     file = None
-    if args.hf_config is not None:
-        file = Path(args.hf_config).expanduser()
+    if options.hf_config is not None:
+        file = Path(options.hf_config).expanduser()
     elif config.hf_checkpoint is not None:
         file = Path(config.hf_checkpoint).expanduser() / "config.json"
     policy = policy_source(config).as_config() if file is None else read_hf_config(file)
     check_lora(policy, config)
-    index = args.hf_index and Path(args.hf_index).expanduser()
+    index = None if options.hf_index is None else Path(options.hf_index).expanduser()
     if index is None and file is not None:
         beside = file.parent / "model.safetensors.index.json"
         index = beside if beside.is_file() else None
@@ -237,17 +241,6 @@ def checked_plan(
         return plan
     counts = whole_counts(models.policy)  # of the stages that were not planned, too
     return replace(plan, total_parameters=counts.dense + counts.experts)
-
-
-def _ranks(words: str) -> list[int] | None:
-    if words == "all-distinct":
-        return None
-    try:
-        return list(dict.fromkeys(int(word) for word in words.split(",")))
-    except ValueError:
-        raise ConfigError(
-            f"--ranks is {words}; give all-distinct, or numbers such as 0,512"
-        ) from None
 
 
 _WIDTH = 24

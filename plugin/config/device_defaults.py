@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from plugin.config.flags import expect
+from plugin.config.job_config import JobConfig
+from plugin.config.model import DtypeName
 from plugin.config.trainer_config import TrainerConfig
 
 Config = TypeVar("Config", bound=TrainerConfig)
@@ -29,9 +31,7 @@ def on_device(config: Config, found: Capabilities) -> Config:
     On CUDA: bfloat16 with float32 main weights, Transformer Engine, the distributed optimizer, and
     its communication overlapped with computation.
     """
-    dtype = config.train_dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if found.cuda else "float32"
+    dtype = trainer_dtype(config, cuda=found.cuda)
     _check_transformer_engine(config, dtype, found)
     expect(
         not (config.overlap_grad_reduce and config.freezes_routers),
@@ -67,6 +67,20 @@ def on_device(config: Config, found: Capabilities) -> Config:
         overlap_grad_reduce=reduces,
         overlap_param_gather=gathers,
     )
+
+
+def trainer_dtype(config: TrainerConfig, *, cuda: bool) -> DtypeName:
+    """Of weights and activations: bfloat16 on CUDA and float32 elsewhere, unless it is given."""
+    if config.train_dtype != "auto":
+        return config.train_dtype
+    return "bfloat16" if cuda else "float32"
+
+
+def engine_dtype(config: JobConfig, *, cuda: bool) -> DtypeName:
+    """Of an engine's weights: the trainer's, unless it is given."""
+    if config.rollout_dtype != "auto":
+        return config.rollout_dtype
+    return trainer_dtype(config, cuda=cuda)
 
 
 def _check_transformer_engine(config: TrainerConfig, dtype: str, found: Capabilities) -> None:

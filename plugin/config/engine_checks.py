@@ -163,7 +163,7 @@ def _check_sampled_distribution(config: JobConfig) -> None:
 def _check_asked_servers(config: JobConfig) -> None:
     """What servers that others start decide themselves."""
     expect(
-        config.rollout_dtype == "float32",
+        config.rollout_dtype == "auto",
         f"--rollout-dtype {config.rollout_dtype} would be ignored: with --rollout-engine http "
         "the servers choose their dtype; set it where they are started",
     )

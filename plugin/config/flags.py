@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -362,38 +363,30 @@ def _all_fields(owner: type) -> dict[str, dataclasses.Field[Any]]:
     return {name: item for name, item in found.items() if "help" in item.metadata}
 
 
-_HINTS: dict[type, dict[str, Any]] = {}
+@functools.cache
+def _hints(owner: type) -> dict[str, Any]:
+    return typing.get_type_hints(owner)
+
+
+def _members(owner: type, name: str) -> tuple[Any, ...]:
+    """The types that a field takes: the members of a union, or its only one."""
+    hint = _hints(owner)[name]
+    hint = hint.type if isinstance(hint, dataclasses.InitVar) else hint
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def field_type(owner: type, name: str) -> tuple[Any, bool]:
     """The field's type without `None`, and whether `None` is allowed."""
-    if owner not in _HINTS:
-        _HINTS[owner] = typing.get_type_hints(owner)
-    hint = _HINTS[owner][name]
-    hint = hint.type if isinstance(hint, dataclasses.InitVar) else hint
-    if get_origin(hint) in (Union, types.UnionType):
-        members = [member for member in get_args(hint) if member is not type(None)]
-        return members[0], len(members) < len(get_args(hint))
-    return hint, False
+    members = _members(owner, name)
+    kinds = [member for member in members if member is not type(None)]
+    return kinds[0], len(kinds) < len(members)
 
 
 def number_words(owner: type, name: str) -> tuple[str, ...]:
     """The words that a flag for numbers takes besides them: auto for `int | Literal["auto"]`."""
-    kind, _ = field_type(owner, name)
-    members = get_args(_HINTS[owner][name]) if kind in (int, float) else ()
-    return tuple(w for m in members if get_origin(m) is Literal for w in get_args(m))
-
-
-def _takes_text(owner: type, name: str, value: str) -> bool:
-    """Whether a flag for numbers takes this text: any that is no number, for `float | str`."""
-    kind, _ = field_type(owner, name)
-    if kind not in (int, float) or str not in get_args(_HINTS[owner][name]):
-        return False
-    try:
-        float(value)
-    except ValueError:
-        return True
-    return False
+    first, *others = _members(owner, name)
+    literals = [member for member in others if get_origin(member) is Literal]
+    return tuple(w for m in literals for w in get_args(m)) if first in (int, float) else ()
 
 
 class _HelpAll(argparse.Action):
@@ -478,15 +471,14 @@ def _coerced(owner: type, item: dataclasses.Field, value: Any) -> Any:
         f"{option_name(item.name)} is {value!r}; choose one of {', '.join(names)}, or give the "
         "import path of your own: pkg.mod.fn, pkg.mod:fn or file.py:fn",
     )
-    words = number_words(owner, item.name)
-    if value in words or (isinstance(value, str) and _takes_text(owner, item.name, value)):
-        return value
-    value = _converted(kind, item.name, value, words)
-    _check_bounds(item, value)
+    value = _converted(owner, item.name, value)
+    if not isinstance(value, str):
+        _check_bounds(item, value)
     return value
 
 
-def _converted(kind: Any, name: str, value: Any, words: Sequence[str]) -> Any:
+def _converted(owner: type, name: str, value: Any) -> Any:
+    (kind, _), words = field_type(owner, name), number_words(owner, name)
     expected = " or ".join([getattr(kind, "__name__", str(kind)), *words])
     wanted = f"{option_name(name)} is {value!r}; expected {expected}"
     if kind is bool:
@@ -496,6 +488,9 @@ def _converted(kind: Any, name: str, value: Any, words: Sequence[str]) -> Any:
         try:
             number = float(value)
         except (TypeError, ValueError):
+            # `float | str` takes any text that is no number; the group checks it.
+            if value in words or (isinstance(value, str) and str in _members(owner, name)):
+                return value
             raise ConfigError(wanted) from None
         expect(not isinstance(value, bool) and math.isfinite(number), f"{wanted}, a finite number")
         expect(kind is float or number == int(number), wanted)

@@ -39,8 +39,10 @@ EMBEDDED_DEFAULTS: dict[str, Any] = {
     "micro_batch_size": 256,
     "loss_reduction": "token-mean",
 }
-#: What adapters of a real model use where the user says nothing: ten times the rate of all weights.
-_LORA_DEFAULTS: dict[str, Any] = {"lr": 1e-5}
+#: What a model of the user's own uses where the user says nothing.
+_OWN_MODEL_DEFAULTS: dict[str, Any] = {"max_tokens_per_gpu": "auto"}
+#: What its adapters use: ten times the learning rate of all weights.
+_LORA_DEFAULTS: dict[str, Any] = _OWN_MODEL_DEFAULTS | {"lr": 1e-5}
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,12 @@ class JobConfig(
         given = {**settings, **flags}
         own_model = given.get("hf_checkpoint") or given.get("hf-checkpoint")
         adapters = given.get("lora_rank") or given.get("lora-rank")
-        of_own_model = _LORA_DEFAULTS if adapters else {}
+        of_own_model = _LORA_DEFAULTS if adapters else _OWN_MODEL_DEFAULTS
         below = of_own_model if own_model else EMBEDDED_DEFAULTS
         named = {key.replace("-", "_") for key in given}
         named |= {other.of for name, other in cls.aliases().items() if name in named}
+        if "micro_batch_size" in named:
+            named.add("max_tokens_per_gpu")
         extra = {key: value for key, value in below.items() if key not in named}
         for source in (flags, settings):
             expect(
@@ -103,7 +107,7 @@ class JobConfig(
         """The flag that gives the engine coarser weights than the trainer's, if any."""
         if self.rollout_quantization != "none":
             return f"--rollout-quantization {self.rollout_quantization}"
-        if self.rollout_dtype in ("float32", self.train_dtype):
+        if self.rollout_dtype in ("auto", "float32", self.train_dtype):
             return None
         trainer = "float32" if self.train_dtype == "auto" else self.train_dtype
         known = "" if self.train_dtype == "float32" else f", with a trainer in {trainer},"
@@ -128,6 +132,11 @@ class JobConfig(
     def fixed_length(self) -> int:
         """The tokens that --loss-reduction fixed-length divides a sample by."""
         return self.loss_fixed_length or self.max_response_length
+
+    @property
+    def longest_sample(self) -> int:
+        """The most tokens of prompt and response, if the model has so many positions."""
+        return self.max_context_length or self.max_prompt_length + self.max_response_length
 
     @property
     def saves_at_end(self) -> bool:

@@ -18,7 +18,6 @@ from plugin.config.flags import (
     needs_flag,
     runtime_flag,
 )
-from plugin.config.model import DtypeName
 
 if TYPE_CHECKING:
     from plugin.config.job_config import JobConfig
@@ -69,7 +68,9 @@ class RolloutFlags(FlagGroup):
     return_rollout_log_probs: bool = flag(
         True, "have the engine report the log-prob of every sampled token"
     )
-    rollout_dtype: DtypeName = flag("float32", "dtype of the engine's weights", common_in="eval")
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "dtype of the engine's weights; auto = the trainer's", common_in="eval"
+    )
     rollout_quantization: Literal["none", "int8"] = flag(
         "none", "int8 = the engine's linear layers keep 8-bit weights, one scale per output row"
     )

@@ -190,8 +190,11 @@ class BatchingFlags(FlagGroup):
     micro_batch_size: int = flag(
         1, "samples per microbatch, unless --max-tokens-per-gpu is set", at_least=1
     )
-    max_tokens_per_gpu: int | None = flag(
-        None, "token budget of a microbatch: packs samples of different length", at_least=2
+    max_tokens_per_gpu: int | Literal["auto"] | None = flag(
+        None,
+        "token budget of a microbatch: packs samples of different length; auto = from memory, "
+        "model and layout, the default with --hf-checkpoint unless --micro-batch-size is given",
+        at_least=2,
     )
     global_batch_size: int | None = flag(
         None,

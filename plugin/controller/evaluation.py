@@ -1,9 +1,9 @@
 """Evaluation: prompts that are never trained on, on the job's engines, between two rollouts.
 
-A set has a queue of its own, made anew for every evaluation, so that its prompts and seeds are the
-same each time and nothing of it gets into a batch or into the account of the training prompts. The
-engines finish what they were sent for training first and get nothing else until the evaluation
-ends: it sees one version of the weights, and no training group gets older meanwhile.
+Every evaluation of a set creates its own queue, so that prompts and seeds are the same each time
+and nothing of it enters a training batch or the counts of training prompts. The engines first
+finish the training groups they have and get no new ones until the evaluation ends: it sees one
+version of the weights, and no training group goes stale during it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def evaluation_sampling(config: JobConfig, sampling: SamplingParameters) -> Samp
 
 
 class Evaluations:
-    """When a run evaluates, what came out, and which checkpoint is the best.
+    """When a run evaluates, the results, and which checkpoint is the best.
 
     records: the evaluations that the run directory already has; new ones are added to the list
     """
@@ -59,7 +59,7 @@ class Evaluations:
         self._config, self._evaluator, self.records = config, evaluator, records
 
     def is_due(self, rollouts: int) -> bool:
-        """Whether the weights after so many rollouts are to be evaluated, and have not been."""
+        """Whether the weights after `rollouts` rollouts should be evaluated and have not been."""
         config = self._config
         if any(record.get("rollout") == rollouts for record in self.records):
             return False
@@ -75,7 +75,7 @@ class Evaluations:
         return self.records[-1]
 
     def go_back(self, rollouts: int) -> None:
-        """Forget what was evaluated after so many rollouts: the run repeats them."""
+        """Drop evaluations after rollout `rollouts`, which the run is going to repeat."""
         self.records[:] = [r for r in self.records if r.get("rollout", 0) <= rollouts]
 
     def last_is_best(self, best_step: int | None) -> bool:

@@ -17,6 +17,7 @@ from plugin.cluster.ray_cluster import cluster
 from plugin.cluster.trainer_actor import teacher_policy
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
+from plugin.config.device_defaults import engine_dtype
 from plugin.controller.interrupts import Interrupts, ignored_interrupts
 from plugin.controller.preflight.job_checks import JobParts, check_job
 from plugin.controller.run_directory import (
@@ -61,7 +62,7 @@ def run_job(
     """Run a whole job; Ctrl-C ends it early with its report written.
 
     connected: waits for the `cluster` that the caller has begun to start; none = start one
-    ended: told how far the job came, also when it ends in an error
+    ended: called with the result, also when the job ends in an error
     """
     if connected is None:
         with cluster(config) as connected:
@@ -81,7 +82,7 @@ def run_job(
 
 
 def _with_epochs(config: JobConfig, rows: int) -> JobConfig:
-    """--num-epochs as the number of rollouts in which every row is asked so often."""
+    """The config with --num-epochs turned into a number of rollouts."""
     if config.num_epochs is None:
         return config
     rollouts = max(1, math.ceil(config.num_epochs * rows / config.rollout_batch_size))
@@ -125,7 +126,7 @@ def _run_in(
             contextlib.closing(make_scorer(config, parts.task)) as scorer,
             _running(config, parts, run_dir, console, connected, interrupts) as running,
         ):
-            trainer, engines, weights = running
+            config, trainer, engines, weights = running
             console.log(
                 f"trainer ranks: {trainer.places_as_text()}; engines: {len(engines)}; started in "
                 f"{time.monotonic() - console.began:.0f} s; run directory: {run_dir}"
@@ -159,13 +160,17 @@ def _running(
     console: Console,
     connected: Callable[[], None],
     interrupts: Interrupts,
-) -> Iterator[tuple[TrainerGroup, EnginePool, WeightSync]]:
-    """The ranks and the engines of a job, ready to work; ended whatever happens."""
+) -> Iterator[tuple[JobConfig, TrainerGroup, EnginePool, WeightSync]]:
+    """Start the ranks and engines of a job, and end them whatever happens.
+
+    Yields the configuration with the engines' dtype resolved.
+    """
     with console.phase("starting Ray"):
         connected()
     # The handler comes after Ray's own, which ends the process without a word.
     with interrupts.handled(), contextlib.ExitStack() as cleanup:
         plan = plan_on_cluster(config)
+        config = config.unchecked_copy(rollout_dtype=engine_dtype(config, cuda=plan.uses_gpus))
         reservation = reserve(plan, config.start_timeout)
         cleanup.callback(reservation.release)
         trainer = TrainerGroup(config, plan, reservation, console)
@@ -198,4 +203,4 @@ def _running(
         with console.phase("waiting for engines"):
             engines.wait_until_ready()
         weights = WeightSync(config, trainer, engines, console)
-        yield trainer, engines, weights
+        yield config, trainer, engines, weights

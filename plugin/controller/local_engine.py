@@ -18,7 +18,7 @@ from plugin.weights.buckets import pack_buckets
 
 
 class LocalEngine:
-    """Generates when somebody waits for it."""
+    """Generates inside `receive`."""
 
     def __init__(self, engine: RolloutEngine, config: JobConfig) -> None:
         stream = ResponseStream(engine, config.rollout_max_batch)

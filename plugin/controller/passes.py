@@ -28,8 +28,8 @@ from plugin.ragged import Ragged
 from plugin.tasks.prompt_format import lookup
 from plugin.teachers.http_teacher import HttpTeacher
 
-#: An approximation is checked by a pass on its second rollout, as the first also warms up, and on
-#: every one of so many after that.
+#: An approximation is checked by a pass on its second rollout, as the first also warms up, and
+#: then on every 50th.
 _FIRST_CHECK, _CHECK_EVERY = 2, 50
 
 
@@ -86,7 +86,7 @@ class LogProbPasses:
         )
 
     def _checked(self, batch: RolloutBatch) -> tuple[RolloutBatch, dict[str, float]]:
-        """Seconds of the pass that was not run, by one that was, now and then.
+        """Seconds saved by the skipped pass, estimated from one that is run now and then.
 
         The batch carries what that one found for metrics alone: it trains on the approximation, so
         that a resumed run trains as one that was never interrupted.

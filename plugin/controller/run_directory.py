@@ -56,7 +56,13 @@ def _check_contents(run_dir: Path, config: JobConfig) -> None:
     if config.resumes:
         earlier_settings(run_dir)
         find_checkpoint(run_dir / CHECKPOINTS, config.resume_from)
-    _check_model_target(run_dir, config)
+    for flag, name in _TARGETS.items():
+        replaces = (config.resumes or config.overwrite) and _wrote_models(run_dir, flag)
+        expect(
+            not getattr(config, flag) or replaces or not _holds(run_dir / name),
+            f"{option_name(flag)} would write to {run_dir / name}, which is not empty and not of "
+            "this run; move it away, or choose another --run-dir",
+        )
     _check_dump(run_dir, config)
 
 
@@ -72,16 +78,6 @@ def claimed_run_dir(run_dir: Path, config: JobConfig) -> Iterator[None]:
         if config.overwrite:
             _remove_earlier_run(run_dir, config)
         yield
-
-
-def _check_model_target(run_dir: Path, config: JobConfig) -> None:
-    for flag, name in _TARGETS.items():
-        replaces = (config.resumes or config.overwrite) and _wrote_models(run_dir, flag)
-        expect(
-            not getattr(config, flag) or replaces or not _holds(run_dir / name),
-            f"{option_name(flag)} would write to {run_dir / name}, which is not empty and not of "
-            "this run; move it away, or choose another --run-dir",
-        )
 
 
 def _check_dump(run_dir: Path, config: JobConfig) -> None:
@@ -204,7 +200,7 @@ def _best_of(checkpoints: list[Path], scores: Mapping[int, float]) -> Path | Non
 def find_source(path: Path, name: str | None) -> tuple[Path, Path]:
     """The run directory and the checkpoint that a command was given.
 
-    path: a run directory, of which `name` or the latest is taken; or one of its checkpoints
+    path: a checkpoint, or a run directory, whose checkpoint `name` or latest one is taken
     """
     whole = path.resolve()
     if not whole.is_dir():
@@ -253,11 +249,11 @@ class RunCheckpoints:
         self._steps: set[int] = set()
 
     def add(self, step: int) -> None:
-        """Count the checkpoint of `step` in; before it is saved, for the save may be cut off."""
+        """Include the checkpoint of `step`; before it is saved, as the save may be interrupted."""
         self._steps.add(step)
 
     def add_until(self, last: Path) -> None:
-        """Count in `last`, which the run resumes from, and those before it."""
+        """Include `last`, which the run resumes from, and those before it."""
         self._steps |= {
             s for s in map(step_of, complete_checkpoints(last.parent)) if s <= step_of(last)
         }

@@ -39,7 +39,7 @@ _ALLOWED = {
 class SharedDevices:
     """Moves the devices between the trainer and the engines; begins with the trainer's turn.
 
-    An engine that is lost meanwhile is replaced by one that is awake.
+    An engine that dies during a move is replaced by one that is awake.
     """
 
     def __init__(self, trainer: TrainerGroup, engines: EnginePool, level: int) -> None:
@@ -71,7 +71,7 @@ class SharedDevices:
 
     @contextlib.contextmanager
     def restarting(self) -> Iterator[None]:
-        """Start the trainer anew inside, with all its memory."""
+        """Restart the trainer inside, with all its memory."""
         self.turn = Turn.MOVING
         with self._moving_to(Turn.TRAINING):
             self._engines.sleep(self._level)
@@ -87,7 +87,7 @@ class SharedDevices:
 
 
 class OwnDevices:
-    """The same where trainer and engines have devices of their own: it is everybody's turn."""
+    """Stands in for `SharedDevices` without --colocate: nothing moves."""
 
     turn = Turn.GENERATING
 

@@ -28,14 +28,14 @@ from plugin.observe.learning import learning_findings
 from plugin.observe.run_files import RunFiles, without_slices
 
 _STEPS_KEPT = 2000
-#: After so many steps the console reports if nothing is learned; once more at the end.
+#: After this many steps the console reports if nothing is learned, and again at the end.
 _STEPS_JUDGED = 20
-#: Of a text in samples.jsonl, the beginning and the end: 10,000 steps must not fill the disk.
+#: Longer texts in samples.jsonl are cut in the middle, so that long runs do not fill the disk.
 _MOST_CHARACTERS = 8000
 
 
 class StepRecords:
-    """Takes records in the order of the run; `write` writes those that it has not written yet."""
+    """Queues the records of a run in order; `write` writes those that are waiting."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class StepRecords:
     def _note_skipped(self, step: int, cause: str | None, *, searching: bool = False) -> None:
         """Report a step that changed nothing; a `TrainingError` after too many in a row.
 
-        searching: the dynamic loss scale is still being lowered, which ends by itself
+        searching: the dynamic loss scale is still being lowered, which stops on its own
         """
         if cause is None:
             self._skipped_in_a_row = 0

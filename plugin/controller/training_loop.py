@@ -59,7 +59,7 @@ class Position:
 
 
 class TrainingLoop:
-    """One run's loop and what it keeps between steps.
+    """The loop of one run and its state between steps.
 
     history, evaluations: what the job has of steps and evaluations so far; both are added to
     """
@@ -107,7 +107,7 @@ class TrainingLoop:
         )
 
     def run(self, interrupts: Interrupts) -> None:
-        """All rollouts that are left; an interrupted job is saved where it stands."""
+        """Run the remaining rollouts; an interrupted job is saved where it is."""
         try:
             self._train(interrupts)
         except KeyboardInterrupt:
@@ -116,7 +116,7 @@ class TrainingLoop:
             raise
 
     def _train(self, interrupts: Interrupts) -> None:
-        """All rollouts that are left, through losses of engines and of trainer ranks."""
+        """Run the remaining rollouts, surviving lost engines and trainer ranks."""
         if self._config.resumes:
             self._resume()
         else:
@@ -249,7 +249,7 @@ class TrainingLoop:
         self._reach_boundary()
 
     def _save_if_due(self) -> None:
-        """Write a checkpoint and a model, if it is time to."""
+        """Write a checkpoint and a model if they are due."""
         config, rollouts = self._config, self._at.rollouts
         last = rollouts == config.num_rollouts
         due = config.save_interval and rollouts % config.save_interval == 0
@@ -392,7 +392,7 @@ class TrainingLoop:
         self._restarts += 1
 
     def _resume(self) -> None:
-        """Go on from the checkpoint that was asked for, or from the latest, if there is any."""
+        """Resume from the requested checkpoint, or from the latest, if there is one."""
         chosen = find_checkpoint(self._checkpoints.root, self._config.resume_from)
         if chosen is not None:
             self._checkpoints.add_until(chosen)
@@ -402,7 +402,7 @@ class TrainingLoop:
                 self._console.log(f"a checkpoint after {chosen.name} is kept as {path}")
 
     def _go_back_to_checkpoint(self) -> None:
-        """Load the run's newest checkpoint, or stand at the beginning if there is none yet."""
+        """Load the run's newest checkpoint, or start over if there is none yet."""
         state: dict[str, Any] = {"position": {}, "queue": self._start_of_queue}
         newest = self._checkpoints.newest()
         if newest is not None:

@@ -5,7 +5,7 @@ shared devices engines read the memory of the ranks beside them (IPC). The drive
 which they meet, watches all of them, and aborts a transfer when one is lost: the others stop
 waiting, a lost engine is replaced, and the weights are sent again to those that do not have them. A
 lost trainer rank is raised to the caller. An engine that was replaced gets the trainer's weights as
-soon as the trainer holds still, and no request before that.
+soon as the trainer is not changing them, and no request before that.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from plugin.cluster.remote_calls import SILENCE_SECONDS, Heartbeat, result_of
 from plugin.cluster.trainer_actor import SentPart
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
+from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
 from plugin.errors import (
     ActorLost,
@@ -56,7 +57,7 @@ class Member:
 
 
 class Transfer:
-    """The calls of one transfer and what has become of them.
+    """The calls of one transfer and their results.
 
     calls: those without a result, of engines and (by name) of trainer ranks
     trouble: why it has to be aborted
@@ -75,7 +76,7 @@ class Transfer:
         self.is_aborted = False
 
     def wait(self, seconds: float) -> None:
-        """Take the results that come within `seconds`, or notice that time is up."""
+        """Collect the results that arrive within `seconds`, or time out."""
         import ray
 
         calls = list(self.calls)
@@ -171,7 +172,7 @@ class WeightSync:
         self.version = NO_WEIGHTS
 
     def metrics(self) -> dict[str, Any]:
-        """How the newest version was sent, and what that took."""
+        """Transport, bytes and seconds of the newest version."""
         return {
             "weight_sync": self._config.weight_transport,
             "weight_sync_bytes": self._bytes,
@@ -205,7 +206,9 @@ class WeightSync:
         config = self._config
         reports = config.engine_traits.reports_checksums and not config.syncs_adapters
         exact = reports and config.rollout_quantization == "none"
-        return config.rollout_dtype if exact and self._engines.any_probe_due else None
+        if not (exact and self._engines.any_probe_due):
+            return None
+        return engine_dtype(config, cuda=self._trainer.on_gpu)
 
     @contextmanager
     def trainer_holds_still(

@@ -157,7 +157,7 @@ class WeightVerification:
         return found
 
     def _judged(self, asked: _Asked, scores: ProbeScores, version: int) -> Finding | None:
-        """What is wrong with one model; one that is right is reported."""
+        """The finding for one model that is wrong; one that is right is logged."""
         limit = limit_for(
             *(self._config, self._trainer.dtype),
             on_gpu=self._trainer.on_gpu,

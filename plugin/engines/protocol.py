@@ -25,7 +25,7 @@ EnginePart = Literal["weights", "cache"]
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """How tokens are drawn; `log_probs` and what follows say what is reported besides them."""
+    """How tokens are sampled; `log_probs` and the fields after it select what else is reported."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -142,10 +142,10 @@ class BroadcastEngine(RolloutEngine, Protocol):
 
 
 class SleepingEngine(Protocol):
-    """What a `RolloutEngine` has besides if it can give its devices to the trainer (--colocate).
+    """Further methods of a `RolloutEngine` that can lend its devices to the trainer (--colocate).
 
     A sleeping engine has no weights that it could answer for: it refuses to generate until it is
-    awake and has been sent a version. No call does harm twice.
+    awake and has been sent a version. Both calls are idempotent.
     """
 
     def sleep(self, level: int) -> None:
@@ -172,7 +172,7 @@ class Finished(NamedTuple):
 
 
 class SteppingEngine(Protocol):
-    """What a `RolloutEngine` has besides if responses join and leave between two decode steps.
+    """Further methods of a `RolloutEngine` whose batch changes between two decode steps.
 
     An engine without these methods is asked for whole batches through `generate`. All of them are
     called by one thread; `load_weights` may come from another, between two steps, while responses

@@ -114,7 +114,7 @@ class ResponseStream:
 
 
 class GeneratesBySteps:
-    """What the built-in engines that batch continuously have in common.
+    """Base of the built-in engines, which batch continuously.
 
     name: of the engine, for errors
     weights: which of them it has
@@ -190,7 +190,7 @@ class _Lockstep:
 
 
 def _batches_continuously(engine: RolloutEngine) -> bool:
-    """Whether `engine` has `step`; a subclass that only has its own `generate` wants that used."""
+    """Whether `engine` has `step`, unless a subclass overrides only `generate`."""
     for kind in type(engine).__mro__:
         if "step" in vars(kind):
             return True

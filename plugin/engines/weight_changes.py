@@ -1,7 +1,7 @@
 """Around a change of weights: when it may happen, and how an engine shows what it computes with.
 
 Weights change under running responses between two decode steps (`PausePoint`). After that an engine
-answers a probe: a short response by its ordinary `generate`, and checksums. One that stands for
+answers a probe: a short response by its ordinary `generate`, and checksums. One that fronts
 several models (servers) has `probe(request, parameters) -> [(name, answers)]`, and one that can has
 `weight_checksums()`.
 """
@@ -53,7 +53,7 @@ class ProbeAnswer:
 
 
 def answer_probe(engine: RolloutEngine, probe: WeightProbe) -> list[ProbeAnswer]:
-    """Have an engine that is idle answer, once for each model that it stands for."""
+    """Have an idle engine answer, once for each model behind it."""
     # OpenMP counts threads for each of ours, and this may be the first operation of this one.
     torch.set_num_threads(torch.get_num_threads())
     several: Any = getattr(engine, "probe", None)

@@ -60,7 +60,7 @@ class GroupServer:
 
     def __init__(self, player: Player) -> None:
         self._player = player
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         #: Number, request, parameters, and the oldest weights that may sample its tokens.
         self._waiting: deque[tuple[int, GenerationRequest, SamplingParameters, int]] = deque()
         self._done: list[PlayedGroup] = []
@@ -85,10 +85,10 @@ class GroupServer:
         at_least: int = NO_WEIGHTS,
     ) -> None:
         """Queue groups; none of their tokens is sampled with weights older than `at_least`."""
-        with self._turn:
+        with self._changed:
             for group, request in requests.items():
                 self._waiting.append((group, request, parameters, at_least))
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def step(self) -> list[PlayedGroup]:
         """Begin waiting groups and advance by one step; returns the groups that are done."""
@@ -100,13 +100,16 @@ class GroupServer:
 
         Raises what ended the generation.
         """
-        with self._turn:
+        with self._changed:
 
             def over() -> bool:
                 return self._failure is not None or self._era > era
 
-            self._turn.wait_for(lambda: bool(self._done) or over())
-            self._turn.wait_for(lambda: self._is_idle() or over(), timeout=_GATHER_SECONDS)
+            def idle() -> bool:
+                return not self._is_stepping and not len(self)
+
+            self._changed.wait_for(lambda: bool(self._done) or over())
+            self._changed.wait_for(lambda: idle() or over(), timeout=_GATHER_SECONDS)
             self._require_alive()
             if self._era > era:
                 return []
@@ -115,12 +118,12 @@ class GroupServer:
 
     def cancel(self, era: int) -> None:
         """Drop every group, also finished ones; later groups belong to `era`."""
-        with self._turn:
+        with self._changed:
             self._waiting.clear()
             self._done.clear()
             self._era = era
             self._aborts = True
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     @contextlib.contextmanager
     def changing(self, version: int, *, last: bool, interrupts: bool) -> Iterator[None]:
@@ -144,25 +147,21 @@ class GroupServer:
 
     def hold(self) -> None:
         """Begin no further group, and wait until none is running."""
-        with self._turn:
+        with self._changed:
             self._is_held = True
-            self._turn.wait_for(lambda: self._failure is not None or not self._is_playing())
+            self._changed.wait_for(
+                lambda: self._failure is not None or not (self._is_stepping or self._player.open)
+            )
             self._require_alive()
 
     def _release(self) -> None:
-        with self._turn:
+        with self._changed:
             self._is_held = False
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def _require_alive(self) -> None:
         if self._failure is not None:
             raise self._failure
-
-    def _is_playing(self) -> bool:
-        return self._is_stepping or self._player.open > 0
-
-    def _is_idle(self) -> bool:
-        return not self._is_stepping and not len(self)
 
     def _may_begin(self) -> bool:
         """Whether the first waiting group may begin."""
@@ -182,8 +181,8 @@ class GroupServer:
         torch.set_num_threads(torch.get_num_threads())
         try:
             while True:
-                with self._turn:
-                    self._turn.wait_for(
+                with self._changed:
+                    self._changed.wait_for(
                         lambda: self._aborts or self._player.open > 0 or self._may_begin()
                     )
                     era, self._is_stepping = self._era, True
@@ -193,12 +192,12 @@ class GroupServer:
                     # Under the lock that `era` was read with: what begins here is of this era.
                     self._begin_waiting()
                 done = self._player.step() if self._player.open else []
-                with self._turn:
+                with self._changed:
                     self._is_stepping = False
                     if self._era == era:
                         self._done += done
-                    self._turn.notify_all()
+                    self._changed.notify_all()
         except BaseException as error:
-            with self._turn:
+            with self._changed:
                 self._failure, self._is_stepping = error, False
-                self._turn.notify_all()
+                self._changed.notify_all()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from plugin.config import JobConfig
 from plugin.engines.protocol import (
@@ -39,8 +40,6 @@ from plugin.tasks.protocol import Prompt, as_reward
 
 #: How long an idle engine waits for an environment before it looks for new requests.
 _LOOK_SECONDS = 0.05
-
-T = TypeVar("T")
 
 
 def renderer_of(task: MultiTurnTask, tokenizer: Any, config: JobConfig) -> ChatRenderer:
@@ -107,7 +106,7 @@ class MultiTurnPlayer:
         self._stream, self._task, self._config = stream, task, config
         self._renderer = renderer_of(task, tokenizer, config)
         self._groups: dict[int, list[_Episode]] = {}
-        self._unasked: list[_Episode] = []
+        self._ready: list[_Episode] = []
         self._calls = DeadlineCalls(
             seconds=config.environment_timeout, threads=config.environment_threads
         )
@@ -132,17 +131,18 @@ class MultiTurnPlayer:
         self._groups[group] = episodes
         for episode in episodes:
             start = partial(self._task.environment, episode.index, episode.seed)
-            self._call(episode, start, "starting the environment", self._open)
+            self._call(episode, start, "starting the environment", self._on_start)
 
     def step(self) -> list[PlayedGroup]:
         """Advance every episode that can continue; returns the groups that are done."""
         self._collect(0.0)
         while self._awaited and self._stream.lockstep:
             self._collect(_LOOK_SECONDS)
-        self._ask()
+        self._request_replies()
         if self._stream.open:
             for episodes, place, answer in self._stream.step():
-                self._answered(episodes[place], answer)
+                with self._failing(episodes[place]):
+                    self._on_reply(episodes[place], answer)
         elif self._awaited:
             self._collect(_LOOK_SECONDS)
         done = [n for n, group in self._groups.items() if all(e.result is not None for e in group)]
@@ -152,63 +152,62 @@ class MultiTurnPlayer:
         """Drop what is open and close its environments."""
         self._stream.abort()
         # What is being started has to be closed.
-        starting = {n: awaited for n, awaited in self._awaited.items() if awaited[2] == self._open}
+        starting = {
+            n: awaited for n, awaited in self._awaited.items() if awaited[2] == self._on_start
+        }
         self._awaited = starting
         for group in self._groups.values():
             for episode in group:
                 if episode.result is None:
                     self._end(episode, failed("not finished"))
         self._groups.clear()
-        self._unasked.clear()
+        self._ready.clear()
 
     # -- replies
 
-    def _ask(self) -> None:
+    def _request_replies(self) -> None:
         """Ask for the replies that are due; episodes with the same context are one request."""
         by_context: dict[tuple[int, tuple[int, ...]], list[_Episode]] = {}
         # In the order of the groups, whichever environment answered first.
-        due = {id(episode) for episode in self._unasked}
+        due = {id(episode) for episode in self._ready}
         for group in self._groups.values() if due else ():
             for episode in group:
                 if id(episode) in due:
                     what = (episode.index, episode.conversation.context)
                     by_context.setdefault(what, []).append(episode)
-        self._unasked.clear()
+        self._ready.clear()
         for (index, context), episodes in by_context.items():
             seeds = tuple(turn_seed(e.seed, e.conversation.turns) for e in episodes)
             request = GenerationRequest(context, seeds, index)
             self._stream.add(episodes, request, episodes[0].parameters)
 
-    def _answered(self, episode: _Episode, answer: Answer) -> None:
+    def _on_reply(self, episode: _Episode, answer: Answer) -> None:
         if isinstance(answer, GenerationFailure):
             self._end(episode, failed(answer.reason))
         elif answer.tokens.numel() == 0:
             self._end(episode, failed("empty response"))
         else:
-            reply = self._guarded(episode, partial(episode.conversation.add_reply, answer))
-            if reply is not None and answer.finish_reason == "length":
+            reply = episode.conversation.add_reply(answer)
+            if answer.finish_reason == "length":
                 self._score(episode, "reply_cut")
-            elif reply is not None:
+            else:
                 assert episode.environment is not None
                 history = tuple(episode.conversation.messages)
                 step = partial(episode.environment.step, reply, history)
-                self._call(episode, step, "the environment's step", self._stepped)
+                self._call(episode, step, "the environment's step", self._on_step)
 
     # -- environments
 
-    def _open(self, episode: _Episode, environment: Environment) -> None:
+    def _on_start(self, episode: _Episode, environment: Environment) -> None:
         episode.environment = environment
-        if episode.result is None:
-            self._guarded(episode, partial(self._open_conversation, episode))
-        else:
+        if episode.result is not None:  # aborted meanwhile
             self._end(episode, episode.result)
-
-    def _open_conversation(self, episode: _Episode) -> None:
+            return
         messages = self._task.messages(episode.index)
         chat = Conversation(messages, self._renderer, self._task.stop_token_ids)
         episode.conversation = chat
         if self._fits(episode):
-            self._unasked.append(episode)
+            self._ready.append(episode)
         else:
             self._end(
                 episode,
@@ -218,7 +217,7 @@ class MultiTurnPlayer:
                 ),
             )
 
-    def _stepped(self, episode: _Episode, step: Any) -> None:
+    def _on_step(self, episode: _Episode, step: Any) -> None:
         """The next turn, or the end."""
         if not isinstance(step, Step):
             kind = type(step).__name__
@@ -228,20 +227,18 @@ class MultiTurnPlayer:
         elif episode.conversation.turns >= self._config.max_turns:
             self._score(episode, "max_turns")
         else:
-            self._guarded(episode, partial(episode.conversation.follow, step))
-            if episode.result is not None:
-                return
+            episode.conversation.follow(step)
             if self._fits(episode):
-                self._unasked.append(episode)
+                self._ready.append(episode)
             else:
                 self._score(episode, "max_context")
 
     def _score(self, episode: _Episode, ending: Ending) -> None:
         assert episode.environment is not None
         reward = partial(episode.environment.reward, ending)
-        self._call(episode, reward, "the environment's reward", self._scored)
+        self._call(episode, reward, "the environment's reward", self._on_reward)
 
-    def _scored(self, episode: _Episode, reward: Any) -> None:
+    def _on_reward(self, episode: _Episode, reward: Any) -> None:
         value = as_reward(reward) if isinstance(reward, (int, float)) else None
         if value is None:
             text = reprlib.repr(reward)
@@ -278,20 +275,21 @@ class MultiTurnPlayer:
             if isinstance(result, CallFailure):
                 self._end(episode, failed(f"{what}: {result.reason}"))
             else:
-                then(episode, result)
+                with self._failing(episode):
+                    then(episode, result)
 
     def _fits(self, episode: _Episode) -> bool:
         longest = self._config.max_context_length
         reply = episode.parameters.max_response_length
         return longest is None or len(episode.conversation.context) + reply <= longest
 
-    def _guarded(self, episode: _Episode, action: Callable[[], T]) -> T | None:
-        """`action`'s result; its exception (from template or tokenizer) fails the episode."""
+    @contextmanager
+    def _failing(self, episode: _Episode) -> Iterator[None]:
+        """Fail the episode on an exception in the body: of the template or the tokenizer."""
         try:
-            return action()
+            yield
         except Exception as error:
             self._end(episode, failed(f"{type(error).__name__}: {error}"))
-            return None
 
 
 def choose_player(config: JobConfig) -> Callable[[ResponseStream], Player]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,14 +33,7 @@ def check_tokens(
     """
     # Named as the batch names it: the trainer's log-probs arrive as `log_probs`.
     named = {"log_probs" if n == "train_log_probs" else n: v for n, v in fields.items()}
-    found = _bad_value(named, mask)
-    for other in ("log_probs", "rollout_log_probs"):
-        found = found or _bad_log_ratio(named, other, mask)
-    message = None
-    if found is not None:
-        sample, position = token_place(found.token, shards)
-        number = sample if sample_numbers is None else sample_numbers[sample]
-        message = f"{found.value} at sample {number}, position {position}{found.constraint}"
+    message = _invalid(named, mask, shards, sample_numbers)
     context = shards.context
     if context.cp_group is not None and context.cp_size > 1:
         failed = torch.tensor(float(message is not None), device=shards.device)
@@ -57,48 +49,48 @@ def check_tokens(
         raise error
 
 
-class _Bad(NamedTuple):
-    """The flat local index of a token, and what an error says before and after the place."""
-
-    token: int
-    value: str
-    constraint: str
-
-
-def _bad_value(fields: Mapping[str, Tensor | None], mask: Tensor) -> _Bad | None:
-    # NaN fails every comparison, so "not within bounds" also catches it.
-    bad = {
-        name: mask & ~(values.detach().abs() <= MAX_ABS_VALUE)
+def _invalid(
+    fields: Mapping[str, Tensor | None],
+    mask: Tensor,
+    shards: SequenceShards,
+    sample_numbers: Sequence[int] | None,
+) -> str | None:
+    """The message for the first unmasked value or log-ratio that is invalid, if there is one."""
+    cur = fields["cur_log_probs"]
+    assert cur is not None
+    checks = [
+        (
+            name,
+            values.detach(),
+            MAX_ABS_VALUE,
+            f", where the loss mask is 1; it must be finite and within +-{MAX_ABS_VALUE:g}. Mask "
+            f"the token or repair the source of {name}",
+        )
         for name, values in fields.items()
         if values is not None
-    }
-    if not bool(torch.stack([flags.any() for flags in bad.values()]).any()):
+    ]
+    checks += [
+        (
+            f"cur_log_probs - {name}",
+            cur.detach() - values,
+            MAX_ABS_LOG_RATIO,
+            f"; a log-ratio beyond +-{MAX_ABS_LOG_RATIO:g} is no mismatch: the log-probs are "
+            "misaligned or of another model. Check that both belong to the same token",
+        )
+        for name in ("log_probs", "rollout_log_probs")
+        if (values := fields[name]) is not None
+    ]
+    # NaN fails every comparison, so "not within bounds" also catches it.
+    bad = [mask & ~(values.abs() <= limit) for _, values, limit, _ in checks]
+    if not bool(torch.stack([flags.any() for flags in bad]).any()):  # waits for the device once
         return None
-    name, flags = next((name, flags) for name, flags in bad.items() if bool(flags.any()))
-    index, values = int(flags.nonzero()[0]), fields[name]
-    assert values is not None
-    return _Bad(
-        index,
-        f"{name} is {float(values.detach()[index])}",
-        f", where the loss mask is 1; it must be finite and within +-{MAX_ABS_VALUE:g}. Mask the "
-        f"token or repair the source of {name}",
-    )
-
-
-def _bad_log_ratio(fields: Mapping[str, Tensor | None], other: str, mask: Tensor) -> _Bad | None:
-    cur, values = fields["cur_log_probs"], fields[other]
-    if cur is None or values is None:
-        return None
-    difference = cur.detach() - values
-    flags = mask & (difference.abs() > MAX_ABS_LOG_RATIO)
-    if not bool(flags.any()):
-        return None
-    index = int(flags.nonzero()[0])
-    return _Bad(
-        index,
-        f"cur_log_probs - {other} is {float(difference[index]):.4g}",
-        f"; a log-ratio beyond +-{MAX_ABS_LOG_RATIO:g} is no mismatch: the log-probs are "
-        "misaligned or of another model. Check that both belong to the same token",
+    number = next(i for i, flags in enumerate(bad) if bool(flags.any()))
+    name, values, _, constraint = checks[number]
+    token = int(bad[number].nonzero()[0])
+    sample, position = token_place(token, shards)
+    sample = sample if sample_numbers is None else sample_numbers[sample]
+    return (
+        f"{name} is {float(values[token]):.6g} at sample {sample}, position {position}{constraint}"
     )
 
 

@@ -37,9 +37,8 @@ from plugin.megatron_backend.model.builder import (
 )
 from plugin.megatron_backend.model.device_settings import on_this_device
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.routing.microbatch_routes import MicrobatchRoutes, routes_of
-from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.routing.router_replay import RecordedRoutes, share_fingerprint
+from plugin.megatron_backend.routing.routes import MicrobatchRoutes, RoutedModel, routes_of
 from plugin.megatron_backend.step.batch_share import (
     BatchShare,
     cut_share,
@@ -52,6 +51,7 @@ from plugin.megatron_backend.step.preparation import PreparedMicrobatch, prepare
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.schedule import Pipeline, gather_responses
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
+from plugin.megatron_backend.step.token_budget import fitting_tokens, token_budget
 from plugin.ragged import Integers, Ragged, as_integers
 
 
@@ -107,6 +107,13 @@ class RankModel:
         check_loss(config)
         takes_separable_head(config, groups.tp_size)  # refuses what can never work
         self.chunks: list[Any] = list(build_model(hf_config, config, groups, seed=seed))
+        self.fitting_tokens: int | None = None
+        if config.max_tokens_per_gpu == "auto":
+            self.fitting_tokens = fitting_tokens(
+                self.chunks, hf_config, config, groups, self.device
+            )
+            budget = token_budget(self.fitting_tokens, self.device.type)
+            self.config = config = config.unchecked_copy(max_tokens_per_gpu=budget)
         self.optimizer: GuardedOptimizer | None = None
         if trainable:
             if config.lora_rank:

@@ -14,14 +14,14 @@ from plugin.batch_types import RolloutBatch
 from plugin.errors import BatchError, ReplayError
 from plugin.megatron_backend.lora.adapters import adapters_off
 from plugin.megatron_backend.rank_model import PreparedStep, RankModel
-from plugin.megatron_backend.routing.microbatch_routes import (
-    router_order,
-    token_places,
-)
 from plugin.megatron_backend.routing.router_replay import (
     LiveRoutes,
     RecordedRoutes,
     RouterReplaySession,
+)
+from plugin.megatron_backend.routing.routes import (
+    router_order,
+    token_places,
 )
 from plugin.megatron_backend.step.batch_share import (
     BatchShare,

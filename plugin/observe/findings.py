@@ -69,7 +69,8 @@ def bisect_command(config: JobConfig | None) -> str:
         words += ["--embedded-model", config.embedded_model]
     if config.train_dtype != "auto":
         words += ["--train-dtype", config.train_dtype]
-    words += ["--rollout-dtype", config.rollout_dtype]
+    if config.rollout_dtype != "auto":
+        words += ["--rollout-dtype", config.rollout_dtype]
     if config.rollout_quantization != "none":
         words += ["--rollout-quantization", config.rollout_quantization]
     return shlex.join(words)

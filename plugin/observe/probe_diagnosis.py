@@ -57,7 +57,7 @@ def limit_for(
 
     trainer: the dtype of its weights; on_gpu: where it computes; is_moe: whether it has experts
     """
-    engine = _engine_precision(config)
+    engine = _engine_precision(config, trainer)
     ours: Precision = "quantized" if config.fp8 is not None else trainer
     coarser = max(ours, engine, key=PRECISIONS.index)
     value = LIMITS[coarser]
@@ -72,14 +72,14 @@ def limit_for(
     return Limit(value, coarser, reason)
 
 
-def _engine_precision(config: JobConfig) -> Precision:
+def _engine_precision(config: JobConfig, trainer: DtypeName) -> Precision:
     """Servers elsewhere choose their dtype themselves, so the coarsest is assumed."""
     arguments = {**config.vllm_arguments(), **config.sglang_arguments()}
     quantizes = any("quantization" in name or name == "kv_cache_dtype" for name in arguments)
     unknown = config.engine_traits.asks_servers
     if unknown or quantizes or config.rollout_quantization != "none":
         return "quantized"
-    return config.rollout_dtype
+    return trainer if config.rollout_dtype == "auto" else config.rollout_dtype
 
 
 @dataclass(frozen=True)

@@ -124,12 +124,22 @@ def record_mismatch(
             "rollout_log_prob": rollout,
             **_advantage_sums(advantages, mask, removed),
         }
-        rows = _slice_rows(position, staleness, rollout)
-        _add_sums(table, "mismatch:sums", sums, mask, rows)
-        extremes = torch.stack((log_before, -log_before, after, -after), 1)
-        _raise_extremes(table, "mismatch:extremes", extremes, mask, rows)
-        _add_histogram(table, "mismatch:histogram", log_before, mask, rows)
-        _record_cur(table, mask, cur_log_probs, rollout_log_probs)
+        values = torch.where(mask[:, None], torch.stack(tuple(sums.values()), 1), 0.0)
+        ends = torch.stack((log_before, -log_before, after, -after), 1)
+        ends = torch.where(mask[:, None], ends, -torch.inf)
+        bins, ones = histogram_bin(log_before), mask.double()
+        size = len(SLICES) + 1  # the last row takes what has no slice
+        total, histogram = values.new_zeros(size, len(_SUMS)), ones.new_zeros(size * HISTOGRAM_BINS)
+        largest = ends.new_full((size, len(_EXTREMES)), -torch.inf)
+        for row in _slice_rows(position, staleness, rollout):
+            total.index_add_(0, row, values)
+            largest.scatter_reduce_(0, row[:, None].expand_as(ends), ends, reduce="amax")
+            histogram.index_add_(0, row * HISTOGRAM_BINS + bins, ones)
+        table.add("mismatch:sums", total[:-1])
+        table.maximum("mismatch:extremes", largest[:-1])
+        table.add("mismatch:histogram", histogram.view(-1, HISTOGRAM_BINS)[:-1])
+        if cur_log_probs is not None:
+            _record_cur(table, mask, cur_log_probs, rollout_log_probs)
 
 
 def summarize(table: StatisticsTable) -> dict[str, float]:
@@ -144,7 +154,10 @@ def summarize(table: StatisticsTable) -> dict[str, float]:
         if cells["count"] == 0:
             continue
         extreme = dict(zip(_EXTREMES, extremes[row].tolist(), strict=True))
-        values = _row_metrics(cells, extreme) | _percentiles(histogram[row])
+        values = _row_metrics(cells, extreme)
+        for percent in PERCENTILES:
+            log_r = histogram_percentile(histogram[row], percent)
+            values[f"ratio_p{percent:02d}"] = math.exp(log_r)
         metrics |= {f"mismatch/{label}{name}": value for name, value in values.items()}
     return metrics | _cur_metrics(table)
 
@@ -209,40 +222,7 @@ def _bin(values: Tensor, starts: tuple[float, ...]) -> Tensor:
     return torch.bucketize(values.double(), edges, right=True)
 
 
-def _add_sums(
-    table: StatisticsTable, name: str, sums: dict[str, Tensor], mask: Tensor, rows: Tensor
-) -> None:
-    values = torch.stack(tuple(sums.values()), 1)
-    values = torch.where(mask[:, None], values, 0.0)
-    cell = values.new_zeros(len(SLICES) + 1, values.shape[1])
-    for row in rows:
-        cell.index_add_(0, row, values)
-    table.add(name, cell[:-1])
-
-
-def _raise_extremes(
-    table: StatisticsTable, name: str, values: Tensor, mask: Tensor, rows: Tensor
-) -> None:
-    values = torch.where(mask[:, None], values, -torch.inf)
-    cell = values.new_full((len(SLICES) + 1, values.shape[1]), -torch.inf)
-    for row in rows:
-        cell.scatter_reduce_(0, row[:, None].expand_as(values), values, reduce="amax")
-    table.maximum(name, cell[:-1])
-
-
-def _add_histogram(
-    table: StatisticsTable, name: str, log_r: Tensor, mask: Tensor, rows: Tensor
-) -> None:
-    cell = log_r.new_zeros((len(SLICES) + 1) * HISTOGRAM_BINS)
-    bins, ones = histogram_bin(log_r), mask.double()
-    for row in rows:
-        cell.index_add_(0, row * HISTOGRAM_BINS + bins, ones)
-    table.add(name, cell.view(-1, HISTOGRAM_BINS)[:-1])
-
-
-def _record_cur(table: StatisticsTable, mask: Tensor, cur: Tensor | None, rollout: Tensor) -> None:
-    if cur is None:
-        return
+def _record_cur(table: StatisticsTable, mask: Tensor, cur: Tensor, rollout: Tensor) -> None:
     log_r = log_ratio(cur, rollout, mask).double()
     ratio = safe_exp(log_r)
     sums = (mask.double(), ratio, ratio.square(), k1(-log_r), k2(-log_r), k3(-log_r))
@@ -253,55 +233,56 @@ def _record_cur(table: StatisticsTable, mask: Tensor, cur: Tensor | None, rollou
     table.maximum("mismatch_cur:extremes", torch.cat((ends, empty)).amax(0))
 
 
+def _ratio_metrics(cells: dict[str, float], highest: float, lowest: float) -> dict[str, float]:
+    """How far a ratio is from 1; highest, lowest: its logarithm's extremes."""
+    count = cells["count"]
+    return {
+        "ratio_mean": cells["ratio"] / count,
+        "ratio_max": math.exp(min(highest, 700.0)),
+        "ratio_min": math.exp(min(lowest, 700.0)),
+        "ess_share": effective_sample_size(cells["ratio"], cells["ratio_squared"]) / count,
+        "chi2": cells["ratio_squared"] / count - 1,
+        **{name: cells[name] / count for name in ("k1", "k2", "k3")},
+    }
+
+
 def _row_metrics(cells: dict[str, float], extreme: dict[str, float]) -> dict[str, float]:
     count = cells["count"]
     mean = {name: value / count for name, value in cells.items()}
-    kept = count - cells["masked_low"] - cells["masked_high"]
     train_ppl, rollout_ppl = (
         math.exp(min(-mean[f"{which}_log_prob"], 80.0)) for which in ("train", "rollout")
     )
-    ratio_ess = effective_sample_size(cells["ratio"], cells["ratio_squared"])
     weight_ess = effective_sample_size(cells["weight"], cells["weight_squared"])
     return {
         "tokens": count,
-        "ratio_mean": mean["ratio"],
-        "ratio_max": _bounded_exp(extreme["log_ratio"]),
-        "ratio_min": _bounded_exp(-extreme["-log_ratio"]),
+        **_ratio_metrics(cells, extreme["log_ratio"], -extreme["-log_ratio"]),
         "weight_mean": mean["weight"],
         "weight_max": extreme["weight"],
         "weight_min": -extreme["-weight"],
-        "ess": ratio_ess,
-        "ess_share": ratio_ess / count,
+        "ess": effective_sample_size(cells["ratio"], cells["ratio_squared"]),
         "weight_ess": weight_ess,
         "weight_ess_share": weight_ess / count,
-        "chi2": mean["ratio_squared"] - 1,
-        "k1": mean["k1"],
-        "k2": mean["k2"],
-        "k3": mean["k3"],
         "abs_log_ratio": mean["abs_log_ratio"],
         "train_perplexity": train_ppl,
         "rollout_perplexity": rollout_ppl,
         "perplexity_gap": train_ppl - rollout_ppl,
-        "kept_share": kept / count,
+        "kept_share": (count - cells["masked_low"] - cells["masked_high"]) / count,
         **{
             f"{kind}_{side}_share": mean[f"{kind}_{side}"]
             for kind in ("masked", "clipped")
             for side in ("low", "high")
         },
-        "positive_advantage_removed": _share(
-            cells["positive_removed"], cells["positive_advantage"]
-        ),
-        "negative_advantage_removed": _share(
-            cells["negative_removed"], cells["negative_advantage"]
-        ),
+        **{
+            f"{sign}_advantage_removed": _share(
+                cells[f"{sign}_removed"], cells[f"{sign}_advantage"]
+            )
+            for sign in ("positive", "negative")
+        },
     }
 
 
-def _percentiles(counts: Tensor) -> dict[str, float]:
-    return {
-        f"ratio_p{percent:02d}": math.exp(histogram_percentile(counts, percent))
-        for percent in PERCENTILES
-    }
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
 
 
 def _cur_metrics(table: StatisticsTable) -> dict[str, float]:
@@ -311,20 +292,5 @@ def _cur_metrics(table: StatisticsTable) -> dict[str, float]:
     if cells["count"] == 0:
         return {}
     high, negative_low = table.maxima["mismatch_cur:extremes"].tolist()
-    metrics = {
-        "ratio_mean": cells["ratio"] / cells["count"],
-        "ratio_max": _bounded_exp(high),
-        "ratio_min": _bounded_exp(-negative_low),
-        "ess_share": effective_sample_size(cells["ratio"], cells["ratio_squared"]) / cells["count"],
-        "chi2": cells["ratio_squared"] / cells["count"] - 1,
-        **{name: cells[name] / cells["count"] for name in ("k1", "k2", "k3")},
-    }
+    metrics = _ratio_metrics(cells, high, -negative_low)
     return {f"mismatch/cur/{name}": value for name, value in metrics.items()}
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0
-
-
-def _bounded_exp(value: float) -> float:
-    return math.exp(min(value, 700.0))

@@ -9,7 +9,6 @@ collective.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -58,17 +57,23 @@ class StatisticsTable:
         for name, value in other.maxima.items():
             self.maximum(name, value)
 
+    def _cells(self) -> list[tuple[str, str, Tensor]]:
+        """Kind, name and values of every cell: sums first, each kind in the order of the names."""
+        return [
+            (kind, name, cells[name])
+            for kind, cells in (("sums", self.sums), ("maxima", self.maxima))
+            for name in sorted(cells)
+        ]
+
     def digest(self) -> int:
         """Hash names and shapes of the cells: equal on two ranks only if they hold the same."""
-        described = [(name, tuple(self._cell(name).shape)) for name in self._names()]
+        described = [(kind, name, tuple(cell.shape)) for kind, name, cell in self._cells()]
         return int.from_bytes(hashlib.sha256(repr(described).encode()).digest()[:6], "big")
 
     def packed(self) -> Tensor:
-        """All cells in one flat float64 tensor, in the order of their sorted names, sums first."""
-        cells = [self._cell(name).reshape(-1) for name in self._names()]
-        return (
-            torch.cat(cells) if cells else torch.zeros(0, dtype=torch.float64, device=self.device)
-        )
+        """All cells in one flat float64 tensor, in the order of `_cells`."""
+        none = torch.zeros(0, dtype=torch.float64, device=self.device)
+        return torch.cat([none, *(cell.reshape(-1) for _, _, cell in self._cells())])
 
     def reduced(self, group: dist.ProcessGroup | None) -> StatisticsTable:
         """Reduce over `group`: the same bits on each rank. All must hold the same cells."""
@@ -76,18 +81,14 @@ class StatisticsTable:
         if group is None or group.size() == 1:
             return self._from_rows(mine[None])
         if group.size() > GATHER_LIMIT:
-            return self._reduced_in_place(mine, group)
+            # Sums and maxima apart: two collectives of a size that does not grow with the ranks.
+            count = sum(cell.numel() for cell in self.sums.values())
+            dist.all_reduce(mine[:count], group=group)
+            dist.all_reduce(mine[count:], op=dist.ReduceOp.MAX, group=group)
+            return self._from_rows(mine[None])
         rows = mine.new_empty(group.size() * mine.numel())
         dist.all_gather_into_tensor(rows, mine, group=group)
         return self._from_rows(rows.view(group.size(), -1))
-
-    def _reduced_in_place(self, mine: Tensor, group: dist.ProcessGroup) -> StatisticsTable:
-        """Reduce sums and maxima apart: two collectives of a size that does not grow."""
-        count = sum(cell.numel() for cell in self.sums.values())
-        sums, maxima = mine[:count].clone(), mine[count:].clone()
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        return self._from_rows(torch.cat((sums, maxima))[None])
 
     def means(self) -> dict[str, float]:
         """Return pairs of `:sum` and `:count` as means, and scalar extremes; an empty mean is 0.
@@ -108,25 +109,13 @@ class StatisticsTable:
             values[f"{base}_{kind.lstrip('-')}"] = -float(value) if kind[0] == "-" else float(value)
         return values
 
-    def _names(self) -> list[str]:
-        return [f"+{name}" for name in sorted(self.sums)] + [
-            f"^{name}" for name in sorted(self.maxima)
-        ]
-
-    def _cell(self, prefixed: str) -> Tensor:
-        return (self.sums if prefixed[0] == "+" else self.maxima)[prefixed[1:]]
-
     def _from_rows(self, rows: Tensor) -> StatisticsTable:
+        """The table that packed tables [ranks, n] add up to."""
         table, offset = StatisticsTable("cpu"), 0
         rows = rows.cpu()
-        for name in self._names():
-            cell = self._cell(name)
+        for kind, name, cell in self._cells():
             block = rows[:, offset : offset + cell.numel()]
             offset += cell.numel()
-            combined = (block.sum(0) if name[0] == "+" else block.amax(0)).reshape(cell.shape)
-            (table.sums if name[0] == "+" else table.maxima)[name[1:]] = combined
+            combined = block.sum(0) if kind == "sums" else block.amax(0)
+            getattr(table, kind)[name] = combined.reshape(cell.shape)
         return table
-
-    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """The cells themselves, for writing to a file."""
-        return {"sums": dict(self.sums), "maxima": dict(self.maxima)}

@@ -51,7 +51,7 @@ class _Channel:
         self._backend = store.wait_for(lambda: _connect(connection, name, rank, size, store.group))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """From rank 0 into the tensors of all others; returns when all are there."""
+        """Broadcast from rank 0; returns when all tensors have arrived."""
         try:
             for work in self._begin(tensors):
                 self._store.wait_until(work.is_completed)
@@ -133,7 +133,7 @@ class BroadcastSender(Sender):
         self._channel.broadcast(self._pieces(bucket, specs))
 
     def _pieces(self, bucket: NamedTensors, specs: Sequence[TensorSpec]) -> list[Tensor]:
-        """What is broadcast of a bucket: its large tensors, and the small ones in one piece."""
+        """The tensors to broadcast for a bucket: large ones as they are, small ones coalesced."""
         small = _small_ones(specs, self.group)
         tensors = [tensor for _, tensor in bucket]
         pieces = [tensor for tensor, is_small in zip(tensors, small, strict=True) if not is_small]
@@ -154,7 +154,7 @@ class BroadcastSender(Sender):
 
 
 def _small_ones(specs: Sequence[TensorSpec], group: WeightGroup) -> list[bool]:
-    """Which tensors of a bucket travel together."""
+    """Which tensors of a bucket are coalesced."""
     return [group.coalesces and spec.nbytes < _SMALL_BYTES for spec in specs]
 
 

@@ -1,7 +1,7 @@
 """Versions of the weights as directories of safetensors files, for servers that share a disk.
 
 A tensor is a file that is named by the checksum of its content. A version is a directory of links
-to such files, so what has not changed since the version before is not written again.
+to such files, so tensors that have not changed are not written again.
 """
 
 from __future__ import annotations

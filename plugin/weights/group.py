@@ -123,13 +123,13 @@ class GroupStore:
         self.store = self.connection()
 
     def connection(self) -> dist.TCPStore:
-        """A further connection to the store; one of them serves one thread at a time."""
+        """Another connection to the store; each serves one thread at a time."""
         timeout = timedelta(seconds=min(self.group.timeout, _CONNECT_SECONDS))
         with _store_errors():
             return dist.TCPStore(self.group.host, self.group.port, is_master=False, timeout=timeout)
 
     def barrier(self, what: str, members: int = 1) -> None:
-        """Wait until all members of the group are here; the caller stands for `members` of them."""
+        """Wait until all members of the group are here; the caller counts as `members` of them."""
         key, everyone = f"{self.group.name}/{what}", self.group.senders + self.group.receivers
         with _store_errors():
             self.store.add(key, members)
@@ -145,7 +145,7 @@ class GroupStore:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     def wait_for(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which blocks; after an abort a thread goes on with it unseen."""
+        """The result of blocking `work`; after an abort its thread is abandoned."""
         result: Future[T] = Future()
 
         def run() -> None:
@@ -203,12 +203,12 @@ class GroupStore:
             number += 1
 
     def ack(self, version: int, sender: int, number: int) -> None:
-        """Acknowledge a bucket: this receiver has let its memory go."""
+        """Acknowledge a bucket: this receiver no longer uses its memory."""
         with _store_errors():
             self.store.add(f"{self._key(version, sender, number)}/acks", 1)
 
     def wait_for_acks(self, version: int, sender: int, number: int, receivers: int) -> None:
-        """Wait until so many receivers have acknowledged a bucket."""
+        """Wait until `receivers` receivers have acknowledged a bucket."""
         key = f"{self._key(version, sender, number)}/acks"
         self.wait_until(lambda: self.store.add(key, 0) >= receivers)
         with _store_errors():
@@ -323,7 +323,7 @@ class Sender(_Member):
         """Announce a bucket as message `number` and get it to the receivers."""
 
     def _end_version(self) -> None:
-        """Give up what was needed to send a version, whole or not."""
+        """Free what sending a version needed, complete or not."""
 
 
 class Receiver(_Member):
@@ -335,7 +335,7 @@ class Receiver(_Member):
 
 
 class Membership:
-    """The sender or receiver of a process: kept from version to version, made anew for a new group.
+    """The sender or receiver of a process, kept between versions and replaced for a new group.
 
     After an error it has left its group.
     """

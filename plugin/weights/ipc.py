@@ -38,7 +38,7 @@ _FILE = "megatron-tis-weights-"
 
 
 def device_id() -> str:
-    """What processes have in common that can read each other's memory.
+    """An id shared by processes that can read each other's memory.
 
     That is a GPU; on CPU a running kernel and its process numbers, which a container may have of
     its own.
@@ -69,7 +69,7 @@ class IpcBuffer:
         self.handle = [os.getpid(), self._file, name]
 
     def close(self) -> None:
-        """Give the memory up; on CPU those who have opened it keep it until they let it go."""
+        """Free the memory; on CPU processes that have it open keep it until they close it."""
         del self.tensor
         if self._file is not None:
             os.close(self._file)
@@ -80,7 +80,7 @@ class IpcBuffer:
 
     @staticmethod
     def open(handle: list[Any]) -> Tensor:
-        """The bytes behind a handle; on CPU the owner does not see changes of them."""
+        """The bytes behind a handle; on CPU changes are private to this process."""
         if torch.cuda.is_available():
             _, memory, size, offset, counter, counter_offset, event, sync = handle
             storage = torch.UntypedStorage._new_shared_cuda(

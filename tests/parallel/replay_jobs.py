@@ -14,8 +14,7 @@ from plugin.config import TrainerConfig
 from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing import router_replay
-from plugin.megatron_backend.routing.microbatch_routes import router_order
-from plugin.megatron_backend.routing.routed_model import RoutedModel
+from plugin.megatron_backend.routing.routes import RoutedModel, router_order
 from plugin.megatron_backend.step import batch_share as share_module
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.trainer import MegatronTrainer

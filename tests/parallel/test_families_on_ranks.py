@@ -22,9 +22,8 @@ from plugin.megatron_backend.model.families import FAMILIES
 from plugin.megatron_backend.model.family_layers import layer_spec
 from plugin.megatron_backend.model.layout_rules import check_model
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.routing.microbatch_routes import MicrobatchRoutes
-from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.routing.router_replay import RouterReplaySession
+from plugin.megatron_backend.routing.routes import MicrobatchRoutes, RoutedModel
 from plugin.megatron_backend.trainer import MegatronTrainer
 from tests.parallel import family_table
 from tests.parallel.schedule_runs import forward_log_probs, loaded_model, train_one_step

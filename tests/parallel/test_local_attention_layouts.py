@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.errors import BatchError, ConfigError
-from plugin.megatron_backend.model.local_layers import PackedLayout
+from plugin.megatron_backend.model.packed_attention import PackedLayout
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.sharding.zigzag import local_positions
 from tests.parallel.rank_pool import RankError

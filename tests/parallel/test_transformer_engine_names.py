@@ -23,7 +23,7 @@ from plugin.megatron_backend.hf_weights.export import export_hf_weights
 from plugin.megatron_backend.hf_weights.loading import load_hf_weights
 from plugin.megatron_backend.model.builder import build_model
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.routing.routed_model import RoutedModel
+from plugin.megatron_backend.routing.routes import RoutedModel
 from tests.parallel import tiny_models
 from tests.parallel.training_jobs import RunRanks
 

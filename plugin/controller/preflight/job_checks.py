@@ -193,7 +193,7 @@ def _check_answer_size(config: JobConfig, policy: ModelSource) -> None:
     if not (config.server_dialect is not None and config.wants_rollout_routes):
         return
     shape = RouteShape.of(policy.hf_config)
-    tokens = config.max_context_length or config.max_prompt_length + config.max_response_length
+    tokens = config.longest_sample
     tokens = min(tokens, int(policy.hf_config.get("max_position_embeddings") or tokens))
     # SGLang sends int32 for every layer, vLLM at least a byte for every MoE layer; both in base64.
     sglang = config.server_dialect == "sglang"

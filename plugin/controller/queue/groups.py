@@ -90,7 +90,7 @@ class GroupScoring:
         return bool(self._open)
 
     def begin(self, group: Group) -> bool:
-        """Have the responses scored that carry no reward yet; whether there are any."""
+        """Submit the responses without a reward; returns whether there are any."""
         rollouts, prompt = group.rollouts, group.attempt.prompt
         assert prompt is not None
         for i in range(group.place.start, group.place.stop):
@@ -102,7 +102,7 @@ class GroupScoring:
         return group.unscored > 0
 
     def finished(self, wait_seconds: float) -> list[Group]:
-        """The groups of which every response has been scored since the last call, or has failed."""
+        """Groups whose last response was scored, or failed, since the last call."""
         done: list[Group] = []
         for ticket, score in self._scorer.finished(wait_seconds=wait_seconds):
             if ticket not in self._open:  # from before a restart

@@ -36,7 +36,7 @@ from plugin.errors import BatchError, EngineError
 from plugin.rewards.scorers import DriverScorer, Scorer
 from plugin.tasks.protocol import Task, checked_prompt
 
-#: Responses that wait at an engine besides those that fit into its batch, in batches.
+#: Batches of responses that may wait at an engine in addition to the one it generates.
 _BATCHES_AHEAD = 1
 _POLL_SECONDS = 1.0
 #: While responses are being scored: their results do not arrive through the engines.
@@ -63,7 +63,7 @@ class QueueCounts:
     """Prompts issued, trained on and dropped; at any time issued = taken + dropped + under way.
 
     resampled: groups sampled again because a response or its reward failed
-    failed_rewards: groups of which a reward failed
+    failed_rewards: groups in which a reward failed
     resent: groups sent again because an engine died
     surplus: groups of an over-sampled round that were not needed; their prompts are issued again
     kept_uniform: groups without a spread of rewards that were taken at the limit of refills
@@ -143,7 +143,7 @@ class RolloutQueue:
         return batch
 
     def take_all(self, groups: int) -> list[Group]:
-        """The next so many prompts' groups, in order; one that keeps failing is left out.
+        """The groups of the next `groups` prompts, in order; one that keeps failing is left out.
 
         For a queue of its own that is used once: nothing else is issued, before or after.
         """
@@ -215,7 +215,7 @@ class RolloutQueue:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go back to `state`: sample anew what was under way then, forget what came later."""
+        """Go back to `state`: resample what was in flight then, drop everything later."""
         self.counts = QueueCounts(**state["counts"])
         self._waiting = deque(Attempt(*pending) for pending in state["pending"])
         self._ready.clear()
@@ -235,7 +235,7 @@ class RolloutQueue:
         return self.config.staleness_limit == 0
 
     def _round_is_open(self) -> bool:
-        """Whether groups that the batch may need, or that a refill depends on, are still out."""
+        """Whether groups are still out that the batch or a refill may need."""
         if not self._in_rounds:
             return False
         out = self._in_flight or self._waiting or self._scoring
@@ -316,7 +316,7 @@ class RolloutQueue:
                     self._add_ready(group)
 
     def _accept(self, answer: Rollouts) -> None:
-        """Have the responses scored that carry no reward yet."""
+        """Submit the responses without a reward for scoring."""
         # Arrays of another process are read-only, and rewards are filled in here.
         answer = replace(answer, rewards=answer.rewards.copy())
         starts = np.flatnonzero(np.diff(answer.groups, prepend=-1))
@@ -349,7 +349,7 @@ class RolloutQueue:
             self._ready = deque(g for g in self._ready if g.index not in set(dropped))
 
     def _count_failed_reward(self, error: str) -> None:
-        """Raise if as many groups as a batch has, and 8 at least, failed with none between them."""
+        """Raise after max(8, batch size) failed groups in a row."""
         self.counts.failed_rewards += 1
         self._reward_errors.append(error)
         if len(self._reward_errors) >= max(8, self.config.rollout_batch_size):

@@ -1,4 +1,4 @@
-"""What a server's answer must look like before a token of it is trained on."""
+"""Parses and checks servers' answers; nothing is trained on that fails here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NPY_HEADERS = {
 
 
 class MalformedAnswer(EngineError):
-    """An answer that came in time and cannot be used; says what was wrong with it."""
+    """An answer that arrived but cannot be used; the message says why."""
 
 
 class WrongLogProbs(MalformedAnswer):
@@ -114,7 +114,7 @@ def kept_rows(value: Any, tokens: Tensor, vocab_size: int) -> Ragged:
 def finish_reason(
     value: Any, tokens: Tensor, parameters: SamplingParameters, *, interrupts: bool
 ) -> FinishReason:
-    """`stop` or `length`, if the tokens bear it out; `abort` where new weights may interrupt."""
+    """`stop` or `length`, if consistent with the tokens; `abort` where `interrupts`."""
     max_tokens = parameters.max_response_length
     stops = torch.isin(tokens, torch.tensor(parameters.stop_token_ids, dtype=torch.int64))
     if bool(stops[:-1].any()):

@@ -27,7 +27,7 @@ from plugin.weights.group import TensorSpec, WeightGroup
 
 @dataclass(frozen=True)
 class ResponseShape:
-    """What a response must fit besides the sampling parameters.
+    """What a response is checked against, in addition to the sampling parameters.
 
     max_model_len: tokens of prompt and response together
     interrupts: whether a response that new weights cut short is an answer

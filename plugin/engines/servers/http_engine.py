@@ -134,7 +134,7 @@ class HttpEngine(GeneratesBySteps):
         self._running += len(request.seeds)
 
     def step(self) -> list[Finished]:
-        """Wait a moment for responses; those that are complete."""
+        """Wait briefly for responses; returns those that are complete."""
         if not self._interrupts or self._weights.version == NO_WEIGHTS:
             self._weights.require_complete(self._name)
         try:
@@ -172,7 +172,7 @@ class HttpEngine(GeneratesBySteps):
         return self._events.run_until_complete(ask_all())
 
     def awaits_probe(self) -> bool:
-        """Whether a server came back without weights, and has shown nothing since it got them."""
+        """Whether a server that came back got weights again and has not been probed since."""
         return any(server.reloaded for server in self.pool.in_service)
 
     def abort(self) -> None:

@@ -34,9 +34,9 @@ Place = TypeVar("Place", bound=Hashable)
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
-    """One address and how it has been doing.
+    """One server and its state.
 
     failed_calls: of all, with bad answers
     troubles: failures in a row, where those of calls that began before the last one was known count
@@ -142,9 +142,7 @@ class ServerPool:
         """
         candidates = [s for s in self.in_service if only is None or s is only]
         others = [server for server in candidates if server is not avoid] or candidates
-        by_url = {server.url: server for server in others}
-        url = self._router.choose(prefix, {url: s.in_flight for url, s in by_url.items()})
-        return None if url is None else by_url[url]
+        return self._router.choose(prefix, {server: server.in_flight for server in others})
 
     async def ask(
         self,
@@ -154,7 +152,7 @@ class ServerPool:
         retries: int,
         backoff: float,
     ) -> T:
-        """What `call` gets of a server, made again after trouble, or the last `FailedCall`.
+        """The result of `call`, retried after a failure; raises the last `FailedCall`.
 
         call: returns None, or raises `WeightsChanged`, if it is to be made again at no cost
         choose: the server to ask next; is given the one that failed last
@@ -214,18 +212,18 @@ class ServerPool:
             self.take_out(server, reason)
 
     def take_out(self, server: Server, reason: str) -> None:
-        """Send it no more requests until a probe finds it well."""
+        """Send it no requests until a probe succeeds."""
         if server.out_because is None:
             self.times_out += 1
             server.probe_delay = _FIRST_PROBE_SECONDS
             now = time.strftime("%X")
             _LOG.warning("%s %s is out of service at %s: %s", self._what, server.url, now, reason)
-            self._router.forget(server.url)
+            self._router.forget(server)
         server.out_because = reason
         self.postpone_probe(server)
 
     def postpone_probe(self, server: Server) -> None:
-        """Look for an answer later; the reason why it is out of service stays."""
+        """Probe it later; the reason why it is out of service stays."""
         server.probe_at = time.monotonic() + server.probe_delay
         server.probe_delay = min(2 * server.probe_delay, _LAST_PROBE_SECONDS)
 

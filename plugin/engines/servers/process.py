@@ -32,7 +32,7 @@ class ServerEnded(RuntimeError):
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens at now."""
+    """A free port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -105,7 +105,7 @@ class ServerProcess:
             raise ServerEnded(f"the server {self._reason or 'was ended'}; {self._cause()}")
 
     def _has_ended(self, seconds: float = 0.0) -> bool:
-        """Whether the server and its guard have ended, after so many seconds at most."""
+        """Whether the server and its guard have ended; waits up to `seconds` for it."""
         with self._reading:
             if not self._over and select.select([self._status], [], [], seconds)[0]:
                 code = self._status.readline().strip()
@@ -127,7 +127,7 @@ class ServerProcess:
             self._watcher.join()
 
     def _watch(self) -> None:
-        """Give up a server that is silent for too long, so that nobody waits for its answers."""
+        """End a server that is silent for too long, so that nobody waits for its answers."""
         heard = time.monotonic()
         while not self._closing.wait(_POLL_SECONDS) and not self._has_ended():
             if self._is_healthy():
@@ -145,7 +145,7 @@ class ServerProcess:
             return False
 
     def _cause(self) -> str:
-        """The last exception in the log that is not about another one, or the log's end."""
+        """The last exception in the log that does not refer to another one, or the log's end."""
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
         # A process that lost its worker says so after the worker's own exception.
         found = [line for line in _EXCEPTION.findall(text) if "root cause" not in line]

@@ -3,7 +3,7 @@
 A response is believed if its tokens and log-probs are complete and the server confirms that it
 still has the weights it was given. Everything else is asked for again and finally becomes a
 `GenerationFailure`. New weights may cut a response into pieces: the rest is asked for with the
-prompt and what was sampled so far, read anew with the new weights.
+prompt and what was sampled so far, prefilled again with the new weights.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ServerResponses:
     ) -> None:
         """Ask for the responses to one prompt; when one has finally failed, cancel the others.
 
-        take: is given every response as it is complete
+        take: called with every response when it is complete
         only: the one server that is asked; None = any
         """
         longest = self._dialect.shape.max_model_len
@@ -126,7 +126,7 @@ class ServerResponses:
         parameters: SamplingParameters,
         only: Server | None,
     ) -> Answer:
-        """One response, after as many attempts as it takes and is allowed.
+        """One response, with retries.
 
         New weights may cut it into pieces; those cost no attempt.
         """
@@ -167,7 +167,7 @@ class ServerResponses:
         request: GenerationRequest,
         parameters: SamplingParameters,
     ) -> Generation:
-        """Ask, parse, and have the weights confirmed afterwards.
+        """Request a response, parse it, and then have the server confirm its weights.
 
         A label is lost with the weights and only this object gives it, so a server that has it
         after the response, or right before an update that came after it, had it during the

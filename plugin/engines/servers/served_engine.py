@@ -22,6 +22,7 @@ import torch
 
 import plugin
 from plugin.config import JobConfig
+from plugin.config.device_defaults import engine_dtype
 from plugin.engines.choice import with_architecture
 from plugin.engines.protocol import (
     Answer,
@@ -63,7 +64,7 @@ def sglang_command(config: JobConfig, model: str, port: int, max_model_len: int)
         "host": "127.0.0.1",
         "port": port,
         "tp_size": config.rollout_num_gpus_per_engine,
-        "dtype": config.rollout_dtype,
+        "dtype": engine_dtype(config, cuda=torch.cuda.is_available()),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "random_seed": config.seed,
@@ -80,9 +81,10 @@ def sglang_command(config: JobConfig, model: str, port: int, max_model_len: int)
 
 
 def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -> ServerCommand:
-    """A vLLM server in the same way, in the development mode that weight updates need."""
+    """A vLLM server like that, in the development mode that weight updates need."""
     size = config.rollout_num_gpus_per_engine
-    dtype, max_batch = config.rollout_dtype, config.rollout_max_batch
+    dtype = engine_dtype(config, cuda=torch.cuda.is_available())
+    max_batch = config.rollout_max_batch
     given = config.vllm_arguments()
     if not torch.cuda.is_available():
         hf_config = json.loads((Path(model) / "config.json").read_text())

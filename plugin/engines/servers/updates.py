@@ -37,7 +37,7 @@ def version_of(label: str) -> int:
 
 
 class ServerMember:
-    """Stands for the workers of servers in a group; no weights come through this process."""
+    """Represents the servers' workers in a group; no weights pass through this process."""
 
     def __init__(self, group: WeightGroup) -> None:
         self.group, self.store, self.joined = group, GroupStore(group), False
@@ -257,7 +257,7 @@ class ServerUpdates:
 
     @contextlib.asynccontextmanager
     async def _changing(self, session: ServerSession, server: Server) -> AsyncIterator[None]:
-        """Keep requests, and other threads that update or revive, from a server inside.
+        """Lock a server against requests, and against updates by other threads.
 
         Where weights interrupt responses, the server first confirms which ones these come from; if
         it does not, they are thrown away.

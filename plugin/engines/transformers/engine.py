@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
+from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
 from plugin.engines.choice import check_engine_model
 from plugin.engines.protocol import (
@@ -47,7 +48,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> T
     check_engine_model(config, hf_config)
     return TransformersEngine(
         hf_config,
-        dtype=config.rollout_dtype,
+        dtype=engine_dtype(config, cuda=torch.cuda.is_available()),
         quantization=config.rollout_quantization,
         max_batch=config.rollout_max_batch,
         interrupts=config.partial_rollout_mode if config.partial_rollouts else None,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import JobConfig
+from plugin.config.device_defaults import engine_dtype
 from plugin.config.engines import ENGINES
 from plugin.engines.expert_routes import RouteShape, complete_routes
 from plugin.engines.protocol import (
@@ -87,8 +88,9 @@ class VllmEngine(GeneratesBySteps):
         self._awake: set[EnginePart] = {"weights", "cache"}
         if self._gives_memory:
             further["enable_sleep_mode"] = True
+        dtype = engine_dtype(config, cuda=torch.cuda.is_available())
         self._llm = build_llm(
-            *(hf_config, config.rollout_dtype, self._max_batch, self._max_model_len, further),
+            *(hf_config, dtype, self._max_batch, self._max_model_len, further),
             one_machine=config.address is None,
         )
         if self._interrupts:

@@ -177,7 +177,7 @@ def head_size(hf_config: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """The rank of all adapters, and the alpha of which alpha / rank is their scale."""
+    """Rank and alpha of all adapters; their scale is alpha / rank."""
 
     rank: int
     alpha: float

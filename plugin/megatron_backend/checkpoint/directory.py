@@ -44,6 +44,9 @@ BEST = "best"
 INCOMPLETE = ".incomplete"
 SET_ASIDE = ".set_aside"
 
+#: What to do about a checkpoint that cannot be used.
+USE_ANOTHER = "resume from another, --resume-from step_<number>"
+
 _STEP_NAME = re.compile(r"step_(\d{7,})")
 _BLOCK = 1 << 22
 
@@ -105,13 +108,9 @@ def publish(incomplete: Path) -> Path:
         os.rename(final, replaced)
     os.rename(incomplete, final)
     _sync(final.parent)
-    _mark_latest(final)
+    _mark(final, LATEST_FILE)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
-
-
-def _mark_latest(final: Path) -> None:
-    _mark(final, LATEST_FILE)
 
 
 def mark_best(checkpoint: Path) -> None:
@@ -183,7 +182,7 @@ def step_of(checkpoint: Path) -> int:
 
 def set_aside_later(chosen: Path) -> list[Path]:
     """Rename the checkpoints after `chosen`, which becomes the latest; returns the new names."""
-    _mark_latest(chosen)
+    _mark(chosen, LATEST_FILE)
     aside = []
     for path in complete_checkpoints(chosen.parent):
         if step_of(path) > step_of(chosen):
@@ -286,17 +285,13 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} has no {path.name}, so it is not a checkpoint of this software, or "
-            "files were removed; resume from another, --resume-from step_<number>"
+            f"files were removed; {USE_ANOTHER}"
         ) from None
     except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not valid JSON ({error}); resume from another, --resume-from step_<number>"
-        ) from None
+        raise CheckpointError(f"{path} is not valid JSON ({error}); {USE_ANOTHER}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path} holds a {type(content).__name__} instead of an object; "
-            "resume from another, --resume-from step_<number>"
-        )
+        kind = type(content).__name__
+        raise CheckpointError(f"{path} holds a {kind} instead of an object; {USE_ANOTHER}")
     return content
 
 
@@ -331,23 +326,22 @@ def read_metadata(directory: Path) -> CheckpointMetadata:
         differing = reprlib.repr(sorted(set(content) ^ expected))
         raise CheckpointError(
             f"{path} should have exactly the keys {sorted(expected)} but differs in {differing}; "
-            "resume from another, --resume-from step_<number>"
+            f"{USE_ANOTHER}"
         )
     metadata = CheckpointMetadata(**content)
     for entry in fields(CheckpointMetadata):
         value = getattr(metadata, entry.name)
         if not _VALID[str(entry.type)](value):
             raise CheckpointError(
-                f"{path} has {entry.name} {reprlib.repr(value)}; expected {entry.type}; resume "
-                "from another, --resume-from step_<number>"
+                f"{path} has {entry.name} {reprlib.repr(value)}; expected {entry.type}; "
+                f"{USE_ANOTHER}"
             )
     strange = [name for name, seal in metadata.files.items() if not _is_seal(name, seal)]
     if strange:
         raise CheckpointError(
             f"{path} has among its files {reprlib.repr(strange[0])}: "
             f"{reprlib.repr(metadata.files[strange[0]])}; expected the path of a file in the "
-            "checkpoint with its size and checksum; resume from another, --resume-from "
-            "step_<number>"
+            f"checkpoint with its size and checksum; {USE_ANOTHER}"
         )
     return metadata
 
@@ -419,8 +413,7 @@ def check_files(directory: Path, recorded: Mapping[str, list[int]], names: Itera
         else:
             continue
         raise CheckpointError(
-            f"{path} {problem}, so the checkpoint cannot be used; copy it again or resume from "
-            "another, --resume-from step_<number>"
+            f"{path} {problem}, so the checkpoint cannot be used; copy it again or {USE_ANOTHER}"
         )
 
 

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from plugin.errors import CheckpointError
 from plugin.megatron_backend.checkpoint import directory as directories
-from plugin.megatron_backend.checkpoint.directory import CheckpointMetadata
+from plugin.megatron_backend.checkpoint.directory import USE_ANOTHER, CheckpointMetadata
 from plugin.megatron_backend.checkpoint.rng_state import reseed, rng_state, set_rng_state
 from plugin.megatron_backend.checkpoint.sharded_state import (
     adapter_record,
@@ -265,8 +265,7 @@ def load_checkpoint(
     groups, chosen = parts.groups, Path()
     errors = _CheckpointErrors(
         parts.device,
-        "load it with the model it was saved from, or resume from another, "
-        "--resume-from step_<number>",
+        f"load it with the model it was saved from, or {USE_ANOTHER}",
     )
     with errors.collecting():
         if groups.rank == 0:
@@ -312,8 +311,7 @@ def _check_fits(directory: Path, metadata: CheckpointMetadata, parts: TrainerPar
         )
     if parts.optimizer is not None and metadata.optimizer_step is None:
         raise CheckpointError(
-            f"{directory} was saved without an optimizer, and this trainer has one; resume from "
-            "another, --resume-from step_<number>"
+            f"{directory} was saved without an optimizer, and this trainer has one; {USE_ANOTHER}"
         )
 
 
@@ -363,8 +361,7 @@ def check_index(directory: Path) -> None:
     except (OSError, pickle.UnpicklingError, EOFError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             f"the index of {directory} cannot be read safely: {error}; it is corrupt or was not "
-            "written by this software, so do not load it; resume from another, "
-            "--resume-from step_<number>"
+            f"written by this software, so do not load it; {USE_ANOTHER}"
         ) from None
     if not isinstance(index, Metadata):
         raise CheckpointError(f"{path} holds a {type(index).__name__} instead of torch's index")

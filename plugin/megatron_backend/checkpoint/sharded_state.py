@@ -32,12 +32,10 @@ from megatron.core.utils import (
 from torch import Tensor, nn
 
 from plugin.errors import CheckpointError
-from plugin.megatron_backend.hf_weights.bridge import canonical_name
+from plugin.megatron_backend.hf_weights.bridge import VOCABULARY, canonical_tensors
 from plugin.megatron_backend.lora.adapters import lora_settings, low_ranks
 from plugin.megatron_backend.model.builder import (
-    first_expert,
     gather_updated_weights,
-    model_tensors,
     real_vocab_rows,
     unwrap,
 )
@@ -260,16 +258,13 @@ def base_fingerprint(chunks: Sequence[nn.Module], groups: ParallelGroups) -> str
     changed weight changes it. Weights that several ranks hold are counted on one of them.
     """
     total = 0
-    for model in map(unwrap, chunks):
-        for name, tensor in model_tensors(model):
-            canonical = canonical_name(name, model, first_expert(model, groups))
-            tied = canonical == "output_layer.weight" and model.hf_config.tie_word_embeddings
-            if not tied and _counts(canonical, tensor, groups):
-                vocab_size = model.hf_config.vocab_size
-                if canonical in ("embedding.word_embeddings.weight", "output_layer.weight"):
-                    tensor = tensor[: real_vocab_rows(vocab_size, groups.tp_size, groups.tp_rank)]
-                bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
-                total += zlib.crc32(canonical.encode()) * int(bits.sum(dtype=torch.int64))
+    for name, tensor, model in canonical_tensors(chunks, groups):
+        if _counts(name, tensor, groups):
+            if name in VOCABULARY:
+                size = model.hf_config.vocab_size
+                tensor = tensor[: real_vocab_rows(size, groups.tp_size, groups.tp_rank)]
+            bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()])
+            total += zlib.crc32(name.encode()) * int(bits.sum(dtype=torch.int64))
     device = next(chunks[0].parameters()).device
     whole = torch.tensor(total % _MODULUS, dtype=torch.int64, device=device)
     dist.all_reduce(whole)

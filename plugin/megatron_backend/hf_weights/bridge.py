@@ -15,15 +15,22 @@ import copy
 import importlib.util
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from plugin.config.import_paths import load_function
 from plugin.errors import ConfigError
-from plugin.megatron_backend.model.builder import padded_vocab_size
+from plugin.megatron_backend.model.builder import (
+    first_expert,
+    model_tensors,
+    padded_vocab_size,
+    unwrap,
+)
 from plugin.megatron_backend.model.families import FAMILIES
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 
@@ -105,6 +112,8 @@ _LATENT_NORMS = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
+#: Parameters that are cut by token.
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 #: The layer that a parameter belongs to.
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
@@ -134,3 +143,19 @@ def canonical_name(name: str, model: Any, first_expert: int) -> str:
         number = first_expert + int(expert.group(3))
         rest = f"mlp.experts.{expert.group(1)}.{expert.group(2)}{number}"
     return f"decoder.layers.{layer.layer_number - 1}.{rest}"
+
+
+def canonical_tensors(
+    chunks: Iterable[Any], groups: ParallelGroups, *, as_first_rank: bool = False
+) -> Iterator[tuple[str, Tensor, Any]]:
+    """Canonical name, tensor and model of what this rank holds; without a tied LM head.
+
+    as_first_rank: experts are numbered as on expert rank 0, so that all expert ranks agree
+    """
+    for model in map(unwrap, chunks):
+        tied = model.hf_config.tie_word_embeddings
+        for name, tensor in model_tensors(model):
+            first = 0 if as_first_rank else first_expert(model, groups)
+            canonical = canonical_name(name, model, first)
+            if not (tied and canonical == "output_layer.weight"):
+                yield canonical, tensor, model

@@ -16,15 +16,13 @@ from torch import Tensor
 from plugin.megatron_backend.hf_weights.bridge import (
     GROUPED_EXPERT,
     LAYER,
-    canonical_name,
+    canonical_tensors,
     weight_bridge,
 )
 from plugin.megatron_backend.hf_weights.expert_tensors import joined_experts
 from plugin.megatron_backend.model.builder import (
     experts_per_rank,
-    first_expert,
     gather_updated_weights,
-    model_tensors,
     unwrap,
 )
 from plugin.megatron_backend.model.families import FAMILIES
@@ -51,12 +49,10 @@ def export_hf_weights(
 
 def _export(models: Sequence[Any], groups: ParallelGroups) -> Iterator[tuple[str, Tensor]]:
     bridge = weight_bridge(models[0], groups)
-    local: dict[Entry, Tensor] = {}
-    for model in models:
-        for name, parameter in model_tensors(model):
-            canonical = canonical_name(name, model, first_expert=0)
-            if canonical != "output_layer.weight" or not model.hf_config.tie_word_embeddings:
-                local[entry_of(canonical, parameter, groups)] = parameter
+    local = {
+        entry_of(name, parameter, groups): parameter
+        for name, parameter, _ in canonical_tensors(models, groups, as_first_rank=True)
+    }
     stages: dict[int, Any] = {groups.pp_rank: list(local)}
     if groups.pp_size > 1:
         gathered: list[Any] = [None] * groups.pp_size
@@ -126,19 +122,15 @@ def _rounds(
     """
     held: list[tuple[str, Tensor]] = []
     size, last = 0, None
-    for model in models:
-        for name, parameter in model_tensors(model):
-            canonical = canonical_name(name, model, first_expert(model, groups))
-            if canonical == "output_layer.weight" and model.hf_config.tie_word_embeddings:
-                continue
-            match = LAYER.match(canonical)
-            layer = match and match.group(1)
-            if held and layer != last and groups.ep_size > 1 and size >= round_bytes:
-                yield held
-                held, size = [], 0
-            held.append((canonical, parameter))
-            copies = groups.ep_size if GROUPED_EXPERT.search(canonical) else groups.tp_size
-            size, last = size + parameter.nbytes * copies, layer
+    for name, parameter, _ in canonical_tensors(models, groups):
+        match = LAYER.match(name)
+        layer = match and match.group(1)
+        if held and layer != last and groups.ep_size > 1 and size >= round_bytes:
+            yield held
+            held, size = [], 0
+        held.append((name, parameter))
+        copies = groups.ep_size if GROUPED_EXPERT.search(name) else groups.tp_size
+        size, last = size + parameter.nbytes * copies, layer
     if held:
         yield held
 

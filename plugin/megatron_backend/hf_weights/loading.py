@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from plugin.errors import WeightError
-from plugin.megatron_backend.hf_weights.bridge import GROUPED_EXPERT, canonical_name, weight_bridge
+from plugin.megatron_backend.hf_weights.bridge import (
+    GROUPED_EXPERT,
+    VOCABULARY,
+    canonical_name,
+    canonical_tensors,
+    weight_bridge,
+)
 from plugin.megatron_backend.hf_weights.expert_tensors import ExpertsByNumber, split_by_expert
 from plugin.megatron_backend.hf_weights.export import entry_of
 from plugin.megatron_backend.hf_weights.files import HfDirectory
@@ -124,9 +130,6 @@ def local_shard(
     ) from cause
 
 
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-
-
 def weight_sources(
     chunks: Sequence[torch.nn.Module],
     groups: ParallelGroups,
@@ -165,14 +168,9 @@ def checkpoint_tensors(hf_config: Any) -> Mapping[str, Tensor]:
 def whole_parameters(chunks: Sequence[torch.nn.Module], groups: ParallelGroups) -> int:
     """Numbers of this stage's parameters over all its ranks: no copies, no vocabulary padding."""
     total = 0
-    for model in (unwrap(chunk) for chunk in chunks):
-        tied = bool(model.hf_config.tie_word_embeddings)
-        for name, parameter in model_tensors(model):
-            canonical = canonical_name(name, model, first_expert=0)
-            if canonical == "output_layer.weight" and tied:
-                continue  # the embedding once more, on the last of several stages
-            shape: list[Any] = list(entry_of(canonical, parameter, groups).whole_shape)
-            if canonical in _VOCABULARY:
-                shape[0] = model.hf_config.vocab_size
-            total += math.prod(shape)
+    for name, parameter, model in canonical_tensors(chunks, groups, as_first_rank=True):
+        shape = list(entry_of(name, parameter, groups).whole_shape)
+        if name in VOCABULARY:
+            shape[0] = model.hf_config.vocab_size
+        total += math.prod(shape)
     return total

@@ -85,8 +85,8 @@ def set_cuda_environment(config: TrainerConfig) -> None:
 def warn_of_local_layers() -> None:
     """Say what a CUDA run without Transformer Engine's layers loses."""
     warnings.warn(
-        "the trainer runs on CUDA without Transformer Engine's layers: attention computes all "
-        "pairs of a row under a dense mask instead of flash attention, and norms, RoPE and experts "
-        "are not fused. Install it (make venv-gpu) and use --train-dtype bfloat16",
+        "the trainer runs on CUDA without Transformer Engine's layers: attention is computed by "
+        "torch in batches of samples, and norms, RoPE and experts are not fused. Install it "
+        "(make venv-gpu) and use --train-dtype bfloat16",
         stacklevel=3,
     )

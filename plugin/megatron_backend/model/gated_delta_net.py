@@ -18,7 +18,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from plugin.errors import ConfigError
-from plugin.megatron_backend.model.local_layers import PackedLayout, SequenceParallelRMSNorm
+from plugin.megatron_backend.model.local_layers import SequenceParallelRMSNorm
+from plugin.megatron_backend.model.packed_attention import PackedLayout
 
 
 class _PlainNorm(SequenceParallelRMSNorm):
@@ -67,8 +68,7 @@ class LocalGatedDeltaNet(stock.GatedDeltaNet):
                     "the gated delta rule takes packed rows on the local layers only; use "
                     "--transformer-impl local"
                 )
-            _, counts = packed_seq_params.sample_ids.unique_consecutive(return_counts=True)
-            lengths = counts.tolist()
+            lengths = packed_seq_params.lengths.tolist()
         mixed = torch.cat([self._mixed(part) for part in projected.split(lengths)])
         return self.out_proj(mixed)
 

@@ -2,21 +2,17 @@
 
 Stock local layers stop short in three places. Torch's norms refuse sequence parallelism, the local
 core attention refuses context parallelism and packing, and RoPE numbers tokens by their index in
-the row. These three modules replace them and share one description of a row of tokens,
-`PackedLayout`, which is passed as `GPTModel.forward(packed_seq_params=...)`, like Transformer
-Engine's packing.
+the row. The norm and the attention here and `rotary_embedding` replace them. They share one
+description of a row of tokens, `PackedLayout`, which is passed as
+`GPTModel.forward(packed_seq_params=...)`, like Transformer Engine's packing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -37,88 +33,11 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from plugin.errors import BatchError, ConfigError
-from plugin.ragged import Integers
-from plugin.sharding.zigzag import local_positions
-
-TAIL_PADDING = -1
-"""Sample id of tokens that fill a row up to its budget and belong to no sample."""
-
-
-@dataclass(kw_only=True)
-class PackedLayout(PackedSeqParams):
-    """Which sample and which position every token of a row belongs to.
-
-    Two samples of 3 and 2 tokens, one token of tail padding, no context parallelism:
-    `positions [0 1 2 0 1 0]`, `sample_ids [0 0 0 1 1 -1]`. A token attends to the tokens of its own
-    sample at its own or an earlier position.
-
-    positions, sample_ids: [S_local] int64, of the tokens of this context parallel rank
-    gathered_positions: [cp * S_local] int64, of the tokens of all of them, rank after rank, which
-        is the order in which keys and values arrive; the sample ids are the same on every rank
-    """
-
-    qkv_format: str = "sbhd"
-    positions: Tensor
-    sample_ids: Tensor
-    gathered_positions: Tensor
-
-    @classmethod
-    def from_lengths(
-        cls,
-        lengths: Sequence[int] | Integers,
-        *,
-        row_length: int | None = None,
-        cp_size: int = 1,
-        cp_rank: int = 0,
-        device: torch.device | str = "cpu",
-    ) -> PackedLayout:
-        """Lay samples of these padded lengths one after the other in a row of `row_length` tokens.
-
-        `row_length` counts the tokens of all CP ranks; what the samples leave free is tail padding.
-        """
-        total = int(sum(lengths))
-        row_length = total if row_length is None else row_length
-        if row_length < total:
-            raise BatchError(
-                f"samples of {list(lengths)} tokens need {total} positions but the row has "
-                f"{row_length}; raise the row length or pack fewer samples"
-            )
-        pieces = np.array([*lengths, row_length - total])
-        by_rank = [local_positions(pieces, rank, cp_size) for rank in range(cp_size)]
-        ids = np.array([*range(len(lengths)), TAIL_PADDING])
-        return cls(
-            positions=torch.from_numpy(by_rank[cp_rank]).to(device),
-            sample_ids=torch.from_numpy(np.repeat(ids, pieces // cp_size)).to(device),
-            gathered_positions=torch.from_numpy(np.concatenate(by_rank)).to(device),
-        )
-
-    def to(self, device: torch.device | str) -> PackedLayout:
-        """The same layout with its tensors on `device`."""
-        return PackedLayout(
-            positions=self.positions.to(device, non_blocking=True),
-            sample_ids=self.sample_ids.to(device, non_blocking=True),
-            gathered_positions=self.gathered_positions.to(device, non_blocking=True),
-        )
-
-    @cached_property
-    def visible(self) -> Tensor:
-        """[S_local, cp * S_local] bool: the gathered tokens that each local one attends to."""
-        cp_size = len(self.gathered_positions) // len(self.positions)
-        same_sample = self.sample_ids[:, None] == self.sample_ids.repeat(cp_size)[None, :]
-        return same_sample & (self.gathered_positions[None, :] <= self.positions[:, None])
-
-    def visible_in(self, window: int | None) -> Tensor:
-        """`visible`, restricted to the last `window` tokens, the token itself included."""
-        if window is None:
-            return self.visible
-        if window not in self._windows:
-            first = self.positions[:, None] - window + 1
-            self._windows[window] = self.visible & (self.gathered_positions[None, :] >= first)
-        return self._windows[window]
-
-    @cached_property
-    def _windows(self) -> dict[int, Tensor]:
-        return {}
+from plugin.megatron_backend.model.packed_attention import (
+    PackedLayout,
+    attend_in_blocks,
+    masked_attention,
+)
 
 
 class SequenceParallelRMSNorm(torch.nn.Module):
@@ -177,8 +96,6 @@ class LocalCoreAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.cp_group = pg_collection.cp
-        #: Computes attention; a plan of a job sets one that only has shapes.
-        self.kernel: Callable[..., Tensor] = F.scaled_dot_product_attention
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         has_window = is_layer_window_attention(
@@ -226,33 +143,34 @@ class LocalCoreAttention(MegatronModule):
             raise ConfigError("attention bias is not supported by the local attention; remove it")
         if query.dim() == 3:
             query, key, value = (x[:, None] for x in (query, key, value))
-        visible = self._visible(query, attention_mask, packed_seq_params)
+        layout = self._layout(query, attention_mask, packed_seq_params)
         if self.cp_group.size() > 1:
             key = gather_from_sequence_parallel_region(key, group=self.cp_group)
             value = gather_from_sequence_parallel_region(value, group=self.cp_group)
-        # [S, B, n, d] -> [B, n, S, d]
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if self.softmax_offset is not None:
-            k, v, visible = _with_sinks(q, k, v, visible, self.softmax_offset)
-        dropout = self.dropout if self.training else 0.0
         # TP ranks have different heads, so their dropout must differ: hence the forked state.
-        with get_cuda_rng_tracker().fork() if dropout > 0.0 else nullcontext():
-            context = self.kernel(
-                q,
-                k,
-                v,
-                attn_mask=visible,
-                is_causal=visible is None,
-                dropout_p=dropout,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        return context.permute(2, 0, 1, 3).flatten(2)
+        with get_cuda_rng_tracker().fork() if self._dropout_now() > 0.0 else nullcontext():
+            if attention_mask is not None:
+                context = self._attend_masked(query, key, value, ~attention_mask)
+            elif layout is None:
+                q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+                context = self._attend(q, k, v, is_causal=True).permute(2, 0, 1, 3)
+            elif self._is_plain_causal(layout):
+                q, k, v = (x[:, 0] for x in (query, key, value))
+                context = layout.batches.attend(q, k, v, self._attend)[:, None]
+            else:
+                if layout.cp_size > 1:
+                    key, value = (x.index_select(0, layout.key_order) for x in (key, value))
+                context = attend_in_blocks(
+                    *(query, key, value, layout, self._attend),
+                    window=self.window,
+                    sinks=self.softmax_offset,
+                )
+        return context.flatten(2)
 
-    def _visible(
+    def _layout(
         self, query: Tensor, attention_mask: Tensor | None, params: PackedSeqParams | None
-    ) -> Tensor | None:
-        """What each query may see, as SDPA wants it (True = visible); None means plain causal."""
+    ) -> PackedLayout | None:
+        """How the row is divided into samples; None where each row is one plain causal sample."""
         if params is not None:
             if not isinstance(params, PackedLayout):
                 raise ConfigError(
@@ -261,34 +179,50 @@ class LocalCoreAttention(MegatronModule):
                 )
             if attention_mask is not None:
                 raise BatchError("got a PackedLayout and an attention mask; pass only one of them")
-            return params.visible_in(self.window)
-        cp_size = self.cp_group.size()
-        if attention_mask is not None and self.window is None:
-            return ~attention_mask
-        if cp_size == 1 and self.window is None and self.softmax_offset is None:
-            return None
+            return params
         row = PackedLayout.from_lengths(
-            [query.shape[0] * cp_size],
-            cp_size=cp_size,
+            [query.shape[0] * self.cp_group.size()],
+            cp_size=self.cp_group.size(),
             cp_rank=self.cp_group.rank(),
             device=query.device,
-        ).visible_in(self.window)
-        return row if attention_mask is None else row & ~attention_mask
+        )
+        return None if self._is_plain_causal(row) else row
 
+    def _is_plain_causal(self, layout: PackedLayout) -> bool:
+        sees_all = self.window is None or self.window >= layout.lengths.max()
+        return layout.cp_size == 1 and sees_all and self.softmax_offset is None
 
-def _with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values [B, n, S_keys + 1, d] with a last one of 0, and the mask that adds `sinks`.
+    def _attend_masked(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+        if self.window is not None:
+            visible = visible & torch.ones_like(visible).triu(1 - self.window)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        context = masked_attention(q, k, v, visible, self._attend, self.softmax_offset)
+        return context.permute(2, 0, 1, 3)
 
-    visible: broadcastable to [B, 1, S, S_keys]; sinks: [heads]
-    """
-    assert visible is not None
-    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-    mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, float("-inf"))
-    mask = mask.expand(q.shape[0], q.shape[1], *visible.shape[-2:])
-    column = sinks.to(q.dtype)[None, :, None, None].expand(*mask.shape[:-1], 1)
-    return k, v, torch.cat([mask, column], dim=-1)
+    def _dropout_now(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
+        """Attention [B, n, S, d] by the kernel that does not keep all scores.
+
+        That one wants values of the queries' size, so they are padded. On a CPU its backward in
+        bfloat16 takes three times as long as in float32.
+        """
+        is_slow = q.device.type == "cpu" and q.dtype.itemsize == 2
+        dtype = torch.float32 if is_slow else q.dtype
+        padded = F.pad(v, (0, q.shape[-1] - v.shape[-1])).to(dtype)
+        if "attn_mask" in mask and mask["attn_mask"].is_floating_point():
+            mask["attn_mask"] = mask["attn_mask"].to(dtype)
+        context = F.scaled_dot_product_attention(
+            q.to(dtype),
+            k.to(dtype),
+            padded,
+            dropout_p=self._dropout_now(),
+            scale=self.softmax_scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            **mask,
+        )
+        return context[..., : v.shape[-1]].to(v.dtype)
 
 
 def use_local_layers(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from plugin.megatron_backend.model.local_layers import PackedLayout
+from plugin.megatron_backend.model.packed_attention import PackedLayout
 
 
 class LayoutRotaryEmbedding(RotaryEmbedding):

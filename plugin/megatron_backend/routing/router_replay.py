@@ -31,8 +31,7 @@ from torch import Tensor
 
 from plugin.errors import ReplayError
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.routing.microbatch_routes import MicrobatchRoutes
-from plugin.megatron_backend.routing.routed_model import RoutedModel
+from plugin.megatron_backend.routing.routes import MicrobatchRoutes, RoutedModel
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.ragged import Ragged
 

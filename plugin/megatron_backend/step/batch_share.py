@@ -18,7 +18,7 @@ from plugin.megatron_backend.step.microbatching import (
     MicrobatchPlan,
     plan_microbatches,
 )
-from plugin.ragged import Integers
+from plugin.ragged import Integers, as_integers
 
 #: Tokens of the first samples of a batch whose live routes are compared with the engine's.
 WATCHED_TOKENS = 4096
@@ -98,15 +98,25 @@ def plan_batch(
     round_size: int,
     hidden_size: int,
     longest: int,
+    fewest: int = 1,
 ) -> MicrobatchPlan:
     """Plan the microbatches of all ranks.
 
     round_size: their number is a multiple of it: the interleaved schedule runs whole rounds
     longest: the most tokens that a sample of this model may have
+    fewest: a token budget is lowered for about so many microbatches, if samples are short enough:
+        pipeline stages wait for each other at both ends of a step
     """
     budget = config.max_tokens_per_gpu
+    assert budget != "auto", "chosen when the model was built"
+    if budget is not None:
+        budget *= cp_size
+    if budget is not None and fewest > 1:
+        lengths = as_integers(batch.columns["total_lengths"])
+        share = -(-int(lengths.sum()) // (dp_size * fewest))
+        budget = min(budget, max(share, int(lengths.max())))
     limits = BatchingLimits(
-        max_tokens=None if budget is None else budget * cp_size,
+        max_tokens=budget,
         micro_batch_size=config.micro_batch_size,
         max_sample_tokens=longest,
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
-from plugin.megatron_backend.model.local_layers import PackedLayout
+from plugin.megatron_backend.model.packed_attention import PackedLayout
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.ragged import Integers, Ragged, ragged_range
 from plugin.sharding.sequence_shards import SequenceShards
@@ -34,9 +34,9 @@ SequenceLayout = Literal["packed", "padded"]
 def sequence_layout(config: TrainerConfig, *, transformer_engine: bool) -> SequenceLayout:
     """How a job lays out its rows.
 
-    Megatron's local attention would compute all pairs of a packed row, so its rows are padded.
-    Context parallelism exists for packed rows only, and the interleaved schedule wants all
-    microbatches of one shape, which packed rows are filled up to.
+    Microbatches of a number of samples are padded on the local layers. Context parallelism exists
+    for packed rows only, and the interleaved schedule wants all microbatches of one shape, which
+    packed rows are filled up to.
     """
     packs = (
         transformer_engine

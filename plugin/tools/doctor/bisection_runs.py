@@ -81,42 +81,26 @@ def bisect_passes(
         sequences = engine.sequences()
     passes = []
     for train_dtype, rollout_dtype in dict.fromkeys(dtypes):
-        found, trace = _one_pass(
-            groups, hf_config, weights, engine, sequences, train_dtype, rollout_dtype, decodes
+        config = TrainerConfig(train_dtype=train_dtype)
+        trainer = MegatronTrainer(config, hf_config, groups, trainable=False)
+        trainer.load_hf_weights(weights)
+        if isinstance(engine, LayerTrace):
+            trace = engine
+        else:
+            trace = trace_engine(engine(rollout_dtype, trainer), sequences, decodes=decodes)
+        found = bisect(
+            trace,
+            trace_trainer(trainer, sequences),
+            trace_trainer(trainer, sequences, trace),
+            train_dtype=train_dtype,
+            rollout_dtype=rollout_dtype,
+            topk=getattr(hf_config, "num_experts_per_tok", None),
         )
         passes.append(found)
+        del trainer  # before the next pass builds its own
     if save is not None:
         save_trace(trace, save)
     return passes
-
-
-def _one_pass(
-    groups: ParallelGroups,
-    hf_config: Any,
-    weights: str | Mapping[str, Tensor],
-    engine: LayerTrace | EngineModel,
-    sequences: Sequence[Tensor],
-    train_dtype: Any,
-    rollout_dtype: Any,
-    decodes: bool,
-) -> tuple[Bisection, LayerTrace]:
-    """The comparison and the engine's trace; the models are gone when it returns."""
-    config = TrainerConfig(train_dtype=train_dtype)
-    trainer = MegatronTrainer(config, hf_config, groups, trainable=False)
-    trainer.load_hf_weights(weights)
-    if isinstance(engine, LayerTrace):
-        trace = engine
-    else:
-        trace = trace_engine(engine(rollout_dtype, trainer), sequences, decodes=decodes)
-    found = bisect(
-        trace,
-        trace_trainer(trainer, sequences),
-        trace_trainer(trainer, sequences, trace),
-        train_dtype=train_dtype,
-        rollout_dtype=rollout_dtype,
-        topk=getattr(hf_config, "num_experts_per_tok", None),
-    )
-    return found, trace
 
 
 def _engine_builder(options: BisectFlags, source: ModelSource, config: JobConfig) -> EngineModel:

@@ -35,7 +35,7 @@ def trace_engine(
     """
     recorder = TraceRecorder()
     device = next(model.parameters()).device
-    with _recording_engine(model, recorder):
+    with _installed(_engine_hooks(model, recorder)):
         for tokens in sequences:
             ids = tokens[None].to(device)
             together = PROMPT_LENGTH if decodes else ids.shape[1]
@@ -54,43 +54,47 @@ def trace_engine(
 
 
 @contextmanager
-def _recording_engine(model: Any, recorder: TraceRecorder) -> Iterator[None]:
-    """Hook the decoder's layers; the names are those of Llama, which all our families share."""
-    handles = []
+def _installed(hooks: Sequence[Any]) -> Iterator[None]:
+    """Remove the hooks at the end of the body."""
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
-    def entering(name: str) -> Any:
+
+def _engine_hooks(model: Any, recorder: TraceRecorder) -> list[Any]:
+    """Hooks on the decoder's layers; their names are Llama's, which all our families share."""
+
+    def input_hook(name: str) -> Any:
         def record(_module: Any, args: Any, kwargs: Any) -> None:
             recorder.add(name, (args[0] if args else kwargs["hidden_states"])[0])
 
         return record
 
-    def leaving(name: str, pick: int = 0) -> Any:
+    def output_hook(name: str) -> Any:
         def record(_module: Any, _args: Any, output: Any) -> None:
-            values = output[pick] if isinstance(output, tuple) else output
+            values = output[0] if isinstance(output, tuple) else output
             # Routers see tokens without the dimension of the batch.
             recorder.add(name, values[0] if values.dim() == 3 else values)
 
         return record
 
     layers = model.model.layers
-    handles.append(layers[0].register_forward_pre_hook(entering("embedding"), with_kwargs=True))
+    handles = [layers[0].register_forward_pre_hook(input_hook("embedding"), with_kwargs=True)]
     for i, layer in enumerate(layers):
         name = f"layers.{i}"
         handles += [
-            layer.self_attn.register_forward_hook(leaving(f"{name}.attention")),
+            layer.self_attn.register_forward_hook(output_hook(f"{name}.attention")),
             layer.post_attention_layernorm.register_forward_pre_hook(
-                entering(f"{name}.middle"), with_kwargs=True
+                input_hook(f"{name}.middle"), with_kwargs=True
             ),
-            layer.mlp.register_forward_hook(leaving(f"{name}.mlp")),
-            layer.register_forward_hook(leaving(f"{name}.output")),
+            layer.mlp.register_forward_hook(output_hook(f"{name}.mlp")),
+            layer.register_forward_hook(output_hook(f"{name}.output")),
         ]
         if hasattr(layer.mlp, "gate"):
-            handles.append(layer.mlp.gate.register_forward_hook(leaving(f"{name}.router")))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+            handles.append(layer.mlp.gate.register_forward_hook(output_hook(f"{name}.router")))
+    return handles
 
 
 def trace_trainer(
@@ -104,7 +108,7 @@ def trace_trainer(
     recorder = TraceRecorder()
     for number, tokens in enumerate(sequences):
         rows = None if forced is None else forced.rows(number)
-        with _recording_trainer(trainer, recorder, len(tokens), forced, rows):
+        with _installed(_trainer_hooks(trainer, recorder, len(tokens), forced, rows)):
             (log_probs,) = trainer.compute_log_probs(_one_sample(tokens))
         recorder.add("log_probs", log_probs)
     return recorder.trace(sequences)
@@ -122,17 +126,16 @@ def _one_sample(tokens: Tensor) -> RolloutBatch:
     )
 
 
-@contextmanager
-def _recording_trainer(
+def _trainer_hooks(
     trainer: MegatronTrainer,
     recorder: TraceRecorder,
     length: int,
     forced: LayerTrace | None,
     rows: slice | None,
-) -> Iterator[None]:
+) -> list[Any]:
     decoder = unwrap(trainer.chunks[0]).decoder
 
-    def entering(name: str | None, given: Tensor | None) -> Any:
+    def input_hook(name: str | None, given: Tensor | None) -> Any:
         """Record what enters a module under `name`, or put `given` [T, H] in its place."""
 
         def hook(_module: Any, args: Any, kwargs: Any) -> Any:
@@ -148,14 +151,14 @@ def _recording_trainer(
 
         return hook
 
-    def leaving(name: str) -> Any:
+    def output_hook(name: str) -> Any:
         def hook(_module: Any, _args: Any, output: Any) -> None:
             values = output[0] if isinstance(output, tuple) else output
             recorder.add(name, values[:length, 0])
 
         return hook
 
-    def routing(name: str) -> Any:
+    def router_hook(name: str) -> Any:
         def hook(router: Any, args: Any) -> None:
             # Without what happens to the logits later: only the choice is made from them.
             recorder.add(name, router.gating(args[0])[:length, 0])
@@ -169,27 +172,25 @@ def _recording_trainer(
         middle = None if forced is None else forced.states.get(f"{name}.middle")
         handles += [
             layer.register_forward_pre_hook(
-                entering("embedding" if i == 0 and forced is None else None, given),
+                input_hook("embedding" if i == 0 and forced is None else None, given),
                 with_kwargs=True,
             ),
-            layer.self_attention.register_forward_hook(leaving(f"{name}.attention")),
+            layer.self_attention.register_forward_hook(output_hook(f"{name}.attention")),
             layer.pre_mlp_layernorm.register_forward_pre_hook(
-                entering(f"{name}.middle", middle), with_kwargs=True
+                input_hook(f"{name}.middle", middle), with_kwargs=True
             ),
-            layer.mlp.register_forward_hook(leaving(f"{name}.mlp")),
-            layer.register_forward_hook(leaving(f"{name}.output")),
+            layer.mlp.register_forward_hook(output_hook(f"{name}.mlp")),
+            layer.register_forward_hook(output_hook(f"{name}.output")),
         ]
         if hasattr(layer.mlp, "router"):
-            handles.append(layer.mlp.router.register_forward_pre_hook(routing(f"{name}.router")))
+            handles.append(
+                layer.mlp.router.register_forward_pre_hook(router_hook(f"{name}.router"))
+            )
     if forced is not None:
         last = forced.input_of(len(decoder.layers))
         handles.append(
             decoder.final_layernorm.register_forward_pre_hook(
-                entering(None, last), with_kwargs=True
+                input_hook(None, last), with_kwargs=True
             )
         )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return handles

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from plugin.config import JobConfig
+from plugin.config.device_defaults import engine_dtype
 from plugin.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def weight_sync(plan: JobPlan) -> dict[str, Any]:
 def rollout_memory(plan: JobPlan) -> dict[str, Any]:
     """The KV cache of an engine and how many sequences it holds (formulas)."""
     config, model, gpu = plan.config, plan.model, plan.gpu
-    width = _BYTES[config.rollout_dtype]
+    width = _BYTES[engine_dtype(config, cuda=gpu is not None)]
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     heads, numbers = model.num_key_value_heads, 2 * model.num_key_value_heads * head_dim
     if getattr(model, "kv_lora_rank", None):

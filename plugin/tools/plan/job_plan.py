@@ -16,7 +16,13 @@ from plugin.tools.plan.estimates import Gpu
 from plugin.tools.plan.layouts import command_line
 from plugin.tools.plan.planned_rank import Collectives, MeasuredRank, built_rank, shard_sizes
 from plugin.tools.plan.stage_run import StageRun
-from plugin.tools.plan.workload import Batching, SampleLengths, plan_batching
+from plugin.tools.plan.workload import (
+    Batching,
+    SampleLengths,
+    plan_batching,
+    whole_counts,
+    with_token_budget,
+)
 
 #: Memory of the driver, the CUDA context and NCCL on a GPU: assumed, `meta` cannot know it.
 RESERVED_BYTES = 2 << 30
@@ -125,6 +131,8 @@ def plan_job(
     from plugin.megatron_backend.model.layout_rules import check_model
     from plugin.megatron_backend.step.sequence_packing import sequence_layout
 
+    if config.max_tokens_per_gpu == "auto":
+        config = with_token_budget(config, models.policy, whole_counts(models.policy), gpu)
     config = resolved(config, gpu)
     check_model(models.policy, config)
     layout = sequence_layout(config, transformer_engine=gpu is not None)
@@ -293,7 +301,7 @@ def _candidates(config: JobConfig) -> list[dict[str, Any]]:
         found.append({"recompute_granularity": "full", **recompute})
     if config.train_dtype == "float32":
         found.append({"train_dtype": "bfloat16"})
-    if config.max_tokens_per_gpu is not None:
+    if isinstance(config.max_tokens_per_gpu, int):
         found.append({"max_tokens_per_gpu": config.max_tokens_per_gpu // 2})
     tensor = 2 * config.tensor_model_parallel_size
     found.append({"tensor_model_parallel_size": tensor, "sequence_parallel": True})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +19,7 @@ _SIZES = {
     "expert_model_parallel_size": "EP",
     "expert_tensor_parallel_size": "ETP",
 }
-_LAYOUT = (*_SIZES, *_STAGES, "virtual_pipeline_model_parallel_size", "sequence_parallel")
+LAYOUT_FLAGS = (*_SIZES, *_STAGES, "virtual_pipeline_model_parallel_size", "sequence_parallel")
 
 
 def describe(config: JobConfig) -> str:
@@ -41,7 +40,7 @@ def describe(config: JobConfig) -> str:
 
 def layout_settings(config: JobConfig) -> dict[str, Any]:
     """The parallel sizes by their flags' names."""
-    return {name: getattr(config, name) for name in _LAYOUT}
+    return {name: getattr(config, name) for name in LAYOUT_FLAGS}
 
 
 def layout_flags(settings: dict[str, Any]) -> str:
@@ -56,14 +55,6 @@ def command_line(settings: dict[str, Any]) -> str:
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         for name, value in settings.items()
     )
-
-
-def without_layout(args: argparse.Namespace) -> tuple[dict[str, int], argparse.Namespace]:
-    """The parallel sizes among the arguments of a command, and the arguments without them."""
-    given = {name: value for name, value in vars(args).items() if name in _SIZES}
-    rest = {name: value for name, value in vars(args).items() if name not in _LAYOUT}
-    sizes = {name: int(value) for name, value in given.items() if str(value).isdigit()}
-    return sizes, argparse.Namespace(**rest)
 
 
 def possible_layouts(

@@ -92,7 +92,7 @@ def use_meta_kernels(chunks: Sequence[Any], optimizer: Any) -> None:
         if isinstance(module, TopKRouter):
             module.routing = _even_routing(module)
         elif isinstance(module, LocalCoreAttention):
-            module.kernel = _flash_attention
+            module.__dict__["forward"] = _row_attention(module)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if hasattr(part, "_unscale_main_grads_and_check_for_nan"):
             part._unscale_main_grads_and_check_for_nan = partial(_agree_all_finite, part)
@@ -108,10 +108,6 @@ def _even_routing(router: Any) -> Any:
         return weights, _even_map(chosen.shape[0], chosen.shape[1], router.topk)
 
     return evenly
-
-
-def _flash_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-    return _FlashAttention.apply(query, key, value)
 
 
 def _agree_all_finite(optimizer: Any) -> bool:
@@ -140,7 +136,7 @@ def use_gpu_kernels(chunks: Sequence[Any]) -> None:
         )
         for module in chunk.modules():
             if isinstance(module, LocalCoreAttention):
-                module.__dict__["forward"] = _attention_of(module)
+                module.__dict__["forward"] = _ring_attention(module)
             elif isinstance(module, SequenceParallelRMSNorm):
                 module.__dict__["forward"] = _norm_of(module)
 
@@ -149,7 +145,29 @@ def _norm_of(module: Any) -> Any:
     return lambda x: _FusedNorm.apply(x, module.weight)
 
 
-def _attention_of(module: Any) -> Any:
+def _row_attention(module: Any) -> Any:
+    """Attention over all pairs of a row, after keys and values of its other parts are gathered."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        if module.cp_group.size() > 1:
+            key, value = (
+                gather_from_sequence_parallel_region(x, group=module.cp_group) for x in (key, value)
+            )
+        return _flash_attention(query, key, value, 1)
+
+    return forward
+
+
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, ring: int) -> Tensor:
+    """[S, B, n, d] -> [S, B, n * d]; latent attention drops B = 1."""
+    if query.dim() == 3:
+        query, key, value = (x[:, None] for x in (query, key, value))
+    parts = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    return _FlashAttention.apply(*parts, ring).permute(2, 0, 1, 3).flatten(2)
+
+
+def _ring_attention(module: Any) -> Any:
     group = module.cp_group
 
     class Ring(torch.autograd.Function):
@@ -170,11 +188,8 @@ def _attention_of(module: Any) -> Any:
             group.send([torch.cat([t.reshape(-1) for t in tensors])], 0)
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        if query.dim() == 3:
-            query, key, value = (x[:, None] for x in (query, key, value))
         if group.size() > 1:
             key, value = Ring.apply(key, value)
-        parts = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        return _FlashAttention.apply(*parts, group.size()).permute(2, 0, 1, 3).flatten(2)
+        return _flash_attention(query, key, value, group.size())
 
     return forward

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from plugin.config import JobConfig
-from plugin.controller.preflight.memory_check import WeightCounts, count_weights, least_bytes
+from plugin.controller.preflight.memory_check import WeightCounts, least_bytes
 from plugin.errors import MegatronTisError
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.layout_rules import layers_per_stage, split_arguments
@@ -35,7 +35,7 @@ from plugin.tools.plan.job_plan import (
     resolved,
 )
 from plugin.tools.plan.layouts import describe, layout_settings, possible_layouts, stage_ends
-from plugin.tools.plan.workload import SampleLengths
+from plugin.tools.plan.workload import SampleLengths, whole_counts, with_token_budget
 
 #: Model chunks per pipeline stage that are tried besides one; more of them send more messages.
 _CHUNKS = (2, 4)
@@ -119,6 +119,7 @@ def search_layouts(
     for layout in possible_layouts(config, models.policy, _CHUNKS):
         least = rough_bytes(rough, layout)
         if least <= gpu.memory:
+            layout = with_token_budget(layout, models.policy, rough.counts, gpu)
             feasible.append((rough_seconds(rough, resolved(layout, gpu), gpu), layout))
         else:
             held, room = least / 2**30, gpu.memory / 2**30
@@ -203,16 +204,6 @@ class RoughModel:
         )
 
 
-def whole_counts(hf_config: Any) -> WeightCounts:
-    """The weights of the model that transformers would build."""
-    import torch
-    from transformers import AutoModelForCausalLM, initialization
-
-    with initialization.no_init_weights(), torch.device("meta"):
-        weights = dict(AutoModelForCausalLM.from_config(hf_config).named_parameters())
-    return count_weights({name: tensor.shape for name, tensor in weights.items()})
-
-
 def rough_bytes(model: RoughModel, config: JobConfig) -> int:
     """The least that a GPU must hold: no activations, the mean rank."""
     least = least_bytes(model.counts, config, on_cuda=True)
@@ -244,6 +235,7 @@ def rough_seconds(model: RoughModel, config: JobConfig, gpu: Gpu) -> float:
     messages += 3 * states / tp * (cp - 1) / link("context")
     if pp > 1:
         messages += 4 * tokens * model.hidden / tp * chunks / link("pipeline")
+    assert config.max_tokens_per_gpu != "auto"
     microbatches = max(1.0, tokens / (config.max_tokens_per_gpu or tokens))
     waiting = 1 + (pp - 1) / (chunks * microbatches)
     if chunks > 1:

@@ -17,11 +17,15 @@ import torch
 
 from plugin.batch_types import RolloutBatch, route_dtype
 from plugin.config import JobConfig, TrainerConfig
+from plugin.config.device_defaults import trainer_dtype
+from plugin.controller.preflight.memory_check import WeightCounts, count_weights, least_bytes
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.step.batch_share import BatchShare, plan_batch
 from plugin.megatron_backend.step.microbatching import sample_cost
+from plugin.megatron_backend.step.token_budget import token_budget, tokens_in
 from plugin.ragged import Integers, Ragged
+from plugin.tools.plan.estimates import Gpu
 from plugin.tools.plan.meta_kernels import even_routes
 
 _DEFAULT_SIGMA = 0.8
@@ -165,6 +169,32 @@ def plan_batching(config: JobConfig, hf_config: Any, lengths: SampleLengths) -> 
     )
 
 
+def whole_counts(hf_config: Any) -> WeightCounts:
+    """The weights of the model that transformers would build."""
+    from transformers import AutoModelForCausalLM, initialization
+
+    with initialization.no_init_weights(), torch.device("meta"):
+        weights = dict(AutoModelForCausalLM.from_config(hf_config).named_parameters())
+    return count_weights({name: tensor.shape for name, tensor in weights.items()})
+
+
+def with_token_budget(
+    config: JobConfig, hf_config: Any, counts: WeightCounts, gpu: Gpu | None
+) -> JobConfig:
+    """The configuration with a number for `--max-tokens-per-gpu auto`, as the job would choose."""
+    if config.max_tokens_per_gpu != "auto":
+        return config
+    on_cuda = gpu is not None
+    longest = min(config.longest_sample, hf_config.max_position_embeddings)
+    fitting = 1 << 20  # the memory of a CPU machine is not planned
+    if gpu is not None:
+        room = gpu.memory - least_bytes(counts, config, on_cuda=True).total
+        on_gpu = config.unchecked_copy(train_dtype=trainer_dtype(config, cuda=True))
+        fitting = tokens_in(room, hf_config, on_gpu)
+    budget = token_budget(fitting, "cuda" if on_cuda else "cpu", longest)
+    return config.unchecked_copy(max_tokens_per_gpu=budget)
+
+
 def full_microbatch(config: JobConfig, lengths: SampleLengths, longest: int) -> Integers:
     """[samples] total lengths of the largest microbatch: the token budget, or the longest samples.
 
@@ -173,6 +203,7 @@ def full_microbatch(config: JobConfig, lengths: SampleLengths, longest: int) -> 
     most = min(int(lengths.totals.max()), longest)
     if config.max_tokens_per_gpu is None:
         return np.full(config.micro_batch_size, most, np.int64)
+    assert config.max_tokens_per_gpu != "auto"
     budget = config.max_tokens_per_gpu * config.context_parallel_size
     if most >= budget:
         return np.array([most], np.int64)

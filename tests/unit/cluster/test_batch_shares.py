@@ -61,6 +61,19 @@ def test_the_shares_together_are_the_batch_and_apart_have_nothing_in_common() ->
         assert part.total_weight == parts[0].total_weight == total_weight(batch, per_token=False)
 
 
+def test_pipeline_stages_get_enough_microbatches_to_hide_their_bubble() -> None:
+    batch = routed_batch(50)
+    lengths = batch.columns["total_lengths"]
+    config = TrainerConfig(max_tokens_per_gpu=10**6)
+    sizes: dict[str, Any] = {"dp_size": 2, "cp_size": 1, "round_size": 1}
+    sizes |= {"hidden_size": 64, "longest": 100}
+    assert plan_batch(batch, config, **sizes).num_microbatches == 1
+    assert plan_batch(batch, config, **sizes, fewest=4).num_microbatches in (4, 5)
+    # The longest sample is never cut off from the others by a budget below it.
+    many = plan_batch(batch, config, **sizes, fewest=10**6)
+    assert not many.oversize and many.num_microbatches <= len(lengths)
+
+
 def test_a_rank_gets_fewer_bytes_the_more_ranks_there_are() -> None:
     batch = routed_batch(240)
     whole = sum(array.nbytes for array in to_arrays(shares(batch, 1)[0]).values())

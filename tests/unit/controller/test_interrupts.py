@@ -86,8 +86,8 @@ def test_the_end_of_the_actors_does_not_cost_the_report_of_an_interrupted_job(
     told: list[jobs.JobResult] = []
 
     class Actors:
-        def __enter__(self) -> tuple[Any, Any, Any]:
-            return SimpleNamespace(places_as_text=lambda: "1 here"), (), None
+        def __enter__(self) -> tuple[Any, Any, Any, Any]:
+            return None, SimpleNamespace(places_as_text=lambda: "1 here"), (), None
 
         def __exit__(self, *_: object) -> None:
             assert [result.interrupted for result in told] == [True]

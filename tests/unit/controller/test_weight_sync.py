@@ -79,6 +79,8 @@ class Engines:
 
 
 class Trainer:
+    on_gpu = False
+
     def __init__(self, script: dict[int, Any] | None = None) -> None:
         self.script, self.sent = script or {}, 0
         self.with_base: list[bool] = []

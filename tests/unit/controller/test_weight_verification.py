@@ -86,7 +86,7 @@ class Verified:
     """
 
     def __init__(self, run_dir: Path, *, trainer: str = "float32", **settings: Any) -> None:
-        config = JobConfig(train_dtype=trainer, **settings)
+        config = JobConfig(train_dtype=trainer, **{"rollout_dtype": "float32", **settings})
         task = SimpleNamespace(prompt=lambda _: Prompt((5, 6, 7, 8)), stop_token_ids=())
         parts: Any = SimpleNamespace(
             task=task,

@@ -78,4 +78,4 @@ def test_a_run_without_transformer_engine_says_once_what_it_loses() -> None:
         warnings.simplefilter("always")
         for _ in range(3):
             device_settings.warn_of_local_layers()
-    assert len(caught) == 1 and "dense mask instead of flash attention" in str(caught[0].message)
+    assert len(caught) == 1 and "RoPE and experts are not fused" in str(caught[0].message)

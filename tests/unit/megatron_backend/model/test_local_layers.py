@@ -6,16 +6,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from plugin.errors import BatchError, ConfigError
-from plugin.megatron_backend.model.local_layers import PackedLayout, SequenceParallelRMSNorm
+from plugin.megatron_backend.model.local_layers import SequenceParallelRMSNorm
+from plugin.megatron_backend.model.packed_attention import PackedLayout, attend_in_blocks
+
+
+def seen(layout: PackedLayout, window: int | None = None) -> list[list[int]]:
+    """1 where a query of this rank gives a key weight; keys by sample and position."""
+    keys = int(layout.lengths.sum())
+    query, key = torch.zeros(len(layout.positions), 1, 1, keys), torch.zeros(keys, 1, 1, keys)
+    value = torch.eye(keys)[:, None, None]
+    weights = attend_in_blocks(
+        *(query, key, value, layout, F.scaled_dot_product_attention), window=window
+    )
+    return (weights[:, 0, 0] > 0).int().tolist()
 
 
 def test_packed_samples_see_only_their_own_past() -> None:
     layout = PackedLayout.from_lengths([3, 2], row_length=6)
     assert layout.positions.tolist() == [0, 1, 2, 0, 1, 0]
     assert layout.sample_ids.tolist() == [0, 0, 0, 1, 1, -1]
-    assert layout.visible.int().tolist() == [
+    assert seen(layout) == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0],
@@ -32,24 +45,23 @@ def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sample()
     assert first.positions.tolist() == [0, 1, 6, 7, 0, 3]
     assert second.positions.tolist() == [2, 3, 4, 5, 1, 2]
     assert first.sample_ids.tolist() == second.sample_ids.tolist() == [0, 0, 0, 0, 1, 1]
-    gathered = first.positions.tolist() + second.positions.tolist()
+    # Gathered: positions 0 1 6 7 of the first sample, 0 3 of the second, then 2 3 4 5 and 1 2.
     for layout in (first, second):
-        assert layout.gathered_positions is not None
-        assert layout.gathered_positions.tolist() == gathered
+        assert layout.key_order.tolist() == [0, 1, 6, 7, 8, 9, 2, 3, 4, 10, 11, 5]
 
 
 def test_visibility_across_context_parallel_ranks_is_causal_in_global_positions() -> None:
     layout = PackedLayout.from_lengths([4], cp_size=2, cp_rank=1)
-    # rank 0 holds positions 0 and 3, rank 1 positions 1 and 2; columns are 0 3 | 1 2
-    assert layout.visible.int().tolist() == [
-        [1, 0, 1, 0],  # position 1 sees 0 and 1
-        [1, 0, 1, 1],  # position 2 sees 0, 1 and 2
+    # rank 0 holds positions 0 and 3, rank 1 positions 1 and 2
+    assert seen(layout) == [
+        [1, 1, 0, 0],  # position 1 sees 0 and 1
+        [1, 1, 1, 0],  # position 2 sees 0, 1 and 2
     ]
 
 
 def test_a_window_leaves_the_last_tokens_of_the_same_sample() -> None:
     layout = PackedLayout.from_lengths([4, 2])
-    assert layout.visible_in(2).int().tolist() == [
+    assert seen(layout, 2) == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [0, 1, 1, 0, 0, 0],
@@ -57,10 +69,9 @@ def test_a_window_leaves_the_last_tokens_of_the_same_sample() -> None:
         [0, 0, 0, 0, 1, 0],
         [0, 0, 0, 0, 1, 1],
     ]
-    assert layout.visible_in(None) is layout.visible
-    # rank 0 holds positions 0 and 3, rank 1 positions 1 and 2; columns are 0 3 | 1 2
+    # rank 0 holds positions 0 and 3, rank 1 positions 1 and 2
     late = PackedLayout.from_lengths([4], cp_size=2, cp_rank=1)
-    assert late.visible_in(2).int().tolist() == [[1, 0, 1, 0], [0, 0, 1, 1]]
+    assert seen(late, 2) == [[1, 1, 0, 0], [0, 1, 1, 0]]
 
 
 def test_samples_that_do_not_fit_are_refused_with_the_numbers() -> None:

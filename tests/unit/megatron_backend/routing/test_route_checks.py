@@ -9,12 +9,12 @@ import torch
 
 from plugin.batch_types import Microbatch, RolloutBatch, check_routes
 from plugin.errors import ReplayError
-from plugin.megatron_backend.routing.microbatch_routes import (
+from plugin.megatron_backend.routing.routes import (
     MicrobatchRoutes,
+    RoutedModel,
     check_weights,
     routes_of,
 )
-from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.step.sequence_packing import model_inputs
 from plugin.ragged import Ragged
 from tests.unit.megatron_backend.rank_places import place

@@ -20,9 +20,8 @@ from plugin.batch_types import (
 from plugin.cluster.array_transport import batch_from_arrays, batch_to_arrays
 from plugin.controller.batch import with_checked_routes
 from plugin.errors import BatchError, ReplayError
-from plugin.megatron_backend.routing.microbatch_routes import routes_of
-from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.routing.router_replay import share_fingerprint
+from plugin.megatron_backend.routing.routes import RoutedModel, routes_of
 from plugin.megatron_backend.step.batch_share import cut_share
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.step.sequence_packing import model_inputs

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.errors import ConfigError
-from plugin.megatron_backend.model.local_layers import PackedLayout
+from plugin.megatron_backend.model.packed_attention import PackedLayout
 from plugin.megatron_backend.step.sequence_packing import model_inputs, row_length, thd_params
 from tests.unit.megatron_backend.rank_places import place
 
@@ -40,9 +41,14 @@ def test_packed_samples_follow_each_other_with_positions_of_their_own() -> None:
 def test_packed_samples_do_not_see_each_other() -> None:
     layout = model_inputs(two_samples(), place()).packed_seq_params
     assert isinstance(layout, PackedLayout)
-    visible = layout.visible
-    assert not visible[5:, :5].any() and not visible[:5, 5:].any()
-    assert torch.equal(visible[:5, :5], torch.ones(5, 5, dtype=torch.bool).tril())
+    row = torch.randn(8, 1, 4)
+    other = torch.cat([torch.randn(5, 1, 4), row[5:]])  # another sample A
+    of_row, of_other = (
+        layout.batches.attend(x, x, x, F.scaled_dot_product_attention) for x in (row, other)
+    )
+    assert torch.equal(of_row[5:], of_other[5:]) and not torch.equal(of_row[:5], of_other[:5])
+    # The first token of each sample sees itself alone.
+    assert torch.equal(of_row[[0, 5]], row[[0, 5]])
 
 
 def test_padded_rows_hold_one_sample_each() -> None:

@@ -160,7 +160,7 @@ def test_rough_seconds_by_hand() -> None:
     gpu = Gpu("g", 1, 1.0, 1e9, 1e9)
     model = RoughModel(WeightCounts(1_000_000, 0), 4, 100, 0, 0, 1000)
     job = {"hf_checkpoint": "model", "num_gpus_per_node": 2, "overlap_grad_reduce": True}
-    job |= {"use_distributed_optimizer": True}
+    job |= {"use_distributed_optimizer": True, "micro_batch_size": 1}
     plain = JobConfig.from_sources(job)
     assert rough_seconds(model, plain, gpu) == pytest.approx(0.0075)
     tensor = JobConfig.from_sources(job | {"tensor_model_parallel_size": 2})

@@ -1,4 +1,4 @@
-"""The routes of a microbatch, checked and in the order in which this rank's routers see the tokens.
+"""The routers of the live model, and the routes of a microbatch in the order they see its tokens.
 
 Routes arrive as [tokens, moe_layers, topk] per sample, in any integer type that holds every expert;
 samples of one microbatch may differ. A token may have *no route*: a row in which every entry, in
@@ -11,10 +11,12 @@ recomputation. It counts in `replay/live_tokens`, lowers `replay/coverage` and h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from plugin.batch_types import (
@@ -24,13 +26,89 @@ from plugin.batch_types import (
     route_dtype,
 )
 from plugin.errors import ReplayError
+from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.routing.routed_model import RoutedModel
 from plugin.megatron_backend.step.sequence_packing import ModelInputs
 from plugin.ragged import Integers, Ragged
 
 #: Weights in bfloat16 have 8 bits each; a sum that is off by more was never normalized.
 WEIGHT_SUM_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class RoutedModel:
+    """The routers of this rank's live chunks and what the whole model looks like.
+
+    routers: index among all MoE layers of the model (not of this stage) -> router
+    """
+
+    routers: dict[int, TopKRouter]
+    num_layers: int
+    num_experts: int
+    topk: int
+    #: What the weights of a token sum up to in every layer; None where the router fixes no sum.
+    weight_sum: float | None = None
+
+    @property
+    def route_layers(self) -> list[int]:
+        """The MoE layers whose routes this rank is given: its own.
+
+        A stage without any gets those of the first, which say which tokens have a route.
+        """
+        return sorted(self.routers) or [0]
+
+    @classmethod
+    def of(cls, chunks: Sequence[Any]) -> RoutedModel:
+        """Find the routers by walking the live model; refuse what replay could not reach."""
+        config = unwrap(chunks[0]).config
+        mtp_layers = getattr(config, "mtp_num_layers", None)
+        for refused, reason in (
+            (
+                not config.num_moe_experts,
+                "routing replay needs a MoE model, and this one is dense; drop the replay flag",
+            ),
+            (
+                config.moe_router_fusion,
+                "--moe-router-fusion chooses experts in a fused kernel that never asks for "
+                "replayed routes; turn it off",
+            ),
+            (
+                config.moe_router_load_balancing_type == "sinkhorn",
+                "sinkhorn load balancing never asks for replayed routes; use another type",
+            ),
+            (
+                mtp_layers,
+                f"{mtp_layers} MTP layers number themselves like decoder layers, so routes cannot "
+                "be told apart; train without MTP",
+            ),
+        ):
+            if refused:
+                raise ReplayError(reason)
+        pattern = config.moe_layer_freq
+        if isinstance(pattern, int):
+            pattern = [i % pattern == 0 for i in range(config.num_layers)]
+        # Layer numbers are 1-based, as routers carry them.
+        moe_layers = [i + 1 for i, is_moe in enumerate(pattern) if is_moe]
+        routers: dict[int, TopKRouter] = {}
+        modules = (pair for chunk in chunks for pair in unwrap(chunk).named_modules())
+        for name, module in modules:
+            if not isinstance(module, TopKRouter):
+                continue
+            number = module.layer_number
+            if number not in moe_layers:
+                raise ReplayError(
+                    f"router {name} says it is layer {number}, which is no MoE layer of the model; "
+                    "it would run without routes"
+                )
+            index = moe_layers.index(number)
+            if index in routers:
+                raise ReplayError(f"router {name} and another one both say they are layer {number}")
+            routers[index] = module
+        # Softmax over the chosen experts and normalized sigmoids sum up to 1 before scaling.
+        softmax, topk = config.moe_router_score_function == "softmax", config.moe_router_topk
+        free = config.moe_router_pre_softmax if softmax else topk == 1
+        weight_sum = None if free else float(config.moe_router_topk_scaling_factor or 1.0)
+        return cls(routers, len(moe_layers), config.num_moe_experts, topk, weight_sum)
 
 
 class MicrobatchRoutes(NamedTuple):
