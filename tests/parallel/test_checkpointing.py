@@ -310,7 +310,7 @@ def kill_when_reached(root: Path) -> None:
             *("directories.publish", "step_0000003.incomplete is incomplete"),
             marks=pytest.mark.slow,
         ),
-        ("directories._mark_latest", "step_0000003 is newer and complete"),
+        ("directories._mark", "step_0000003 is newer and complete"),
     ],
     ids=["while a shard is written", "before the rename", "before the marker"],
 )

@@ -300,7 +300,7 @@ def test_what_the_gated_delta_rule_cannot_do_is_refused() -> None:
         check_lora(config, TrainerConfig(lora_rank=4))
     with pytest.raises(ConfigError, match="use --transformer-impl local"):
         layer_spec(config, SimpleNamespace(linear_attention_freq=[1]), None, None, True)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="use vllm, vllm_server, sglang, http"):
+    with pytest.raises(ConfigError, match="use vllm, http, sglang, vllm_server"):
         check_engine_model(JobConfig(), config.to_dict())
 
 
