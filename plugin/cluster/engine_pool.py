@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +188,7 @@ class EnginePool:
         if config.rollout_weights_dir is not None:
             root = Path(config.rollout_weights_dir)
             weights = OwnedDirectory(root, "megatron_tis_", "--rollout-weights-dir")
-            config = replace(config, rollout_weights_dir=str(weights.path))
+            config = config.unchecked_copy(rollout_weights_dir=str(weights.path))
         # Calls are begun in the order in which they were made, those of a group also ended.
         remote: Any = ray.remote
         body: Any = remote(concurrency_groups={WEIGHTS: 1, ANSWERS: 1})(EngineActor)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from plugin.config import TrainerConfig
-from plugin.engines.transformers.engine import TransformersEngine
+from plugin.config import JobConfig, TrainerConfig
+from plugin.engines.choice import check_engine_model
 from plugin.errors import ConfigError
 from plugin.megatron_backend.hf_weights.export import export_hf_weights
 from plugin.megatron_backend.lora.targets import check_lora
@@ -300,8 +300,8 @@ def test_what_the_gated_delta_rule_cannot_do_is_refused() -> None:
         check_lora(config, TrainerConfig(lora_rank=4))
     with pytest.raises(ConfigError, match="use --transformer-impl local"):
         layer_spec(config, SimpleNamespace(linear_attention_freq=[1]), None, None, True)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="use vllm, vllm_server, sglang or http"):
-        TransformersEngine(config.to_dict())
+    with pytest.raises(ConfigError, match="use vllm, vllm_server, sglang, http"):
+        check_engine_model(JobConfig(), config.to_dict())
 
 
 def test_every_family_of_the_table_has_a_tiny_model() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plugin.config import TrainerConfig
-from plugin.logprobs.fused_lm_head import fused_log_probs_and_entropy
+from plugin.logprobs.fused_lm_head import fused_log_probs_of_ids
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.step import output_head
 from plugin.megatron_backend.trainer import MegatronTrainer, StepResult
@@ -58,7 +58,7 @@ def step_of_odd_vocabulary(
     trainer = MegatronTrainer(TrainerConfig(**settings), config, groups)
     trainer.load_hf_weights(weights)
     with mock.patch.object(
-        output_head, "fused_log_probs_and_entropy", wraps=fused_log_probs_and_entropy
+        output_head, "fused_log_probs_of_ids", wraps=fused_log_probs_of_ids
     ) as fused:
         result = trainer.train_step(batch)
     return result, exported(trainer), fused.call_count

@@ -138,7 +138,9 @@ def test_an_engine_with_another_model_is_found_on_few_tokens_and_explains_the_re
     samples: int,
 ) -> None:
     columns = cut(rollout(Language(seed=5), LANGUAGE), samples)
-    [finding] = MismatchDetectors(config=JobConfig()).check(columns, step=0, trainer_version=0)
+    # A running job has resolved --rollout-dtype auto.
+    config = JobConfig(rollout_dtype="float32")
+    [finding] = MismatchDetectors(config=config).check(columns, step=0, trainer_version=0)
     assert finding.detector == "another_model" and finding.unmistakable
     assert finding.severity == "error" and finding.numbers["k3"] > 0.5
     assert "doctor --bisect --embedded-model qwen3 --rollout-dtype float32" in finding.what_to_try
