@@ -5,6 +5,7 @@ Both report log-probs of the whole distribution at temperature 1, whatever they 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from plugin.engines.servers.answers import MalformedAnswer, field, log_probs, shown
 from plugin.engines.servers.calls import ServerCall
+
+#: Of one position; servers round their log-probs.
+_MOST_PROBABILITY = 1.01
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,10 @@ def _vllm_entries(row: Any, position: int) -> dict[int, Any]:
     """id -> log-prob of one position."""
     if not isinstance(row, dict) or not all(str(key).isdecimal() for key in row):
         raise MalformedAnswer(f"the log-probs at position {position} are {shown(row)}")
-    return {int(key): field(entry, "logprob") for key, entry in row.items()}
+    entries = {int(key): field(entry, "logprob") for key, entry in row.items()}
+    if len(entries) != len(row):
+        raise MalformedAnswer(f"an id came back twice at position {position}")
+    return entries
 
 
 def _sglang_rows(rows: Any, request: ScoreRequest, what: str) -> list[Any]:
@@ -168,6 +175,14 @@ def _scores(
         best = sorted(entries, key=lambda entry: -entry[1])[: request.topk]
         ids.append([number for number, _ in best])
         numbers.append([number for _, number in best])
+        if len(set(ids[-1])) != len(best):
+            raise MalformedAnswer(f"an id came back twice at position {position}")
+        total = sum(math.exp(number) for number in numbers[-1])
+        if total > _MOST_PROBABILITY:
+            raise MalformedAnswer(
+                f"the probabilities of the top {request.topk} ids at position {position} add up to "
+                f"{total:.3g}, more than 1"
+            )
     shape = (request.response_length, request.topk)
     return Scores(
         log_probs(own, request.response_length),

@@ -136,7 +136,31 @@ def few_ids(answer: Any) -> Any:
     return answer
 
 
+def twice(answer: Any) -> Any:
+    """The first id of the last position again, instead of or besides the second."""
+    if "choices" in answer:
+        row = rows_of(answer)[-1]
+        key = next(iter(row))
+        row["0" + key] = row[key]
+    else:
+        row = answer["meta_info"]["input_top_logprobs"][-1]
+        row[1] = row[0]
+    return answer
+
+
+def more_than_one(answer: Any) -> Any:
+    if "choices" in answer:
+        for entry in rows_of(answer)[-1].values():
+            entry["logprob"] = -0.1
+    else:
+        for entry in answer["meta_info"]["input_top_logprobs"][-1]:
+            entry[0] = -0.1
+    return answer
+
+
 FAULTS = [
+    (twice, "an id came back twice at position"),
+    (more_than_one, r"add up to .*, more than 1"),
     (short, "came back for"),
     (without_the_token, "is missing|is of token"),
     (no_number, "'often' at token"),
