@@ -40,7 +40,7 @@ test-mcore-latest: .venv-mcore-latest/ready ## the parallel suite on the newest 
 	.venv-mcore-latest/bin/python -m pytest tests/parallel
 
 test-slow: venv ## whole jobs and a wheel in a clean environment: minutes
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m slow -n 3
+	$(BIN)/python -m pytest -m slow -n 3
 
 test-families: venv ## every model family on every layout against transformers; writes the table in the docs
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/parallel/test_families_on_ranks.py -m "slow or not slow"
