@@ -154,7 +154,7 @@ class LocalCoreAttention(MegatronModule):
             elif layout is None:
                 q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
                 context = self._attend(q, k, v, is_causal=True).permute(2, 0, 1, 3)
-            elif self._is_plain_causal(layout):
+            elif self._is_plain_causal(int(layout.lengths.max())):
                 q, k, v = (x[:, 0] for x in (query, key, value))
                 context = layout.batches.attend(q, k, v, self._attend)[:, None]
             else:
@@ -170,7 +170,7 @@ class LocalCoreAttention(MegatronModule):
     def _layout(
         self, query: Tensor, attention_mask: Tensor | None, params: PackedSeqParams | None
     ) -> PackedLayout | None:
-        """How the row is divided into samples; None where each row is one plain causal sample."""
+        """How the row is divided into samples; None where a mask or plain causality says it."""
         if params is not None:
             if not isinstance(params, PackedLayout):
                 raise ConfigError(
@@ -180,17 +180,19 @@ class LocalCoreAttention(MegatronModule):
             if attention_mask is not None:
                 raise BatchError("got a PackedLayout and an attention mask; pass only one of them")
             return params
-        row = PackedLayout.from_lengths(
+        if attention_mask is not None or self._is_plain_causal(query.shape[0]):
+            return None
+        return PackedLayout.from_lengths(
             [query.shape[0] * self.cp_group.size()],
             cp_size=self.cp_group.size(),
             cp_rank=self.cp_group.rank(),
             device=query.device,
         )
-        return None if self._is_plain_causal(row) else row
 
-    def _is_plain_causal(self, layout: PackedLayout) -> bool:
-        sees_all = self.window is None or self.window >= layout.lengths.max()
-        return layout.cp_size == 1 and sees_all and self.softmax_offset is None
+    def _is_plain_causal(self, longest: int) -> bool:
+        """Whether a sample of `longest` tokens attends to all of its past, and that is here."""
+        sees_all = self.window is None or self.window >= longest
+        return self.cp_group.size() == 1 and sees_all and self.softmax_offset is None
 
     def _attend_masked(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
         if self.window is not None:

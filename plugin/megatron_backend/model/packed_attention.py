@@ -124,7 +124,7 @@ class PackedLayout(PackedSeqParams):
 class CausalBatches:
     """Samples of a row, sorted by length and padded on the right to batches.
 
-    Samples of 2, 9 and 10 tokens with batches of similar length: shapes [(2, 10), (1, 2)].
+    Samples of 2, 90 and 100 tokens: shapes ((2, 100), (1, 2)).
 
     shapes: (samples, padded length) of each batch
     place: [P] the token of the row at every place of the padded batches (0 where it is padding);
