@@ -70,6 +70,8 @@ def compute_loss(
     if policy_weights is not None:
         weights = torch.where(inputs.mask, policy_weights.detach().float(), 0.0)
         term = replace(term, loss=term.loss * weights)
+    if term.penalty is not None:
+        term = replace(term, loss=term.loss + term.penalty)
     policy, denominator = term.loss, inputs.mask
     if config.loss_denominator == "kept":
         if config.per_token:
