@@ -30,7 +30,7 @@ from plugin.engines.expert_routes import RouteShape
 from plugin.engines.protocol import SamplingParameters
 from plugin.errors import ConfigError, HookLoadError
 from plugin.loss.objective import check_loss
-from plugin.loss.separable_loss import takes_separable_head
+from plugin.loss.partial_objective import takes_separable_head
 from plugin.observe.detectors import load_detectors
 from plugin.ppo_utils.advantages import ESTIMATORS
 from plugin.tasks.loading import load_tokenizer

@@ -30,7 +30,8 @@ from plugin.engines.protocol import (
     SamplingParameters,
 )
 from plugin.engines.response_stream import GeneratesBySteps
-from plugin.engines.servers.answers import MalformedAnswer, kept_rows
+from plugin.engines.servers.answers import kept_rows
+from plugin.engines.servers.calls import MalformedAnswer
 from plugin.engines.transformers.weight_loader import weight_ledger
 from plugin.engines.vllm.startup import (
     AdapterShape,

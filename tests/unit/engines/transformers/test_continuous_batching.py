@@ -20,8 +20,7 @@ from plugin.engines.protocol import (
 from plugin.engines.response_stream import ResponseStream
 from plugin.engines.transformers.decode_batch import blocks_of, decode_attention
 from plugin.engines.transformers.engine import TransformersEngine
-from plugin.environments.group_server import GroupServer
-from plugin.environments.single_turn import SingleTurnPlayer
+from plugin.environments.group_server import GroupServer, SingleTurnPlayer
 from plugin.errors import EngineError
 from tests.parallel.tiny_models import FAMILIES, hf_model
 from tests.unit.engines.tiny_engines import (
