@@ -48,6 +48,8 @@ from plugin.ppo_utils.correction_interface import (
 )
 from plugin.ppo_utils.importance_ratio import (
     EDGE_TOLERANCE,
+    KL_ESTIMATORS,
+    binary_kl,
     clipped_ratio,
     geometric_log_ratio,
     inside_band,
@@ -56,7 +58,6 @@ from plugin.ppo_utils.importance_ratio import (
     safe_exp,
     sequence_log_ratio,
 )
-from plugin.ppo_utils.kl_estimators import KL_ESTIMATORS, binary_kl
 from plugin.ppo_utils.masked_ops import zero_masked
 
 __all__ = [
