@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plugin.errors import ConfigError
-from plugin.sampling_mask import KEPT_COUNTS, KEPT_IDS
+from plugin.vocabulary_ids import KEPT_COUNTS, KEPT_IDS
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -19,8 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from plugin.ppo_utils.importance_ratio import effective_sample_size, log_ratio, safe_exp
-from plugin.ppo_utils.kl_estimators import k1, k2, k3
+from plugin.ppo_utils.importance_ratio import effective_sample_size, k1, k2, k3, log_ratio, safe_exp
 from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 
