@@ -128,7 +128,9 @@ def test_both_passes_agree_with_plain_torch_for_every_tail(
 def test_processors_with_narrower_registers_compute_the_same(
     processor: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = tuple(f"-march={processor}" if "march" in flag else flag for flag in cpu_extension.FLAGS)
+    flags = tuple(
+        f"-march={processor}" if "march" in flag else flag for flag in cpu_extension.FLAGS
+    )
     monkeypatch.setattr(cpu_extension, "FLAGS", flags)
     for dtype in filter(cpu_extension.runs, cpu_extension.DTYPES):
         test_both_passes_agree_with_plain_torch_for_every_tail(dtype, 2063, True)
