@@ -6,7 +6,7 @@ SEED ?= 1234
 # Where pyenv has it but does not put it on the path, ask pyenv.
 PYTHON_LATEST ?= $(or $(wildcard $(shell pyenv prefix 3.12 2>/dev/null)/bin/python3.12),python3.12)
 BIN := .venv/bin
-# Pinned to the last package; the others are installed on top of these.
+# Requirement files that are pins only.
 AUDITED := cpu mcore-latest vllm adapters skyrl real kernels
 
 .DEFAULT_GOAL := help

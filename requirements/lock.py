@@ -1,10 +1,9 @@
-"""Writes requirements/cpu.txt: what `pip freeze` prints on standard input, with the hashes of its files.
+"""Writes requirements/cpu.txt: `pip freeze | python requirements/lock.py`, with all hashes.
 
-`pip freeze | python requirements/lock.py`. The hashes are those that the package index names, of every source
-archive and of every wheel for Linux and macOS that the supported versions of Python can use, so that one file
-serves every machine; nothing is downloaded. The index is pip's (PIP_INDEX_URL). An index that serves files which it
-has built itself has other hashes than pypi.org, and a lock that was written from it would refuse those of everybody
-else: compare with pypi.org before a change of this file is merged.
+The hashes are those that pip's index (PIP_INDEX_URL) names, of every source archive and of every
+wheel for Linux and macOS that the supported versions of Python can use, so that one file serves
+every machine; nothing is downloaded. A mirror that rebuilds files names other hashes than pypi.org;
+a lock that was written from it refuses the files of everybody else, and CI shows that.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from pathlib import Path
 
 TARGET = Path(__file__).parent / "cpu.txt"
 HEADER = """\
-# Everything `make venv` installs on top of torch, pinned, with the hashes of the releases' files: pip installs no other.
-# torch itself differs by index (CPU or CUDA build) and comes before. Written by `make lock`.
+# Everything `make venv` installs on top of torch, with hashes: pip installs no other files. torch
+# differs by index (CPU or CUDA build) and comes before. Written by `make lock`.
 """
 INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
 PYTHONS = (311, 312, 313)
@@ -74,8 +73,10 @@ def main() -> None:
     pins = [line.strip() for line in sys.stdin if "==" in line and not line.startswith("torch==")]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(hashes, pins))
-    rows = [" \\\n    ".join([pin, *(f"--hash=sha256:{h}" for h in of)]) for pin, of in zip(pins, found, strict=True)]  # fmt: skip
-    TARGET.write_text(HEADER + "\n".join(rows) + "\n")
+    text = HEADER
+    for pin, of in zip(pins, found, strict=True):
+        text += " \\\n    ".join([pin, *(f"--hash=sha256:{sha}" for sha in of)]) + "\n"
+    TARGET.write_text(text)
 
 
 if __name__ == "__main__":
