@@ -403,7 +403,7 @@ class TrainerRank(ReportingActor):
 
     def save_hf(self, directory: str, tokenizer_from: str | None, replace: bool) -> None:
         """Write the policy as a Hugging Face directory, from rank 0."""
-        from plugin.megatron_backend.hf_weights.saving import save_hf_checkpoint
+        from plugin.megatron_backend.hf_weights.export import save_hf_checkpoint
 
         chunks = self._trainers["policy"].chunks
         save_hf_checkpoint(
