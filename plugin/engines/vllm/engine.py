@@ -234,6 +234,7 @@ class VllmEngine(GeneratesBySteps):
                 self._llm.llm_engine.add_request(name, prompt, sampling, lora_request=adapters)
             self._unbegun.clear()
             outputs = self._llm.llm_engine.step()
+            self.progress += len(self._open)
         for output in outputs:
             if output.finished:
                 ticket, place, request, parameters = self._open.pop(output.request_id)

@@ -49,6 +49,18 @@ def joined_one_by_one(
     return done
 
 
+@pytest.mark.hostile
+def test_an_engine_in_the_middle_of_long_responses_is_not_silent() -> None:
+    stream = ResponseStream(loaded_engine(), max_batch=4)
+    stream.add("mine", MANY[0], SamplingParameters(max_response_length=4))
+    seen = [stream.progress]
+    while stream.open:
+        stream.step()
+        seen.append(stream.progress)
+    # Two responses of 4 tokens, and the responses themselves.
+    assert seen == [0, 2, 4, 6, 8 + 2]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_responses_that_join_a_running_batch_are_those_of_the_model(family: str) -> None:
     model, engine = hf_model(FAMILIES[family]()), loaded_engine(family, max_batch=6)
