@@ -48,7 +48,8 @@ def test_names_that_end_like_a_files_flag_are_marked() -> None:
 def test_the_flags_that_may_change_on_resume() -> None:
     assert {n for n, item in FIELDS.items() if item.metadata["may_change_on_resume"]} == {
         *("resume", "resume_from", "overwrite", "run_dir", "address", "num_rollouts", "name"),
-        *("save_interval", "save_at_end", "keep_checkpoints", "dump_log_probs"),
+        *("save_interval", "save_at_end", "keep_checkpoints", "async_save"),
+        "dump_log_probs",
         *("start_timeout", "step_timeout", "rollout_timeout", "max_restarts", "network_interface"),
         *("use_wandb", "wandb_project", "save_hf", "save_hf_interval"),
         *("log_samples", "reward_workers", "reward_timeout", "reward_memory"),
