@@ -18,6 +18,7 @@ from plugin.ppo_utils.correction_interface import token_separable
 from plugin.ppo_utils.importance_ratio import (
     EDGE_TOLERANCE,
     MAX_LOG_RATIO,
+    binary_kl,
     inside_band,
     log_bound,
     log_ratio,
@@ -25,7 +26,6 @@ from plugin.ppo_utils.importance_ratio import (
     safe_exp,
     sequence_log_ratio,
 )
-from plugin.ppo_utils.kl_estimators import binary_kl
 
 #: A sequence weight is not followed below this: its logarithm grows with the length.
 _SMALLEST_SEQUENCE_RATIO = 1e-8

@@ -48,10 +48,10 @@ def ess_target(tis_clip: float | str) -> float | None:
     return share
 
 
-LEVELS = ("token", "mean", "sum", "max")
+LEVELS = ("token", "mean", "sum", "max", "segment")
 
 
-STATISTICS = ("ratio", "k1", "k2", "k3")
+STATISTICS = ("ratio", "k1", "k2", "k3", "error", "diff")
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,11 @@ class CorrectionFlags(FlagGroup):
         "sequence",
         "sequence_tis_function, segment_tis_function: product or geometric mean of the ratios",
     )
-    segment_tis_length: int = _of_hook(
-        "segment_tis_function", 64, "segment_tis_function: tokens of a segment", at_least=1
+    segment_tis_length: int | Literal["turn"] = flag(
+        64,
+        "response tokens of a segment; turn = the tokens between two answers of the environment",
+        at_least=1,
+        needs=needs_hook("segment_tis_function", "rejection_function"),
     )
     m2po_threshold: float = _of_hook(
         "m2po_function",
