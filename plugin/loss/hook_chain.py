@@ -253,7 +253,9 @@ def _apply(
         mask = inputs.shards.local_mask(loss_masks)
         original = None if loss_masks is inputs.loss_masks else inputs.mask
         tokens = CorrectionTokens(
-            mask, inputs.shards, given, function_name(path), original=original
+            *(mask, inputs.shards, given, function_name(path)),
+            original=original,
+            loss_masks=inputs.loss_masks,
         )
         statistics = (inputs.statistics or {}).get(path)
         result = on_tokens(args, tokens, term.loss, loss_masks, statistics)

@@ -51,6 +51,7 @@ class CorrectionTokens:
     correction: name of the correction, for errors
     original: [T] bool, the loss mask before earlier corrections dropped tokens; metrics are of it
     statistics: what it declared of the whole batch, round by round
+    loss_masks: the full-response masks, one per sample, before any correction
     """
 
     mask: Tensor
@@ -59,6 +60,7 @@ class CorrectionTokens:
     correction: str
     statistics: Statistics = ()
     original: Tensor | None = None
+    loss_masks: Sequence[Tensor] = ()
 
     def get(self, name: str) -> Tensor:
         """Return the input `name` [T], or raise a `ConfigError` if the caller did not pass it."""
@@ -76,6 +78,12 @@ class CorrectionTokens:
         """log(numerator / denominator) [T] of two policies ("cur", "rollout"); 0 where masked."""
         names = (f"{numerator}_log_probs", f"{denominator}_log_probs")
         return log_ratio(self.get(names[0]), self.get(names[1]), self.mask)
+
+    def segment_sums(self, length: int | str, *values: Tensor) -> list[Tensor]:
+        """[T] each: sums over a token's segment of `length` response tokens, or over its turn."""
+        if length == "turn":
+            return self.shards.turn_sums(self.loss_masks, *values)
+        return self.shards.segment_sums(int(length), *values)
 
 
 class FlagsWithDefaults:
@@ -168,7 +176,7 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
             "advantages": advantages,
         }
         flat = {name: shards.flat(name, values) for name, values in given.items()}
-        tokens = CorrectionTokens(mask, shards, flat, function.__name__)
+        tokens = CorrectionTokens(mask, shards, flat, function.__name__, loss_masks=loss_masks)
         return on_tokens(args, tokens, pg_loss, loss_masks, batch_statistics)
 
     functools.update_wrapper(hook, function)
