@@ -16,6 +16,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
