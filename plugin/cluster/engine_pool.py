@@ -7,6 +7,7 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,11 +209,11 @@ class EnginePool:
         self._probed: list[Probed] = []
         self._is_asleep = False
         # Calls that have not ended, of which actor; and those that have ended, to be dealt with.
-        self._calls, self._ended = EndedCalls(), deque[Any]()
+        self._calls, self._ended = EndedCalls(), deque[tuple[Any, Future[Any]]]()
         self._starts: dict[Any, tuple[int, Any]] = {}
         self._loads: dict[Any, tuple[int, Any]] = {}
         self._collects: dict[Any, tuple[int, Any]] = {}
-        self._arrived: list[Any] = []  # collects that have ended
+        self._arrived: list[tuple[Any, Future[Any]]] = []  # collects that have ended
         self._assignments = Assignments(config.engine_patience)
         self._lost: list[int] = []  # groups that were at engines that were replaced
         self._era = 0  # ends when every group is dropped
@@ -326,20 +327,20 @@ class EnginePool:
             self._handle_ended(wait_seconds if self._collects else min(wait_seconds, _IDLE_SECONDS))
         answers = []
         while self._arrived:
-            if (answer := self._receive_from(self._arrived.pop(0))) is not None:
+            if (answer := self._receive_from(*self._arrived.pop(0))) is not None:
                 answers.append(answer)
         for number, reason in self._assignments.hung().items():
             self.replace(number, reason)
         lost, self._lost = self._lost, []
         return answers, lost
 
-    def _receive_from(self, call: Any) -> Rollouts | None:
+    def _receive_from(self, call: Any, ended: Future[Any]) -> Rollouts | None:
         number, actor = self._collects.pop(call, (None, None))
         if number is None:  # of an engine that was replaced since
             return None
         self._engines[number].collects = False
         try:
-            arrays = result_of(call, f"engine {number}", self._console)
+            arrays = result_of(call, f"engine {number}", self._console, ended)
         except ParallelError as error:
             self.replace_unless_done(number, actor, str(error))
             return None
@@ -481,31 +482,32 @@ class EnginePool:
 
     def _handle_ended(self, wait_seconds: float = 0.0) -> None:
         """Deal with calls that have ended; waits for the first."""
-        self._ended.extend(self._calls.take(0.0 if self._ended else wait_seconds))
+        self._ended.extend(self._calls.take(0.0 if self._ended else wait_seconds).items())
         while self._ended:
-            call = self._ended.popleft()
+            call, ended = self._ended.popleft()
             if call in self._collects:
-                self._arrived.append(call)
+                self._arrived.append((call, ended))
             elif call in self._loads:
-                self._end_load(call)
+                self._end_load(call, ended)
             elif call in self._starts:
-                self._end_start(call)
+                self._end_start(call, ended)
 
-    def _end_load(self, call: Any) -> None:
+    def _end_load(self, call: Any, ended: Future[Any]) -> None:
         number, actor = self._loads.pop(call)
         try:
-            self._note_probed(number, actor, result_of(call, f"engine {number}", self._console))
+            answers = result_of(call, f"engine {number}", self._console, ended)
+            self._note_probed(number, actor, answers)
         except SenderLost:
             # A trainer rank died while it sent its weights: no engine would get them.
             raise
         except ParallelError as error:
             self.replace_unless_done(number, actor, str(error))
 
-    def _end_start(self, call: Any) -> None:
+    def _end_start(self, call: Any, ended: Future[Any]) -> None:
         number, actor = self._starts.pop(call)
         self._engines[number].starting = None
         try:
-            result_of(call, f"engine {number}", self._console)
+            result_of(call, f"engine {number}", self._console, ended)
             self._update(number)
         except ParallelError as error:
             self.replace_unless_done(number, actor, str(error))

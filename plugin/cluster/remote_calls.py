@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TextIO, TypeVar, cast
 
@@ -108,7 +109,7 @@ class EndedCalls:
     """
 
     def __init__(self, calls: Iterable[Any] = ()) -> None:
-        self._open: set[Any] = set()
+        self._open: dict[Any, Future[Any]] = {}
         self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._swept = time.monotonic()
         for call in calls:
@@ -116,20 +117,18 @@ class EndedCalls:
 
     def add(self, call: Any) -> None:
         """Watch a call."""
-        self._open.add(call)
-        call.future().add_done_callback(lambda _: self._ended.put(call))
+        self._open[call] = call.future()
+        self._open[call].add_done_callback(lambda _: self._ended.put(call))
 
-    def take(self, wait_seconds: float = 0.0) -> list[Any]:
-        """Calls that have ended since the last time, each once; waits for the first of them."""
+    def take(self, wait_seconds: float = 0.0) -> dict[Any, Future[Any]]:
+        """Calls that have ended since the last time, for `result_of`; waits for the first."""
         self._sweep()
         ended = []
         with contextlib.suppress(queue.Empty):
             ended.append(self._ended.get(block=wait_seconds > 0, timeout=wait_seconds or None))
             while True:
                 ended.append(self._ended.get_nowait())
-        found = [call for call in dict.fromkeys(ended) if call in self._open]
-        self._open.difference_update(found)
-        return found
+        return {call: self._open.pop(call) for call in ended if call in self._open}
 
     def _sweep(self) -> None:
         import ray
@@ -157,8 +156,8 @@ def wait_for_all(
     calls, results, last = EndedCalls(references), {}, 0.0
     while waiting:
         pause = _POLL_SECONDS if while_waiting else min(5.0, max(0.0, deadline - time.monotonic()))
-        for reference in calls.take(pause):
-            results[reference] = result_of(reference, waiting.pop(reference), console)
+        for reference, ended in calls.take(pause).items():
+            results[reference] = result_of(reference, waiting.pop(reference), console, ended)
         # Not once per rank that has ended: there may be hundreds.
         if while_waiting is not None and time.monotonic() - last >= _POLL_SECONDS:
             last = time.monotonic()
@@ -171,16 +170,20 @@ def wait_for_all(
     return [results[reference] for reference in references]
 
 
-def result_of(reference: Any, name: str, console: Console) -> Any:
+def result_of(
+    reference: Any, name: str, console: Console, ended: Future[Any] | None = None
+) -> Any:
     """The value of a finished `ReportingActor.call`, or the error that ended it.
 
+    ended: from `EndedCalls`, which has got the value already
     Our own errors come as themselves, those of other code as `ParallelError` with the traceback;
     `ActorLost` means that the process, or the data on its way to or from it, is gone.
     """
     import ray
 
     try:
-        reported = ray.get(reference)
+        known = ended if ended is not None and ended.done() else None
+        reported = ray.get(reference) if known is None else known.result()
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         messages = getattr(cause, _MESSAGES, None)
