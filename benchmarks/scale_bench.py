@@ -72,9 +72,7 @@ class Host:
         self._version = version
         return []
 
-    async def submit(
-        self, number: int, requests: Mapping[int, GenerationRequest], *_: Any
-    ) -> None:
+    async def submit(self, number: int, requests: Mapping[int, GenerationRequest], *_: Any) -> None:
         for group in () if self._hangs else requests:
             self._spawn(self._generate(number, group, self._version))
 
@@ -181,7 +179,9 @@ def measure(engines: int, ranks: int, steps: int) -> dict[str, float]:
         nonlocal received
         with parts["take"].counted():
             groups = queue.take(version)
-        received += sum(_bytes_of(rollouts) for rollouts in {id(g): g.rollouts for g in groups}.values())
+        received += sum(
+            _bytes_of(rollouts) for rollouts in {id(g): g.rollouts for g in groups}.values()
+        )
         with parts["trainer"].counted():
             for _ in range(CALLS):
                 calls = [r.remote("work", CALL_SECONDS * random.uniform(0.5, 1)) for r in ranks_]
@@ -223,7 +223,9 @@ def _bytes_of(rollouts: Any) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 16, 64, 256])
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 32, 128, 512])
     parser.add_argument("--steps", type=int, default=3)

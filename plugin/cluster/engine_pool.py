@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import time
@@ -28,7 +29,7 @@ from plugin.engines.protocol import (
 )
 from plugin.engines.weight_changes import ProbeAnswer, WeightProbe
 from plugin.environments.trajectory import Rollouts
-from plugin.errors import ClusterError, EngineError, ParallelError, SenderLost
+from plugin.errors import ClusterError, EngineError, MegatronTisError, ParallelError, SenderLost
 from plugin.observe.console import Console
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.group import WeightGroup
@@ -36,6 +37,8 @@ from plugin.weights.group import WeightGroup
 _IDLE_SECONDS = 0.2
 _LOAD_POLL_SECONDS = 0.05
 _HUNG_CHECK_SECONDS = 1.0
+#: How often engines that have groups are asked for their progress.
+_PROGRESS_SECONDS = 10.0
 #: Entries of a heap that may be outdated, besides four per engine.
 _OUTDATED_LOADS = 64
 
@@ -82,7 +85,7 @@ class Probed:
 class Assignments:
     """Which engine has which group, and since when; which engines may get more.
 
-    patience: seconds without an answer after which an engine counts as hung
+    patience: seconds without progress after which an engine that has groups counts as hung
     """
 
     def __init__(self, patience: float) -> None:
@@ -90,7 +93,8 @@ class Assignments:
         self._engine_of: dict[int, int] = {}
         # Engine -> its groups with the time when they were sent, the oldest first.
         self._groups: defaultdict[int, dict[int, float]] = defaultdict(dict)
-        self._last_answer: dict[int, float] = {}
+        self._last_progress: dict[int, float] = {}
+        self._progress: dict[int, int] = {}
         self._checked = -math.inf
         self._open: set[int] = set()
         # (groups, engine); what is no longer true is skipped when it comes up.
@@ -134,12 +138,18 @@ class Assignments:
 
     def remove_answered(self, engine: int, groups: Iterable[int]) -> None:
         """Note that an engine has answered groups."""
-        self._last_answer[engine] = time.monotonic()
+        self._last_progress[engine] = time.monotonic()
         for group in groups:
             owner = self._engine_of.pop(group, None)
             if owner is not None:
                 del self._groups[owner][group]
         self._note_load(engine)
+
+    def note_progress(self, engine: int, progress: int) -> None:
+        """Note how many tokens an engine has generated, now and then."""
+        if progress != self._progress.get(engine):
+            self._progress[engine] = progress
+            self._last_progress[engine] = time.monotonic()
 
     def remove_lost(self, engine: int) -> list[int]:
         """Remove and return the groups of an engine that is gone."""
@@ -150,7 +160,7 @@ class Assignments:
         return lost
 
     def hung(self) -> dict[int, str]:
-        """Engines that have not answered for too long, with the reason to replace them.
+        """Engines without progress for too long, with the reason to replace them.
 
         Looks at all engines once a second at most.
         """
@@ -159,10 +169,11 @@ class Assignments:
             return {}
         self._checked = now
         sent = {engine: next(iter(mine.values())) for engine, mine in self._groups.items() if mine}
-        # One that answers is alive, however long a response takes.
-        limit = now - self._patience
-        late = [e for e, since in sent.items() if max(since, self._last_answer.get(e, 0.0)) < limit]
-        return dict.fromkeys(late, f"did not answer within {self._patience:g} s")
+        # One that generates is alive, however long a response takes.
+        limit, last = now - self._patience, self._last_progress
+        late = [engine for engine, since in sent.items() if max(since, last.get(engine, 0)) < limit]
+        reason = f"generated nothing for {self._patience:g} s (--rollout-timeout)"
+        return dict.fromkeys(late, reason)
 
     def clear(self) -> None:
         """Forget every group."""
@@ -212,6 +223,8 @@ class EnginePool:
         self._calls, self._ended = EndedCalls(), deque[tuple[Any, Future[Any]]]()
         self._starts: dict[Any, tuple[int, Any]] = {}
         self._loads: dict[Any, tuple[int, Any]] = {}
+        self._pings: dict[Any, tuple[int, Any]] = {}
+        self._next_pings = 0.0
         self._collects: dict[Any, tuple[int, Any]] = {}
         self._arrived: list[tuple[Any, Future[Any]]] = []  # collects that have ended
         self._assignments = Assignments(config.engine_patience)
@@ -329,10 +342,32 @@ class EnginePool:
         while self._arrived:
             if (answer := self._receive_from(*self._arrived.pop(0))) is not None:
                 answers.append(answer)
+        self._ask_for_progress()
         for number, reason in self._assignments.hung().items():
             self.replace(number, reason)
         lost, self._lost = self._lost, []
         return answers, lost
+
+    def _ask_for_progress(self) -> None:
+        """Ask busy engines now and then how many tokens they have generated; never waits."""
+        now = time.monotonic()
+        if now < self._next_pings:
+            return
+        self._next_pings = now + min(_PROGRESS_SECONDS, self._config.engine_patience / 4)
+        asked = {n for n, actor in self._pings.values() if self._engines[n].actor is actor}
+        for number, engine in enumerate(self._engines):
+            if self._assignments.load(number) and number not in asked:
+                call = self.ping(engine.actor)
+                self._pings[call] = number, engine.actor
+                self._calls.add(call)
+
+    def _end_ping(self, call: Any, ended: Future[Any]) -> None:
+        number, actor = self._pings.pop(call)
+        # The call that waits for its groups tells what is wrong with an engine.
+        with contextlib.suppress(MegatronTisError):
+            progress = result_of(call, f"engine {number}", self._console, ended)
+            if self._engines[number].actor is actor:
+                self._assignments.note_progress(number, progress)
 
     def _receive_from(self, call: Any, ended: Future[Any]) -> Rollouts | None:
         number, actor = self._collects.pop(call, (None, None))
@@ -491,6 +526,8 @@ class EnginePool:
                 self._end_load(call, ended)
             elif call in self._starts:
                 self._end_start(call, ended)
+            elif call in self._pings:
+                self._end_ping(call, ended)
 
     def _end_load(self, call: Any, ended: Future[Any]) -> None:
         number, actor = self._loads.pop(call)
@@ -588,8 +625,9 @@ class EnginePool:
     def _tell_all(self, method: str, argument: Any) -> None:
         """Call every engine and wait; one that is lost is replaced, and the new one called."""
         left = set(range(len(self)))
-        patience = self._config.start_timeout + self._config.engine_patience
         while left:
+            starting = any(self._engines[number].starting is not None for number in left)
+            patience = self._config.engine_patience + starting * self._config.start_timeout
             actors = {number: self._engines[number].actor for number in left}
             calls = {n: actor.call.remote(method, argument) for n, actor in actors.items()}
             left -= self._results(actors, calls, patience).keys()

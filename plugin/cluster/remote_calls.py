@@ -170,9 +170,7 @@ def wait_for_all(
     return [results[reference] for reference in references]
 
 
-def result_of(
-    reference: Any, name: str, console: Console, ended: Future[Any] | None = None
-) -> Any:
+def result_of(reference: Any, name: str, console: Console, ended: Future[Any] | None = None) -> Any:
     """The value of a finished `ReportingActor.call`, or the error that ended it.
 
     ended: from `EndedCalls`, which has got the value already
