@@ -159,7 +159,7 @@ def _watch(spent: dict[str, float]) -> None:
     from megatron.core.pipeline_parallel import schedules
 
     from plugin.megatron_backend import trainer
-    from plugin.megatron_backend.step import forward_step, microbatch_loss, optimizer_step
+    from plugin.megatron_backend.step import microbatch_loss, optimizer_step, schedule
 
     def timed(owner: Any, name: str, part: str) -> None:
         function: Callable[..., Any] = getattr(owner, name)
@@ -174,7 +174,7 @@ def _watch(spent: dict[str, float]) -> None:
         setattr(owner, name, call)
 
     timed(trainer.MegatronTrainer, "_prepared", "preparing")
-    timed(forward_step, "run_model", "model forward")
+    timed(schedule, "run_model", "model forward")
     timed(schedules, "backward_step", "model backward")
     timed(microbatch_loss.TrainingLoss, "inside_lm_head", "loss and metrics")
     timed(optimizer_step.GuardedOptimizer, "step", "optimizer")

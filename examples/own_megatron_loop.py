@@ -31,11 +31,11 @@ from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.megatron_backend.parallel_groups import ParallelGroups, destroy_parallel, init_parallel
 from plugin.megatron_backend.step.batch_share import cut_share
-from plugin.megatron_backend.step.forward_step import training_forward_step
 from plugin.megatron_backend.step.loss_scaling import LossScale, total_weight
 from plugin.megatron_backend.step.microbatching import BatchingLimits, plan_microbatches
 from plugin.megatron_backend.step.preparation import prepare
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
+from plugin.megatron_backend.step.schedule import training_forward_step
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 

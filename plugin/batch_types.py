@@ -18,8 +18,14 @@ from torch import Tensor
 
 from plugin.errors import BatchError, MegatronTisError
 from plugin.ragged import Integers, Ragged, as_integers, ragged_range
-from plugin.sampling_mask import KEPT_COUNTS, KEPT_IDS, check_columns
-from plugin.teacher_topk import TOPK_IDS, TOPK_LOG_PROBS, check_topk
+from plugin.vocabulary_ids import (
+    KEPT_COUNTS,
+    KEPT_IDS,
+    TOPK_IDS,
+    TOPK_LOG_PROBS,
+    check_columns,
+    check_topk,
+)
 
 Shape = Literal["tokens", "response", "topk", "routes", "kept", "scalar"]
 #: Those with one entry per response token.

@@ -30,8 +30,8 @@ from plugin.logprobs.vocab_parallel import log_probs_and_entropy
 from plugin.loss import compute_loss
 from plugin.loss.hook_chain import batch_declarations, statistics_of
 from plugin.loss.interfaces import LossInputs, LossOutputs
-from plugin.loss.separable_loss import separable_obstacle
-from plugin.ppo_utils.kl_estimators import k3
+from plugin.loss.partial_objective import separable_obstacle
+from plugin.ppo_utils.importance_ratio import k3
 from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
 

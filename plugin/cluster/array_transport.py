@@ -19,7 +19,7 @@ from plugin.batch_types import FIELDS, PER_RESPONSE_TOKEN, RolloutBatch
 from plugin.environments.trajectory import Rollouts
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.ragged import Ragged
-from plugin.sampling_mask import KEPT_COUNTS
+from plugin.vocabulary_ids import KEPT_COUNTS
 
 Arrays = dict[str, np.ndarray]
 Record = TypeVar("Record", BatchShare, Rollouts)

@@ -51,13 +51,14 @@ class EngineActor(ReportingActor):
                 f"--colocate: the engine of --rollout-engine {config.rollout_engine} cannot give "
                 "its memory to the trainer; give it sleep(level) and wake(part), or drop --colocate"
             )
-        stream = ResponseStream(self._engine, config.rollout_max_batch)
-        self._server = GroupServer(choose_player(config)(stream)).start()
+        self._stream = ResponseStream(self._engine, config.rollout_max_batch)
+        self._server = GroupServer(choose_player(config)(self._stream)).start()
         self.health = self._engine.health
         self.submit, self.cancel = self._server.submit, self._server.cancel
 
-    def ping(self) -> None:
-        """Answer: the process is alive."""
+    def ping(self) -> int:
+        """Answer at once how far the engine is, see `ResponseStream.progress`."""
+        return self._stream.progress
 
     def collect(self, era: int) -> Arrays:
         """Wait for groups: the `Rollouts` of those that are done, one trajectory per seed."""

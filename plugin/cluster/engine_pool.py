@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,13 +26,15 @@ from plugin.engines.protocol import (
 )
 from plugin.engines.weight_changes import ProbeAnswer, WeightProbe
 from plugin.environments.trajectory import Rollouts
-from plugin.errors import ClusterError, EngineError, ParallelError, SenderLost
+from plugin.errors import ClusterError, EngineError, MegatronTisError, ParallelError, SenderLost
 from plugin.observe.console import Console
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.group import WeightGroup
 
 _IDLE_SECONDS = 0.2
 _LOAD_POLL_SECONDS = 0.005
+#: How often engines that have groups are asked for their progress.
+_PROGRESS_SECONDS = 10.0
 
 
 @dataclass
@@ -74,13 +77,14 @@ class Probed:
 class Assignments:
     """Which engine has which group, and since when.
 
-    patience: seconds without an answer after which an engine counts as hung
+    patience: seconds without progress after which an engine that has groups counts as hung
     """
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
         self._groups: dict[int, tuple[int, float]] = {}  # number -> engine, when it was sent
-        self._last_answer: dict[int, float] = {}
+        self._last_progress: dict[int, float] = {}
+        self._progress: dict[int, int] = {}
 
     def loads(self) -> Counter[int]:
         """How many groups each engine has."""
@@ -93,9 +97,15 @@ class Assignments:
 
     def remove_answered(self, engine: int, groups: Iterable[int]) -> None:
         """Note that an engine has answered groups."""
-        self._last_answer[engine] = time.monotonic()
+        self._last_progress[engine] = time.monotonic()
         for group in groups:
             self._groups.pop(group, None)
+
+    def note_progress(self, engine: int, progress: int) -> None:
+        """Note how many tokens an engine has generated, now and then."""
+        if progress != self._progress.get(engine):
+            self._progress[engine] = progress
+            self._last_progress[engine] = time.monotonic()
 
     def remove_lost(self, engine: int) -> list[int]:
         """Remove and return the groups of an engine that is gone."""
@@ -105,14 +115,15 @@ class Assignments:
         return lost
 
     def hung(self) -> dict[int, str]:
-        """Engines that have not answered for too long, with the reason to replace them."""
+        """Engines without progress for too long, with the reason to replace them."""
         sent: dict[int, float] = {}
         for engine, since in self._groups.values():
             sent[engine] = min(since, sent.get(engine, since))
-        # One that answers is alive, however long a response takes.
-        limit = time.monotonic() - self._patience
-        late = [e for e, since in sent.items() if max(since, self._last_answer.get(e, 0.0)) < limit]
-        return dict.fromkeys(late, f"did not answer within {self._patience:g} s")
+        # One that generates is alive, however long a response takes.
+        limit, last = time.monotonic() - self._patience, self._last_progress
+        late = [engine for engine, since in sent.items() if max(since, last.get(engine, 0)) < limit]
+        reason = f"generated nothing for {self._patience:g} s (--rollout-timeout)"
+        return dict.fromkeys(late, reason)
 
     def clear(self) -> None:
         """Forget every group."""
@@ -157,6 +168,8 @@ class EnginePool:
         self._is_asleep = False
         self._loads: dict[Any, tuple[int, Any]] = {}
         self._assignments = Assignments(config.engine_patience)
+        self._pings: dict[Any, tuple[int, Any]] = {}
+        self._next_pings = 0.0
         self._collects: dict[Any, tuple[int, Any]] = {}
         self._lost: list[int] = []  # groups that were at engines that were replaced
         self._era = 0  # ends when every group is dropped
@@ -252,10 +265,32 @@ class EnginePool:
         if not done and not self._lost and wait_seconds:
             done, _ = ray.wait(calls, num_returns=1, timeout=wait_seconds)
         answers = [answer for call in done if (answer := self._receive_from(call)) is not None]
+        self._ask_for_progress()
         for number, reason in self._assignments.hung().items():
             self.replace(number, reason)
         lost, self._lost = self._lost, []
         return answers, lost
+
+    def _ask_for_progress(self) -> None:
+        """Take what busy engines have answered about their progress, and ask again; never waits."""
+        import ray
+
+        now = time.monotonic()
+        if now < self._next_pings:
+            return
+        self._next_pings = now + min(_PROGRESS_SECONDS, self._config.engine_patience / 4)
+        calls = list(self._pings)
+        for call in ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else ():
+            number, actor = self._pings.pop(call)
+            # The call that waits for its groups tells what is wrong with an engine.
+            with contextlib.suppress(MegatronTisError):
+                progress = result_of(call, f"engine {number}", self._console)
+                if self._engines[number].actor is actor:
+                    self._assignments.note_progress(number, progress)
+        for number in self._assignments.loads():
+            engine = number, self._engines[number].actor
+            if engine not in self._pings.values():
+                self._pings[self.ping(engine[1])] = engine
 
     def _receive_from(self, call: Any) -> Rollouts | None:
         number, actor = self._collects.pop(call)
@@ -488,8 +523,9 @@ class EnginePool:
     def _tell_all(self, method: str, argument: Any) -> None:
         """Call every engine and wait; one that is lost is replaced, and the new one called."""
         left = set(range(len(self)))
-        patience = self._config.start_timeout + self._config.engine_patience
         while left:
+            starting = any(self._engines[number].starting is not None for number in left)
+            patience = self._config.engine_patience + starting * self._config.start_timeout
             actors = {number: self._engines[number].actor for number in left}
             calls = {n: actor.call.remote(method, argument) for n, actor in actors.items()}
             left -= self._results(actors, calls, patience).keys()

@@ -6,9 +6,13 @@ per share returns its results; values that are the same everywhere are returned 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import os
 import shutil
+import socket
+import struct
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -47,10 +51,24 @@ _CRITIC, _CRITIC_WAITS = "critic", ".critic"
 PolicyName = str
 _TEACHER = "teacher/"
 
+#: Linux's question for the address of an interface (netdevice(7)).
+_SIOCGIFADDR = 0x8915
+
 
 def teacher_policy(name: str) -> PolicyName:
     """The ranks' name for a teacher."""
     return f"{_TEACHER}{name}"
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this machine's interface with the IPv4 address `address`, if there is one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
 
 
 @dataclass(frozen=True)
@@ -152,11 +170,7 @@ class TrainerRank(ReportingActor):
         from plugin.megatron_backend.parallel_groups import init_parallel
 
         self._rank = rank
-        interface = self._config.network_interface
-        if interface is None and (rendezvous.startswith(("file:", "tcp://127."))):
-            interface = "lo"
-        if interface is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        self._choose_interfaces(meets_in_a_file=rendezvous.startswith("file:"))
         # Ray shows each actor its own GPU only.
         os.environ["LOCAL_RANK"] = "0"
         config = self._config
@@ -176,6 +190,24 @@ class TrainerRank(ReportingActor):
         first = self._groups.tp_rank == 0 and self._groups.cp_rank == 0
         self._reports = first and self._groups.is_last_stage
         return RankPart(self._groups.dp_rank, self._reports)
+
+    def _choose_interfaces(self, *, meets_in_a_file: bool) -> None:
+        """Set the interfaces of gloo and NCCL, unless the environment already names them.
+
+        gloo would take the one that this machine's name resolves to, which often is loopback.
+        """
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        chosen = self._config.network_interface
+        if chosen is not None:
+            os.environ.update(dict.fromkeys(names, chosen))
+            return
+        found = interface_of(self.place().address)
+        # NCCL chooses once per process, and weights may go to engines on other nodes.
+        gloo = "lo" if meets_in_a_file else found
+        nccl = "lo" if self._config.address is None else found
+        for name, value in (("GLOO_SOCKET_IFNAME", gloo), ("NCCL_SOCKET_IFNAME", nccl)):
+            if value is not None:
+                os.environ.setdefault(name, value)
 
     def fitting_tokens(self) -> int | None:
         """Tokens of a microbatch that fit into memory, if the budget is to be chosen."""
@@ -371,7 +403,7 @@ class TrainerRank(ReportingActor):
 
     def save_hf(self, directory: str, tokenizer_from: str | None, replace: bool) -> None:
         """Write the policy as a Hugging Face directory, from rank 0."""
-        from plugin.megatron_backend.hf_weights.saving import save_hf_checkpoint
+        from plugin.megatron_backend.hf_weights.export import save_hf_checkpoint
 
         chunks = self._trainers["policy"].chunks
         save_hf_checkpoint(

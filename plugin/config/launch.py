@@ -55,7 +55,16 @@ class LaunchFlags(FlagGroup):
     )
     start_timeout: float = runtime_flag(300.0, "seconds the actors may take to start", above=0)
     step_timeout: float = runtime_flag(
-        1800.0, "seconds a step of trainer or engine may take", above=0
+        1800.0, "seconds the trainer may take for a step, a pass or a save", above=0
+    )
+    weight_timeout: float | None = runtime_flag(
+        None,
+        "seconds that sending new weights to the engines may take; none = --step-timeout, and in "
+        "asynchronous jobs what the longest responses under way take",
+        above=0,
+    )
+    ray_timeout: float = runtime_flag(
+        60.0, "seconds without an answer of Ray itself after which the job ends", above=0
     )
     max_restarts: int = runtime_flag(
         3,

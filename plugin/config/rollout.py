@@ -121,8 +121,9 @@ class RolloutFlags(FlagGroup):
     )
     rollout_timeout: float | None = runtime_flag(
         None,
-        "seconds an engine may take for the requests it is sent at once before it is replaced; "
-        "none = --step-timeout",
+        "seconds in which an engine that has requests must generate a token, or one that reports "
+        "whole responses only such a response, before it is replaced; none = 600, or as long as "
+        "such a response may take",
         above=0,
     )
 

@@ -100,11 +100,17 @@ class ServerFlags(FlagGroup):
         "temporary one for servers that the job starts",
         path=absolute_path,
     )
-    rollout_request_timeout: float = runtime_flag(
-        600.0,
-        "seconds a server may take for one response, to its last byte",
+    rollout_request_timeout: float | None = runtime_flag(
+        None,
+        "seconds a server may take for one response, to its last byte; none = 600, or more where "
+        "--max-response-length at --least-response-speed takes longer",
         above=0,
         needs=_SERVERS,
+    )
+    least_response_speed: float = runtime_flag(
+        10.0,
+        "tokens a second that a response is generated with at least; what is slower counts as hung",
+        above=0,
     )
     rollout_request_retries: int = runtime_flag(
         3,

@@ -21,7 +21,7 @@ from plugin.environments.trajectory import Rollouts
 from plugin.errors import BatchError
 from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of, whiten
 from plugin.ragged import Integers, Ragged, ragged_range
-from plugin.sampling_mask import KEPT_COUNTS
+from plugin.vocabulary_ids import KEPT_COUNTS
 
 
 def prepare_batch(config: JobConfig, rollouts: Rollouts, route_shape: Any = None) -> RolloutBatch:

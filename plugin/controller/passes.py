@@ -22,7 +22,7 @@ from plugin.controller.batch import MiniBatch
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.environments.trajectory import Rollouts
 from plugin.loss.hook_chain import batch_declarations
-from plugin.loss.value_loss import explained_variance
+from plugin.loss.policy_losses import explained_variance
 from plugin.ppo_utils.advantages import gae_advantages, whiten
 from plugin.ragged import Ragged
 from plugin.tasks.prompt_format import lookup

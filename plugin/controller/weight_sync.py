@@ -132,7 +132,7 @@ class Transfer:
         """Abort the transfer; those that do not answer even then count as lost."""
         if self.trouble is None:
             self._abort(
-                f"it took longer than {self._timeout:g} s (--step-timeout, --rollout-timeout)"
+                f"it took longer than {self._timeout:g} s (--weight-timeout, --rollout-timeout)"
             )
             return
         ranks = [who for who in self.calls.values() if not isinstance(who, Member)]
@@ -167,8 +167,7 @@ class WeightSync:
         self.checksums: Checksums = {}
         # Engines that have the weights which adapters (--lora-sync) belong to.
         self._have_base: set[Any] = set()
-        # An engine may have responses to end first; one that hangs is found as in generation.
-        self._patience = min(config.step_timeout, 3 * config.engine_patience)
+        self._patience = config.transfer_patience
         self.version = NO_WEIGHTS
 
     def metrics(self) -> dict[str, Any]:
@@ -332,7 +331,7 @@ class WeightSync:
                 self._store.port,
                 f"megatron-tis-{secrets.token_hex(6)}",
                 receivers=sum(member.workers for member in members),
-                timeout=self._config.step_timeout,
+                timeout=self._config.transfer_patience,
                 **self._senders(members),
             )
         return self._group

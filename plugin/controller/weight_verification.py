@@ -24,7 +24,7 @@ from plugin.controller.preflight.job_checks import JobParts
 from plugin.controller.weight_sync import WeightSync
 from plugin.engines.protocol import Generation, GenerationFailure, GenerationRequest
 from plugin.engines.weight_changes import ProbeAnswer, WeightProbe
-from plugin.environments.single_turn import trajectory_of
+from plugin.environments.group_server import trajectory_of
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import FindingError
 from plugin.observe.console import Console

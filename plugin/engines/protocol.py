@@ -174,6 +174,9 @@ class Finished(NamedTuple):
 class SteppingEngine(Protocol):
     """Further methods of a `RolloutEngine` whose batch changes between two decode steps.
 
+    One that also has `progress: int`, its tokens so far, is known to be alive before a response is
+    complete (`EngineTraits.reports_tokens`).
+
     An engine without these methods is asked for whole batches through `generate`. All of them are
     called by one thread; `load_weights` may come from another, between two steps, while responses
     are under way only with --partial-rollouts.

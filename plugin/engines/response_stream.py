@@ -61,6 +61,12 @@ class ResponseStream:
         self._waiting: deque[_Part] = deque()
         self._running: dict[int, _Part] = {}
         self._tickets = itertools.count()
+        self._finished = 0
+
+    @property
+    def progress(self) -> int:
+        """Grows with every token where the engine counts them, else with every response."""
+        return int(getattr(self._engine, "progress", 0)) + self._finished
 
     @property
     def open(self) -> int:
@@ -90,7 +96,7 @@ class ResponseStream:
             self._engine.add(ticket, part.request, part.parameters)
         if not self._running:
             return []
-        return [self._finished(*finished) for finished in self._engine.step()]
+        return [self._checked(*finished) for finished in self._engine.step()]
 
     def abort(self) -> None:
         """Forget everything that was asked for."""
@@ -104,8 +110,9 @@ class ResponseStream:
         alike = next(iter(self._running.values())).parameters == parameters
         return alike and min(len(request.seeds), self.max_batch) <= self._engine.room
 
-    def _finished(self, ticket: int, place: int, answer: Answer) -> Finished:
+    def _checked(self, ticket: int, place: int, answer: Answer) -> Finished:
         part = self._running[ticket]
+        self._finished += 1
         check_answer(part.request.prompt_index, part.request, answer, part.parameters)
         part.left -= 1
         if not part.left:
@@ -119,6 +126,9 @@ class GeneratesBySteps:
     name: of the engine, for errors
     weights: which of them it has
     """
+
+    #: Tokens so far, also of responses under way; stays 0 where servers generate them.
+    progress = 0
 
     def __init__(self, name: str, weights: WeightLoader) -> None:
         self._name, self._weights = name, weights

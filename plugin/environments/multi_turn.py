@@ -22,8 +22,7 @@ from plugin.engines.protocol import (
     SamplingParameters,
 )
 from plugin.engines.response_stream import ResponseStream
-from plugin.environments.chat_rendering import ChatRenderer, kept_thinking
-from plugin.environments.conversation import Conversation
+from plugin.environments.conversation import ChatRenderer, Conversation, kept_thinking
 from plugin.environments.deadline_calls import CallFailure, DeadlineCalls
 from plugin.environments.environment_protocol import (
     Ending,
@@ -31,8 +30,7 @@ from plugin.environments.environment_protocol import (
     MultiTurnTask,
     Step,
 )
-from plugin.environments.group_server import PlayedGroup, Player
-from plugin.environments.single_turn import SingleTurnPlayer
+from plugin.environments.group_server import PlayedGroup, Player, SingleTurnPlayer
 from plugin.environments.trajectory import Trajectory, failed
 from plugin.errors import BatchError
 from plugin.tasks.loading import load_task, load_tokenizer

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from plugin.errors import BatchError, ConfigError
-from plugin.logprobs.kept_ids import EntropyOf
 from plugin.logprobs.lm_head_tiles import HeadSettings, Tiles
 from plugin.logprobs.row_gradients import RowPlaces, RowSettings, join_rows
+from plugin.logprobs.row_ids import EntropyOf
 from plugin.logprobs.vocab_parallel import FLOAT_DTYPES, check_settings
 from plugin.logprobs.vocab_shards import group_size
 from plugin.ragged import Ragged, as_integers

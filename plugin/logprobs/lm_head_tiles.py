@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from plugin.logprobs.kept_ids import KeptLogits
 from plugin.logprobs.kernels import ShardStatistics, row_kernels_for
 from plugin.logprobs.row_gradients import (
     BlockGradients,
@@ -22,6 +21,7 @@ from plugin.logprobs.row_gradients import (
     RowState,
     targets_inside,
 )
+from plugin.logprobs.row_ids import KeptLogits
 from plugin.logprobs.vocab_shards import merge_column_ranges
 
 # One tile: on the CPU it should stay in the last-level cache between the product and the pass over

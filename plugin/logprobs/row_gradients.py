@@ -8,9 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugin.logprobs.given_ids import GivenIds, IdGradients
-from plugin.logprobs.kept_ids import EntropyOf, KeptColumns, KeptLogits, locate_kept
 from plugin.logprobs.kernels import RowNormalizer, ShardStatistics, row_kernels_for
+from plugin.logprobs.row_ids import (
+    EntropyOf,
+    GivenIds,
+    IdGradients,
+    KeptColumns,
+    KeptLogits,
+    locate_kept,
+)
 from plugin.logprobs.vocab_shards import combine_shards, locate_targets
 from plugin.ragged import Ragged
 

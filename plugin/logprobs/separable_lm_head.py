@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from plugin.errors import BatchError, ConfigError
 from plugin.logprobs.fused_lm_head import budget_bytes, check_arguments, spread_rows
-from plugin.logprobs.kept_ids import EntropyOf
 from plugin.logprobs.lm_head_tiles import add_product
 from plugin.logprobs.row_gradients import BlockGradients, RowSettings, summarize_rows
+from plugin.logprobs.row_ids import EntropyOf
 from plugin.ragged import Ragged
 
 #: (block of rows, their log-probs [n], their entropies [n]) -> their losses, to be summed;

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from plugin.errors import BatchError, ConfigError
-from plugin.logprobs.kept_ids import EntropyOf
 from plugin.logprobs.row_gradients import BlockGradients, RowSettings, summarize_rows
+from plugin.logprobs.row_ids import EntropyOf
 from plugin.logprobs.vocab_shards import group_size
 from plugin.ragged import Ragged
 

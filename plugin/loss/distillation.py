@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plugin.errors import BatchError
-from plugin.loss.value_checks import token_place
+from plugin.loss.inputs import token_place
 from plugin.ragged import Ragged
 from plugin.sharding.sequence_shards import SequenceShards
-from plugin.teacher_topk import TOPK_IDS, TOPK_LOG_PROBS
+from plugin.vocabulary_ids import TOPK_IDS, TOPK_LOG_PROBS
 
 #: Lower bound of p_rest and q_rest: float32 log-probs are not more precise.
 LEAST_REST = 1e-6

@@ -166,6 +166,8 @@ class HookChain:
         if len(stages) > 1:
             found = stage_metrics(term.kept, stages, weights)
             corrected = replace(corrected, metrics=corrected.metrics | found)
+        if term.ratio is not None and term.weight is not None:  # masks on a loss with its own
+            return replace(corrected, weight=term.weight * weight)
         # A pure rejection keeps a token as it is: its ratio is 1, its weight 1 or 0.
         ratio = corrected.metrics.get("tis", torch.ones_like(weight))
         return replace(corrected, ratio=ratio, weight=weight)
@@ -249,7 +251,12 @@ def _apply(
     else:
         given = _policies(inputs) | {"cur_log_probs": inputs.cur_log_probs.detach()}
         mask = inputs.shards.local_mask(loss_masks)
-        tokens = CorrectionTokens(mask, inputs.shards, given, function_name(path))
+        original = None if loss_masks is inputs.loss_masks else inputs.mask
+        tokens = CorrectionTokens(
+            *(mask, inputs.shards, given, function_name(path)),
+            original=original,
+            loss_masks=inputs.loss_masks,
+        )
         statistics = (inputs.statistics or {}).get(path)
         result = on_tokens(args, tokens, term.loss, loss_masks, statistics)
     pg_loss, new_masks, metrics = _checked_result(path, result, term.loss, loss_masks)
@@ -262,7 +269,7 @@ def _apply(
             key = f"{function_name(path)}/{key}"
         merged[key] = value.detach()
     loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
-    return PolicyTerm(loss, kept, merged, extremes=term.extremes), new_masks
+    return replace(term, loss=loss, kept=kept, metrics=merged), new_masks
 
 
 def _policies(inputs: LossInputs) -> dict[str, Tensor]:
@@ -306,6 +313,8 @@ def _try_out(path: str, hook: Callable[..., Any], args: Any) -> None:
     with torch.enable_grad(), unseen, use_parallel_context(SINGLE_PROCESS), _some_process_group():
         result = hook(args, **_arguments(path, inputs, pg_loss, inputs.loss_masks))
         new_loss, _, _ = _checked_result(path, result, pg_loss, inputs.loss_masks)
+        if getattr(load_function(path), "mask_only", False):
+            _require_mask(path, pg_loss.detach(), new_loss.detach())
         if not new_loss.requires_grad:
             raise BatchError(
                 f"hook {path!r} returned a pg_loss without gradient, so nothing would be learned; "
@@ -323,6 +332,16 @@ def _try_out(path: str, hook: Callable[..., Any], args: Any) -> None:
         raise BatchError(
             f"hook {path!r} returned a loss that does not depend on pg_loss, so nothing would be "
             "learned; return pg_loss times a weight"
+        )
+
+
+def _require_mask(path: str, before: Tensor, after: Tensor) -> None:
+    changed = (after != before) & (after != 0)
+    if bool(changed.any()):
+        i = int(changed.nonzero()[0])
+        raise BatchError(
+            f"hook {path!r} is declared @mask_only and turned the loss {float(before[i]):g} of a "
+            f"token into {float(after[i]):g}; return it as it is or 0, or remove the declaration"
         )
 
 

@@ -85,6 +85,7 @@ class PolicyTerm:
 
     ratio, weight: [T] importance ratio before bounding and weight after, 0 where dropped; None
         where the loss is not weighted or they were not requested
+    penalty: [T] a part of the loss that corrections leave alone, such as a pull on every token
     extremes: name -> [T], of which `name_max` and `name_min` over the mask are reported
     """
 
@@ -93,6 +94,7 @@ class PolicyTerm:
     metrics: dict[str, Tensor] = field(default_factory=dict)
     ratio: Tensor | None = None
     weight: Tensor | None = None
+    penalty: Tensor | None = None
     extremes: dict[str, Tensor] = field(default_factory=dict)
 
 

@@ -20,8 +20,7 @@ from plugin.loss.hook_chain import batch_declarations, hook_chain
 from plugin.loss.interfaces import LossInputs, LossOutputs, RegularizerTerm, TokenMetric
 from plugin.loss.normalization import kept_token_scale
 from plugin.loss.policy_losses import resolve_policy_loss
-from plugin.ppo_utils.importance_ratio import log_ratio, safe_exp
-from plugin.ppo_utils.kl_estimators import LOW_VAR_KL_BOUND, k3, kl_estimate
+from plugin.ppo_utils.importance_ratio import LOW_VAR_KL_BOUND, k3, kl_estimate, log_ratio, safe_exp
 
 
 def check_loss(config: LossConfig) -> None:
@@ -71,6 +70,8 @@ def compute_loss(
     if policy_weights is not None:
         weights = torch.where(inputs.mask, policy_weights.detach().float(), 0.0)
         term = replace(term, loss=term.loss * weights)
+    if term.penalty is not None:
+        term = replace(term, loss=term.loss + term.penalty)
     policy, denominator = term.loss, inputs.mask
     if config.loss_denominator == "kept":
         if config.per_token:

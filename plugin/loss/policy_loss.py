@@ -19,9 +19,9 @@ from plugin.loss.interfaces import LossOutputs
 from plugin.loss.normalization import Reducer
 from plugin.loss.objective import compute_loss
 from plugin.ragged import Ragged, as_integers
-from plugin.sampling_mask import check_rows, kept_rows, top_p_rows
 from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
+from plugin.vocabulary_ids import check_rows, kept_rows, top_p_rows
 
 
 def policy_loss_function(

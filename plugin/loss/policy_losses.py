@@ -6,6 +6,8 @@ rollout policy are in `rollout_losses`.
 
 Each docstring is the entry of its loss in `megatron-tis corrections`: a sentence, the formula, the
 flags with their defaults, the reference.
+
+The loss of a value model, which is no choice of --policy-loss, is the last.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from plugin.ppo_utils.importance_ratio import (
     log_ratio,
     safe_exp,
 )
+from plugin.ppo_utils.masked_ops import zero_masked
 
 
 @token_separable
@@ -170,3 +173,35 @@ def resolve_policy_loss(name: str) -> PolicyLoss:
     if not term.loss.requires_grad:
         raise HookLoadError(f"{contract}; its loss has no gradient, so nothing would be learned")
     return function
+
+
+def clipped_value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """Loss [T], 0 where masked, and whether each token's value was clipped, bool [T].
+
+    max((v - R)^2, (old + clamp(v - old, -clip, clip) - R)^2) / 2: a value that has gone further
+    than `clip` from where it was is not pushed on (PPO). Without `clip`, half the squared error.
+
+    values: [T] with gradient; old_values, returns: [T]; mask: [T] bool
+    """
+    values, old, returns = (zero_masked(x, mask) for x in (values, old_values, returns))
+    error = (values - returns).square()
+    if clip is None:
+        return 0.5 * error, torch.zeros_like(mask)
+    near = old + (values - old).clamp(-clip, clip)
+    clipped = (near - returns).square()
+    # Inside the clip the two differ by rounding alone.
+    left = (values - old).abs() > clip
+    return 0.5 * torch.maximum(error, clipped), left & (clipped > error)
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns), in float64; 0 where the returns do not vary.
+
+    1 = the values predict every return, 0 = no better than their mean, below 0 = worse.
+    """
+    wanted, error = returns.double(), (returns.double() - values.double())
+    if wanted.numel() < 2 or float(wanted.var()) == 0.0:
+        return 0.0
+    return float(1.0 - error.var() / wanted.var())

@@ -1,7 +1,7 @@
 """Policy losses that compare the current policy with the one that sampled: cur against rollout.
 
-They account for mismatch and staleness by themselves and refuse `--use-tis`. Notation and layout of
-the docstrings as in `policy_losses`.
+They account for mismatch and staleness by themselves: with `--use-tis` they accept only masks.
+Notation and layout of the docstrings as in `policy_losses`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from plugin.ppo_utils.correction_interface import token_separable
 from plugin.ppo_utils.importance_ratio import (
     EDGE_TOLERANCE,
     MAX_LOG_RATIO,
+    binary_kl,
     inside_band,
     log_bound,
     log_ratio,
@@ -25,7 +26,6 @@ from plugin.ppo_utils.importance_ratio import (
     safe_exp,
     sequence_log_ratio,
 )
-from plugin.ppo_utils.kl_estimators import binary_kl
 
 #: A sequence weight is not followed below this: its logarithm grows with the length.
 _SMALLEST_SEQUENCE_RATIO = 1e-8
@@ -75,7 +75,7 @@ def dppo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     too_high = positive & (difference > config.dppo_mask_high + EDGE_TOLERANCE)
     too_low = ~positive & (difference < -config.dppo_mask_low - EDGE_TOLERANCE)
     term = _masked_surrogate(inputs, log_r, too_low, too_high)
-    return replace(term, loss=term.loss + config.kl_tau * log_r.square())
+    return replace(term, penalty=config.kl_tau * log_r.square())
 
 
 @token_separable
@@ -90,8 +90,8 @@ def ipo_kl(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     log_r = _cur_over_rollout(inputs)
     outside = _outside_ratio_band(log_r, config.ipo_ratio_low, config.ipo_ratio_high)
     term = _masked_surrogate(inputs, log_r, *outside)
-    penalty = torch.where(term.kept, config.kl_tau * log_r.square(), 0.0)
-    return replace(term, loss=term.loss + penalty)
+    pull = torch.where(term.kept, config.kl_tau * log_r.square(), 0.0)
+    return replace(term, loss=term.loss + pull)  # a mask that drops a token drops its pull
 
 
 @token_separable
@@ -154,8 +154,9 @@ def dro(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """
     log_r = _cur_over_rollout(inputs)
     pull = config.dro_beta / 2 * log_r.square()
-    loss = -inputs.advantages * inputs.cur_log_probs + pull
-    return PolicyTerm(loss, inputs.mask, {"dro/pull": pull}, ratio=safe_exp(log_r.detach()))
+    loss = -inputs.advantages * inputs.cur_log_probs
+    ratio, metrics = safe_exp(log_r.detach()), {"dro/pull": pull.detach()}
+    return PolicyTerm(loss, inputs.mask, metrics, ratio=ratio, penalty=pull)
 
 
 def minpro(inputs: LossInputs, config: LossConfig) -> PolicyTerm:

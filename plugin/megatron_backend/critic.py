@@ -16,20 +16,20 @@ from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.errors import BatchError
 from plugin.loss.normalization import token_weights
-from plugin.loss.value_loss import clipped_value_loss
+from plugin.loss.policy_losses import clipped_value_loss
 from plugin.megatron_backend.model.family_layers import WholeWeight
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.rank_model import RankModel, without_replay
 from plugin.megatron_backend.step.batch_share import BatchShare
-from plugin.megatron_backend.step.forward_step import (
+from plugin.megatron_backend.step.loss_scaling import LossScale
+from plugin.megatron_backend.step.preparation import PreparedMicrobatch
+from plugin.megatron_backend.step.rank_agreement import ErrorCollector
+from plugin.megatron_backend.step.schedule import (
     ForwardStep,
     LossClosure,
     forward_only_step,
     run_model,
 )
-from plugin.megatron_backend.step.loss_scaling import LossScale
-from plugin.megatron_backend.step.preparation import PreparedMicrobatch
-from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.megatron_backend.trainer import StepResult
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable

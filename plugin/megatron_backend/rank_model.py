@@ -19,7 +19,7 @@ from plugin.batch_types import Microbatch, RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.errors import BatchError, ReplayError
 from plugin.loss.objective import check_loss
-from plugin.loss.separable_loss import takes_separable_head
+from plugin.loss.partial_objective import takes_separable_head
 from plugin.megatron_backend.checkpoint.save_load import (
     TrainerParts,
     load_checkpoint,

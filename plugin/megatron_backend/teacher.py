@@ -13,11 +13,10 @@ from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.errors import BatchError
 from plugin.logprobs.separable_lm_head import separable_log_probs
-from plugin.loss.separable_loss import takes_separable_head
+from plugin.loss.partial_objective import takes_separable_head
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.rank_model import RankModel, without_replay
 from plugin.megatron_backend.step.batch_share import BatchShare
-from plugin.megatron_backend.step.forward_step import ForwardStep, forward_only_step
 from plugin.megatron_backend.step.output_head import (
     response_log_probs,
     response_top_ids,
@@ -25,9 +24,10 @@ from plugin.megatron_backend.step.output_head import (
 )
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
+from plugin.megatron_backend.step.schedule import ForwardStep, forward_only_step
 from plugin.megatron_backend.step.sequence_packing import SequenceLayout
 from plugin.ragged import Integers, Ragged
-from plugin.teacher_topk import TOPK_IDS, TOPK_LOG_PROBS
+from plugin.vocabulary_ids import TOPK_IDS, TOPK_LOG_PROBS
 
 LOG_PROBS = "teacher_log_probs"
 

@@ -26,13 +26,13 @@ from plugin.megatron_backend.routing.routes import (
 from plugin.megatron_backend.step.batch_share import (
     BatchShare,
 )
-from plugin.megatron_backend.step.batch_statistics import add_batch_statistics
-from plugin.megatron_backend.step.forward_step import (
+from plugin.megatron_backend.step.optimizer_step import cause_of_skip, first_bad_parameter
+from plugin.megatron_backend.step.preparation import add_batch_statistics
+from plugin.megatron_backend.step.rank_agreement import ErrorCollector
+from plugin.megatron_backend.step.schedule import (
     log_prob_forward_step,
     training_forward_step,
 )
-from plugin.megatron_backend.step.optimizer_step import cause_of_skip, first_bad_parameter
-from plugin.megatron_backend.step.rank_agreement import ErrorCollector
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from plugin.ragged import Ragged

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from plugin.config import JobConfig
-from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO
-from plugin.ppo_utils.kl_estimators import k3
+from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, k3
 from plugin.ragged import Integers, Ragged, as_integers, ragged_range
 
 Severity = Literal["info", "warning", "error"]

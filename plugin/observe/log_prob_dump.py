@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plugin.errors import ConfigError
-from plugin.sampling_mask import KEPT_COUNTS, KEPT_IDS
+from plugin.vocabulary_ids import KEPT_COUNTS, KEPT_IDS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -178,8 +178,9 @@ def _list_array(values: Sequence[Any], kind: type) -> pa.Array:
     rows = [np.asarray(value).reshape(-1) for value in values]
     flat = np.concatenate(rows or [np.zeros(0)])
     flat = flat != 0 if kind is np.bool_ else flat.astype(kind)
-    offsets = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+    # Routes of a step are more than 2^31 numbers: 32-bit offsets would wrap.
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flat))
 
 
 def _write_table(table: pa.Table, path: Path) -> None:

@@ -254,6 +254,11 @@ SECTIONS: tuple[Section, ...] = (
             _mismatch("weight_ess", "effective sample size of the weights", "tokens"),
             _mismatch("weight_ess_share", "the same as a share of the tokens", "share"),
             _mismatch("abs_log_ratio", "|train − rollout|", "nats"),
+            _mismatch("multiplicative_error", "exp |train − rollout|; 1 = the same probabilities"),
+            _mismatch(
+                "reverse_k3", "KL(policy ‖ rollout) by ratio · log ratio − ratio + 1", "nats"
+            ),
+            _mismatch("js", "Jensen-Shannon divergence of policy and rollout", "nats"),
             _mismatch("train_perplexity", "exp of the mean −train of the sampled tokens"),
             _mismatch("rollout_perplexity", "exp of the mean −rollout of the sampled tokens"),
             _mismatch("perplexity_gap", "train_perplexity − rollout_perplexity"),

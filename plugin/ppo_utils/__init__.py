@@ -12,18 +12,19 @@ from plugin.ppo_utils.advantages import (
     whiten,
 )
 from plugin.ppo_utils.batch_statistics import batch_statistics, microbatch_statistics
-from plugin.ppo_utils.correction_interface import token_separable
+from plugin.ppo_utils.correction_interface import mask_only, token_separable
 from plugin.ppo_utils.corrections import *  # noqa: F403
 from plugin.ppo_utils.importance_ratio import (
+    KL_ESTIMATORS,
     clipped_ratio,
     geometric_log_ratio,
     inside_band,
+    kl_estimate,
     log_ratio,
     probability_difference,
     safe_exp,
     sequence_log_ratio,
 )
-from plugin.ppo_utils.kl_estimators import KL_ESTIMATORS, kl_estimate
 from plugin.ppo_utils.masked_ops import (
     masked_max,
     masked_mean,
@@ -48,6 +49,7 @@ __all__ = [
     "inside_band",
     "kl_estimate",
     "log_ratio",
+    "mask_only",
     "masked_max",
     "masked_mean",
     "masked_min",

@@ -49,7 +49,9 @@ class CorrectionTokens:
     mask: [T] bool, the loss mask; shards: which tokens of which sample these are
     given: the [T] float32 inputs without gradient by name, None where the caller passed none
     correction: name of the correction, for errors
+    original: [T] bool, the loss mask before earlier corrections dropped tokens; metrics are of it
     statistics: what it declared of the whole batch, round by round
+    loss_masks: the full-response masks, one per sample, before any correction
     """
 
     mask: Tensor
@@ -57,6 +59,8 @@ class CorrectionTokens:
     given: Mapping[str, Tensor | None]
     correction: str
     statistics: Statistics = ()
+    original: Tensor | None = None
+    loss_masks: Sequence[Tensor] = ()
 
     def get(self, name: str) -> Tensor:
         """Return the input `name` [T], or raise a `ConfigError` if the caller did not pass it."""
@@ -74,6 +78,12 @@ class CorrectionTokens:
         """log(numerator / denominator) [T] of two policies ("cur", "rollout"); 0 where masked."""
         names = (f"{numerator}_log_probs", f"{denominator}_log_probs")
         return log_ratio(self.get(names[0]), self.get(names[1]), self.mask)
+
+    def segment_sums(self, length: int | str, *values: Tensor) -> list[Tensor]:
+        """[T] each: sums over a token's segment of `length` response tokens, or over its turn."""
+        if length == "turn":
+            return self.shards.turn_sums(self.loss_masks, *values)
+        return self.shards.segment_sums(int(length), *values)
 
 
 class FlagsWithDefaults:
@@ -115,18 +125,23 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
                 )
             tokens = dataclasses.replace(tokens, statistics=batch_statistics or ())
             weight, keep, metrics = function(tokens, config)
+            if tokens.original is not None:  # what was dropped before counts in the metrics
+                _, _, metrics = function(
+                    dataclasses.replace(tokens, mask=tokens.original, original=None), config
+                )
         observed = config.get_mismatch_metrics and not config.use_tis
         kept = mask if keep is None else mask & keep
         loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
         if keep is not None:
-            metrics["is_masked"] = ~keep
+            metrics["is_masked"] = mask & ~keep
         if observed:  # slime calls a hook for its metrics alone and would train on its loss
             loss = torch.where(mask, pg_loss, pg_loss.new_zeros(()))
         elif weight is not None:
             loss = loss * weight.to(pg_loss.dtype)
         elif keep is not None:
             loss_masks = shards.masks_and(loss_masks, keep)
-        metrics = {name: zero_masked(values, mask) for name, values in metrics.items()}
+        measured = mask if tokens.original is None else tokens.original
+        metrics = {name: zero_masked(values, measured) for name, values in metrics.items()}
         return loss, loss_masks, metrics
 
     def hook(
@@ -161,13 +176,22 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
             "advantages": advantages,
         }
         flat = {name: shards.flat(name, values) for name, values in given.items()}
-        tokens = CorrectionTokens(mask, shards, flat, function.__name__)
+        tokens = CorrectionTokens(mask, shards, flat, function.__name__, loss_masks=loss_masks)
         return on_tokens(args, tokens, pg_loss, loss_masks, batch_statistics)
 
     functools.update_wrapper(hook, function)
     del hook.__wrapped__  # type: ignore[attr-defined]  # the signature is the hook's
     hook.on_tokens = on_tokens  # type: ignore[attr-defined]
     return hook
+
+
+def mask_only(function: Function) -> Function:
+    """Declare that `function` only drops tokens: what it keeps, it leaves as it is.
+
+    Such a correction counts no ratio, so it fits every policy loss. The declaration is checked.
+    """
+    function.mask_only = True  # type: ignore[attr-defined]
+    return function
 
 
 def token_separable(function: Function) -> Function:

@@ -9,6 +9,9 @@ one per sample; `loss_masks` are full-response masks; `metrics` maps a name to a
 where masked, that the caller reduces over the original masks. Weights carry no gradient. Whether a
 dropped token stays in the denominator is the caller's decision (`--loss-denominator`).
 
+Corrections that only drop (`plugin.config.loss.corrections.MASKS`) count no ratio and fit every
+loss, also those that compare with the rollout policy themselves.
+
 In the formulas, proximal is the policy that the loss's clipped ratio is taken against: the
 trainer's own, `train_log_probs`, unless --train-log-probs chose another. A caller that passes no
 `proximal_log_probs`, such as slime, means the trainer's own.
@@ -45,6 +48,8 @@ from plugin.ppo_utils.correction_interface import (
 )
 from plugin.ppo_utils.importance_ratio import (
     EDGE_TOLERANCE,
+    KL_ESTIMATORS,
+    binary_kl,
     clipped_ratio,
     geometric_log_ratio,
     inside_band,
@@ -53,7 +58,6 @@ from plugin.ppo_utils.importance_ratio import (
     safe_exp,
     sequence_log_ratio,
 )
-from plugin.ppo_utils.kl_estimators import KL_ESTIMATORS, binary_kl
 from plugin.ppo_utils.masked_ops import zero_masked
 
 __all__ = [
@@ -159,14 +163,14 @@ def segment_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 
     weight = clip(exp(sum over the segment of (proximal - rollout)), sequence_tis_clip_low,
     sequence_tis_clip), or exp(mean) at the geometric level; segments of segment_tis_length response
-    tokens, the exponent bounded to +-20
-    Flags: --segment-tis-length 64, --sequence-tis-clip 2.0, --sequence-tis-clip-low 0,
+    tokens or, with `turn`, one per turn of a conversation; the exponent bounded to +-20
+    Flags: --segment-tis-length 64|turn, --sequence-tis-clip 2.0, --sequence-tis-clip-low 0,
         --sequence-tis-level sequence|geometric.
     Reference: Precup et al. 2000 (products of ratios over a part of a trajectory); segments of
         equal length are our choice, papers cut at reasoning steps.
     """
     log_r = tokens.log_ratio("proximal", "rollout")
-    total, count = tokens.shards.segment_sums(config.segment_tis_length, log_r, tokens.mask)
+    total, count = tokens.segment_sums(config.segment_tis_length, log_r, tokens.mask)
     if config.sequence_tis_level == "geometric":
         total = total / count.clamp(min=1)
     return _truncated(total, config.sequence_tis_clip_low, config.sequence_tis_clip)
@@ -232,12 +236,13 @@ def ess_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def geometric_mask_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Reject sequences whose mean mismatch leaves a narrow band; length does not bias the decision.
 
-    keep = geometric_mask_low <= exp(mean(proximal - rollout)) <= geometric_mask_high
+    keep = geometric_mask_low <= exp(mean(proximal - rollout)) <= geometric_mask_high; cur in place
+    of proximal with --train-log-probs rollout
     Flags: --geometric-mask-low 0.99, --geometric-mask-high 1.01.
     Reference: Liu et al. 2025, "When speed kills stability" (geometric sequence masking).
     """
     low, high = config.geometric_mask_low, config.geometric_mask_high
-    mean = geometric_log_ratio(tokens.log_ratio("proximal", "rollout"), tokens.mask, tokens.shards)
+    mean = geometric_log_ratio(_compared_by_masks(tokens, config), tokens.mask, tokens.shards)
     log_r = tokens.shards.per_token(mean)
     keep = inside_band(log_r, low, high)
     return None, keep, {"geometric_ratio": safe_exp(log_r), **_outside(keep, log_r, low, high)}
@@ -248,17 +253,20 @@ def rejection_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Keep only what every rule keeps: a statistic of the mismatch inside its band.
 
     keep = low <= statistic <= high for every rule level_statistic=low:high; statistic: ratio
-    exp(proximal - rollout), or k1, k2, k3 of rollout - proximal; level: token, or mean, sum, max
-    over the sequence
-    Flags: --rejection-rules token_ratio=0.5:2.0. Level token drops tokens, the others whole
-        sequences. Of ratios, mean is the geometric mean and sum the product. Several rules:
+    exp(proximal - rollout), k1, k2, k3 of rollout - proximal, error exp|proximal - rollout|, or
+    diff pi_proximal - pi_rollout; level: token, or mean, sum, max over the sequence, or segment,
+    the mean over a segment of segment_tis_length tokens or over a turn; cur in place of proximal
+    with --train-log-probs rollout
+    Flags: --rejection-rules token_ratio=0.5:2.0, --segment-tis-length 64|turn. Level token drops
+        tokens, segment segments, the others whole sequences. Of ratios, mean and segment are the
+        geometric mean and sum the product. Several rules:
         "token_ratio=0.2:5,mean_k3=:0.01,max_k2=:8".
     Reference: Liu et al. 2025 (masked importance sampling); rollout correction in verl.
     """
-    log_r = tokens.log_ratio("proximal", "rollout")
+    log_r = _compared_by_masks(tokens, config)
     keep, metrics = torch.ones_like(tokens.mask), {}
     for rule in parse_rejection_rules(config.rejection_rules):
-        kept_by_rule = _rule_keeps(rule, log_r, tokens)
+        kept_by_rule = _rule_keeps(rule, log_r, tokens, config)
         metrics[f"rejected_by_{rule.name}"] = ~kept_by_rule
         keep = keep & kept_by_rule
     return None, keep, metrics
@@ -268,11 +276,12 @@ def rejection_function(tokens: CorrectionTokens, config: Any) -> Corrected:
 def veto_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Reject a sequence if the trainer finds any one of its tokens all but impossible.
 
-    keep = min over the sequence of exp(proximal - rollout) >= veto_threshold
+    keep = min over the sequence of exp(proximal - rollout) >= veto_threshold; cur in place of
+    proximal with --train-log-probs rollout
     Flags: --veto-threshold 1e-4.
     Reference: rollout correction in verl (token veto).
     """
-    smallest = -tokens.shards.sequence_max(-tokens.log_ratio("proximal", "rollout"), tokens.mask)
+    smallest = -tokens.shards.sequence_max(-_compared_by_masks(tokens, config), tokens.mask)
     keep = smallest >= math.log(config.veto_threshold) - EDGE_TOLERANCE
     return None, tokens.shards.per_token(keep), {}
 
@@ -317,6 +326,12 @@ def dppo_tv_mask_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     return None, ~(too_low | too_high), metrics
 
 
+def _compared_by_masks(tokens: CorrectionTokens, config: Any) -> Tensor:
+    """log(proximal / rollout) [T]; log(cur / rollout) where proximal is the rollout policy."""
+    skipped = config.train_log_probs == "rollout" or config.use_rollout_logprobs
+    return tokens.log_ratio("cur" if skipped else "proximal", "rollout")
+
+
 def _truncated(log_r: Tensor, low: float, high: float) -> Corrected:
     """Weight by exp(log_r) clipped to a band; report the ratio before clipping."""
     ratio = safe_exp(log_r)
@@ -336,15 +351,27 @@ def _outside(keep: Tensor, log_r: Tensor, low: float, high: float) -> dict[str, 
     }
 
 
-def _rule_keeps(rule: RejectionRule, log_r: Tensor, tokens: CorrectionTokens) -> Tensor:
+def _rule_keeps(
+    rule: RejectionRule, log_r: Tensor, tokens: CorrectionTokens, config: Any
+) -> Tensor:
     """bool [T]: what one rule keeps. Ratios are compared in log space: no overflow."""
+    low, high, shards = rule.low, rule.high, tokens.shards
     if rule.statistic == "ratio":
         values, low, high = log_r, log_bound(rule.low), log_bound(rule.high)
+    elif rule.statistic == "error":
+        values = torch.where(tokens.mask, safe_exp(log_r.abs()), 0.0)
+    elif rule.statistic == "diff":
+        # rollout exp(log_r) - rollout, of whichever policy log_r compares with it
+        rollout = zero_masked(tokens.get("rollout_log_probs"), tokens.mask)
+        values = probability_difference(rollout + log_r, rollout, tokens.mask)
     else:
-        values, low, high = KL_ESTIMATORS[rule.statistic](-log_r), rule.low, rule.high
-    shards = tokens.shards
+        values = KL_ESTIMATORS[rule.statistic](-log_r)
     if rule.level == "max":
         values = shards.per_token(shards.sequence_max(values, tokens.mask))
+    elif rule.level == "segment":
+        length = config.segment_tis_length
+        total, count = tokens.segment_sums(length, values, tokens.mask)
+        values = total / count.clamp(min=1)
     elif rule.level in ("sum", "mean"):
         total, count = shards.sequence_sums(values, tokens.mask)
         values = shards.per_token(total / count.clamp(min=1) if rule.level == "mean" else total)

@@ -19,8 +19,15 @@ import math
 import torch
 from torch import Tensor
 
-from plugin.ppo_utils.importance_ratio import effective_sample_size, log_ratio, safe_exp
-from plugin.ppo_utils.kl_estimators import k1, k2, k3
+from plugin.ppo_utils.importance_ratio import (
+    MAX_LOG_RATIO,
+    effective_sample_size,
+    k1,
+    k2,
+    k3,
+    log_ratio,
+    safe_exp,
+)
 from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 
@@ -37,10 +44,13 @@ _HISTOGRAM_UNIT = 1e-4
 _HISTOGRAM_LIMIT = 20.0
 HISTOGRAM_BINS = 2 * _HISTOGRAM_HALF + 1
 
+#: Means that are reported of all tokens, not of every slice.
+_WHOLE_BATCH = ("multiplicative_error", "reverse_k3", "js")
 _SUMS = (
     *("count", "masked_low", "masked_high", "clipped_low", "clipped_high"),
     *("ratio", "ratio_squared", "weight", "weight_squared"),
     *("k1", "k2", "k3", "abs_log_ratio", "train_log_prob", "rollout_log_prob"),
+    *_WHOLE_BATCH,
     *("positive_advantage", "positive_removed", "negative_advantage", "negative_removed"),
 )
 _EXTREMES = ("log_ratio", "-log_ratio", "weight", "-weight")
@@ -122,6 +132,8 @@ def record_mismatch(
             "abs_log_ratio": log_r.abs(),
             "train_log_prob": zero_masked(train_log_probs, mask).double(),
             "rollout_log_prob": rollout,
+            "multiplicative_error": safe_exp(log_r.abs()),
+            **_divergences(log_r.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)),
             **_advantage_sums(advantages, mask, removed),
         }
         values = torch.where(mask[:, None], torch.stack(tuple(sums.values()), 1), 0.0)
@@ -155,6 +167,8 @@ def summarize(table: StatisticsTable) -> dict[str, float]:
             continue
         extreme = dict(zip(_EXTREMES, extremes[row].tolist(), strict=True))
         values = _row_metrics(cells, extreme)
+        if not label:
+            values |= {name: cells[name] / cells["count"] for name in _WHOLE_BATCH}
         for percent in PERCENTILES:
             log_r = histogram_percentile(histogram[row], percent)
             values[f"ratio_p{percent:02d}"] = math.exp(log_r)
@@ -198,6 +212,19 @@ def _advantage_sums(advantages: Tensor | None, mask: Tensor, removed: Tensor) ->
         "positive_removed": torch.where(removed, positive, 0.0),
         "negative_advantage": negative,
         "negative_removed": torch.where(removed, negative, 0.0),
+    }
+
+
+def _divergences(log_r: Tensor) -> dict[str, Tensor]:
+    """Unbiased estimates from a token of the rollout policy, never negative; r = exp(log_r).
+
+    KL(train || rollout): r log r - r + 1; Jensen-Shannon: half of log(2 / (1 + r)) + r log(2 r /
+    (1 + r))
+    """
+    ratio, log_mixture = log_r.exp(), torch.nn.functional.softplus(log_r) - math.log(2)
+    return {
+        "reverse_k3": ratio * log_r - torch.expm1(log_r),
+        "js": (ratio * (log_r - log_mixture) - log_mixture) / 2,
     }
 
 

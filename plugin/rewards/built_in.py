@@ -7,13 +7,14 @@ arguments.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import math
 import re
+import reprlib
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -117,25 +118,34 @@ def http(response: str, row: Row, *, prompt: str, label: Any, url: str, timeout:
     It gets a POST of `{"prompt": ..., "response": ..., "label": ..., "row": {...}}` and answers
     with a number, or with `{"reward": number}`; asked again after a failed connection or a 5xx.
     """
+    # Here, so that workers without a server do not load what only a client needs.
+    from plugin.engines.servers.calls import CallRefused, MalformedAnswer, ServerTrouble
+
     body = {"prompt": prompt, "response": response, "label": label, "row": dict(row)}
-    request = urllib.request.Request(
-        url,
-        data=json.dumps(body, default=str).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    deadline = time.monotonic() + 0.9 * timeout
-    for attempt in range(1, _HTTP_ATTEMPTS + 1):
-        try:
-            patience = max(0.01, deadline - time.monotonic())
-            with _opener().open(request, timeout=patience) as answer:
-                return _answered_number(answer.read(_ANSWER_BYTES), url)
-        except OSError as error:
-            refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
-            pause = 0.2 * attempt
-            if refused or attempt == _HTTP_ATTEMPTS or time.monotonic() + pause > deadline:
-                raise EngineError(f"--reward-url {url}: {error}") from error
-            time.sleep(pause)
-    raise AssertionError("unreachable")
+    plain = json.loads(json.dumps(body, default=str))
+    try:
+        answer = asyncio.run(_answer(url, plain, time.monotonic() + 0.9 * timeout))
+        return _answered_number(answer)
+    except (ServerTrouble, CallRefused, MalformedAnswer) as error:
+        raise EngineError(f"--reward-url {url}: {error}") from error
+
+
+async def _answer(url: str, body: Any, deadline: float) -> Any:
+    """The JSON that the server answers; asked again, up to `deadline`, where that may help."""
+    from plugin.engines.servers.calls import ServerCall, ServerSession, ServerTrouble
+
+    async with ServerSession(_ANSWER_BYTES) as session:
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                patience = max(0.01, deadline - time.monotonic())
+                return await session.call(url, ServerCall("", body), patience)
+            except ServerTrouble:
+                pause = 0.2 * attempt
+                if attempt == _HTTP_ATTEMPTS or time.monotonic() + pause > deadline:
+                    raise
+            await asyncio.sleep(pause)
 
 
 def last_boxed(text: str) -> str | None:
@@ -242,23 +252,16 @@ def _shown(label: Any) -> str:
     return f"{str(label)[:80]!r}, of type {type(label).__name__}"
 
 
-def _opener() -> urllib.request.OpenerDirector:
-    # Without the proxies of the environment: rows must not pass through a third machine.
-    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _answered_number(answer: Any) -> float:
+    from plugin.engines.servers.calls import MalformedAnswer
 
-
-def _answered_number(answer: bytes, url: str) -> float:
-    try:
-        value = json.loads(answer)
-    except (ValueError, RecursionError):
-        value = None
-    if isinstance(value, dict):
-        value = value.get("reward")
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise EngineError(
-            f'--reward-url {url} answered {answer[:100]!r}; answer a number or {{"reward": number}}'
-        )
-    return float(value)
+    value = answer.get("reward") if isinstance(answer, dict) else answer
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an int of 400 digits
+            return float(value)
+    raise MalformedAnswer(
+        f'the answer is {reprlib.repr(answer)}; answer a number or {{"reward": number}}'
+    )
 
 
 #: The text decides: asked again, they say the same.

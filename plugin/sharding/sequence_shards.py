@@ -224,8 +224,27 @@ class SequenceShards:
         """
         per_sample = -(-int(self.responses.max(initial=0)) // length)
         places = self.sample_index * per_sample + self.positions // length
-        size = (len(values), self.num_samples * per_sample)
-        packed = torch.zeros(size, dtype=torch.float64, device=self.device)
+        return self._sums_at(places, self.num_samples * per_sample, values)
+
+    def turn_sums(self, loss_masks: Sequence[Tensor], *values: Tensor) -> list[Tensor]:
+        """[T] each: the sum of `values` [T] over a token's turn; one collective under CP.
+
+        A turn is a run of tokens with a loss mask of 1; where that is 0, somebody else spoke.
+        Tokens between two turns count to the one before. No gradient.
+        """
+        whole = self._whole(loss_masks)
+        spoken = whole.values.to(self.device) != 0
+        numbers = torch.arange(len(spoken), device=self.device)
+        begins = spoken.clone()
+        begins[1:] &= ~spoken[:-1]
+        begins[torch.from_numpy(whole.starts[whole.lengths > 0]).to(self.device)] = True
+        # A turn is named after the place of its first token in all responses.
+        turns = torch.where(begins, numbers, 0).cummax(0).values
+        places = turns if self.in_responses is None else turns[self.in_responses.to(self.device)]
+        return self._sums_at(places, len(spoken), values)
+
+    def _sums_at(self, places: Tensor, count: int, values: Sequence[Tensor]) -> list[Tensor]:
+        packed = torch.zeros(len(values), count, dtype=torch.float64, device=self.device)
         for row, value in zip(packed, values, strict=True):
             row.index_add_(0, places, value.detach().double())
         if self.context.cp_group is not None:

@@ -15,9 +15,10 @@ from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
 from plugin.config.teachers import TeacherSpec
 from plugin.engines.choice import key_in_environment
-from plugin.engines.servers.answers import MalformedAnswer, field, shown
+from plugin.engines.servers.answers import field, shown
 from plugin.engines.servers.calls import (
     CallRefused,
+    MalformedAnswer,
     ServerCall,
     ServerGone,
     ServerSession,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plugin.engines.servers.answers import MalformedAnswer, field, log_probs, shown
-from plugin.engines.servers.calls import ServerCall
+from plugin.engines.servers.answers import field, log_probs, shown
+from plugin.engines.servers.calls import MalformedAnswer, ServerCall
 
 #: Of one position; servers round their log-probs.
 _MOST_PROBABILITY = 1.01

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugin.ppo_utils import batch_statistics
+from plugin.ppo_utils import batch_statistics, mask_only
 
 
+@mask_only
 def fingerprint(
     args: Any, *, pg_loss: Tensor, loss_masks: Any, advantages: Sequence[Tensor], **_: Any
 ) -> Any:

@@ -14,8 +14,7 @@ from plugin.engines.transformers.int8_weights import through_int8
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.tools.doctor.bisection import Bisection
 from plugin.tools.doctor.bisection_runs import bisect_passes, random_sequences, verdict_of
-from plugin.tools.doctor.layer_trace import load_trace, save_trace
-from plugin.tools.doctor.trace_recording import trace_engine
+from plugin.tools.doctor.layer_trace import load_trace, save_trace, trace_engine
 from tests.parallel import tiny_models
 
 Fault = tuple[Any, ...]

@@ -38,6 +38,10 @@ PROBLEMS: dict[str, dict[str, Any]] = {
         "kpop", "segment_tis", f"{OWN}fingerprint", kpop_threshold=0.002, segment_tis_length=3,
         sequence_tis_clip=1.2,
     ),
+    "icepop and turns": chain(
+        "rejection", f"{OWN}fingerprint", policy_loss="icepop", segment_tis_length="turn",
+        rejection_rules="segment_k2=:0.02",
+    ),
     "own": chain(f"{OWN}centered"),
 }  # fmt: skip
 
@@ -69,6 +73,7 @@ def test_a_threshold_over_the_whole_batch_does_not_depend_on_the_layout(
     metrics = {name: outcome.steps[0].metrics for name, outcome in outcomes.items()}
     for name in ("m2po", "m2po of kept tokens", "kpop and segments"):
         assert 0 < metrics[name]["is_masked"] < 1, name
+    assert 0 < metrics["icepop and turns"]["rejected_by_segment_k2"] < 1
     # The rest of the mean is that of the whole batch, which no microbatch knows.
     assert 1 < metrics["automatic clip"]["tis_clip_found"] < 10
     assert 0 < metrics["ess"]["ess_share"] < 1

@@ -14,7 +14,7 @@ from plugin.logprobs import lm_head_tiles
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.teacher import TeacherTrainer
 from plugin.ragged import Ragged
-from plugin.teacher_topk import TOPK_IDS, TOPK_LOG_PROBS
+from plugin.vocabulary_ids import TOPK_IDS, TOPK_LOG_PROBS
 from tests.parallel import tiny_models
 from tests.parallel.rank_pool import RankError
 from tests.parallel.training_jobs import (

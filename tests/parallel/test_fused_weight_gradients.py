@@ -16,7 +16,7 @@ from plugin.config import TrainerConfig
 from plugin.config.device_defaults import Capabilities
 from plugin.megatron_backend.model import builder, device_settings
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.step import forward_step
+from plugin.megatron_backend.step import schedule
 from tests.parallel.training_jobs import (
     Case,
     Layout,
@@ -54,7 +54,7 @@ def train_with_fused_gradients(
         trainer = new_trainer(groups, start, settings)
         # The head is fused for every second microbatch, so that both ways meet in one step.
         turns = itertools.cycle([True, False])
-        patch.setattr(forward_step, "use_fused_head", lambda *_, **__: next(turns))
+        patch.setattr(schedule, "use_fused_head", lambda *_, **__: next(turns))
         steps = [trainer.train_step(start.batch) for _ in range(2)]
         return Outcome([], steps, exported(trainer))
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from plugin.config import TrainerConfig
-from plugin.megatron_backend.lora.adapters import adapters_off, low_ranks
-from plugin.megatron_backend.lora.low_rank import Adapters
+from plugin.megatron_backend.lora.adapters import Adapters, adapters_off, low_ranks
 from plugin.megatron_backend.lora.peft import export_adapters, save_peft_directory
 from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups

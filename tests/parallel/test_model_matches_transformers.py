@@ -12,9 +12,8 @@ from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.errors import ConfigError, WeightError
-from plugin.megatron_backend.hf_weights.export import export_hf_weights
+from plugin.megatron_backend.hf_weights.export import export_hf_weights, save_hf_checkpoint
 from plugin.megatron_backend.hf_weights.loading import load_hf_weights
-from plugin.megatron_backend.hf_weights.saving import save_hf_checkpoint
 from plugin.megatron_backend.model import families
 from plugin.megatron_backend.model.builder import build_model
 from plugin.megatron_backend.parallel_groups import ParallelGroups

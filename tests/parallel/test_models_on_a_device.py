@@ -13,10 +13,9 @@ from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-from plugin.megatron_backend.step.forward_step import training_forward_step
 from plugin.megatron_backend.step.loss_scaling import LossScale
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
-from plugin.megatron_backend.step.schedule import Pipeline
+from plugin.megatron_backend.step.schedule import Pipeline, training_forward_step
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.megatron_backend.trainer import MegatronTrainer
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable

@@ -17,8 +17,11 @@ from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.engines.transformers.engine import TransformersEngine
-from plugin.megatron_backend.hf_weights.export import export_own_part, sends_own_part
-from plugin.megatron_backend.hf_weights.saving import save_hf_checkpoint
+from plugin.megatron_backend.hf_weights.export import (
+    export_own_part,
+    save_hf_checkpoint,
+    sends_own_part,
+)
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.weights.broadcast import BroadcastSender
 from plugin.weights.buckets import pack_buckets

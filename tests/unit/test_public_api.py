@@ -26,6 +26,7 @@ PUBLIC: dict[str, set[str]] = {
         *("spread_over_tokens", "token_separable", "use_parallel_context", "vanilla_tis_function"),
         *("veto_function", "whiten", "zero_masked", "ess_tis_function", "kpop_function"),
         *("m2po_function", "segment_tis_function", "batch_statistics", "microbatch_statistics"),
+        "mask_only",
     },
     "plugin.loss": {
         *("POLICY_LOSSES", "CorrectionHook", "LossInputs", "LossOutputs", "PolicyTerm"),

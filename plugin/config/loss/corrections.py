@@ -8,22 +8,20 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, Needs, absolute_code, alias, expect, expect_band, flag
-from plugin.config.import_paths import function_name
+from plugin.config.import_paths import function_name, load_function
 from plugin.errors import ConfigError
 
 
 def needs_hook(*names: str) -> Needs:
     """One of these corrections in use, or one of the user's own."""
-    built_in = "plugin.ppo_utils."
 
     def are_met(config: Any) -> bool:
         return (config.use_tis or config.get_mismatch_metrics) and any(
-            not path.replace(":", ".").startswith(built_in) or function_name(path) in names
-            for path in config.hook_names()
+            not is_built_in(path) or function_name(path) in names for path in config.hook_names()
         )
 
     shown = " or ".join(
-        f"{name} (the default)" if name == "vanilla_tis_function" else f"{built_in}{name}"
+        f"{name} (the default)" if name == "vanilla_tis_function" else f"plugin.ppo_utils.{name}"
         for name in names
     )
     return Needs(f"--use-tis with {shown}", are_met)
@@ -50,10 +48,10 @@ def ess_target(tis_clip: float | str) -> float | None:
     return share
 
 
-LEVELS = ("token", "mean", "sum", "max")
+LEVELS = ("token", "mean", "sum", "max", "segment")
 
 
-STATISTICS = ("ratio", "k1", "k2", "k3")
+STATISTICS = ("ratio", "k1", "k2", "k3", "error", "diff")
 
 
 @dataclass(frozen=True)
@@ -107,6 +105,27 @@ RatioAgainst = Literal["recompute", "approximate", "rollout"]
 
 
 VANILLA_TIS = "plugin.ppo_utils.vanilla_tis_function"
+
+
+#: Built-in corrections that drop tokens or sequences and weight nothing.
+MASKS = (
+    *("dppo_tv_mask_function", "geometric_mask_function", "opsm_function"),
+    *("rejection_function", "veto_function"),
+)
+
+
+def only_drops(path: str) -> bool:
+    """Whether a correction is a mask: it counts no ratio, so it fits every loss.
+
+    One of the user's own says so with `plugin.ppo_utils.mask_only`.
+    """
+    if is_built_in(path):
+        return function_name(path) in MASKS
+    return bool(getattr(load_function(path), "mask_only", False))
+
+
+def is_built_in(path: str) -> bool:
+    return path.replace(":", ".").startswith("plugin.ppo_utils.")
 
 
 _sequence_flag = partial(flag, needs=needs_hook("sequence_tis_function", "segment_tis_function"))
@@ -171,8 +190,11 @@ class CorrectionFlags(FlagGroup):
         "sequence",
         "sequence_tis_function, segment_tis_function: product or geometric mean of the ratios",
     )
-    segment_tis_length: int = _of_hook(
-        "segment_tis_function", 64, "segment_tis_function: tokens of a segment", at_least=1
+    segment_tis_length: int | Literal["turn"] = flag(
+        64,
+        "response tokens of a segment; turn = the tokens between two answers of the environment",
+        at_least=1,
+        needs=needs_hook("segment_tis_function", "rejection_function"),
     )
     m2po_threshold: float = _of_hook(
         "m2po_function",
@@ -250,10 +272,10 @@ class CorrectionFlags(FlagGroup):
             "add --use-tis (or --get-mismatch-metrics for its metrics alone)",
         )
         expect(
-            not (self.use_tis and self.train_log_probs == "rollout")
-            or self._only_compares_with_cur(),
+            not (self.use_tis and self.train_log_probs == "rollout") or self.hooks_only_drop,
             "--use-tis with --use-rollout-logprobs (--train-log-probs rollout): the old policy is "
-            "then the rollout policy and every weight is 1; drop one of the two",
+            "then the rollout policy and every weight is 1; drop one of the two, or use masks "
+            f"alone ({', '.join(MASKS)}), which then compare the current policy with it",
         )
 
     def _check_clip(self) -> None:
@@ -273,9 +295,10 @@ class CorrectionFlags(FlagGroup):
             "found for clipped weights; give a number, or use ess_tis_function or m2po_function",
         )
 
-    def _only_compares_with_cur(self) -> bool:
-        """Whether the corrections look at the old and the current policy alone."""
-        return all(name.endswith("opsm_function") for name in self.hook_names())
+    @property
+    def hooks_only_drop(self) -> bool:
+        """Whether every correction is a mask."""
+        return all(only_drops(path) for path in self.hook_names())
 
     def hook_names(self) -> list[str]:
         """Import paths of the corrections, in order; the vanilla one when none is named."""

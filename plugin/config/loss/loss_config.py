@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, Needs, absolute_code, alias, expect, flag, needs_flag
 from plugin.config.import_paths import function_name
-from plugin.config.loss.corrections import CorrectionFlags
+from plugin.config.loss.corrections import MASKS, CorrectionFlags
 from plugin.config.loss.policy_loss import PolicyLossFlags
 from plugin.errors import ConfigError
 
@@ -226,9 +226,11 @@ class LossConfig(
         """
         compares_with = self.loss_traits.compares_with
         compares_with_old = compares_with == "train" or self.use_tis
+        hooks = [function_name(path) for path in self.hook_names()]
+        compares_with_cur_alone = all(name == "opsm_function" for name in hooks)
         return (
             compares_with == "rollout"
-            or (self.use_tis and not self._only_compares_with_cur())
+            or (self.use_tis and not compares_with_cur_alone)
             or (self.train_log_probs == "rollout" and compares_with_old)
         )
 
@@ -272,10 +274,10 @@ class LossConfig(
         if not self.use_tis:
             return
         expect(
-            self.loss_traits.compares_with != "rollout",
+            self.loss_traits.compares_with != "rollout" or self.hooks_only_drop,
             f"--use-tis with --policy-loss {self.policy_loss}: that loss already compares the "
             "current policy with the rollout policy, so the mismatch would be counted twice; drop "
-            "--use-tis",
+            f"--use-tis, or use masks, which count no ratio ({', '.join(MASKS)})",
         )
         doubled = [
             path for path in self.hook_names() if function_name(path) == "off_policy_is_function"

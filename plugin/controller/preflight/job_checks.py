@@ -15,6 +15,7 @@ from plugin.cluster.model_source import ModelSource, directory_source, policy_so
 from plugin.cluster.placement import check_machine
 from plugin.cluster.ray_cluster import check_address
 from plugin.config import JobConfig
+from plugin.config.flags import expect
 from plugin.config.import_paths import load_called_with, try_on_example
 from plugin.controller.preflight.memory_check import check_memory
 from plugin.controller.preflight.task_checks import checked_eval_sets, checked_task
@@ -29,7 +30,7 @@ from plugin.engines.expert_routes import RouteShape
 from plugin.engines.protocol import SamplingParameters
 from plugin.errors import ConfigError, HookLoadError
 from plugin.loss.objective import check_loss
-from plugin.loss.separable_loss import takes_separable_head
+from plugin.loss.partial_objective import takes_separable_head
 from plugin.observe.detectors import load_detectors
 from plugin.ppo_utils.advantages import ESTIMATORS
 from plugin.tasks.loading import load_tokenizer
@@ -89,6 +90,7 @@ def check_job(
     check_engine_model(config, policy.hf_config)
     check_engine_size(config, policy.hf_config)
     check_lengths(config, policy)
+    check_patience(config)
     check_memory(config, policy)
     _check_answer_size(config, policy)
     reference = _other_policy(config, "--ref-hf-checkpoint", policy)
@@ -186,6 +188,25 @@ def check_lengths(config: JobConfig, policy: ModelSource) -> None:
         raise ConfigError(
             f"--max-context-length is {context}, the model has {longest} positions; lower it"
         )
+
+
+def check_patience(config: JobConfig) -> None:
+    """Refuse deadlines of servers that a response of the greatest length would miss."""
+    if config.server_dialect is None:
+        return
+    needed, given = config.longest_response_seconds, config.rollout_request_timeout
+    expect(
+        given is None or given >= needed,
+        f"--rollout-request-timeout {given}: a response of --max-response-length "
+        f"{config.max_response_length} at --least-response-speed {config.least_response_speed:g} "
+        f"takes {needed:g} s; raise the timeout or the speed, or drop the timeout",
+    )
+    patience = config.engine_patience
+    expect(
+        patience >= config.request_patience,
+        f"--rollout-timeout {patience:g}: servers report whole responses only, and one may take "
+        f"{config.request_patience:g} s (--rollout-request-timeout); raise it, or drop it",
+    )
 
 
 def _check_answer_size(config: JobConfig, policy: ModelSource) -> None:

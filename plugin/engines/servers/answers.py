@@ -14,6 +14,7 @@ from torch import Tensor
 
 from plugin.engines.expert_routes import RouteShape, complete_routes
 from plugin.engines.protocol import FinishReason, SamplingParameters
+from plugin.engines.servers.calls import MalformedAnswer
 from plugin.errors import EngineError
 from plugin.ragged import Ragged
 
@@ -24,10 +25,6 @@ _NPY_HEADERS = {
     (1, 0): numpy.lib.format.read_array_header_1_0,
     (2, 0): numpy.lib.format.read_array_header_2_0,
 }
-
-
-class MalformedAnswer(EngineError):
-    """An answer that arrived but cannot be used; the message says why."""
 
 
 class WrongLogProbs(MalformedAnswer):

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 import aiohttp
 
-from plugin.engines.servers.answers import MalformedAnswer
+from plugin.errors import EngineError
 
 _RETRIABLE = (408, 425, 429)
 _BODIES_AT_ONCE = 16
@@ -26,6 +26,10 @@ class ServerCall:
     payload: Mapping[str, Any] | None = None
     method: Literal["GET", "POST"] = "POST"
     check: Callable[[Any], None] = lambda body: None
+
+
+class MalformedAnswer(EngineError):
+    """An answer that arrived but cannot be used; the message says why."""
 
 
 class ServerTrouble(Exception):
@@ -82,7 +86,7 @@ class ServerSession:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerTrouble(f"the connection broke: {error or type(error).__name__}") from None
         if status != 200:
-            start = text[:300].decode(errors="replace")
+            start = " ".join(text[:300].decode(errors="replace").split())
             if status >= 500 or status in _RETRIABLE:
                 raise ServerTrouble(f"HTTP {status}: {start}")
             raise CallRefused(f"HTTP {status} to {call.path}: {start}")

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from plugin.engines.expert_routes import RouteShape
 from plugin.engines.protocol import Generation, GenerationRequest, SamplingParameters
 from plugin.engines.servers.answers import (
-    MalformedAnswer,
     WrongLogProbs,
     field,
     finish_reason,
@@ -20,7 +19,7 @@ from plugin.engines.servers.answers import (
     shown,
     token_ids,
 )
-from plugin.engines.servers.calls import ServerCall
+from plugin.engines.servers.calls import MalformedAnswer, ServerCall
 from plugin.weights.broadcast import group_backend
 from plugin.weights.group import TensorSpec, WeightGroup
 

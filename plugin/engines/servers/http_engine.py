@@ -85,13 +85,13 @@ class HttpEngine(GeneratesBySteps):
             self._weights,
             directory,
             self._session,
-            timeout=config.step_timeout,
+            timeout=config.transfer_patience,
             patience=config.start_timeout,
         )
         self._responses = ServerResponses(
             dialect,
             self.pool,
-            timeout=config.rollout_request_timeout,
+            timeout=config.request_patience,
             retries=config.rollout_request_retries,
             backoff=_BACKOFF_SECONDS,
         )

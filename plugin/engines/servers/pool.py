@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from plugin.engines.servers.answers import MalformedAnswer
-from plugin.engines.servers.calls import CallRefused, ServerGone, ServerTrouble
+from plugin.engines.servers.calls import CallRefused, MalformedAnswer, ServerGone, ServerTrouble
 
 _LOG = logging.getLogger(__name__)
 

@@ -24,9 +24,10 @@ from plugin.engines.protocol import (
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.engines.servers.answers import MalformedAnswer, WrongLogProbs
+from plugin.engines.servers.answers import WrongLogProbs
 from plugin.engines.servers.calls import (
     CallRefused,
+    MalformedAnswer,
     ServerGone,
     ServerSession,
     ServerTrouble,

@@ -18,8 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from plugin.engines.servers.answers import MalformedAnswer
-from plugin.engines.servers.calls import CallRefused, ServerCall, ServerSession, ServerTrouble
+from plugin.engines.servers.calls import (
+    CallRefused,
+    MalformedAnswer,
+    ServerCall,
+    ServerSession,
+    ServerTrouble,
+)
 from plugin.engines.servers.dialects import Dialect, SglangDialect
 from plugin.engines.servers.pool import UPDATE_POLL_SECONDS, Server, ServerPool
 from plugin.engines.transformers.weight_loader import WeightLoader

@@ -202,6 +202,7 @@ class TransformersEngine(GeneratesBySteps):
                 read.append(self._join())
             self._read_with = self._weights.version
             if read:
+                self.progress += sum(len(slots) for slots, _ in read)
                 finished += self._sample(*map(torch.cat, zip(*read, strict=True)))
         if not len(self._table):
             self._stop_recording()

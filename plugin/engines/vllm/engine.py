@@ -30,7 +30,8 @@ from plugin.engines.protocol import (
     SamplingParameters,
 )
 from plugin.engines.response_stream import GeneratesBySteps
-from plugin.engines.servers.answers import MalformedAnswer, kept_rows
+from plugin.engines.servers.answers import kept_rows
+from plugin.engines.servers.calls import MalformedAnswer
 from plugin.engines.transformers.weight_loader import weight_ledger
 from plugin.engines.vllm.startup import (
     AdapterShape,
@@ -233,6 +234,7 @@ class VllmEngine(GeneratesBySteps):
                 self._llm.llm_engine.add_request(name, prompt, sampling, lora_request=adapters)
             self._unbegun.clear()
             outputs = self._llm.llm_engine.step()
+            self.progress += len(self._open)
         for output in outputs:
             if output.finished:
                 ticket, place, request, parameters = self._open.pop(output.request_id)

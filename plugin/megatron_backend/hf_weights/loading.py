@@ -21,9 +21,8 @@ from plugin.megatron_backend.hf_weights.bridge import (
     canonical_tensors,
     weight_bridge,
 )
-from plugin.megatron_backend.hf_weights.expert_tensors import ExpertsByNumber, split_by_expert
 from plugin.megatron_backend.hf_weights.export import entry_of
-from plugin.megatron_backend.hf_weights.files import HfDirectory
+from plugin.megatron_backend.hf_weights.files import ExpertsByNumber, HfDirectory, split_by_expert
 from plugin.megatron_backend.model.builder import (
     experts_per_rank,
     first_expert,

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from plugin.errors import WeightError
 from plugin.megatron_backend.hf_weights.export import all_gathered
 from plugin.megatron_backend.hf_weights.files import open_weights
-from plugin.megatron_backend.lora.adapters import LoraSettings, low_ranks
-from plugin.megatron_backend.lora.low_rank import LowRank
+from plugin.megatron_backend.lora.adapters import LoraSettings, LowRank, low_ranks
 from plugin.megatron_backend.lora.targets import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

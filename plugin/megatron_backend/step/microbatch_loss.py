@@ -18,7 +18,7 @@ from plugin.loss.inputs import KnownTokens
 from plugin.loss.interfaces import LossInputs, LossOutputs
 from plugin.loss.normalization import token_weights
 from plugin.loss.objective import compute_loss
-from plugin.loss.separable_loss import differs, losses_of_part
+from plugin.loss.partial_objective import differs, losses_of_part
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.step.loss_scaling import LossScale
 from plugin.megatron_backend.step.output_head import response_log_probs

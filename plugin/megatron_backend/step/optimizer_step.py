@@ -21,7 +21,7 @@ from torch import Tensor
 
 from plugin.config import TrainerConfig
 from plugin.loss.inputs import KnownTokens
-from plugin.loss.non_finite import first_non_finite
+from plugin.loss.partial_objective import first_non_finite
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector

@@ -17,7 +17,7 @@ from torch import Tensor
 from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
 from plugin.logprobs.fused_lm_head import fused_lm_head_pays, fused_log_probs_of_ids
-from plugin.logprobs.given_ids import fused_top_ids, top_ids
+from plugin.logprobs.row_ids import fused_top_ids, top_ids
 from plugin.logprobs.vocab_parallel import at_rows, log_probs_of_ids
 from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context

@@ -21,8 +21,7 @@ from plugin.config import JobConfig
 from plugin.errors import BatchError
 from plugin.observe.console import text_table
 from plugin.observe.run_record import RunRecord, read_run
-from plugin.ppo_utils.importance_ratio import effective_sample_size
-from plugin.ppo_utils.kl_estimators import k3
+from plugin.ppo_utils.importance_ratio import effective_sample_size, k3
 from plugin.tools.compare.dump_columns import DumpBlock
 from plugin.tools.compare.dump_reading import open_dump
 from plugin.tools.compare.replay import Method, MethodStatistics, replay_block

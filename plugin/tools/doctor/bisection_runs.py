@@ -21,8 +21,13 @@ from plugin.megatron_backend.parallel_groups import ParallelGroups, one_process
 from plugin.megatron_backend.trainer import MegatronTrainer
 from plugin.tools.doctor.bisect_flags import BisectFlags
 from plugin.tools.doctor.bisection import Bisection, Verdict, bisect, judge
-from plugin.tools.doctor.layer_trace import LayerTrace, load_trace, save_trace
-from plugin.tools.doctor.trace_recording import trace_engine, trace_trainer
+from plugin.tools.doctor.layer_trace import (
+    LayerTrace,
+    load_trace,
+    save_trace,
+    trace_engine,
+    trace_trainer,
+)
 
 #: From a dtype and the trainer, whose weights it may take: the engine's model.
 EngineModel = Callable[[Any, MegatronTrainer], nn.Module]

@@ -41,7 +41,7 @@ class Claims:
 
     def problems(self, hf_config: Any, names: Iterable[str] | None = None) -> list[str]:
         """One sentence per problem; names: of the checkpoint, or those its config implies."""
-        from plugin.megatron_backend.hf_weights.expert_tensors import numbered_experts
+        from plugin.megatron_backend.hf_weights.files import numbered_experts
         from plugin.megatron_backend.model.families import family_of, is_extra_layer
 
         family = family_of(hf_config)

@@ -14,8 +14,13 @@ from plugin.errors import ConfigError, MegatronTisError
 from plugin.tools.plan.checkpoint_coverage import Claims
 from plugin.tools.plan.estimates import Gpu
 from plugin.tools.plan.layouts import command_line
-from plugin.tools.plan.planned_rank import Collectives, MeasuredRank, built_rank, shard_sizes
-from plugin.tools.plan.stage_run import StageRun
+from plugin.tools.plan.planned_rank import (
+    Collectives,
+    MeasuredRank,
+    StageRun,
+    built_rank,
+    shard_sizes,
+)
 from plugin.tools.plan.workload import (
     Batching,
     SampleLengths,

@@ -79,3 +79,19 @@ def test_a_group_that_is_sent_again_belongs_to_its_new_engine() -> None:
     assignments.add(1, [2])
     assignments.remove_answered(1, [2])
     assert not assignments.loads() and assignments.remove_lost(1) == []
+
+
+@pytest.mark.hostile
+def test_a_frozen_engine_on_shared_devices_does_not_get_the_time_of_a_start(
+    pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+    pool._config.start_timeout = 300.0  # type: ignore[misc]
+    monkeypatch.setattr(
+        engine_pool, "wait_for_all", lambda *_, timeout: given.append(timeout) or [None]
+    )
+    pool.sleep(1)
+    assert given == [5.0, 5.0]
+    pool._engines[1].starting = object()
+    pool.wake("weights")
+    assert given[2:] == [305.0, 305.0]

@@ -15,10 +15,12 @@ from plugin.cli import main
 from plugin.commands.corrections import listing
 from plugin.config import LossConfig
 from plugin.loss import POLICY_LOSSES
-from plugin.tools.compare.correction_catalog import CatalogEntry, catalog, entry_of
-from plugin.tools.compare.correction_plot import (
+from plugin.tools.compare.correction_catalog import (
     COMMON,
+    CatalogEntry,
+    catalog,
     correction_weight,
+    entry_of,
     gradient_by_difference,
     loss_gradient,
 )

@@ -15,7 +15,7 @@ from plugin import ppo_utils
 from plugin.config.other_frameworks import SLIME_LOSS_FLAGS, loss_config_of
 from plugin.errors import ConfigError
 from plugin.loss import hook_chain, policy_loss_function
-from plugin.ppo_utils.kl_estimators import KL_ESTIMATORS
+from plugin.ppo_utils.importance_ratio import KL_ESTIMATORS
 from tests.unit.loss.sample_batches import random_batch
 
 pytestmark = pytest.mark.hostile

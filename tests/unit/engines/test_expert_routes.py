@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from plugin.engines.expert_routes import RouteShape, complete_routes, moe_layers
-from plugin.engines.servers.answers import MalformedAnswer, routes_of_int32, routes_of_npy
+from plugin.engines.servers.answers import routes_of_int32, routes_of_npy
+from plugin.engines.servers.calls import MalformedAnswer
 from plugin.errors import EngineError
 
 # Three of four tokens, two layers, two experts each.

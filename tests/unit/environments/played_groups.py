@@ -9,9 +9,8 @@ from plugin.config import JobConfig
 from plugin.engines.protocol import GenerationRequest, RolloutEngine, SamplingParameters
 from plugin.engines.response_stream import ResponseStream
 from plugin.environments.environment_protocol import MultiTurnTask
-from plugin.environments.group_server import GroupServer, Player
+from plugin.environments.group_server import GroupServer, Player, SingleTurnPlayer
 from plugin.environments.multi_turn import MultiTurnPlayer
-from plugin.environments.single_turn import SingleTurnPlayer
 from plugin.environments.trajectory import Trajectory
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugin.engines.protocol import Generation
-from plugin.environments.chat_rendering import ChatRenderer
+from plugin.environments.conversation import ChatRenderer
 from plugin.environments.environment_protocol import Step
 from plugin.environments.trajectory import Trajectory
 from tests.unit.environments.conversations import (

@@ -15,8 +15,8 @@ from plugin.engines.choice import make_engine, sampling_parameters
 from plugin.engines.protocol import GenerationRequest
 from plugin.engines.response_stream import ResponseStream
 from plugin.environments.environment_protocol import Reply
+from plugin.environments.group_server import SingleTurnPlayer
 from plugin.environments.multi_turn import MultiTurnPlayer, choose_player
-from plugin.environments.single_turn import SingleTurnPlayer
 from plugin.environments.trajectory import Trajectory
 from plugin.tasks.loading import load_task, load_tokenizer
 from plugin.weights.buckets import pack_buckets

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plugin.errors import BatchError
 from plugin.logprobs.fused_lm_head import fused_log_probs_of_ids
-from plugin.logprobs.given_ids import fused_top_ids, top_ids
+from plugin.logprobs.row_ids import fused_top_ids, top_ids
 from plugin.logprobs.vocab_parallel import log_probs_of_ids
 
 ROWS, VOCAB, K, HIDDEN, TEMPERATURE = 6, 13, 4, 8, 0.7

@@ -51,6 +51,7 @@ def token_loss(
     cur: Sequence[Tensor],
     advantages: Sequence[Tensor],
     masks: Sequence[Tensor] | None = None,
+    with_weights: bool = False,
     **log_probs: Sequence[Tensor] | None,
 ) -> TokenResult:
     """The per-token policy loss and its gradient with respect to `cur`, a sum of everything."""
@@ -64,7 +65,8 @@ def token_loss(
         **log_probs,
     }
     flat = torch.cat([*cur, torch.zeros(0)]).float().requires_grad_()
-    outputs = compute_loss(config, loss_inputs(config, batch, flat))
+    inputs = loss_inputs(config, batch, flat)
+    outputs = compute_loss(config, inputs, with_weights=with_weights)
     outputs.policy.loss.sum().backward()
     assert flat.grad is not None
     return TokenResult(outputs, flat.grad)

@@ -16,7 +16,7 @@ from plugin.controller.step_records import StepRecords
 from plugin.errors import TrainingError
 from plugin.loss.inputs import KnownTokens
 from plugin.loss.interfaces import example_inputs
-from plugin.loss.non_finite import first_non_finite
+from plugin.loss.partial_objective import first_non_finite
 
 pytestmark = pytest.mark.hostile
 

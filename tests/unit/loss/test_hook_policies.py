@@ -20,7 +20,10 @@ BETWEEN = [-1 + 2 / 3 * (-2 + 1), -3 + 2 / 3 * (-2 + 3)]
 
 REPORTING = """
 import torch
-def opsm_function(args, *, pg_loss, loss_masks, {named}**kwargs):
+from plugin.ppo_utils import mask_only
+
+@mask_only
+def report(args, *, pg_loss, loss_masks, {named}**kwargs):
     found = {{k: torch.cat(v).detach() for k, v in {{**kwargs, **{given}}}.items() if k.endswith("_log_probs")}}
     return pg_loss, loss_masks, found
 """
@@ -42,11 +45,11 @@ def batch(**changes: Any) -> dict[str, Any]:
 
 
 def hook(tmp_path: Path, *named: str) -> str:
-    """A hook that reports the log-probs it was given; the name is one that `rollout` allows."""
+    """A hook that reports the log-probs it was given; a mask, which `rollout` allows."""
     file = tmp_path / f"{'_'.join(named) or 'any'}.py"
     given = "{" + ", ".join(f"{name!r}: {name}" for name in named) + "}"
     file.write_text(REPORTING.format(named="".join(f"{name}, " for name in named), given=given))
-    return f"{file}:opsm_function"
+    return f"{file}:report"
 
 
 def corrected(path: str, choice: str) -> LossConfig:

@@ -13,7 +13,7 @@ from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS
 from plugin.errors import ConfigError, HookLoadError
 from plugin.loss import POLICY_LOSSES
 from plugin.loss.objective import check_loss
-from plugin.loss.separable_loss import takes_separable_head
+from plugin.loss.partial_objective import takes_separable_head
 from tests.unit.loss.sample_batches import logs, random_batch, run, token_loss
 
 LossFile = Callable[[str], str]

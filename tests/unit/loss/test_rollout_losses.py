@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plugin.config import LossConfig
-from plugin.ppo_utils.kl_estimators import binary_kl
+from plugin.ppo_utils.importance_ratio import binary_kl
 from tests.unit.loss.sample_batches import logs, token_loss
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plugin.loss.value_loss import clipped_value_loss, explained_variance
+from plugin.loss.policy_losses import clipped_value_loss, explained_variance
 
 
 def test_the_loss_of_a_value_that_went_too_far_is_that_of_the_clipped_one() -> None:

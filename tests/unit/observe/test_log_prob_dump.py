@@ -139,3 +139,22 @@ def test_kept_ids_travel_with_the_log_probs_that_are_over_them(tmp_path: Path) -
     [(block, _)] = list(dump.blocks())
     assert block.kept["kept_ids"][1].tolist() == [7, 8, 9]
     assert dump.problems == [] and block.lengths.tolist() == [1, 2]
+
+
+def test_lists_have_64_bit_offsets_and_dumps_with_32_bit_ones_are_read_as_well(
+    tmp_path: Path,
+) -> None:
+    columns = batch_columns(samples=3)
+    path = LogProbDump(tmp_path).write(0, columns)
+    assert path is not None
+    table = pq.read_table(path)
+    lists = {field.name: field.type for field in table.schema if pa.types.is_nested(field.type)}
+    assert "rollout_log_probs" in lists
+    assert all(pa.types.is_large_list(kind) for kind in lists.values())
+    old = tmp_path / "old.parquet"
+    for name, kind in lists.items():
+        place = table.schema.get_field_index(name)
+        table = table.set_column(place, name, table[name].cast(pa.list_(kind.value_type)))
+    pq.write_table(table, old)
+    [(new, _)], [(block, _)] = (list(open_dump([file]).blocks()) for file in (path, old))
+    np.testing.assert_array_equal(block.rollout, new.rollout)

@@ -15,6 +15,7 @@ from plugin.ppo_utils import (
     corrections,
     icepop_function,
     off_policy_is_function,
+    segment_tis_function,
     sequence_tis_function,
     vanilla_tis_function,
 )
@@ -244,3 +245,12 @@ def test_a_flag_that_is_none_in_another_namespace_takes_its_default() -> None:
     flags = {"tis_clip": None, "tis_clip_low": None}
     loss, _, _ = call_hook(vanilla_tis_function, train=[logs(3.0)], flags=flags)
     assert loss.tolist() == [2.0]
+
+
+def test_segment_tis_by_turn_multiplies_the_ratios_of_a_turn() -> None:
+    masks = [torch.tensor([1, 1, 0, 1])]
+    train = [logs(1.5, 0.8, 1e9, 0.5)]
+    flags = {"segment_tis_length": "turn", "sequence_tis_clip": 5.0}
+    loss, _, metrics = call_hook(segment_tis_function, train=train, masks=masks, flags=flags)
+    torch.testing.assert_close(loss, torch.tensor([1.2, 1.2, 0.0, 0.5]))
+    torch.testing.assert_close(metrics["tis"], torch.tensor([1.2, 1.2, 0.0, 0.5]))

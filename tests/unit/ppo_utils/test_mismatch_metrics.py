@@ -201,3 +201,38 @@ def test_every_token_is_in_exactly_one_bin_of_each_dimension() -> None:
     for dimension in ("by_position", "by_staleness", "by_rollout_prob"):
         rows = [i for i, label in enumerate(SLICES) if label.startswith(dimension)]
         assert float(counts[rows].sum()) == float(counts[0])
+
+
+def test_divergences_of_the_whole_batch_by_hand() -> None:
+    """Ratios 2 and 0.5, equally often sampled."""
+    table = StatisticsTable()
+    record_mismatch(
+        table,
+        mask=torch.tensor([True, True, False]),
+        train_log_probs=torch.tensor([0.5, 0.25, torch.nan]).log(),
+        rollout_log_probs=torch.tensor([0.25, 0.5, -torch.inf]).log(),
+        position=torch.tensor([0, 1, 2]),
+    )
+    found = summarize(table)
+    assert found["mismatch/multiplicative_error"] == pytest.approx(2.0)
+    # r log r - r + 1: 2 log 2 - 1 = 0.386294; -0.5 log 2 + 0.5 = 0.153426
+    assert found["mismatch/reverse_k3"] == pytest.approx((0.386294 + 0.153426) / 2, abs=1e-5)
+    # r = 2: (log(2/3) + 2 log(4/3)) / 2 = 0.084949; r = 0.5: (log(4/3) + 0.5 log(2/3)) / 2 = 0.042475
+    assert found["mismatch/js"] == pytest.approx((0.084949 + 0.042475) / 2, abs=1e-5)
+    assert not any(name.endswith("/js") for name in found if "by_" in name)
+
+
+def test_the_estimates_have_the_divergences_of_two_distributions_as_expectation() -> None:
+    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
+    table, ids = StatisticsTable(), torch.tensor([0, 0, 1, 1, 2, 2, 2, 2, 2, 2])  # 10 q of each
+    record_mismatch(
+        table,
+        mask=torch.ones(10, dtype=torch.bool),
+        train_log_probs=p.log()[ids],
+        rollout_log_probs=q.log()[ids],
+        position=torch.arange(10),
+    )
+    found, mixture = summarize(table), (p + q) / 2
+    js = ((p * (p / mixture).log()).sum() + (q * (q / mixture).log()).sum()) / 2
+    assert found["mismatch/js"] == pytest.approx(float(js))
+    assert found["mismatch/reverse_k3"] == pytest.approx(float((p * (p / q).log()).sum()))

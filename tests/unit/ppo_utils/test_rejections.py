@@ -252,3 +252,37 @@ def test_masks_of_any_dtype_keep_their_dtype(dtype: torch.dtype) -> None:
     _, new_masks, _ = call_hook(rejection_function, train=[logs(1.0, 9.0)], masks=masks)
     assert new_masks[0].dtype == dtype and new_masks[0].bool().tolist() == [True, False]
     assert masks[0].bool().tolist() == [True, True]
+
+
+#: A conversation: two turns of the policy with an answer of a tool between them, then one sample of a single turn.
+TURNS = [torch.tensor([1, 1, 0, 0, 1]), torch.tensor([0, 1, 1])]
+TURN_TRAIN = [logs(2.0, 0.5, 1e9, 1e-9, 3.0), logs(1e9, 1.1, 1.1)]
+
+
+def test_segment_rules_drop_a_turn_and_keep_the_rest_of_its_conversation() -> None:
+    # k1 of d = -log r, means by turn: 0; -log 3 = -1.0986; -log 1.1 = -0.0953
+    flags = {"rejection_rules": "segment_k1=-0.5:0.5", "segment_tis_length": "turn"}
+    result = call_hook(rejection_function, train=TURN_TRAIN, masks=TURNS, flags=flags)
+    assert kept(result) == [[1, 1, 0, 0, 0], [0, 1, 1]]
+
+
+def test_segments_of_equal_length_are_dropped_one_by_one() -> None:
+    # means of log r over pairs: 0 | log 3 | log 1.5
+    train = [logs(2.0, 0.5, 3.0, 3.0, 1.5)]
+    flags = {"rejection_rules": "segment_ratio=0.5:2.0", "segment_tis_length": 2}
+    assert kept(call_hook(rejection_function, train=train, flags=flags)) == [[1, 1, 0, 0, 1]]
+
+
+def test_the_multiplicative_error_of_a_sequence_is_the_mean_of_exp_of_the_distance() -> None:
+    # ratios 2 and 0.5 are both off by a factor of 2; 1.2 and 1 by 1.1 on average
+    train = [logs(2.0, 0.5), logs(1.2, 1.0)]
+    flags = {"rejection_rules": "mean_error=:1.5"}
+    assert kept(call_hook(rejection_function, train=train, flags=flags)) == [[0, 0], [1, 1]]
+
+
+def test_differences_of_probabilities_spare_rare_tokens() -> None:
+    # rollout 1e-6 and train 1e-4 differ by 1e-4; 0.3 and 0.5 by 0.2; 0.5 and 0.3 by -0.2
+    rollout, train = [logs(1e-6), logs(0.3), logs(0.5)], [logs(1e-4), logs(0.5), logs(0.3)]
+    flags = {"rejection_rules": "token_diff=-0.25:0.1"}
+    result = call_hook(rejection_function, train=train, rollout=rollout, flags=flags)
+    assert kept(result) == [[1], [0], [1]]

@@ -320,7 +320,7 @@ def test_a_hung_engine_is_replaced_and_its_prompts_go_elsewhere(clock: SimpleNam
     direct.work(engine=1)
     clock.now += 5.1
     queue._collect(wait=False)
-    assert direct.replaced == [(0, "did not answer within 5 s")]
+    assert direct.replaced == [(0, "generated nothing for 5 s (--rollout-timeout)")]
     assert [t.index for t in queue._waiting] == [0, 1]
     direct.starting = {0}
     assert [group.index for group in queue.take(0)] == [0, 1, 2, 3]
@@ -336,6 +336,24 @@ def test_an_engine_that_answers_is_not_taken_for_one_that_hangs(clock: SimpleNam
     clock.now += 4.0
     queue._collect(wait=False)
     assert not direct.replaced and set(direct.sent[second[0]]) <= set(queue._in_flight)
+
+
+def test_an_engine_busy_with_a_long_response_is_not_taken_for_one_that_hangs(
+    clock: SimpleNamespace,
+) -> None:
+    queue, direct = make_queue(engines=2, rollout_timeout=5.0)
+    queue._issue()
+    for tokens in (100, 200, 300, 300):
+        clock.now += 4.0
+        direct.assignments.note_progress(0, tokens)
+        direct.assignments.note_progress(1, tokens + clock.now)
+        queue._collect(wait=False)
+        assert not direct.replaced
+    clock.now += 4.0
+    direct.assignments.note_progress(0, 300)  # the last token was 8 s ago
+    direct.assignments.note_progress(1, 1000)
+    queue._collect(wait=False)
+    assert [number for number, _ in direct.replaced] == [0]
 
 
 def test_a_synchronous_shipment_that_is_lost_in_part_is_generated_whole_as_before() -> None:

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plugin.engines.protocol import Generation, check_generations
-from plugin.engines.servers.answers import MalformedAnswer
-from plugin.engines.servers.calls import parse_json
+from plugin.engines.servers.calls import MalformedAnswer, parse_json
 from plugin.engines.servers.dialects import DIALECTS
 from tests.unit.engines.servers.good_answers import (
     PARAMETERS,

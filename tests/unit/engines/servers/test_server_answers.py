@@ -21,8 +21,7 @@ from plugin.cluster.model_source import ModelSource
 from plugin.config import JobConfig
 from plugin.controller.preflight.job_checks import _check_answer_size
 from plugin.engines.protocol import Generation, GenerationRequest, SamplingParameters
-from plugin.engines.servers.answers import MalformedAnswer
-from plugin.engines.servers.calls import ServerCall, ServerSession, parse_json
+from plugin.engines.servers.calls import MalformedAnswer, ServerCall, ServerSession, parse_json
 from plugin.engines.servers.dialects import SglangDialect, VllmDialect
 from plugin.engines.servers.http_engine import HttpEngine
 from plugin.engines.vllm.engine import mask_rows

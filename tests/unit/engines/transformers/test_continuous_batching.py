@@ -20,8 +20,7 @@ from plugin.engines.protocol import (
 from plugin.engines.response_stream import ResponseStream
 from plugin.engines.transformers.decode_batch import blocks_of, decode_attention
 from plugin.engines.transformers.engine import TransformersEngine
-from plugin.environments.group_server import GroupServer
-from plugin.environments.single_turn import SingleTurnPlayer
+from plugin.environments.group_server import GroupServer, SingleTurnPlayer
 from plugin.errors import EngineError
 from tests.parallel.tiny_models import FAMILIES, hf_model
 from tests.unit.engines.tiny_engines import (
@@ -48,6 +47,18 @@ def joined_one_by_one(
             assert isinstance(answer, Generation)
             done[ticket, place] = answer
     return done
+
+
+@pytest.mark.hostile
+def test_an_engine_in_the_middle_of_long_responses_is_not_silent() -> None:
+    stream = ResponseStream(loaded_engine(), max_batch=4)
+    stream.add("mine", MANY[0], SamplingParameters(max_response_length=4))
+    seen = [stream.progress]
+    while stream.open:
+        stream.step()
+        seen.append(stream.progress)
+    # Two responses of 4 tokens, and the responses themselves.
+    assert seen == [0, 2, 4, 6, 8 + 2]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plugin.megatron_backend.lora.adapters import _add_adapters
-from plugin.megatron_backend.lora.low_rank import Adapters, LowRank, Place
+from plugin.megatron_backend.lora.adapters import Adapters, LowRank, Place, _add_adapters
 
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 COLUMN = Place("column", ALONE, ALONE, is_expert=False, sequence_parallel=False)

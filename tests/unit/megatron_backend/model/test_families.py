@@ -11,7 +11,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from plugin.config import TrainerConfig
 from plugin.errors import ConfigError
 from plugin.megatron_backend import cpu_runtime
-from plugin.megatron_backend.hf_weights.expert_tensors import ExpertsByNumber, joined_experts
+from plugin.megatron_backend.hf_weights.files import ExpertsByNumber, joined_experts
 from plugin.megatron_backend.model.families import FAMILIES, family_of
 from plugin.megatron_backend.model.layout_rules import check_model
 from plugin.megatron_backend.model.rope import inverse_frequencies, rope_factor

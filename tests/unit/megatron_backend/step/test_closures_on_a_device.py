@@ -21,10 +21,10 @@ from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS
 from plugin.loss.hook_chain import batch_declarations, statistics_of
 from plugin.loss.inputs import KnownTokens
 from plugin.megatron_backend.step import microbatch_loss
-from plugin.megatron_backend.step.forward_step import log_prob_forward_step, training_forward_step
 from plugin.megatron_backend.step.loss_scaling import LossScale, weigh_samples
 from plugin.megatron_backend.step.preparation import PreparedMicrobatch, prepare
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
+from plugin.megatron_backend.step.schedule import log_prob_forward_step, training_forward_step
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from tests.pretend_device import PretendDevice

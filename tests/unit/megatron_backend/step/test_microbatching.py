@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from plugin.megatron_backend.step.batch_share import cut_share
 from plugin.megatron_backend.step.microbatching import (
     BatchingLimits,
     MicrobatchPlan,
+    _Samples,
     plan_microbatches,
     sample_cost,
 )
@@ -117,3 +119,38 @@ def test_a_batch_without_samples_is_an_error() -> None:
 def test_limits_below_one_are_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         BatchingLimits(**limits)
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 16384}, {"micro_batch_size": 4}])
+def test_very_many_samples_are_planned_in_rounds_as_evenly_and_as_tightly(
+    limits: dict[str, int],
+) -> None:
+    lengths = np.random.default_rng(0).integers(50, 4000, 40_000)
+    lengths[7] = 20_000
+    plan = plan_microbatches(lengths, BatchingLimits(**limits), dp_size=3, count_multiple=2)
+    cells = [np.array(cell, np.int64) for rank in plan.ranks for cell in rank]
+    assert np.array_equal(np.sort(np.concatenate(cells)), np.arange(40_000))
+    assert plan.num_microbatches % 2 == 0
+    if "max_tokens" in limits:
+        assert plan.oversize == (7,)
+        assert max(lengths[cell].sum() for cell in cells if 7 not in cell) <= 16384
+        fewest = lengths.sum() / 16384 / 3
+    else:
+        assert max(map(len, cells)) <= 4
+        fewest = 40_000 / 4 / 3
+    assert plan.num_microbatches < 1.03 * fewest + 2
+    loads = [sum(sample_cost(lengths[list(cell)]).sum() for cell in rank) for rank in plan.ranks]
+    assert max(loads) < 1.001 * min(loads)
+
+
+def test_no_number_of_microbatches_below_the_first_that_is_tried_could_hold_the_samples() -> None:
+    # Three above half the budget, one of which leaves room for the 2: 3. By tokens alone: 2.
+    assert (
+        _Samples(np.array([6, 6, 8, 2]), np.ones(4), BatchingLimits(10)).fewest_bins(np.arange(4))
+        == 3
+    )
+    # The 9 shares with nothing; the others hold 15 tokens: 1 + 2.
+    assert (
+        _Samples(np.array([9, 5, 5, 5]), np.ones(4), BatchingLimits(10)).fewest_bins(np.arange(4))
+        == 3
+    )

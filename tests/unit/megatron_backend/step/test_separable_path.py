@@ -16,12 +16,12 @@ from plugin.config import ROLLOUT_LOSSES, TrainerConfig
 from plugin.errors import BatchError, ConfigError
 from plugin.logprobs import row_gradients
 from plugin.logprobs.kernels import blocked_torch
+from plugin.loss.partial_objective import separable_obstacle, takes_separable_head
 from plugin.loss.policy_losses import POLICY_LOSSES
-from plugin.loss.separable_loss import separable_obstacle, takes_separable_head
-from plugin.megatron_backend.step.forward_step import training_forward_step
 from plugin.megatron_backend.step.loss_scaling import LossScale, total_weight
 from plugin.megatron_backend.step.preparation import prepare
 from plugin.megatron_backend.step.rank_agreement import ErrorCollector
+from plugin.megatron_backend.step.schedule import training_forward_step
 from plugin.megatron_backend.step.step_metrics import step_metrics
 from plugin.ppo_utils import token_separable
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable

@@ -11,8 +11,7 @@ import pytest
 from plugin.config import JobConfig
 from plugin.tools.plan.estimates import gpu_named
 from plugin.tools.plan.job_plan import JobPlan, Models, plan_job
-from plugin.tools.plan.planned_rank import built_rank
-from plugin.tools.plan.stage_run import StageRun
+from plugin.tools.plan.planned_rank import StageRun, built_rank
 from plugin.tools.plan.workload import sample_lengths
 from tests.unit.tools.plan.model_facts import MODELS
 

@@ -14,9 +14,9 @@ from plugin.batch_types import Microbatch, RolloutBatch, RolloutSample
 from plugin.cluster.array_transport import batch_from_arrays, batch_to_arrays
 from plugin.errors import BatchError
 from plugin.ragged import Ragged
-from plugin.sampling_mask import kept_rows
 from plugin.sharding.parallel_context import ParallelContext
 from plugin.sharding.sequence_shards import SequenceShards
+from plugin.vocabulary_ids import kept_rows
 
 VOCABULARY = 9
 
