@@ -54,7 +54,7 @@ class _PackedLinear:
     def __init__(self, linear: nn.Linear) -> None:
         self._linear = linear
         self.packed: Tensor | None = None
-        linear.forward = self.forward  # type: ignore[method-assign]
+        linear.forward = self.forward  # type: ignore[method-assign, assignment]
 
     def pack(self) -> None:
         self.packed = None  # its memory is free for the next one
