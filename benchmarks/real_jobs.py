@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import peer_environment
 from benchmarks.job_bench import Job
@@ -38,23 +38,32 @@ KINDS = (
     ("synchronous", "vllm"),
     ("asynchronous", "vllm"),
 )
-#: 64 responses of at most 24 tokens.
-PROMPTS, SAMPLES_PER_PROMPT, RESPONSE = 8, 8, 24
+SAMPLES_PER_PROMPT = 8
 #: TRL's microbatch, about as many tokens as ours by default on a CPU.
 TRL_MICROBATCH = 32
 LEARNING_RATE = 2e-5
 
 
-def measure(dtypes: Sequence[str], kinds: Sequence[tuple[str, str]], steps: int) -> dict[str, Any]:
-    """Medians of our `steps` steps of each kind, and of TRL's, of which one follows each of our jobs."""
+class Batch(NamedTuple):
+    """What a step trains on, and how many of our steps are timed."""
+
+    prompts: int = 8
+    response: int = 24
+    steps: int = 2
+
+
+def measure(
+    dtypes: Sequence[str], kinds: Sequence[tuple[str, str]], batch: Batch
+) -> dict[str, Any]:
+    """Medians of our steps of each kind, and of TRL's, of which one follows each of our jobs."""
     with tempfile.TemporaryDirectory(prefix="real_jobs_") as root:
         rows_file = Path(root) / "rows.jsonl"
-        count = PROMPTS * (2 + max(steps + 1, len(kinds)))
+        count = batch.prompts * (2 + max(batch.steps + 1, len(kinds)))
         rows_file.write_text("".join(json.dumps(row) + "\n" for row in _rows(count)))
         found = [
             row | {"dtype": dtype}
             for dtype in dtypes
-            for row in _against_trl(Path(root) / dtype, rows_file, dtype, kinds, steps)
+            for row in _against_trl(Path(root) / dtype, rows_file, dtype, kinds, batch)
         ]
     return {
         "rows": found,
@@ -75,7 +84,7 @@ def _rows(count: int) -> Iterator[dict[str, Any]]:
 
 
 def _against_trl(
-    root: Path, rows: Path, dtype: str, kinds: Sequence[tuple[str, str]], steps: int
+    root: Path, rows: Path, dtype: str, kinds: Sequence[tuple[str, str]], batch: Batch
 ) -> list[dict[str, Any]]:
     root.mkdir()
 
@@ -84,10 +93,10 @@ def _against_trl(
             kind,
             str(root / f"{kind}-{engine}"),
             str(MODEL),
-            PROMPTS,
+            batch.prompts,
             SAMPLES_PER_PROMPT,
-            RESPONSE,
-            TRL_MICROBATCH,
+            batch.response,
+            min(TRL_MICROBATCH, batch.prompts * SAMPLES_PER_PROMPT),
             LEARNING_RATE,
             rounds,
             steps,
@@ -100,7 +109,7 @@ def _against_trl(
     with _started(spec("TRL", "transformers", len(kinds), 1), sys.executable) as peer:
         for turn, (kind, engine) in enumerate(kinds, start=1):
             python = str(VLLM_PYTHON) if engine == "vllm" else sys.executable
-            with _started(spec(kind, engine, 1, steps + 1), python) as job:
+            with _started(spec(kind, engine, 1, batch.steps + 1), python) as job:
                 _take_round(job, 1)
                 job.finish()
                 found.append(job.summary() | {"engine": engine})
@@ -161,8 +170,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--engines", nargs="+", choices=("transformers", "vllm"), default=None)
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of each of our jobs")
-    parser.add_argument("--quick", action="store_true", help="one timed step; the page stays")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small batch, to see that all runs; the page stays"
+    )
     options = parser.parse_args()
     if importlib.util.find_spec("trl") is None:
         inside = Path(sys.prefix) == peer_environment.DIRECTORY
@@ -175,7 +185,7 @@ def main() -> int:
             print(f"{path} is missing: make {target}")
             return 1
     kinds = [kind for kind in KINDS if options.engines is None or kind[1] in options.engines]
-    data = measure(options.dtypes, kinds, 1 if options.quick else options.steps)
+    data = measure(options.dtypes, kinds, Batch(2, 8, 1) if options.quick else Batch())
     text = table(data)
     print(text)
     if not options.quick:
