@@ -89,6 +89,6 @@ def _compare_tokenizers(spec: TeacherSpec, ours: Any, theirs: Any) -> None:
     )
     raise ConfigError(
         f"{spec.option} has a different vocabulary: {token!r} has {here} in the policy's tokenizer "
-        f"and {there} in the teacher's, {len(different)} tokens differ; log-probs of the same tokens "
-        "can be compared only with one tokenizer: use a teacher that has it"
+        f"and {there} in the teacher's, {len(different)} tokens differ; log-probs of the same "
+        "tokens can be compared only with one tokenizer: use a teacher that has it"
     )
