@@ -99,6 +99,11 @@ class OutputFlags(FlagGroup):
         "write a checkpoint at the end and on Ctrl-C; none = with --hf-checkpoint or "
         "--save-interval",
     )
+    async_save: bool = runtime_flag(
+        True,
+        "train on while a checkpoint is written: the trainer waits only for a copy in host memory, "
+        "of what each rank writes",
+    )
     keep_checkpoints: int = runtime_flag(2, "checkpoints to keep, the newest", at_least=1)
     resume: bool = runtime_flag(
         False, "continue from the newest checkpoint in --run-dir", common_in="train"

@@ -20,10 +20,11 @@ from plugin.config import TrainerConfig
 from plugin.errors import BatchError, ReplayError
 from plugin.loss.objective import check_loss
 from plugin.loss.partial_objective import takes_separable_head
-from plugin.megatron_backend.checkpoint.save_load import (
+from plugin.megatron_backend.checkpoint.loading import load_checkpoint
+from plugin.megatron_backend.checkpoint.saving import (
+    CheckpointSaver,
+    StagedCheckpoint,
     TrainerParts,
-    load_checkpoint,
-    save_checkpoint,
 )
 from plugin.megatron_backend.hf_weights.export import export_hf_weights, export_own_part
 from plugin.megatron_backend.hf_weights.loading import load_hf_weights
@@ -124,6 +125,7 @@ class RankModel:
             RoutedModel.of(self.chunks) if watches or config.replays_routes else None
         )
         self.recorded_routes: dict[bytes | None, RecordedRoutes] = {}  # by share
+        self._saver = CheckpointSaver()
 
     def _add_optimizer(self) -> None:
         """Wrap the chunks with DDP and give them an optimizer."""
@@ -180,11 +182,32 @@ class RankModel:
         user_state: dict[str, Any],
         *,
         keep_last: int | None = None,
+        async_save: bool = False,
     ) -> Path:
-        """Write `<directory>/step_<step>` with a JSON-able `user_state`; a collective."""
+        """Write `<directory>/step_<step>` with a JSON-able `user_state`; a collective.
+
+        async_save: only copy what it will hold, and write it in the background. It is there when
+            `finish_checkpoint` returns; what went wrong is raised by that, or by the next save.
+        """
+        staged = self.stage_checkpoint(directory, step, user_state, keep_last=keep_last)
+        if not async_save:
+            return staged.write()
+        self._saver.start(staged.write)
+        return Path(directory) / f"step_{step:07d}"
+
+    def stage_checkpoint(
+        self,
+        directory: str | Path,
+        step: int,
+        user_state: dict[str, Any],
+        *,
+        keep_last: int | None = None,
+    ) -> StagedCheckpoint:
+        """Copy what `<directory>/step_<step>` will hold to host memory; a collective."""
+        self.finish_checkpoint()
         scaler = None if self.optimizer is None else self.optimizer.scaler
-        return save_checkpoint(
-            directory,
+        return self._saver.stage(
+            Path(directory),
             self._parts(),
             user_state,
             step=step,
@@ -194,8 +217,13 @@ class RankModel:
             keep_last=keep_last,
         )
 
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, if any; raises why it is not there."""
+        self._saver.finish()
+
     def load_checkpoint(self, directory: str | Path) -> tuple[int, dict[str, Any]]:
         """Resume from `directory` or its latest checkpoint: (step, user_state); a collective."""
+        self.finish_checkpoint()
         metadata, user_state = load_checkpoint(directory, self._parts())
         self.version = metadata.trainer_version
         if self.optimizer is not None:

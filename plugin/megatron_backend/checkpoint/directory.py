@@ -380,12 +380,6 @@ def _is_seal(name: str, seal: Any) -> bool:
     return inside and ".." not in name.split("/") and is_pair
 
 
-def files_of(directory: Path) -> list[str]:
-    """Paths of all files of a checkpoint but its metadata, relative to it and sorted."""
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return sorted({path.relative_to(directory).as_posix() for path in files} - {METADATA_FILE})
-
-
 def seal_files(directory: Path, names: Iterable[str]) -> dict[str, list[int]]:
     """Force files to disk; [size, CRC-32] of each."""
     sealed = {}
