@@ -81,7 +81,7 @@ def _export(models: Sequence[Any], groups: ParallelGroups) -> Iterator[tuple[str
 
 
 def sends_own_part(groups: ParallelGroups) -> bool:
-    """Whether this rank has a part of `export_own_part`: one of those with the same experts does.
+    """Whether this rank yields anything in `export_own_part`: one of those with the same experts.
 
     The first rank of a pipeline stage is one of them; it also has what is not an expert.
     """
@@ -210,7 +210,7 @@ def entry_of(name: str, parameter: Tensor, groups: ParallelGroups) -> Entry:
 def whole_tensor(
     entry: Entry, parameter: Tensor | None, bridge: Any, groups: ParallelGroups
 ) -> Tensor:
-    """A parameter merged over the ranks of its stage; empty memory for it where it is None.
+    """A parameter merged over the ranks of its stage; uninitialized memory where it is None.
 
     For an expert, those of all expert ranks are stacked in front.
     """
@@ -226,7 +226,7 @@ def whole_tensor(
 def joined_shards(entry: Entry, parameter: Tensor, bridge: Any, groups: ParallelGroups) -> Tensor:
     """A parameter joined over the tensor parallel ranks that have a shard of it.
 
-    Adapters (`lora.py`) are added to it, unless they are switched off.
+    Adapters are merged into it, unless they are switched off.
     """
     adapters = getattr(parameter, "lora", None)
     whole = parameter.detach() if adapters is None else adapters.merged(parameter)
@@ -239,7 +239,7 @@ def joined_shards(entry: Entry, parameter: Tensor, bridge: Any, groups: Parallel
 
 
 def on_all_stages(whole: Tensor, stage: int, groups: ParallelGroups) -> Tensor:
-    """What pipeline stage `stage` has in `whole`, on every stage."""
+    """Return pipeline stage `stage`'s `whole` on every stage."""
     whole = whole.contiguous()
     source = dist.get_global_rank(groups.pp_group, stage)
     dist.broadcast(whole, src=source, group=groups.pp_group)
@@ -255,7 +255,7 @@ def all_gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return gathered
 
 
-#: What an exported model takes along from the one it was trained from.
+#: Files that an exported model gets from the one it was trained from.
 _COMPANIONS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "*.jinja", "chat_template.json", "generation_config.json"),
