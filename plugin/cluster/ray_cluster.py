@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -61,6 +62,9 @@ def cluster(
         os.environ.setdefault("RAY_worker_niceness", "0")
         if "ray" not in sys.modules:
             os.environ[_LOOPBACK_SWITCH] = "0"
+            # Loopback is open to all users of the machine. Ray's own token would be a file in the
+            # home directory, as readable as the umask makes it, and for other clusters as well.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
 
     slots = plan_resources(config, use_gpus=False).cpu_slots
