@@ -141,6 +141,9 @@ class TrainerRank(ReportingActor):
         import_megatron()
         # While other actors still import theirs, and before `join`, which waits for all of them.
         import plugin.megatron_backend.trainer  # noqa: F401
+        from plugin.megatron_backend.checkpoint.saving import CheckpointSaver
+
+        self._saver = CheckpointSaver()
 
     def place(self) -> RankPlace:
         """The node and the device of this actor."""
@@ -411,17 +414,36 @@ class TrainerRank(ReportingActor):
         )
 
     def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any], keep: int) -> None:
-        """Write `<root>/step_<step>` with the driver's state in it and keep the last `keep`."""
-        critic, waiting, saved = self._trainers.get("critic"), Path(root) / _CRITIC_WAITS, None
+        """Write `<root>/step_<step>` with the driver's state in it and keep the last `keep`.
+
+        With --async-save it is there when `finish_checkpoint` returns.
+        """
+        self._saver.finish()
+        critic, waiting = self._trainers.get("critic"), Path(root) / _CRITIC_WAITS
+        of_critic = None
         if critic is not None:
-            saved = critic.save_checkpoint(waiting, step, {}, keep_last=1)
-        whole = self._trainers["policy"].save_checkpoint(root, step, user_state, keep_last=keep)
-        if saved is not None and self._rank == 0:
-            saved.rename(whole / _CRITIC)
-            shutil.rmtree(waiting)
+            of_critic = critic.stage_checkpoint(waiting, step, {}, keep_last=1)
+        whole = self._trainers["policy"].stage_checkpoint(root, step, user_state, keep_last=keep)
+
+        def write(group: Any) -> None:
+            saved = None if of_critic is None else of_critic.write(group)
+            target = whole.write(group)
+            if saved is not None and self._rank == 0:
+                saved.rename(target / _CRITIC)
+                shutil.rmtree(waiting)
+
+        if self._config.async_save:
+            self._saver.start(write)
+        else:
+            write(None)
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, if any; raises why it is not there."""
+        self._saver.finish()
 
     def load_checkpoint(self, root: str) -> dict[str, Any] | None:
         """Load the newest checkpoint in `root`; the driver's state, on rank 0 only."""
+        self._saver.finish()
         _, user_state = self._trainers["policy"].load_checkpoint(root)
         if "critic" in self._trainers:
             self._trainers["critic"].load_checkpoint(_critic_of(resolve(Path(root))))
