@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plugin.cluster.array_transport import from_arrays
+from plugin.cluster.array_transport import rejoined
 from plugin.cluster.directory_lock import OwnedDirectory
-from plugin.cluster.engine_actor import ANSWERS, WEIGHTS, EngineActor
+from plugin.cluster.engine_actor import ANSWERS, WEIGHTS, EngineActor, answer_parts
 from plugin.cluster.placement import Reservation, ResourcePlan
 from plugin.cluster.remote_calls import result_of, wait_for_all
 from plugin.cluster.trainer_actor import RankPlace
@@ -171,6 +171,7 @@ class EnginePool:
         self._pings: dict[Any, tuple[int, Any]] = {}
         self._next_pings = 0.0
         self._collects: dict[Any, tuple[int, Any]] = {}
+        self._bulk: dict[int, list[Any]] = {}  # of the answer that each engine is asked for
         self._lost: list[int] = []  # groups that were at engines that were replaced
         self._era = 0  # ends when every group is dropped
         self.restarts = 0
@@ -245,7 +246,9 @@ class EnginePool:
         """Keep one `collect` call waiting at an engine that has groups."""
         actor, has_groups = self._engines[number].actor, self._assignments.loads()[number]
         if has_groups and (number, actor) not in self._collects.values():
-            call = actor.call.options(concurrency_group=ANSWERS).remote("collect", self._era)
+            size = 1 + answer_parts(self._config)
+            body = actor.call_apart.options(concurrency_group=ANSWERS, num_returns=size)
+            call, *self._bulk[number] = body.remote("collect", self._era)
             self._collects[call] = (number, actor)
 
     def receive(self, *, wait_seconds: float) -> tuple[list[Rollouts], list[int]]:
@@ -301,7 +304,7 @@ class EnginePool:
             return None
         if self._engines[number].actor is not actor:
             return None
-        rollouts = from_arrays(Rollouts, arrays)
+        rollouts = rejoined(arrays, self._bulk.pop(number))
         if len(rollouts):
             self._engines[number].failures_in_a_row = 0
             self._assignments.remove_answered(number, set(rollouts.groups.tolist()))
