@@ -6,10 +6,12 @@ SEED ?= 1234
 # Where pyenv has it but does not put it on the path, ask pyenv.
 PYTHON_LATEST ?= $(or $(wildcard $(shell pyenv prefix 3.12 2>/dev/null)/bin/python3.12),python3.12)
 BIN := .venv/bin
+# Requirement files that are pins only.
+AUDITED := cpu mcore-latest vllm adapters skyrl real kernels
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: train-real train-math evidence evidence-math precision bench-jobs docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels test-real soak
+.PHONY: train-real train-math evidence evidence-math precision bench-jobs bench-jobs-real bench-scale docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels test-real test-all audit soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -123,6 +125,15 @@ runs/real_model/model: | .venv-real/ready
 test-real: venv runs/real_model/model .venv-vllm/ready ## a pretrained model: ranks against transformers, LoRA, resume, jobs with every engine; 10 minutes
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/real -o tmp_path_retention_policy=failed
 
+test-all: ## every suite that a machine without GPUs runs, one after the other; the audit of the pins needs pypi.org and is left out
+	$(MAKE) lint test test-slow test-families test-vllm test-adapters test-kernels test-skyrl test-mcore-latest test-real docs
+
+# In an environment of its own: what it needs is no part of what it looks at.
+audit: ## known vulnerabilities of every pin (asks pypi.org)
+	test -d .venv-audit || $(PYTHON) -m venv .venv-audit
+	.venv-audit/bin/python -m pip install --quiet pip-audit==2.10.1
+	.venv-audit/bin/pip-audit --no-deps --disable-pip $(foreach file,$(AUDITED),-r requirements/$(file).txt)
+
 docs: venv ## the documentation site in site/; broken links are errors
 	$(BIN)/python -m docs.write_reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -162,16 +173,21 @@ evidence-math: venv ## the same question on arithmetic in words, with the traine
 precision: venv ## mismatch by the dtypes of trainer and engine, some minutes: docs/precision.md
 	$(BIN)/python -m benchmarks.precision
 
+bench-jobs-real: venv runs/real_model/model .venv-vllm/ready ## whole jobs on SmolLM2-135M against TRL, with both engines: about 15 minutes
+	$(BIN)/python -m benchmarks.real_jobs
+
 bench-jobs: venv ## of these, whole jobs alone: about 10 minutes
 	$(BIN)/python -m benchmarks --with-peers --only jobs job-growth
 	$(BIN)/python -m benchmarks.job_figure
 
+bench-scale: venv ## what the driver spends per step with up to 256 simulated engines and 512 ranks, some minutes
+	$(BIN)/python -m benchmarks.scale_bench
+
 soak: venv ## an hour of asynchronous training with random kills: does every prompt add up?
 	$(BIN)/python -m benchmarks.soak
 
-lock: venv ## write the pins of the current .venv to requirements/cpu.txt
-	@echo '# Everything `make venv` installs on top of torch, pinned. Written by `make lock`.' > requirements/cpu.txt
-	$(BIN)/python -m pip freeze --exclude-editable | grep -vi '^torch==' >> requirements/cpu.txt
+lock: venv ## write the pins of the current .venv, with hashes, to requirements/cpu.txt
+	$(BIN)/python -m pip freeze --exclude-editable | $(BIN)/python requirements/lock.py
 
 clean: ## remove .venv and caches
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info

@@ -31,11 +31,20 @@ CPU_SUITES = (
     Suite("unit", ".venv/bin/python -m pytest tests/unit", 30),
     Suite("parallel", ".venv/bin/python -m pytest tests/parallel", 60),
     Suite("ray", ".venv/bin/python -m pytest tests/ray", 45),
-    Suite("slow", "make test-slow", 60),
+    Suite("docs", "make docs", 15),
+)
+
+#: `make test-all` runs them too, except the audit.
+NIGHTLY_SUITES = (
+    Suite("slow", "make test-slow", 120),
+    Suite("families", "make test-families", 90),
+    Suite("vllm", "make test-vllm", 60),
     Suite("adapters", "make test-adapters", 30),
     Suite("kernels", "make test-kernels", 20),
+    Suite("skyrl", "make test-skyrl", 45),
+    Suite("mcore-latest", "make test-mcore-latest", 90),
     Suite("real", "make test-real", 60),
-    Suite("docs", "make docs", 15),
+    Suite("audit", "make audit", 15),
 )
 
 GPU_COUNTS = (1, 2, 4)

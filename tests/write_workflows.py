@@ -7,20 +7,32 @@ from typing import Any
 
 import yaml
 
-from tests.suites import CPU_SUITES, GPU_IMAGE, GPU_PYTHON, GPU_SUITES, ROOT, Suite
+from tests.suites import (
+    CPU_SUITES,
+    GPU_IMAGE,
+    GPU_PYTHON,
+    GPU_SUITES,
+    NIGHTLY_SUITES,
+    ROOT,
+    Suite,
+)
 
 DIRECTORY = ROOT / ".github" / "workflows"
 HEADER = "# Written by `python -m tests.write_workflows` from tests/suites.py; edit that table instead.\n"
 
 
-def cpu_job(suite: Suite) -> dict[str, Any]:
-    """A job on a hosted runner, with the pinned environment that `make venv` builds."""
+def cpu_job(suite: Suite, *pythons: str) -> dict[str, Any]:
+    """A job on a hosted runner, with the pinned environment that `make venv` builds.
+
+    pythons: further ones that the suite needs; the last one set up is the default
+    """
+    versions = "\n".join((*pythons, "3.11"))
     return {
         "runs-on": "ubuntu-24.04",
         "timeout-minutes": suite.minutes,
         "steps": [
             {"uses": "actions/checkout@v4"},
-            {"uses": "actions/setup-python@v5", "with": {"python-version": "3.11"}},
+            {"uses": "actions/setup-python@v5", "with": {"python-version": versions}},
             {"run": "make venv"},
             {"run": suite.command},
         ],
@@ -51,7 +63,19 @@ def workflows() -> dict[str, str]:
     cpu = {
         "name": "CPU",
         "on": {"push": {"branches": ["main"]}, "pull_request": {}},
+        "permissions": {"contents": "read"},
         "jobs": {suite.name: cpu_job(suite) for suite in CPU_SUITES},
+    }
+    nightly = {
+        "name": "Nightly",
+        "on": {
+            "schedule": [{"cron": "0 1 * * *"}],
+            # A change of the pins or of what installs them is tried at once.
+            "pull_request": {"paths": ["requirements/**", "Makefile", "setup.py"]},
+            "workflow_dispatch": {},
+        },
+        "permissions": {"contents": "read"},
+        "jobs": {suite.name: cpu_job(suite, GPU_PYTHON) for suite in NIGHTLY_SUITES},
     }
     gpu = {
         "name": "GPU",
@@ -60,11 +84,12 @@ def workflows() -> dict[str, str]:
             "pull_request": {"types": ["labeled"]},
             "workflow_dispatch": {},
         },
+        "permissions": {"contents": "read"},
         "jobs": {suite.name: gpu_job(suite) for suite in GPU_SUITES},
     }
     return {
         f"{name}.yml": HEADER + yaml.safe_dump(content, sort_keys=False, width=100)
-        for name, content in (("cpu", cpu), ("gpu", gpu))
+        for name, content in (("cpu", cpu), ("nightly", nightly), ("gpu", gpu))
     }
 
 

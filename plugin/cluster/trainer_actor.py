@@ -6,9 +6,13 @@ per share returns its results; values that are the same everywhere are returned 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
 import os
 import shutil
+import socket
+import struct
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -47,10 +51,24 @@ _CRITIC, _CRITIC_WAITS = "critic", ".critic"
 PolicyName = str
 _TEACHER = "teacher/"
 
+#: Linux's question for the address of an interface (netdevice(7)).
+_SIOCGIFADDR = 0x8915
+
 
 def teacher_policy(name: str) -> PolicyName:
     """The ranks' name for a teacher."""
     return f"{_TEACHER}{name}"
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this machine's interface with the IPv4 address `address`, if there is one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
 
 
 @dataclass(frozen=True)
@@ -123,6 +141,9 @@ class TrainerRank(ReportingActor):
         import_megatron()
         # While other actors still import theirs, and before `join`, which waits for all of them.
         import plugin.megatron_backend.trainer  # noqa: F401
+        from plugin.megatron_backend.checkpoint.saving import CheckpointSaver
+
+        self._saver = CheckpointSaver()
 
     def place(self) -> RankPlace:
         """The node and the device of this actor."""
@@ -152,11 +173,7 @@ class TrainerRank(ReportingActor):
         from plugin.megatron_backend.parallel_groups import init_parallel
 
         self._rank = rank
-        interface = self._config.network_interface
-        if interface is None and (rendezvous.startswith(("file:", "tcp://127."))):
-            interface = "lo"
-        if interface is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        self._choose_interfaces(meets_in_a_file=rendezvous.startswith("file:"))
         # Ray shows each actor its own GPU only.
         os.environ["LOCAL_RANK"] = "0"
         config = self._config
@@ -176,6 +193,24 @@ class TrainerRank(ReportingActor):
         first = self._groups.tp_rank == 0 and self._groups.cp_rank == 0
         self._reports = first and self._groups.is_last_stage
         return RankPart(self._groups.dp_rank, self._reports)
+
+    def _choose_interfaces(self, *, meets_in_a_file: bool) -> None:
+        """Set the interfaces of gloo and NCCL, unless the environment already names them.
+
+        gloo would take the one that this machine's name resolves to, which often is loopback.
+        """
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        chosen = self._config.network_interface
+        if chosen is not None:
+            os.environ.update(dict.fromkeys(names, chosen))
+            return
+        found = interface_of(self.place().address)
+        # NCCL chooses once per process, and weights may go to engines on other nodes.
+        gloo = "lo" if meets_in_a_file else found
+        nccl = "lo" if self._config.address is None else found
+        for name, value in (("GLOO_SOCKET_IFNAME", gloo), ("NCCL_SOCKET_IFNAME", nccl)):
+            if value is not None:
+                os.environ.setdefault(name, value)
 
     def fitting_tokens(self) -> int | None:
         """Tokens of a microbatch that fit into memory, if the budget is to be chosen."""
@@ -387,17 +422,36 @@ class TrainerRank(ReportingActor):
         )
 
     def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any], keep: int) -> None:
-        """Write `<root>/step_<step>` with the driver's state in it and keep the last `keep`."""
-        critic, waiting, saved = self._trainers.get("critic"), Path(root) / _CRITIC_WAITS, None
+        """Write `<root>/step_<step>` with the driver's state in it and keep the last `keep`.
+
+        With --async-save it is there when `finish_checkpoint` returns.
+        """
+        self._saver.finish()
+        critic, waiting = self._trainers.get("critic"), Path(root) / _CRITIC_WAITS
+        of_critic = None
         if critic is not None:
-            saved = critic.save_checkpoint(waiting, step, {}, keep_last=1)
-        whole = self._trainers["policy"].save_checkpoint(root, step, user_state, keep_last=keep)
-        if saved is not None and self._rank == 0:
-            saved.rename(whole / _CRITIC)
-            shutil.rmtree(waiting)
+            of_critic = critic.stage_checkpoint(waiting, step, {}, keep_last=1)
+        whole = self._trainers["policy"].stage_checkpoint(root, step, user_state, keep_last=keep)
+
+        def write(group: Any) -> None:
+            saved = None if of_critic is None else of_critic.write(group)
+            target = whole.write(group)
+            if saved is not None and self._rank == 0:
+                saved.rename(target / _CRITIC)
+                shutil.rmtree(waiting)
+
+        if self._config.async_save:
+            self._saver.start(write)
+        else:
+            write(None)
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, if any; raises why it is not there."""
+        self._saver.finish()
 
     def load_checkpoint(self, root: str) -> dict[str, Any] | None:
         """Load the newest checkpoint in `root`; the driver's state, on rank 0 only."""
+        self._saver.finish()
         _, user_state = self._trainers["policy"].load_checkpoint(root)
         if "critic" in self._trainers:
             self._trainers["critic"].load_checkpoint(_critic_of(resolve(Path(root))))

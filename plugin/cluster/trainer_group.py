@@ -282,8 +282,15 @@ class TrainerGroup:
             self._idle()
 
     def save_checkpoint(self, root: str, step: int, user_state: dict[str, Any]) -> None:
-        """Write policy, optimizer and the driver's state as the newest checkpoint in `root`."""
+        """Write policy, optimizer and the driver's state as the newest checkpoint in `root`.
+
+        With --async-save it is there when `finish_checkpoint` returns.
+        """
         self._call("save_checkpoint", root, step, user_state, self._config.keep_checkpoints)
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, if any; raises why it is not there."""
+        self._call("finish_checkpoint")
 
     def load_checkpoint(self, root: str) -> dict[str, Any]:
         """Load the newest checkpoint in `root` and return the driver's state."""

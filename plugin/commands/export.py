@@ -99,7 +99,8 @@ def _loaded(
     import torch
 
     from plugin.config import TrainerConfig
-    from plugin.megatron_backend.checkpoint.save_load import TrainerParts, load_checkpoint
+    from plugin.megatron_backend.checkpoint.loading import load_checkpoint
+    from plugin.megatron_backend.checkpoint.saving import TrainerParts
     from plugin.megatron_backend.hf_weights.loading import load_hf_weights
     from plugin.megatron_backend.lora.adapters import attach_adapters
     from plugin.megatron_backend.model.builder import build_model

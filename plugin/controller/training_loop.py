@@ -98,6 +98,7 @@ class TrainingLoop:
         self._boundary: dict[str, Any] | None = None
         self._reach_boundary()
         self._saved = 0
+        self._writes = False  # whether a checkpoint may still be being written
         self._restarts, self._restarts_in_a_row, self._furthest = 0, 0, -1
         teachers = Teachers.of(config, parts, trainer) if config.teacher_specs else None
         self._log_prob_passes = LogProbPasses(config, parts, trainer, teachers)
@@ -113,6 +114,12 @@ class TrainingLoop:
         except KeyboardInterrupt:
             if self._config.saves_at_end:
                 self._save_interrupted()
+            self._finish_save_of_ended_job()
+            raise
+        except ParallelError:
+            raise  # the ranks, or some of them, are gone
+        except MegatronTisError:
+            self._finish_save_of_ended_job()
             raise
 
     def _train(self, interrupts: Interrupts) -> None:
@@ -129,10 +136,13 @@ class TrainingLoop:
             try:
                 self._evaluate_if_due()
                 finished = self._at.rollouts >= self._config.num_rollouts
-                if not finished:
+                if finished:
+                    self._finish_save()
+                else:
                     self._one_rollout(interrupts)
             except ParallelError as error:
                 self._recover(error)
+                finished = False
         if self._config.save_hf:
             self._save_hf(MODEL, replace=self._config.resumes)
 
@@ -165,6 +175,7 @@ class TrainingLoop:
         if self._evaluations.last_is_best(None if best is None else step_of(best)):
             if at.rollouts > self._saved:
                 self._save()
+            self._finish_save()
             self._checkpoints.mark_best(at.updates)
 
     def _repair_best(self) -> None:
@@ -286,11 +297,25 @@ class TrainingLoop:
     def _save(self) -> None:
         assert self._boundary is not None
         self._devices.train()
+        self._finish_save()
         self._repair_best()
         self._checkpoints.add(self._at.updates)
         root = str(self._checkpoints.root)
         self._trainer.save_checkpoint(root, self._at.updates, self._boundary)
-        self._saved = self._at.rollouts
+        self._saved, self._writes = self._at.rollouts, self._config.async_save
+
+    def _finish_save(self) -> None:
+        """Wait until the last checkpoint is there; raises why it is not."""
+        if self._writes:
+            self._writes = False
+            self._trainer.finish_checkpoint()
+
+    def _finish_save_of_ended_job(self) -> None:
+        """As `_finish_save`, for a job that ends for another reason."""
+        try:
+            self._finish_save()
+        except MegatronTisError as error:
+            self._console.error(f"the last checkpoint is not saved: {error}")
 
     def _save_interrupted(self) -> None:
         """Save the weights after the last whole rollout, unless that has been done."""
@@ -362,7 +387,7 @@ class TrainingLoop:
             self._count_restart(error)
             who = ", ".join(dead) or str(error).splitlines()[0]
             self._console.log(f"the trainer is restarted, it lost {who}")
-            self._boundary = None
+            self._boundary, self._writes = None, False
             try:
                 self._engines.forget()
                 with self._devices.restarting():

@@ -20,10 +20,11 @@ from plugin.config import TrainerConfig
 from plugin.errors import BatchError, ReplayError
 from plugin.loss.objective import check_loss
 from plugin.loss.partial_objective import takes_separable_head
-from plugin.megatron_backend.checkpoint.save_load import (
+from plugin.megatron_backend.checkpoint.loading import load_checkpoint
+from plugin.megatron_backend.checkpoint.saving import (
+    CheckpointSaver,
+    StagedCheckpoint,
     TrainerParts,
-    load_checkpoint,
-    save_checkpoint,
 )
 from plugin.megatron_backend.hf_weights.export import export_hf_weights, export_own_part
 from plugin.megatron_backend.hf_weights.loading import load_hf_weights
@@ -56,7 +57,7 @@ from plugin.ragged import Integers, Ragged, as_integers
 
 
 def without_replay(config: TrainerConfig) -> TrainerConfig:
-    """The configuration of a model that routes by itself: recorded routes are another model's."""
+    """The configuration of a model with its own routing: recorded routes are the policy's."""
     return config.unchecked_copy(
         use_routing_replay=False, use_rollout_routing_replay=False, detect_routing=False
     )
@@ -95,7 +96,7 @@ class RankModel:
         pipeline: Pipeline | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`pipeline`, `device`: how stages work together, and where batches go; None = as usual."""
+        """`pipeline`: runs the schedules; `device`: where batches go; None = the defaults."""
         config = on_this_device(config)
         self.config, self.hf_config, self.groups, self.layout = config, hf_config, groups, layout
         self.pipeline = pipeline or Pipeline(groups)
@@ -124,6 +125,7 @@ class RankModel:
             RoutedModel.of(self.chunks) if watches or config.replays_routes else None
         )
         self.recorded_routes: dict[bytes | None, RecordedRoutes] = {}  # by share
+        self._saver = CheckpointSaver()
 
     def _add_optimizer(self) -> None:
         """Wrap the chunks with DDP and give them an optimizer."""
@@ -148,7 +150,7 @@ class RankModel:
             self.optimizer.optimizer.reload_model_params()
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by its Hugging Face name, whole, adapters added to it; a collective."""
+        """Yield whole weights by their Hugging Face names, adapters merged in; a collective."""
         return export_hf_weights(self.chunks, self.groups)
 
     def export_own_part(self, *, round_bytes: int) -> Iterator[tuple[str, Tensor] | None]:
@@ -160,7 +162,7 @@ class RankModel:
     ) -> Iterator[tuple[str, Tensor] | None]:
         """As `export_own_part`, adapters by their PEFT names.
 
-        with_base: the weights that they belong to come first
+        with_base: yield the base weights first
         """
         if with_base:
             with adapters_off(self.chunks):
@@ -180,11 +182,32 @@ class RankModel:
         user_state: dict[str, Any],
         *,
         keep_last: int | None = None,
+        async_save: bool = False,
     ) -> Path:
-        """Write `<directory>/step_<step>` with a JSON-able `user_state`; a collective."""
+        """Write `<directory>/step_<step>` with a JSON-able `user_state`; a collective.
+
+        async_save: only copy what it will hold, and write it in the background. It is there when
+            `finish_checkpoint` returns; what went wrong is raised by that, or by the next save.
+        """
+        staged = self.stage_checkpoint(directory, step, user_state, keep_last=keep_last)
+        if not async_save:
+            return staged.write()
+        self._saver.start(staged.write)
+        return Path(directory) / f"step_{step:07d}"
+
+    def stage_checkpoint(
+        self,
+        directory: str | Path,
+        step: int,
+        user_state: dict[str, Any],
+        *,
+        keep_last: int | None = None,
+    ) -> StagedCheckpoint:
+        """Copy what `<directory>/step_<step>` will hold to host memory; a collective."""
+        self.finish_checkpoint()
         scaler = None if self.optimizer is None else self.optimizer.scaler
-        return save_checkpoint(
-            directory,
+        return self._saver.stage(
+            Path(directory),
             self._parts(),
             user_state,
             step=step,
@@ -194,8 +217,13 @@ class RankModel:
             keep_last=keep_last,
         )
 
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, if any; raises why it is not there."""
+        self._saver.finish()
+
     def load_checkpoint(self, directory: str | Path) -> tuple[int, dict[str, Any]]:
         """Resume from `directory` or its latest checkpoint: (step, user_state); a collective."""
+        self.finish_checkpoint()
         metadata, user_state = load_checkpoint(directory, self._parts())
         self.version = metadata.trainer_version
         if self.optimizer is not None:
@@ -235,8 +263,9 @@ class RankModel:
             step = PreparedStep(share, prepared, all_lengths, routes, fingerprint)
             if replays_recorded and fingerprint not in self.recorded_routes:
                 raise ReplayError(
-                    "--use-routing-replay: the routes were recorded for another batch or another "
-                    "cut of it; run the log-prob pass on exactly the batch that is trained on"
+                    "--use-routing-replay: the routes were recorded for a different batch, or for "
+                    "different microbatches of it; run the log-prob pass on exactly the batch that "
+                    "is trained on"
                 )
         errors.agree("preparing the batch")
         assert step is not None
@@ -311,8 +340,8 @@ class RankModel:
             sample = tokens.place_of(place)[0]
             raise BatchError(
                 f"unconcat_tokens of sample {sample if numbers is None else numbers[sample]} holds "
-                f"token {int(tokens.values[place])}, the model has {vocabulary}; the tokenizer and "
-                "the model do not belong together"
+                f"token {int(tokens.values[place])}, the model has {vocabulary}; use the model's "
+                "own tokenizer"
             )
 
     def _warn_of_oversize(self, share: BatchShare) -> None:
@@ -326,7 +355,7 @@ class RankModel:
             )
 
     def _begin_update(self, step: PreparedStep) -> LossScale:
-        """Put the model into training mode, its gradients at 0; the factors of the step's loss."""
+        """Put the model into training mode, zero gradients, return the factors of the loss."""
         assert self.optimizer is not None
         for chunk in self.chunks:
             chunk.train()

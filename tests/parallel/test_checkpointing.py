@@ -26,7 +26,7 @@ from plugin.batch_types import RolloutBatch
 from plugin.config import TrainerConfig
 from plugin.errors import CheckpointError, ParallelError
 from plugin.megatron_backend.checkpoint import directory as checkpoint_directory
-from plugin.megatron_backend.checkpoint import save_load as checkpointing
+from plugin.megatron_backend.checkpoint import saving as checkpointing
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.trainer import MegatronTrainer, StepResult
 from tests.parallel.rank_pool import RankError, RankPool
@@ -92,11 +92,14 @@ def train_save_train(
     for _ in range(2):
         trainer.train_step(batch())
     random.gauss(0, 1), np.random.standard_normal()  # each keeps the other half of a pair in store
-    saved = trainer.save_checkpoint(root, 2, USER_STATE)
+    # Written while the next steps are made, which must not be in it.
+    saved = trainer.save_checkpoint(root, 2, USER_STATE, async_save=True)
     assert saved == Path(root) / "step_0000002"
     after = draws()
     # The first loss shows the weights, the second one Adam's moments and its count of steps.
-    return {"next": [summary(trainer.train_step(batch())) for _ in range(2)], "draws": after}
+    steps = [summary(trainer.train_step(batch())) for _ in range(2)]
+    trainer.finish_checkpoint()
+    return {"next": steps, "draws": after}
 
 
 def resume_train(
@@ -265,9 +268,12 @@ def test_generators_on_another_layout_are_seeded_from_the_checkpoint_and_it_says
 
 
 def save_twice_and_stop(
-    groups: ParallelGroups, weights: dict[str, Tensor], root: str, where: str
+    groups: ParallelGroups, weights: dict[str, Tensor], root: str, where: str, async_save: bool
 ) -> None:
-    """Save steps 2 and 3; the second save stops at a point and waits there to be killed."""
+    """Save steps 2 and 3; the second save stops at a point and waits there to be killed.
+
+    async_save: it does so in the background, and the trainer goes on
+    """
     trainer = new_trainer(groups, DENSE, {})
     trainer.load_hf_weights(weights)
     for _ in range(2):
@@ -285,7 +291,11 @@ def save_twice_and_stop(
         time.sleep(600)
 
     setattr(STOPS[module], name, stop)
-    trainer.save_checkpoint(root, 3, USER_STATE)
+    trainer.save_checkpoint(root, 3, USER_STATE, async_save=async_save)
+    assert async_save
+    trainer.train_step(batch())
+    Path(root, f"trained_{groups.rank}").touch()
+    time.sleep(600)
 
 
 STOPS: dict[str, Any] = {
@@ -294,39 +304,41 @@ STOPS: dict[str, Any] = {
 }
 
 
-def kill_when_reached(root: Path) -> None:
-    """kill -9 both ranks as soon as rank 0 stands at its stop."""
-    while not (root / "reached_0").exists():
+def kill_when_reached(root: Path, async_save: bool) -> None:
+    """kill -9 both ranks as soon as rank 0 stands at its stop, and both have trained on."""
+    awaited = ["reached_0", *(["trained_0", "trained_1"] if async_save else [])]
+    while not all((root / name).exists() for name in awaited):
         time.sleep(0.05)
     for file in root.glob("pid_*"):
         os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("where", "told"),
+    ("where", "async_save", "told"),
     [
-        ("torch._write_item", "step_0000003.incomplete is incomplete"),
+        ("torch._write_item", True, "step_0000003.incomplete is incomplete"),
         pytest.param(
-            *("directories.publish", "step_0000003.incomplete is incomplete"),
+            *("directories.publish", False, "step_0000003.incomplete is incomplete"),
             marks=pytest.mark.slow,
         ),
-        ("directories._mark", "step_0000003 is newer and complete"),
+        ("directories._mark", False, "step_0000003 is newer and complete"),
     ],
-    ids=["while a shard is written", "before the rename", "before the marker"],
+    ids=["in the background, in the middle of a shard", "before the rename", "before the marker"],
 )
 def test_a_save_killed_with_signal_9_leaves_the_checkpoint_before_it_usable(
     rank_pool: RankPool,
     unbroken: Callable[[str], tuple[Path, list[dict[str, Any]]]],
     tmp_path: Path,
     where: str,
+    async_save: bool,
     told: str,
 ) -> None:
     _, expected = unbroken("TP2")
-    killer = threading.Thread(target=kill_when_reached, args=(tmp_path,), daemon=True)
+    killer = threading.Thread(target=kill_when_reached, args=(tmp_path, async_save), daemon=True)
     killer.start()
     with pytest.raises(RankError, match="died without an answer"):
         rank_pool.run_ranks(
-            save_twice_and_stop, 2, hf_state_dict(DENSE), str(tmp_path), where, **TP2
+            *(save_twice_and_stop, 2, hf_state_dict(DENSE), str(tmp_path), where, async_save), **TP2
         )
     killer.join(timeout=5)
     assert (tmp_path / "latest").read_text() == "step_0000002\n"
@@ -364,7 +376,8 @@ def reseal(directory: Path) -> None:
     """Make sizes and checksums right again, as somebody would who forges a checkpoint."""
     path = directory / "metadata.json"
     content = json.loads(path.read_text())
-    names = checkpoint_directory.files_of(directory)
+    names = [str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()]
+    names.remove("metadata.json")
     content["files"] = checkpoint_directory.seal_files(directory, names)
     path.write_text(json.dumps(content))
 
@@ -493,6 +506,18 @@ def save_with_faults(groups: ParallelGroups, root: str) -> list[str]:
         setattr(module, name, original)
     for step in (5, 5, 6, 7):
         trainer.save_checkpoint(root, step, {"step": step}, keep_last=2)
+    # In the background it is reported by the next save, which does not begin, or when asked.
+    original = torch.distributed.checkpoint.filesystem._write_item
+    for report in (lambda: try_to_save({}), trainer.finish_checkpoint):
+        if groups.rank == 1:
+            torch.distributed.checkpoint.filesystem._write_item = full_disk
+        trainer.save_checkpoint(root, 8, {}, keep_last=2, async_save=True)
+        try:
+            report()
+        except (CheckpointError, ParallelError) as error:
+            messages.append(str(error))
+        torch.distributed.checkpoint.filesystem._write_item = original
+    trainer.finish_checkpoint()  # nothing is under way
     # Also before the first update the optimizer's state is whole.
     assert trainer.load_checkpoint(root) == (7, {"step": 7})
     return messages
@@ -511,7 +536,27 @@ def test_a_failed_save_is_an_error_on_every_rank_and_old_checkpoints_go_when_new
         assert "not JSON compliant" in messages[1]
         assert "Tensor is not JSON serializable" in messages[2]
         assert "No space left on device" in messages[3]
-        assert "No space left on device" in messages[4]
-        assert len(messages) == 5
+        assert all("No space left on device" in message for message in messages[4:])
+        assert len(messages) == 7
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["latest", "step_0000006", "step_0000007"]
+    assert names == ["latest", "step_0000006", "step_0000007", "step_0000008.incomplete"]
+
+
+def staged_bytes(groups: ParallelGroups, root: str) -> tuple[int, int]:
+    """Bytes that this rank copies for a checkpoint, and those of all of its tensor files."""
+    trainer = new_trainer(groups, DENSE, SHARDED | BF16)
+    staged = trainer.stage_checkpoint(root, 1, {})
+    copied = sum(t.data.nbytes for shards in staged.tensors.values() for t in shards)
+    directory = staged.write()
+    return copied, sum(file.stat().st_size for file in directory.rglob("*.distcp"))
+
+
+def test_a_data_parallel_rank_copies_and_writes_its_own_share_and_gathers_nothing(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    # 2 bytes of a weight and 12 of its main weight and moments: all of it once, half on each rank.
+    weights = sum(tensor.numel() for tensor in hf_state_dict(DENSE).values())
+    copies = rank_pool.run_ranks(staged_bytes, 2, str(tmp_path), **DP2)
+    assert sum(copied for copied, _ in copies) == 14 * weights
+    assert all(copied == pytest.approx(7 * weights, rel=0.02) for copied, _ in copies)
+    assert copies[0][1] >= 14 * weights

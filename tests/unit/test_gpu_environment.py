@@ -17,7 +17,7 @@ REQUIREMENTS = ROOT / "requirements"
 
 def pinned(file: Path) -> dict[str, str]:
     """Name -> version of the lines with `==`."""
-    lines = [line.split("#")[0].strip() for line in file.read_text().splitlines()]
+    lines = [line.split("#")[0].strip("\\ ") for line in file.read_text().splitlines()]
     found = [Requirement(line) for line in lines if "==" in line]
     return {item.name: next(iter(item.specifier)).version for item in found}
 

@@ -32,6 +32,7 @@ from megatron.core.utils import (
 from torch import Tensor, nn
 
 from plugin.errors import CheckpointError
+from plugin.megatron_backend.checkpoint.optimizer_shards import load_pieces, optimizer_pieces
 from plugin.megatron_backend.hf_weights.bridge import VOCABULARY, canonical_tensors
 from plugin.megatron_backend.lora.adapters import lora_settings, low_ranks
 from plugin.megatron_backend.model.builder import (
@@ -40,9 +41,6 @@ from plugin.megatron_backend.model.builder import (
     unwrap,
 )
 from plugin.megatron_backend.parallel_groups import ParallelGroups
-
-_MAIN_WEIGHTS = "optimizer.state.fp32_param."
-_DISTRIBUTED_MAIN_WEIGHTS = "optimizer.state.param."
 
 
 def sharded_state(
@@ -61,7 +59,6 @@ def sharded_state(
     content = {
         # One tensor per layer: layers of a MoE model differ, and any stage can pick its own.
         "non_homogeneous_layers": True,
-        "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": groups.dp_cp_group,
     }
     if lora_settings(chunks) is None:
@@ -121,20 +118,12 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
 def _optimizer_part(
     part: Any, models: dict[str, Any], content: dict[str, Any], loading: bool
 ) -> dict[str, Any]:
+    if isinstance(part, DistributedOptimizer):
+        return {"param_state": optimizer_pieces(part, models, loading=loading)}
     state = part.sharded_state_dict(models, is_loading=loading, metadata=content)
-    if not isinstance(part, DistributedOptimizer):
-        # The step is stored elsewhere; what is left besides tensors is this run's configuration.
-        state.get("optimizer", state)["state"].pop("common_step", None)
-        return _keep_rest_local(state)
-    tensors: dict[int, dict[str, Any]] = state["param_state"]
-    for entry, parameter in zip(tensors.values(), _distributed_parameters(part), strict=True):
-        if parameter.dtype is torch.float32:
-            # A view of the model's weights, which are stored already.
-            del entry["param"]
-        else:
-            key = entry["param"].key.removeprefix(_DISTRIBUTED_MAIN_WEIGHTS)
-            entry["param"].key = _MAIN_WEIGHTS + key
-    return _keep_rest_local({"param_state": tensors})
+    # The step is stored elsewhere; what is left besides tensors is this run's configuration.
+    state.get("optimizer", state)["state"].pop("common_step", None)
+    return _keep_rest_local(state)
 
 
 def _keep_rest_local(state: dict[str, Any]) -> dict[str, Any]:
@@ -147,12 +136,6 @@ def _keep_rest_local(state: dict[str, Any]) -> dict[str, Any]:
     return dict_list_map_inplace(wrap, state)
 
 
-def _distributed_parameters(part: DistributedOptimizer) -> Iterator[torch.nn.Parameter]:
-    """Model parameters in the order of the distributed optimizer's state."""
-    for buffer in part.buffers:
-        yield from buffer.param_index_map
-
-
 def _load_optimizer_part(part: Any, state: dict[str, Any]) -> None:
     if not isinstance(part, DistributedOptimizer):
         if _counts_per_parameter(part.optimizer):
@@ -160,11 +143,8 @@ def _load_optimizer_part(part: Any, state: dict[str, Any]) -> None:
             state.get("optimizer", state)["state"]["common_step"] = torch.tensor(0.0)
         part.load_state_dict(state)
         return
-    tensors = state["param_state"]
-    for entry, parameter in zip(tensors.values(), _distributed_parameters(part), strict=True):
-        entry.setdefault("param", parameter.detach())
     with _without_step(part.optimizer):
-        part.load_parameter_state_from_fully_reshardable(tensors)
+        load_pieces(part, state["param_state"])
 
 
 @contextmanager

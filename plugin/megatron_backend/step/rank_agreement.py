@@ -1,8 +1,8 @@
 """Every rank raises or none does.
 
 A rank that raises alone leaves the others waiting in their next collective until a watchdog ends
-them, without a traceback. Errors of our own code are therefore caught, the rank goes on with a loss
-of zero, and all ranks exchange errors at the next safe point.
+them, without a traceback. Errors of our own code are therefore caught, the rank continues with a
+loss of zero, and all ranks exchange errors at the next safe point.
 
 That works only where nobody waits for the rest of the body that failed. An error between two
 collectives of one body (out of memory on one tensor parallel rank) is raised: the driver sees
@@ -22,10 +22,15 @@ from plugin.errors import BatchError, ParallelError
 
 
 class ErrorCollector:
-    """Keeps the first error of this rank until `agree` is called."""
+    """Keeps the first error of this rank until `agree` is called.
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+    group: of all ranks, on `device`; None = the default one
+    """
+
+    def __init__(
+        self, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.device, self.group = torch.device(device), group
         self.error: Exception | None = None
         self._trace = ""
 
@@ -66,10 +71,10 @@ class ErrorCollector:
             device=self.device,
         )
         rows = status.new_empty(dist.get_world_size() * 2)
-        dist.all_gather_into_tensor(rows, status)
+        dist.all_gather_into_tensor(rows, status, group=self.group)
         failed, digests = rows.view(-1, 2).unbind(1)
         if bool(failed.any()):
-            _raise_everywhere(what, error, trace)
+            _raise_everywhere(what, error, trace, self.group)
         present = {int(value) for value in digests.tolist() if value >= 0}
         if len(present) > 1:
             raise ParallelError(
@@ -78,9 +83,11 @@ class ErrorCollector:
             )
 
 
-def _raise_everywhere(what: str, error: Exception | None, trace: str) -> None:
+def _raise_everywhere(
+    what: str, error: Exception | None, trace: str, group: dist.ProcessGroup | None
+) -> None:
     traces: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(traces, trace)
+    dist.all_gather_object(traces, trace, group=group)
     if error is not None:
         raise error
     rank, first = next((rank, text) for rank, text in enumerate(traces) if text)

@@ -49,6 +49,7 @@ def test_the_flags_that_may_change_on_resume() -> None:
     assert {n for n, item in FIELDS.items() if item.metadata["may_change_on_resume"]} == {
         *("resume", "resume_from", "overwrite", "run_dir", "address", "num_rollouts", "name"),
         *("save_interval", "save_at_end", "keep_checkpoints", "dump_log_probs"),
+        "async_save",
         *(
             "start_timeout",
             "step_timeout",
