@@ -47,7 +47,7 @@ class RewardSpec:
 
 
 def parse_rewards(texts: tuple[str, ...], option: str = "--reward") -> tuple[RewardSpec, ...]:
-    """The rewards that `texts` name; a `ConfigError` for one that is none, or named twice."""
+    """The rewards that `texts` name; a `ConfigError` for an unknown one, or one named twice."""
     specs = tuple(_parsed(text.strip(), option) for text in texts)
     names = [spec.name for spec in specs]
     for name in names:

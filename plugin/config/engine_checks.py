@@ -1,4 +1,4 @@
-"""Whether an engine can do what a job asks of it, and reads every flag that is given."""
+"""Checks that the engine can do what the job asks of it, and that it ignores no given flag."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from plugin.config.servers import ServerFlags
 if TYPE_CHECKING:
     from plugin.config.job_config import JobConfig
 
-#: Why an engine cannot have several GPUs, by whether it asks servers.
+#: Why an engine cannot be spread over several GPUs, by whether it asks servers.
 _ONE_DEVICE = {
-    False: "runs on one; use vllm or sglang, or drop the flag",
-    True: "asks servers that others start; give them their tensor parallel size there",
+    False: "runs on one GPU; use vllm or sglang, or drop the flag",
+    True: "uses servers that are started elsewhere; set their tensor parallel size there",
 }
 
 
@@ -40,17 +40,17 @@ def _check_weight_transport(config: JobConfig) -> None:
     expect(
         config.weight_transport != "broadcast" or not config.colocate,
         "--weight-sync broadcast with --colocate: NCCL cannot join two processes that share a "
-        "device, and the trainer's weights are not there while engines generate; use auto",
+        "device, and the trainer's weights are offloaded while engines generate; use auto",
     )
     expect(
         config.weight_transport != "ipc" or config.colocate,
-        "--weight-sync ipc shares memory between a trainer rank and an engine on one device, and "
-        "here they have different devices; add --colocate, or use auto",
+        "--weight-sync ipc shares memory between a trainer rank and an engine on the same device, "
+        "and here they have different ones; add --colocate, or use auto",
     )
 
 
 def _check_server_flags(config: JobConfig) -> None:
-    """Flags about servers need an engine that asks or starts some."""
+    """Flags of servers need an engine that uses or starts some."""
     engine, traits = config.rollout_engine, config.engine_traits
     asks, starts = traits.asks_servers, traits.starts_servers is not None
     needed = ["--rollout-url"]
@@ -62,7 +62,7 @@ def _check_server_flags(config: JobConfig) -> None:
     ):
         expect(
             asks or not given or (starts and name == "--rollout-weights-dir"),
-            f"{name} is given but --rollout-engine is {engine}, which asks no server; add "
+            f"{name} is given but --rollout-engine is {engine}, which uses no server; add "
             "--rollout-engine http or drop it",
         )
         expect(
@@ -75,7 +75,7 @@ def _check_server_flags(config: JobConfig) -> None:
         or config.asks_teacher_servers
         or config.max_answer_bytes == ServerFlags.max_answer_bytes,
         f"--max-answer-bytes is {config.max_answer_bytes} but --rollout-engine is {engine}, "
-        "which asks no server; drop it",
+        "which uses no server; drop it",
     )
 
 
@@ -115,15 +115,14 @@ def _check_partial_rollouts(config: JobConfig) -> None:
     )
     expect(
         config.partial_rollout_mode in modes,
-        f"--partial-rollout-mode {config.partial_rollout_mode}: vLLM and SGLang do not go on "
-        f"with keys and values of old weights; --rollout-engine {engine} can "
-        f"{' or '.join(modes)}",
+        f"--partial-rollout-mode {config.partial_rollout_mode}: vLLM and SGLang cannot continue "
+        f"with a KV cache of old weights; --rollout-engine {engine} can {' or '.join(modes)}",
     )
     expect(
         config.engine_traits.keeps_interrupted_routes or not config.wants_rollout_routes,
         f"--partial-rollouts with --use-rollout-routing-replay: --rollout-engine {engine} "
-        "reports the routes with which an interrupted response was read again, not those it "
-        "was sampled with; use transformers or servers, or drop one of the flags",
+        "reports the routes of prefilling an interrupted response again, not those it was sampled "
+        "with; use transformers or servers, or drop one of the flags",
     )
 
 
@@ -132,8 +131,8 @@ def _check_sampled_distribution(config: JobConfig) -> None:
     engine, lowest = config.rollout_engine, config.sampling_traits.lowest_temperature
     expect(
         config.rollout_temperature >= lowest,
-        f"--rollout-temperature is {config.rollout_temperature}; vLLM raises what is below "
-        f"{lowest} without saying so, and its log-probs would be of another distribution; "
+        f"--rollout-temperature is {config.rollout_temperature}; vLLM silently raises "
+        f"temperatures below {lowest}, so its log-probs would be of a different distribution; "
         f"choose at least {lowest}",
     )
     expect(
@@ -146,8 +145,7 @@ def _check_sampled_distribution(config: JobConfig) -> None:
     expect(
         engine != "vllm" or not config.replays_sampling_mask or config.rollout_top_k is not None,
         f"--rollout-top-p {config.rollout_top_p} without --rollout-top-k: vLLM reports the ids "
-        "that it keeps only where a top-k bounds their number; add --rollout-top-k, for "
-        "example 512",
+        "that it keeps only if a top-k bounds their number; add --rollout-top-k, for example 512",
     )
     expect(
         config.server_dialect != "sglang"
@@ -161,7 +159,7 @@ def _check_sampled_distribution(config: JobConfig) -> None:
 
 
 def _check_asked_servers(config: JobConfig) -> None:
-    """What servers that others start decide themselves."""
+    """Refuse flags of what is decided where the servers are started."""
     expect(
         config.rollout_dtype == "auto",
         f"--rollout-dtype {config.rollout_dtype} would be ignored: with --rollout-engine http "

@@ -16,12 +16,12 @@ WeightTransport = Literal["broadcast", "ipc", "directory", "object-store"]
 
 @dataclass(frozen=True)
 class TransportTraits:
-    """What the job has to know of a weight transport.
+    """What the job needs to know about a weight transport.
 
     links: what the weights travel over, for `megatron-tis plan`
-    from_ranks: workers of engines receive from trainer ranks, by a sender and a receiver of
+    from_ranks: engine workers receive from trainer ranks, by a sender and a receiver in
         `plugin.weights`
-    by_device: each worker from the rank on its own device, instead of from all that hold a part
+    by_device: each worker receives from the rank on its own device only
     """
 
     links: str
@@ -31,7 +31,7 @@ class TransportTraits:
 
 WEIGHT_TRANSPORTS: dict[WeightTransport, TransportTraits] = {
     "broadcast": TransportTraits(
-        "NVLink or network, from trainer ranks straight to engine ranks", from_ranks=True
+        "NVLink or network, directly from trainer ranks to engine ranks", from_ranks=True
     ),
     "ipc": TransportTraits(
         "memory of the device that a trainer rank and an engine rank share",
@@ -57,7 +57,7 @@ class EngineTraits:
     reports_kept_ids: can report the ids that top-k and top-p keep (--use-rollout-sampling-mask)
     lowest_temperature: what it raises lower temperatures to
     smallest_head_dim: of the models it can run on CPU
-    reports_route_weights: with the experts of a token also what each was weighted with
+    reports_route_weights: besides the experts of a token also the weight of each
     partial_rollout_modes: what it can do with responses that new weights interrupt
     keeps_interrupted_routes: reports the routes that such a response was sampled with
     tensor_parallel: can be spread over several GPUs (--rollout-num-gpus-per-engine)
@@ -65,9 +65,9 @@ class EngineTraits:
     weight_transports: how it can get weights (--weight-sync), the best one first
     sleeps: can give its device's memory to the trainer (--colocate)
     takes_adapters: can get LoRA adapters without the weights they belong to (--lora-sync)
-    starts_servers: what its servers are, where it starts them itself (`--rollout-server`'s names)
+    starts_servers: the software of the servers that it starts (`--rollout-server`'s names)
     reports_checksums: has `weight_checksums` (--verify-weights)
-    linear_attention: generates with models that have such layers
+    linear_attention: runs models that have such layers
     reports_tokens: its `progress` grows with every token, not with whole responses only
     """
 
@@ -162,7 +162,7 @@ ENGINES: dict[str, EngineTraits] = {
 
 
 def engine_traits(name: str) -> EngineTraits:
-    """The traits of a built-in engine; the user's own has the defaults, and may have checksums."""
+    """The traits of a built-in engine; a user's own has the defaults, and may have checksums."""
     return ENGINES.get(name) or EngineTraits(factory=name, reports_checksums=True)
 
 

@@ -78,7 +78,7 @@ class EvalFlags(FlagGroup):
 
 
 def check_evaluation(config: JobConfig) -> None:
-    """Raise a `ConfigError` for evaluations that make no sense, or not with the other flags."""
+    """Raise a `ConfigError` for evaluation settings that contradict each other or other flags."""
     n, temperature = config.n_samples_per_eval_prompt, config.eval_temperature
     names = [name for name, _ in config.eval_sets]
     doubled = [name for name in names if names.count(name) > 1]
@@ -91,8 +91,8 @@ def check_evaluation(config: JobConfig) -> None:
     lowest = config.sampling_traits.lowest_temperature
     expect(
         not temperature or temperature >= lowest,
-        f"--eval-temperature is {temperature}; vLLM raises what is below {lowest} without "
-        "saying so; choose 0 or at least that",
+        f"--eval-temperature is {temperature}; vLLM silently raises temperatures below {lowest}; "
+        "choose 0 or at least that",
     )
     for k in config.pass_at:
         expect(
@@ -103,8 +103,8 @@ def check_evaluation(config: JobConfig) -> None:
     for name, rows in config.eval_sets:
         expect(
             isinstance(rows, str) or config.prompt_data is None,
-            f"--eval-data {name}:{rows} asks for {rows} prompts besides those of training, and "
-            f"--prompt-data has no others; give the path of other rows, {name}:PATH",
+            f"--eval-data {name}:{rows} asks for {rows} held-out prompts, and --prompt-data has "
+            f"none; give the path of other rows, {name}:PATH",
         )
         expect(
             isinstance(rows, int)

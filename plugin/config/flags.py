@@ -28,7 +28,7 @@ from plugin.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a flag has no effect without: for people, and as a test of a configuration."""
+    """What a flag needs to have an effect: as text, and as a predicate on a configuration."""
 
     what: str
     are_met: Callable[[Any], bool]
@@ -59,15 +59,15 @@ def flag(
     may_change_on_resume: bool = False,
     common_in: str = "",
 ) -> Any:
-    """A field with its default, its help text, its bounds, and what others ask of it.
+    """A field with its default, help text, bounds and marks.
 
     A flag with an upper bound (at_most, below) has a lower one, too.
 
     names: the built-in members of an open set; the value is one of them or the import path of the
         user's own
-    needs: without this the flag does nothing, and is refused where the user gives it
+    needs: without this the flag has no effect, and giving it is an error
     path: the value, or each of several, names a file; this makes the name absolute
-    may_change_on_resume: a resumed run trains the same with another value
+    may_change_on_resume: a different value does not change what a resumed run trains
     common_in: the commands whose short --help shows the flag, separated by spaces
     """
     metadata = {
@@ -86,7 +86,7 @@ def flag(
 
 
 def runtime_flag(default: Any, help: str, **marks: Any) -> Any:
-    """A flag of how a job runs and not of what it trains: a resumed run may change it."""
+    """A flag of how a job runs, not of what it trains: it may change on resume."""
     return flag(default, help, may_change_on_resume=True, **marks)
 
 
@@ -97,7 +97,7 @@ class Alias:
     of: the flag
     means: for each value of the alias, the values of the flag that agree with it; the first is
         what the alias sets where the flag is not given
-    off: a value that says nothing beside a flag that is given, as in a namespace of defaults
+    off: a value that a given flag overrides, such as the default in a full namespace
     """
 
     of: str
@@ -112,12 +112,12 @@ def alias(of: str, means: Mapping[Any, tuple[Any, ...]], help: str, *, off: Any 
 
 
 def absolute_path(path: str) -> str:
-    """The whole path of a file or directory."""
+    """The absolute path of a file or directory."""
     return os.path.abspath(os.path.expanduser(path))
 
 
 def absolute_code(paths: str) -> str:
-    """Comma-separated import paths, those of the form `file.py:function` with the whole path."""
+    """Comma-separated import paths, those of the form `file.py:function` with an absolute path."""
     parts = [part.strip().partition(".py:") for part in paths.split(",")]
     return ",".join(
         f"{absolute_path(file)}{colon}{rest}" if colon else file for file, colon, rest in parts
@@ -134,13 +134,12 @@ def expect(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def expect_band(
-    name: str, low: float, high: float, *, lower: str | None = None, upper: str | None = None
-) -> None:
-    """Raise a `ConfigError` unless `low` (--name-low) is below `high` (--name-high)."""
-    lower, upper = lower or f"{name}-low", upper or f"{name}-high"
+def expect_band(name: str, low: float, high: float, upper: str | None = None) -> None:
+    """Raise a `ConfigError` unless `low` (--name-low) is below `high` (--name-high, or `upper`)."""
+    upper = upper or f"{name}-high"
     expect(
-        low < high, f"--{lower} is {low} and --{upper} is {high}; the lower must be below the upper"
+        low < high,
+        f"--{name}-low is {low} and --{upper} is {high}; the lower must be below the upper",
     )
 
 
@@ -191,8 +190,8 @@ class FlagGroup:
 
         A flag and its alias that contradict each other are a `ConfigError`.
 
-        below: the settings of the sources that this one wins over, without aliases; a value there
-            that agrees with the alias stays
+        below: the settings of lower sources, without aliases; a value there that agrees with the
+            alias stays
         """
         result = dict(given)
         for name, other in cls.aliases().items():
@@ -265,11 +264,11 @@ class FlagGroup:
         return {name: value for name, value in vars(args).items() if name in known}
 
     def refuse_idle_flags(self, flags: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """Refuse what the user has given and what would do nothing with the other flags.
+        """Raise a `ConfigError` for a given flag that has no effect with the other flags.
 
-        flags: of the command line; one that is turned off, or set to none, is always welcome
-        settings: of a YAML file, which may be another run's and name every flag: those at their
-            default are welcome too
+        flags: of the command line; turning one off, or setting it to none, is always allowed
+        settings: of a YAML file, which may be another run's and name every flag: values at their
+            default are allowed, too
         """
         for item in dataclasses.fields(self):
             needs: Needs | None = item.metadata["needs"]
@@ -293,7 +292,7 @@ class FlagGroup:
         return {item.name for item in fields if command in item.metadata["common_in"].split()}
 
     def with_absolute_paths(self) -> Self:
-        """The same configuration with whole paths: actors have working directories of their own."""
+        """The same configuration with absolute paths: actors have their own working directories."""
         changes: dict[str, Any] = {}
         for item in dataclasses.fields(self):
             absolute, value = item.metadata["path"], getattr(self, item.name)
@@ -303,7 +302,7 @@ class FlagGroup:
         return dataclasses.replace(self, **changes)
 
     def unchecked_copy(self, **changes: Any) -> Self:
-        """A copy with other values, for a part of the job whose settings need not fit the rest."""
+        """A copy with different values, for a part of the job, without checks across its groups."""
         changed = copy.copy(self)
         for name, value in changes.items():
             object.__setattr__(changed, name, value)
@@ -457,7 +456,7 @@ def _coerced(owner: type, item: dataclasses.Field, value: Any) -> Any:
         choices = [choice for choice in get_args(kind) if choice is not False]
         off = False in get_args(kind)
         if off and isinstance(value, bool):
-            # What was a flag to turn on and off goes on being one.
+            # What used to be a boolean flag still takes true and false.
             return choices[0] if value else False
         expect(
             value in choices,

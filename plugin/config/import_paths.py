@@ -1,4 +1,4 @@
-"""Load functions by import path: how losses, corrections, engines, ... take the user's own.
+"""Load the user's own losses, corrections, engines, ... by import path.
 
 Three spellings: `package.module.function`, `package.module:function` and
 `path/to/file.py:function`. Loading runs the code of that module.

@@ -29,7 +29,7 @@ from plugin.config.teachers import TeacherFlags
 from plugin.config.trainer_config import CriticFlags, TrainerConfig
 from plugin.errors import ConfigError
 
-#: What the built-in task uses where the user says nothing; a real model has other needs.
+#: Defaults of the built-in task; a real model needs others.
 EMBEDDED_DEFAULTS: dict[str, Any] = {
     "lr": 3e-3,
     "rollout_batch_size": 64,
@@ -39,11 +39,11 @@ EMBEDDED_DEFAULTS: dict[str, Any] = {
     "micro_batch_size": 256,
     "loss_reduction": "token-mean",
 }
-#: Seconds without progress that are believed of an engine, or of a server about a response.
+#: Default seconds without progress that an engine, or a server with a response, may take.
 _PATIENCE = 600.0
-#: What a model of the user's own uses where the user says nothing.
+#: Defaults with a model of the user's own.
 _OWN_MODEL_DEFAULTS: dict[str, Any] = {"max_tokens_per_gpu": "auto"}
-#: What its adapters use: ten times the learning rate of all weights.
+#: Defaults with adapters on it: ten times the learning rate of training all weights.
 _LORA_DEFAULTS: dict[str, Any] = _OWN_MODEL_DEFAULTS | {"lr": 1e-5}
 
 
@@ -106,7 +106,7 @@ class JobConfig(
 
     @property
     def rounds_rollout_weights(self) -> str | None:
-        """The flag that gives the engine coarser weights than the trainer's, if any."""
+        """The flag that rounds the engine's weights more coarsely than the trainer's, if any."""
         if self.rollout_quantization != "none":
             return f"--rollout-quantization {self.rollout_quantization}"
         if self.rollout_dtype in ("auto", "float32", self.train_dtype):
@@ -142,7 +142,7 @@ class JobConfig(
 
     @property
     def saves_at_end(self) -> bool:
-        """Whether the last weights are kept, of a whole and of an interrupted run."""
+        """Whether a checkpoint is written at the end of a run, also of an interrupted one."""
         if self.save_at_end is not None:
             return self.save_at_end
         return self.hf_checkpoint is not None or self.save_interval is not None
@@ -320,9 +320,9 @@ class JobConfig(
         approximate = self.train_log_probs == "approximate"
         expect(
             not approximate or self.updates_per_rollout > 1,
-            "--train-log-probs approximate with one update per rollout: the trainer's own are then "
-            "the update's own and no pass is saved; drop it, or set --global-batch-size or "
-            "--num-updates-per-rollout",
+            "--train-log-probs approximate with one update per rollout: the training pass itself "
+            "gives the trainer's log-probs then, so no pass is saved; drop it, or set "
+            "--global-batch-size or --num-updates-per-rollout",
         )
         expect(
             not (approximate and self.use_routing_replay),
@@ -331,7 +331,7 @@ class JobConfig(
         )
 
     def _check_stale_samples(self) -> None:
-        """Refuse old samples in a loss that takes them for the current policy's."""
+        """Refuse stale samples in a loss that treats them as the current policy's."""
         if self.staleness_limit == 0 or self.corrects_mismatch:
             return
         loss = self.policy_loss
@@ -340,7 +340,7 @@ class JobConfig(
             "policy with the older one that sampled the tokens, so its gradient is biased"
         )
         if not self.allow_biased_correction:
-            declare = f", or @loss_traits of {loss} says that it compares with it"
+            declare = f", or declare with @loss_traits that {loss} compares with it"
             raise ConfigError(
                 f"{message}; add --use-tis, or choose --policy-loss {' or '.join(ROLLOUT_LOSSES)}, "
                 f"or --use-rollout-logprobs with {' or '.join(RATIO_LOSSES)}"
@@ -356,7 +356,7 @@ class JobConfig(
 
     @property
     def server_dialect(self) -> str | None:
-        """What the servers are that generate, the job's own or others; None where none do."""
+        """The software of the servers that generate, the job's own or others; None without any."""
         traits = self.engine_traits
         return self.rollout_server if traits.asks_servers else traits.starts_servers
 
@@ -368,7 +368,7 @@ class JobConfig(
 
     @property
     def sampling_traits(self) -> EngineTraits:
-        """Those of what samples the tokens in the end: the engine, or the servers behind it."""
+        """Traits of what samples the tokens: the engine, or the servers behind it."""
         behind_servers = self.engine_traits.asks_servers
         return engine_traits(self.rollout_server) if behind_servers else self.engine_traits
 
@@ -386,12 +386,12 @@ class JobConfig(
 
     @property
     def transport_traits(self) -> TransportTraits:
-        """What the job has to know of its weight transport."""
+        """Traits of the job's weight transport."""
         return WEIGHT_TRANSPORTS[self.weight_transport]
 
     @property
     def weight_transports(self) -> tuple[WeightTransport, ...]:
-        """Those of the engine, or of the servers behind it."""
+        """Transports of the engine, or of the servers behind it, the best one first."""
         if self.engine_traits.asks_servers and self.rollout_server == "sglang":
             return ("broadcast", "directory")
         return self.engine_traits.weight_transports
@@ -441,7 +441,7 @@ class JobConfig(
             self._check_teacher_servers()
 
     def _check_teacher_servers(self) -> None:
-        """Servers report log-probs of the whole distribution at temperature 1 and no other."""
+        """Servers report log-probs at temperature 1 and over the whole vocabulary only."""
         expect(
             self.rollout_temperature == 1,
             f"--rollout-temperature is {self.rollout_temperature} with a teacher behind HTTP: "

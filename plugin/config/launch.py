@@ -25,8 +25,8 @@ class LaunchFlags(FlagGroup):
     num_nodes: int = flag(1, "nodes that hold trainer ranks", at_least=1)
     num_gpus_per_node: int | None = flag(
         None,
-        "GPUs per node with a trainer rank (or CPU slots); engines have others, or with --colocate "
-        "the same; none = as few as fit the layout",
+        "GPUs (or CPU slots) with a trainer rank on each node; engines get others, or with "
+        "--colocate the same; none = as few as fit the layout",
         at_least=1,
         common_in="train",
     )
@@ -163,7 +163,7 @@ class OutputFlags(FlagGroup):
     def check(self) -> None:
         expect(
             not self.resumes or self.run_dir is not None,
-            "--resume without --run-dir: name the run directory to go on with",
+            "--resume without --run-dir: name the run directory to continue",
         )
         expect(
             self.resume_from is None or re.fullmatch(r"step_\d+", self.resume_from) is not None,
@@ -172,8 +172,8 @@ class OutputFlags(FlagGroup):
         )
         expect(
             not (self.overwrite and self.resumes),
-            "--overwrite with --resume: one deletes the run that the other goes on with; drop one "
-            "of the two",
+            "--overwrite with --resume: one deletes the run that the other continues; drop one of "
+            "the two",
         )
         expect(
             not self.overwrite or self.run_dir is not None or self.dump_log_probs is not None,
@@ -183,5 +183,5 @@ class OutputFlags(FlagGroup):
 
     @property
     def resumes(self) -> bool:
-        """Whether the job goes on with the run in its directory."""
+        """Whether the job continues the run in its directory."""
         return self.resume or self.resume_from is not None

@@ -52,8 +52,8 @@ class ModelFlags(FlagGroup):
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = flag(
         "tensorwise",
-        "how values are scaled to the format; mxfp8 on Blackwell only; no delayed scaling, "
-        "whose history checkpoints do not hold",
+        "how values are scaled to the format; mxfp8 on Blackwell only; there is no delayed "
+        "scaling, because checkpoints do not hold its history",
         needs=needs_flag("fp8"),
     )
     fused_lm_head: Literal["auto", "on", "off"] = flag(
@@ -76,8 +76,8 @@ class ModelFlags(FlagGroup):
     )
     router_gradient: Literal["stop", "keep"] = flag(
         "stop",
-        "MoE, where the engine's weights are replayed: stop = the router learns nothing; keep = "
-        "the value is the engine's, the gradient that of the trainer's own weights",
+        "MoE, with the engine's weights replayed: stop = the router gets no gradient; keep = "
+        "forward with the engine's weights, backward with the gradient of the trainer's own",
         needs=Needs(
             "--use-rollout-routing-replay ids+weights", lambda config: config.replays_route_weights
         ),
@@ -92,7 +92,7 @@ class ModelFlags(FlagGroup):
     )
     moe_router_fusion: bool = flag(
         False,
-        "fused MoE router of Transformer Engine on CUDA; refuses every routing replay and "
+        "fused MoE router of Transformer Engine on CUDA; not with routing replay or "
         "--detect-routing",
     )
 
@@ -132,13 +132,13 @@ class ModelFlags(FlagGroup):
         )
         expect(
             not (self.moe_router_fusion and self.replays_routes),
-            "--moe-router-fusion with routing replay: the fused router never looks at the "
-            "replayed routes; drop --moe-router-fusion",
+            "--moe-router-fusion with routing replay: the fused router ignores replayed routes; "
+            "drop --moe-router-fusion",
         )
         expect(
             not (self.moe_router_fusion and self.detect_routing),
-            "--moe-router-fusion with --detect-routing: the fused router does not tell what it "
-            "chose; drop one of the two",
+            "--moe-router-fusion with --detect-routing: the fused router does not report its "
+            "choices; drop one of the two",
         )
 
 

@@ -45,7 +45,7 @@ OTHER_SPELLINGS = {
 
 
 def spelled_here(name: str, fields: Container[str]) -> str | None:
-    """What a flag or key called `name` elsewhere is here, if it is one of `fields`; else None."""
+    """Our name of another framework's flag `name`, if it is one of `fields`; else None."""
     here = OTHER_SPELLINGS.get(_field(name))
     return here if here is not None and _field(here.split()[0]) in fields else None
 
@@ -61,7 +61,7 @@ class SlimeFlag:
     default: the value it has there when nobody sets it
     state: honored by our loss, refused with any value but the default, or done by the framework
         before or after the loss, whichever loss that is
-    note: what to know of it; for a refused flag the reason and the fix
+    note: what to know about it; for a refused flag the reason and the fix
     """
 
     default: Any
@@ -183,14 +183,14 @@ def check_slime_flags(args: Any) -> None:
     estimator, loss = given.get("advantage_estimator"), given.get("pg_loss_type")
     expect(
         loss is None or estimator != "cispo" or loss == "cispo",
-        f"--pg-loss-type is {loss} with --advantage-estimator cispo, which is another loss; drop "
-        "one of the two",
+        f"--pg-loss-type is {loss} with --advantage-estimator cispo, which is a different loss; "
+        "drop one of the two",
     )
     old_is_used = [name for name in ("use_opsm", "use_unbiased_kl") if name in given]
     expect(
         not (loss == "reinforce" and "use_tis" in given and old_is_used),
         f"{', '.join(map(option_name, old_is_used))} with --pg-loss-type reinforce and --use-tis: "
-        "TIS then compares the current policy with the engine, and the old policy is not known; "
+        "TIS then compares the current policy with the engine's, and the old policy is unknown; "
         "drop one of them",
     )
 

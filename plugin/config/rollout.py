@@ -161,13 +161,13 @@ class RolloutFlags(FlagGroup):
 
     @property
     def staleness_limit(self) -> int:
-        """The weight age that is still trained on."""
+        """The largest weight age, in versions, that is trained on."""
         if not self.async_rollouts:
             return 0
         return 1 if self.max_weight_staleness is None else self.max_weight_staleness
 
 
-#: Refills of one rollout, in batches of prompts, where nothing is said.
+#: Default limit of refills per rollout, in batches of prompts.
 _REFILL_BATCHES = 10
 _refill_flag = partial(flag, needs=needs_flag("dynamic_sampling"))
 

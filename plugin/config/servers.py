@@ -20,9 +20,9 @@ def parse_urls(text: str | None) -> tuple[str, ...]:
 
 
 def check_urls(option: str, urls: Sequence[str], *, key_option: str, travels: str) -> None:
-    """Refuse addresses that are none, hold a secret or are named twice; warn of plain HTTP.
+    """Refuse addresses that are invalid, hold a secret or are doubled; warn of plain HTTP.
 
-    option: what named them; key_option: the flag for their API key; travels: what they are sent
+    option: the flag that names them; key_option: that of their API key; travels: what they get
     """
     # The value is not shown: it would carry the secret into the logs.
     expect(
@@ -47,7 +47,7 @@ def check_urls(option: str, urls: Sequence[str], *, key_option: str, travels: st
 
 
 def check_key_variable(option: str, name: str | None) -> None:
-    """Refuse what cannot be the name of an environment variable: the key itself, perhaps."""
+    """Refuse what cannot be the name of an environment variable; it may be the key itself."""
     expect(
         name is None or re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) is not None,
         f"{option} must be the name of an environment variable that holds the key, not the key; "

@@ -37,9 +37,9 @@ from plugin.ragged import Ragged
 
 
 class ValueHead(WholeWeight):
-    """In place of the LM head: one number per token, the same on all tensor parallel ranks.
+    """Replaces the LM head: one number per token, the same on all tensor parallel ranks.
 
-    The weight begins with 0: before its first update a critic says nothing.
+    The weight starts at 0, so a critic predicts 0 before its first update.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: Any) -> None:
@@ -59,7 +59,7 @@ class ValueHead(WholeWeight):
 class CriticTrainer(RankModel):
     """Value model and optimizer of one rank; weights of the backbone come from a policy.
 
-    Routes are never replayed: they are those of another model.
+    Routes are never replayed: they are the policy's.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class CriticTrainer(RankModel):
             lambda output, _, microbatch: _response_values(output, microbatch), errors, peers=1
         )
         results = self._forward_only(forward_step, step)
-        errors.agree("the pass of the critic")
+        errors.agree("the critic's pass")
         return self._gathered(results, step)
 
     def train_critic(self, batch: RolloutBatch | BatchShare) -> StepResult:
@@ -113,7 +113,7 @@ class CriticTrainer(RankModel):
         forward_step = self._training_step(scale, table, errors)
         self.pipeline.run(forward_step, self.chunks, step.microbatches)
         last = self.groups.is_last_stage
-        errors.agree("the step of the critic", table.digest() if last else None)
+        errors.agree("the critic's step", table.digest() if last else None)
         metrics = table.reduced(self.groups.dp_cp_group).means() if last else None
         metrics = self.pipeline.from_last_stage(metrics)
         if self.optimizer.scaler is not None:
@@ -173,5 +173,5 @@ class CriticTrainer(RankModel):
 
 
 def _response_values(output: Tensor, microbatch: PreparedMicrobatch) -> Tensor:
-    """[R] float32: what was said where each local response token is predicted."""
+    """[R] float32: the values at the rows that predict the local response tokens."""
     return output.reshape(-1)[microbatch.inputs.rows].float()

@@ -1,4 +1,4 @@
-"""A trainer's weights, gradients and optimizer state, lent to engines that share its devices."""
+"""Offloads a trainer's weights, gradients and optimizer state while engines use its devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plugin.host_storage import HostStorage
 
 TrainerPart = Literal["weights", "gradients", "optimizer"]
 
-#: In the order in which they are given up; the weights are sent to the engines in between.
+#: In the order of offloading; the weights are sent to the engines before they are offloaded.
 ALL_PARTS: tuple[TrainerPart, ...] = ("gradients", "optimizer", "weights")
 
 
@@ -21,7 +21,7 @@ class TrainerMemory:
 
     Gradients are not kept: a step begins by setting them to 0.
 
-    optimizer: Megatron's, or None of a model that is not trained
+    optimizer: Megatron's; None for a model that is not trained
     """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any | None) -> None:
@@ -33,17 +33,17 @@ class TrainerMemory:
         }
 
     def offload(self, parts: Iterable[TrainerPart]) -> int:
-        """Give up the memory of `parts`, return its bytes; those that are given up stay so."""
+        """Free the device memory of `parts`, return its bytes; offloaded parts stay as they are."""
         return sum(self._storages[part].park() for part in parts)
 
     def onload(self, parts: Iterable[TrainerPart]) -> None:
-        """Take memory for `parts` again, with their values; those that have it keep it."""
+        """Bring `parts` back to the device with their values; those there stay as they are."""
         for part in parts:
             self._storages[part].restore()
 
     @contextmanager
     def used(self, part: TrainerPart) -> Iterator[None]:
-        """Hold the memory of `part` only within."""
+        """Keep `part` on the device inside the body only."""
         self.onload((part,))
         try:
             yield

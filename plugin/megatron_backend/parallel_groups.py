@@ -191,7 +191,7 @@ def destroy_parallel() -> None:
 
 @contextmanager
 def one_process() -> Iterator[ParallelGroups]:
-    """The groups of a process that is all of them, for the length of the body."""
+    """The groups of a single process, initialized inside the body."""
     with tempfile.TemporaryDirectory(prefix="megatron-tis-") as directory:
         try:
             yield init_parallel(0, 1, init_method=f"file://{directory}/rendezvous")

@@ -57,7 +57,7 @@ from plugin.ragged import Integers, Ragged, as_integers
 
 
 def without_replay(config: TrainerConfig) -> TrainerConfig:
-    """The configuration of a model that routes by itself: recorded routes are another model's."""
+    """The configuration of a model with its own routing: recorded routes are the policy's."""
     return config.unchecked_copy(
         use_routing_replay=False, use_rollout_routing_replay=False, detect_routing=False
     )
@@ -96,7 +96,7 @@ class RankModel:
         pipeline: Pipeline | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`pipeline`, `device`: how stages work together, and where batches go; None = as usual."""
+        """`pipeline`: runs the schedules; `device`: where batches go; None = the defaults."""
         config = on_this_device(config)
         self.config, self.hf_config, self.groups, self.layout = config, hf_config, groups, layout
         self.pipeline = pipeline or Pipeline(groups)
@@ -150,7 +150,7 @@ class RankModel:
             self.optimizer.optimizer.reload_model_params()
 
     def export_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by its Hugging Face name, whole, adapters added to it; a collective."""
+        """Yield whole weights by their Hugging Face names, adapters merged in; a collective."""
         return export_hf_weights(self.chunks, self.groups)
 
     def export_own_part(self, *, round_bytes: int) -> Iterator[tuple[str, Tensor] | None]:
@@ -162,7 +162,7 @@ class RankModel:
     ) -> Iterator[tuple[str, Tensor] | None]:
         """As `export_own_part`, adapters by their PEFT names.
 
-        with_base: the weights that they belong to come first
+        with_base: yield the base weights first
         """
         if with_base:
             with adapters_off(self.chunks):
@@ -263,8 +263,9 @@ class RankModel:
             step = PreparedStep(share, prepared, all_lengths, routes, fingerprint)
             if replays_recorded and fingerprint not in self.recorded_routes:
                 raise ReplayError(
-                    "--use-routing-replay: the routes were recorded for another batch or another "
-                    "cut of it; run the log-prob pass on exactly the batch that is trained on"
+                    "--use-routing-replay: the routes were recorded for a different batch, or for "
+                    "different microbatches of it; run the log-prob pass on exactly the batch that "
+                    "is trained on"
                 )
         errors.agree("preparing the batch")
         assert step is not None
@@ -339,8 +340,8 @@ class RankModel:
             sample = tokens.place_of(place)[0]
             raise BatchError(
                 f"unconcat_tokens of sample {sample if numbers is None else numbers[sample]} holds "
-                f"token {int(tokens.values[place])}, the model has {vocabulary}; the tokenizer and "
-                "the model do not belong together"
+                f"token {int(tokens.values[place])}, the model has {vocabulary}; use the model's "
+                "own tokenizer"
             )
 
     def _warn_of_oversize(self, share: BatchShare) -> None:
@@ -354,7 +355,7 @@ class RankModel:
             )
 
     def _begin_update(self, step: PreparedStep) -> LossScale:
-        """Put the model into training mode, its gradients at 0; the factors of the step's loss."""
+        """Put the model into training mode, zero gradients, return the factors of the loss."""
         assert self.optimizer is not None
         for chunk in self.chunks:
             chunk.train()

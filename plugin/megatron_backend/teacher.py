@@ -36,7 +36,7 @@ class TeacherTrainer(RankModel):
     """A teacher in the layout of the policy; only its forward pass is used.
 
     It computes log-probs exactly as the policy's training pass does, down to the rows that share a
-    matrix product: a teacher with the policy's weights gives the policy's log-probs to the bit.
+    matrix product: a teacher with the policy's weights gives the policy's log-probs bit for bit.
     Routes are its own, never replayed.
 
     vocab_size: of the policy; ids beyond it, with which the teacher's vocabulary is padded, are
@@ -66,13 +66,13 @@ class TeacherTrainer(RankModel):
         if largest >= size:
             raise BatchError(
                 f"the policy sampled token {largest}, and the teacher has logits for {size} ids; "
-                "use a teacher with as many as the policy, or a policy that does not sample ids "
+                "use a teacher with the policy's vocabulary, or a policy that does not sample ids "
                 "that its tokenizer lacks"
             )
         super()._check_batch(batch, numbers)
 
     def compute_scores(self, batch: RolloutBatch | BatchShare) -> dict[str, Ragged]:
-        """The columns of a batch that a teacher fills in; anything where the loss mask is 0.
+        """The columns of a batch that a teacher fills in; undefined where the loss mask is 0.
 
         `teacher_log_probs` [response], and with --distill-topk `teacher_topk_ids` and
         `teacher_topk_log_probs` [response, k]. Of a whole batch: on every rank. Of a share: of its
@@ -81,7 +81,7 @@ class TeacherTrainer(RankModel):
         errors = ErrorCollector(self.device)
         step = self._prepared(batch, errors)
         results = self._forward_only(self._scoring_step(errors), step)
-        errors.agree("the pass of the teacher")
+        errors.agree("the teacher's pass")
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {LOG_PROBS: ((), torch.float32)}
         if k := self.config.distill_topk:
             shapes |= {TOPK_IDS: ((k,), torch.int32), TOPK_LOG_PROBS: ((k,), torch.float32)}

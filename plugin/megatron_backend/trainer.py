@@ -50,8 +50,8 @@ class StepResult:
         which is still being lowered
     log_probs: [response] per sample of the global batch, of the weights the step started from, if
         asked for; undefined where the loss mask is 0
-    live_routes: [tokens, moe_layers, topk] of the first samples, chosen by the routers themselves,
-        if asked for
+    live_routes: [tokens, moe_layers, topk] of the first samples, chosen without replay, if asked
+        for
     """
 
     metrics: dict[str, float]
@@ -77,7 +77,7 @@ class MegatronTrainer(RankModel):
         """Return log-probs [response] of every sample, by a forward-only pass.
 
         Of a whole batch: on every rank. Of a share: of its samples, on the last pipeline stage.
-        keep_routes: what earlier passes recorded for --use-routing-replay stays, so that several
+        keep_routes: keep what earlier passes recorded for --use-routing-replay, so that several
             mini-batches can be recorded before the first is trained on
         """
         errors = ErrorCollector(self.device)
@@ -115,8 +115,8 @@ class MegatronTrainer(RankModel):
         """One optimizer step on the global batch; either every rank raises or none does.
 
         with_log_probs: also return the step's own log-probs, as `compute_log_probs` does
-        with_live_routes: also return which experts the routers choose by themselves; needs a flag
-            that looks at routes
+        with_live_routes: also return which experts the routers choose without replay; needs
+            --detect-routing or a replay flag
         """
         assert self.optimizer is not None, "a trainer built with trainable=False cannot train"
         errors = ErrorCollector(self.device)

@@ -145,4 +145,4 @@ def test_every_mini_batch_repeats_its_own_recorded_routes(run_ranks: RunRanks) -
     [(agreement, error), *_] = run_ranks(train_on_recorded_routes, 2, Start.of("qwen3_moe"))
     # The first is trained with the weights that chose the routes, the second after an update.
     assert agreement[0] == pytest.approx(1.0) and 0.3 < agreement[1] <= 1.0
-    assert "recorded for another batch" in error
+    assert "recorded for a different batch" in error

@@ -211,8 +211,8 @@ def test_own_routes_are_recorded_and_replayed_by_the_live_model_only(run_ranks) 
     for result in run_ranks(replay_jobs.record_then_break, 2, config, state, settings):
         assert "ReplayError" in result["errors"][0] and "compute_log_probs" in result["errors"][0]
         # Fewer samples; then as many of the same lengths, with other tokens in one of them.
-        assert "ReplayError" in result["errors"][1] and "another batch" in result["errors"][1]
-        assert "ReplayError" in result["errors"][2] and "another batch" in result["errors"][2]
+        assert "ReplayError" in result["errors"][1] and "a different batch" in result["errors"][1]
+        assert "ReplayError" in result["errors"][2] and "a different batch" in result["errors"][2]
         # 9 samples over 2 ranks: 5 microbatches (one of them padding on one rank) x 4 MoE layers
         assert result["recorded"] == 5 * 4
         assert result["agreement"][0] == 1.0 and result["agreement"][1] < 1.0

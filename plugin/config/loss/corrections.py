@@ -1,4 +1,4 @@
-"""Flags of the off-policy corrections, and what --tis-clip and --rejection-rules may say."""
+"""Flags of the off-policy corrections, and the syntax of --tis-clip and --rejection-rules."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PREFIX = "auto:ess="
 
 
 def ess_target(tis_clip: float | str) -> float | None:
-    """The share of tokens that `auto:ess=SHARE` wants to count; None for a number."""
+    """The effective sample size in `auto:ess=SHARE`, as a share of tokens; None for a number."""
     if not isinstance(tis_clip, str):
         return None
     try:
@@ -107,7 +107,7 @@ RatioAgainst = Literal["recompute", "approximate", "rollout"]
 VANILLA_TIS = "plugin.ppo_utils.vanilla_tis_function"
 
 
-#: Built-in corrections that drop tokens or sequences and weight nothing.
+#: Built-in corrections that drop tokens or sequences and weight none.
 MASKS = (
     *("dppo_tv_mask_function", "geometric_mask_function", "opsm_function"),
     *("rejection_function", "veto_function"),
@@ -115,9 +115,9 @@ MASKS = (
 
 
 def only_drops(path: str) -> bool:
-    """Whether a correction is a mask: it counts no ratio, so it fits every loss.
+    """Whether a correction is a mask: it multiplies by no ratio, so it fits every loss.
 
-    One of the user's own says so with `plugin.ppo_utils.mask_only`.
+    A user's own declares it with `plugin.ppo_utils.mask_only`.
     """
     if is_built_in(path):
         return function_name(path) in MASKS
@@ -257,13 +257,8 @@ class CorrectionFlags(FlagGroup):
 
     def check(self) -> None:
         self._check_clip()
-        expect_band(
-            "sequence-tis-clip",
-            self.sequence_tis_clip_low,
-            self.sequence_tis_clip,
-            upper="sequence-tis-clip",
-            lower="sequence-tis-clip-low",
-        )
+        low, high = self.sequence_tis_clip_low, self.sequence_tis_clip
+        expect_band("sequence-tis-clip", low, high, upper="sequence-tis-clip")
         expect_band("geometric-mask", self.geometric_mask_low, self.geometric_mask_high)
         parse_rejection_rules(self.rejection_rules)
         expect(
@@ -282,7 +277,7 @@ class CorrectionFlags(FlagGroup):
         clip, low = self.tis_clip, self.tis_clip_low
         if ess_target(clip) is None:
             assert not isinstance(clip, str)
-            expect_band("tis-clip", low, clip, upper="tis-clip", lower="tis-clip-low")
+            expect_band("tis-clip", low, clip, upper="tis-clip")
             return
         expect(
             low < 1,
@@ -292,7 +287,7 @@ class CorrectionFlags(FlagGroup):
         expect(
             not any(name.endswith("icepop_function") for name in self.hook_names()),
             f"--tis-clip {clip} with icepop_function, which drops what is outside: the bound is "
-            "found for clipped weights; give a number, or use ess_tis_function or m2po_function",
+            "computed for clipped weights; give a number, or use ess_tis_function or m2po_function",
         )
 
     @property

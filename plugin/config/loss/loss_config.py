@@ -23,7 +23,7 @@ class EstimatorTraits:
 
     group: several responses per prompt, because its baseline is the group's
     values: the predictions of a value model
-    rewards: whether it looks at them at all
+    rewards: whether it uses any
     """
 
     group: bool = False
@@ -127,7 +127,7 @@ class AdvantageFlags(FlagGroup):
 
     advantage_estimator: str = flag(
         "grpo",
-        "how rewards become advantages; none = only a teacher is learned from",
+        "how rewards become advantages; none = learn from a teacher only",
         names=ESTIMATOR_TRAITS,
         path=absolute_code,
     )
@@ -214,7 +214,7 @@ class LossConfig(
 
     @property
     def distills(self) -> bool:
-        """Whether a teacher says, alone or with the rewards, what is learned."""
+        """Whether the policy learns from a teacher, alone or besides rewards."""
         return self.teacher_tau > 0 or (self.distill_topk is not None and self.distill_coef > 0)
 
     @property
@@ -277,7 +277,7 @@ class LossConfig(
             self.loss_traits.compares_with != "rollout" or self.hooks_only_drop,
             f"--use-tis with --policy-loss {self.policy_loss}: that loss already compares the "
             "current policy with the rollout policy, so the mismatch would be counted twice; drop "
-            f"--use-tis, or use masks, which count no ratio ({', '.join(MASKS)})",
+            f"--use-tis, or use masks, which multiply by no ratio ({', '.join(MASKS)})",
         )
         doubled = [
             path for path in self.hook_names() if function_name(path) == "off_policy_is_function"

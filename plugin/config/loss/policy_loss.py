@@ -1,4 +1,4 @@
-"""Policy losses: what the configuration has to know of each, and their flags."""
+"""Policy losses: what the configuration needs to know about each, and their flags."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from plugin.engines.protocol import (
 from plugin.engines.response_stream import GeneratesBySteps
 from plugin.engines.transformers.decode_batch import Block, DecodeBatch, use_decode_attention
 from plugin.engines.transformers.int8_weights import quantize_linears
+from plugin.engines.transformers.packed_linears import PackedLinears
 from plugin.engines.transformers.response_table import ResponseTable, RouteRecorder
 from plugin.engines.transformers.sampling import draw, kept_ids, sampling_log_probs
 from plugin.engines.transformers.weight_loader import WeightLoader
@@ -41,6 +42,8 @@ from plugin.weights.ipc import device_id
 
 #: Joining reads prompts and copies the cache: so many of all rows are free before any is filled.
 _SHARE_THAT_JOINS = 1 / 4
+#: Logits that are sampled from at once on CPU: what is computed from them stays in its caches.
+_SAMPLED_AT_ONCE = 2**19
 
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> TransformersEngine:
@@ -93,6 +96,7 @@ class TransformersEngine(GeneratesBySteps):
             quantize_linears(model)
         self._takes_blocks = use_decode_attention(model)
         self._model = model.eval().requires_grad_(False).to(self._device)
+        self._packed = PackedLinears(self._model)
         self._last_position = torch.tensor([-1], device=self._device)
         weights = WeightLoader(self._model, int8=quantization == "int8", lora_scale=lora_scale)
         super().__init__(name, weights)
@@ -154,6 +158,7 @@ class TransformersEngine(GeneratesBySteps):
     def sleep(self, level: int) -> None:
         """Give up the model's memory, and with it the version."""
         self._weights.version = NO_WEIGHTS
+        self._packed.clear()
         self._memory.sleep(level)
 
     def wake(self, part: EnginePart) -> None:
@@ -189,6 +194,7 @@ class TransformersEngine(GeneratesBySteps):
         """One token for every response under way; those that are complete."""
         with self._pause_point.generating():
             self._weights.require_complete(self._name)
+            self._packed.follow(self._weights.version)
             if not len(self._table) and self._joining:
                 self._begin(self._joining[0][2])
             finished, read = self._read()
@@ -253,11 +259,9 @@ class TransformersEngine(GeneratesBySteps):
 
     def _sample(self, slots: Tensor, logits: Tensor) -> list[Finished]:
         """Draw a token for each of `slots` [n] from `logits` [n, V]; those that are complete."""
-        parameters = self._table.parameters
-        distribution = sampling_log_probs(logits, parameters)
-        tokens, log_probs = draw(distribution, self._table.uniforms(slots).to(self._device))
-        if parameters.sampling_mask:
-            self._table.add_kept_ids(slots, kept_ids(distribution))
+        rows = max(1, _SAMPLED_AT_ONCE // logits.shape[1]) if logits.is_cpu else len(slots)
+        parts = zip(slots.split(rows), logits.split(rows), strict=True)
+        tokens, log_probs = map(torch.cat, zip(*(self._draw(*part) for part in parts), strict=True))
         version = self._weights.version
         goes_on = self._table.add_tokens(slots, tokens.cpu(), log_probs.cpu(), version)
         ended = slots[~goes_on]
@@ -267,6 +271,14 @@ class TransformersEngine(GeneratesBySteps):
             return []
         self._batch.leave(ended)
         return self._table.close(ended)
+
+    def _draw(self, slots: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [n] of `slots` [n] and their log-probs [n]; records the ids that were kept."""
+        parameters = self._table.parameters
+        distribution = sampling_log_probs(logits, parameters)
+        if parameters.sampling_mask:
+            self._table.add_kept_ids(slots, kept_ids(distribution))
+        return draw(distribution, self._table.uniforms(slots).to(self._device))
 
     def _forward(
         self,

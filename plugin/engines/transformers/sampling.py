@@ -6,8 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from plugin.engines.protocol import SamplingParameters
+
+#: A nucleus is looked for among so many tokens first; sorting a whole vocabulary takes longer.
+_LIKELIEST = 256
+#: Neighboring tokens whose probabilities are summed before any of them is looked at.
+_WIDTH = 128
 
 
 def sampling_log_probs(logits: Tensor, parameters: SamplingParameters) -> Tensor:
@@ -16,7 +22,10 @@ def sampling_log_probs(logits: Tensor, parameters: SamplingParameters) -> Tensor
     top-k is applied before top-p; ties at the edge are all kept. The likeliest token always
     survives.
     """
-    log_probs = torch.log_softmax(logits.float() / parameters.temperature, dim=-1)
+    logits = logits.float()
+    if parameters.temperature != 1:
+        logits = logits / parameters.temperature
+    log_probs = torch.log_softmax(logits, dim=-1)
     if parameters.top_k is None and parameters.top_p >= 1:
         return log_probs
     kept = torch.ones_like(log_probs, dtype=torch.bool)
@@ -39,19 +48,40 @@ def kept_ids(log_probs: Tensor) -> list[Tensor]:
 
 def _nucleus(log_probs: Tensor, top_p: float) -> Tensor:
     """[B, V] whether a token is among the fewest whose probabilities reach `top_p`."""
-    ordered, order = torch.log_softmax(log_probs, dim=-1).sort(dim=-1, descending=True)
-    before = ordered.exp().cumsum(-1) - ordered.exp()
-    return torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, before < top_p)
+    probabilities = torch.softmax(log_probs, dim=-1)
+    for count in (min(_LIKELIEST, log_probs.shape[-1]), log_probs.shape[-1]):
+        ordered, order = probabilities.topk(count, dim=-1)
+        reached = ordered.cumsum(-1)
+        if bool((reached[:, -1] >= top_p).all()):
+            break
+    kept = torch.zeros_like(probabilities, dtype=torch.bool)
+    return kept.scatter(-1, order, reached - ordered < top_p)
 
 
 def draw(log_probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probs [B]: the quantiles at `uniforms` [B] float64 in [0, 1)."""
-    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    # Below the total, onto which rounding may push it: the token that reaches it has probability.
-    target = torch.minimum(uniforms.unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, target, right=True)
+    """Tokens [B] and their log-probs [B]: the quantiles at `uniforms` [B] float64 in [0, 1).
+
+    In float64, over sums of `_WIDTH` neighbors first and then within the one that the quantile is
+    in.
+    """
+    blocks = pad(log_probs.exp(), (0, -log_probs.shape[-1] % _WIDTH)).unflatten(-1, (-1, _WIDTH))
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    block, target = _quantile(ends, uniforms.unsqueeze(-1) * ends[:, -1:])
+    before = pad(ends, (1, 0)).gather(-1, block)
+    within = blocks[torch.arange(len(blocks), device=block.device), block.squeeze(-1)]
+    place, _ = _quantile(within.cumsum(-1, dtype=torch.float64), target - before)
+    tokens = block * _WIDTH + place
     return tokens.squeeze(-1), log_probs.gather(-1, tokens).squeeze(-1)
+
+
+def _quantile(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, 1] the first of `cumulative` [B, n] above `target` [B, 1], and the target in float64.
+
+    A target that rounding pushed onto the total is below it: what is found has probability.
+    """
+    total = cumulative[:, -1:]
+    target = torch.minimum(target, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True), target
 
 
 def uniform_rows(seeds: Sequence[int], length: int) -> Tensor:

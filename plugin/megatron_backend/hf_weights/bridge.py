@@ -1,4 +1,4 @@
-"""mbridge's tables for one model: what its tensors are called, how they are fused and cut.
+"""mbridge's tables for one model: names, fusions and tensor parallel cuts of its weights.
 
 Q, K and V interleaved by group, gate above up, cuts over tensor parallel ranks, vocabulary padding:
 mbridge is kept up with the models, and writing these tables by hand would duplicate it. Transport
@@ -83,7 +83,7 @@ def weight_bridge(model: Any, groups: ParallelGroups) -> Any:
         (base,),
         {
             "_DIRECT_MAPPING": dict(base._DIRECT_MAPPING),
-            # mbridge's own config would be another one, and fails for configs of transformers 5
+            # mbridge's own config would be a different one, and fails with transformers 5
             "_build_config": lambda _self: model.config,
         },
     )

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plugin.errors import WeightError
+from plugin.megatron_backend.checkpoint.directory import put_in_place
 from plugin.megatron_backend.hf_weights.bridge import (
     GROUPED_EXPERT,
     LAYER,
@@ -80,7 +81,7 @@ def _export(models: Sequence[Any], groups: ParallelGroups) -> Iterator[tuple[str
 
 
 def sends_own_part(groups: ParallelGroups) -> bool:
-    """Whether this rank has a part of `export_own_part`: one of those with the same experts does.
+    """Whether this rank yields anything in `export_own_part`: one of those with the same experts.
 
     The first rank of a pipeline stage is one of them; it also has what is not an expert.
     """
@@ -209,7 +210,7 @@ def entry_of(name: str, parameter: Tensor, groups: ParallelGroups) -> Entry:
 def whole_tensor(
     entry: Entry, parameter: Tensor | None, bridge: Any, groups: ParallelGroups
 ) -> Tensor:
-    """A parameter merged over the ranks of its stage; empty memory for it where it is None.
+    """A parameter merged over the ranks of its stage; uninitialized memory where it is None.
 
     For an expert, those of all expert ranks are stacked in front.
     """
@@ -225,7 +226,7 @@ def whole_tensor(
 def joined_shards(entry: Entry, parameter: Tensor, bridge: Any, groups: ParallelGroups) -> Tensor:
     """A parameter joined over the tensor parallel ranks that have a shard of it.
 
-    Adapters (`lora.py`) are added to it, unless they are switched off.
+    Adapters are merged into it, unless they are switched off.
     """
     adapters = getattr(parameter, "lora", None)
     whole = parameter.detach() if adapters is None else adapters.merged(parameter)
@@ -238,7 +239,7 @@ def joined_shards(entry: Entry, parameter: Tensor, bridge: Any, groups: Parallel
 
 
 def on_all_stages(whole: Tensor, stage: int, groups: ParallelGroups) -> Tensor:
-    """What pipeline stage `stage` has in `whole`, on every stage."""
+    """Return pipeline stage `stage`'s `whole` on every stage."""
     whole = whole.contiguous()
     source = dist.get_global_rank(groups.pp_group, stage)
     dist.broadcast(whole, src=source, group=groups.pp_group)
@@ -254,7 +255,7 @@ def all_gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return gathered
 
 
-#: What an exported model takes along from the one it was trained from.
+#: Files that an exported model gets from the one it was trained from.
 _COMPANIONS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "*.jinja", "chat_template.json", "generation_config.json"),
@@ -343,10 +344,4 @@ class _Writer:
         for pattern in _COMPANIONS if tokenizer_from else ():
             for companion in Path(str(tokenizer_from)).glob(pattern):
                 shutil.copy(companion, self._partial)
-        if self._directory.exists():
-            replaced = self._directory.with_name(self._directory.name + ".replaced")
-            self._directory.rename(replaced)
-            self._partial.rename(self._directory)
-            shutil.rmtree(replaced)
-        else:
-            self._partial.rename(self._directory)
+        put_in_place(self._partial, self._directory)

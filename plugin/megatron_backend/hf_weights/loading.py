@@ -65,7 +65,7 @@ def load_hf_weights(
     unknown, _ = family.misfits(hf_config, weights)
     if unknown:
         raise WeightError(
-            f"{where} holds {unknown[0]}, for which a {hf_config.model_type} model has no place "
+            f"{where} holds {unknown[0]}, which a {hf_config.model_type} model does not have "
             f"({len(unknown)} such tensors); load weights that belong to the config"
         )
     if family.fused_experts:
@@ -83,8 +83,8 @@ def load_hf_weights(
             for hf_name, tensor in tensors.items():
                 if tensor.dtype not in _PLAIN_DTYPES:
                     raise WeightError(
-                        f"{where}: {hf_name} is {tensor.dtype}, which is not a plain number; "
-                        "dequantize the weights before they are loaded"
+                        f"{where}: {hf_name} is {tensor.dtype}, a quantized dtype; dequantize the "
+                        "weights before they are loaded"
                     )
                 if parameter.dtype is torch.float16:
                     _check_range(tensor, f"{where}: {hf_name}")
@@ -93,7 +93,7 @@ def load_hf_weights(
 
 
 def _check_range(tensor: Tensor, what: str) -> None:
-    """Refuse numbers that would become infinite in float16."""
+    """Refuse values that overflow float16."""
     limit = torch.finfo(torch.float16).max
     largest = float(tensor.abs().max()) if tensor.numel() else 0.0
     if largest > limit:
@@ -153,19 +153,8 @@ def weight_sources(
                 yield canonical, names
 
 
-def checkpoint_tensors(hf_config: Any) -> Mapping[str, Tensor]:
-    """The tensors of a checkpoint as transformers builds them, not initialized, by expert."""
-    from transformers import AutoModelForCausalLM, initialization
-
-    with initialization.no_init_weights():
-        model = AutoModelForCausalLM.from_config(hf_config)
-    if FAMILIES[hf_config.model_type].fused_experts:
-        return ExpertsByNumber(model.state_dict())
-    return split_by_expert(model.state_dict())
-
-
 def whole_parameters(chunks: Sequence[torch.nn.Module], groups: ParallelGroups) -> int:
-    """Numbers of this stage's parameters over all its ranks: no copies, no vocabulary padding."""
+    """Count this stage's parameters over all its ranks, without copies and vocabulary padding."""
     total = 0
     for name, parameter, model in canonical_tensors(chunks, groups, as_first_rank=True):
         shape = list(entry_of(name, parameter, groups).whole_shape)

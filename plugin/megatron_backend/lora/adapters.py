@@ -43,7 +43,7 @@ Cut = Literal["column", "row", "whole"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where the weight of a linear layer lies.
+    """How the weight of a linear layer is distributed over ranks.
 
     group: ranks that it is cut over, the tensor parallel ones, or those of an expert
     copies: ranks that hold the same part of it
@@ -62,7 +62,7 @@ class LowRank(nn.Module):
     """This rank's part of the adapter of one Hugging Face layer.
 
     lora_A: [rank, inputs], cut by inputs behind a row-parallel layer
-    lora_B: [outputs, rank], cut by outputs behind a column-parallel layer; begins with 0
+    lora_B: [outputs, rank], cut by outputs behind a column-parallel layer; starts at 0
     name: of the layer, such as `model.layers.0.self_attn.q_proj`
     """
 
@@ -130,7 +130,7 @@ class Adapters(nn.Module):
         self.enabled = True
 
     def adapters(self) -> list[LowRank]:
-        """Those of the parts that have one."""
+        """The adapters of the parts that have one."""
         return [part for part in self.parts if part is not None]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -178,9 +178,9 @@ class Adapters(nn.Module):
         return torch.cat(grouped, inner).flatten(inner - 1, inner)
 
     def _exchanged(self, low: Tensor) -> Tensor:
-        """A x [..., rank] of what the layer's output on this rank is made of."""
+        """A x [..., rank], communicated as the layer's output on this rank needs it."""
         place = self.place
-        # What the ranks of an expert compute, and their gradients of x, the dispatcher adds up.
+        # The dispatcher sums what the ranks of an expert compute, and their gradients of x.
         if place.cut == "whole" or place.is_expert or place.group.size() == 1:
             return low
         if place.cut == "column":

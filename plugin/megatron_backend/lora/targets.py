@@ -16,7 +16,7 @@ from plugin.megatron_backend.model.families import family_of
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: What PEFT puts before the name of a layer.
 PEFT_PREFIX = "base_model.model."
-#: What a PEFT adapter may say of itself, where it says something.
+#: The only values of a PEFT adapter's settings that are supported; missing ones are, too.
 _PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -53,13 +53,13 @@ def chosen_targets(hf_config: Any, config: TrainerConfig) -> tuple[str, ...]:
 
 
 def check_lora(hf_config: Any, config: TrainerConfig) -> None:
-    """Refuse adapters that the model has no place for, or that its experts' layout cannot hold."""
+    """Refuse adapters that the model or the layout of its experts does not support."""
     if not config.lora_rank:
         return
     if "linear_attention_freq" in family_of(hf_config).transformer_arguments(hf_config):
         raise ConfigError(
-            f"--lora-rank {config.lora_rank} with {hf_config.model_type}: adapters know no rows of "
-            "gates beside queries and no gated delta rule; train the whole model, or another one"
+            f"--lora-rank {config.lora_rank} with {hf_config.model_type}: adapters support neither "
+            "gates beside queries nor the gated delta rule; train all weights, or another model"
         )
     targets = chosen_targets(hf_config, config)
     cut, tensor = config.expert_tensor_parallel_size, config.tensor_model_parallel_size
@@ -84,7 +84,7 @@ def check_lora(hf_config: Any, config: TrainerConfig) -> None:
 
 
 def check_adapter_directory(hf_config: Any, config: TrainerConfig) -> None:
-    """Refuse a --lora-path that is no plain LoRA of this rank, scale and these layers."""
+    """Refuse a --lora-path that is not a plain LoRA with this rank and scale on these layers."""
     if config.lora_path is None:
         return
     directory, option = Path(config.lora_path), f"--lora-path {config.lora_path}"

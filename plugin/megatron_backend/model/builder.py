@@ -93,7 +93,7 @@ def transformer_arguments(
     arguments = family_of(hf_config).transformer_arguments(hf_config)
     found = capabilities() if found is None else found
     config = on_device(config, found)
-    # The fused RoPE of packed rows knows neither of these, nor a factor (YaRN).
+    # The fused RoPE of packed rows supports neither of these, nor a factor (YaRN).
     special = arguments.get("multi_latent_attention") or arguments.get("rotary_interleaved")
     fuses_rope = not special and rope_factor(hf_config) == 1.0
     return arguments | {
@@ -193,7 +193,7 @@ def real_vocab_rows(vocab_size: int, tp_size: int, tp_rank: int) -> int:
 def _hide_vocab_padding(model: GPTModel, vocab_size: int, groups: ParallelGroups) -> None:
     """Keep padding columns out of every softmax: pin their logits, without gradient.
 
-    The weight is marked with `vocab_rows`, its number of tokens, for those who read it without the
+    The weight is marked with `vocab_rows`, its number of tokens, for code that reads it without the
     layer.
     """
     padded = padded_vocab_size(vocab_size, groups.tp_size)

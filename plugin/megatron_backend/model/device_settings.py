@@ -76,14 +76,14 @@ def ddp_settings(config: TrainerConfig) -> dict[str, bool]:
 
 
 def set_cuda_environment(config: TrainerConfig) -> None:
-    """Set what CUDA and its allocator read once, before they start; the user's values stay."""
+    """Set the variables that CUDA and its allocator read at start; the user's values stay."""
     for name, value in cuda_environment(config).items():
         os.environ.setdefault(name, value)
 
 
 @cache
 def warn_of_local_layers() -> None:
-    """Say what a CUDA run without Transformer Engine's layers loses."""
+    """Warn of what a CUDA run without Transformer Engine's layers loses."""
     warnings.warn(
         "the trainer runs on CUDA without Transformer Engine's layers: attention is computed by "
         "torch in batches of samples, and norms, RoPE and experts are not fused. Install it "

@@ -55,11 +55,11 @@ class ModelFamily:
     refused: settings that must be off, because Megatron would silently compute something else, and
         what to do about each
     activation: the setting that names the activation, and the only value that is computed
-    post_norms: whether attention and MLP are normalized also before they are added
+    post_norms: whether norms also follow attention and MLP
     scales_embeddings: whether embeddings are multiplied by the root of their width
     fused_experts: whether a checkpoint holds all experts of a layer in one tensor
     latent_norm_eps: epsilon of the norms of latent attention, where it is not `rms_norm_eps`
-    note: what a table of families should say about it
+    note: its text in the table of families
     """
 
     architecture: str
@@ -82,7 +82,7 @@ class ModelFamily:
         return names.expanded(self.tensors(hf_config), found["num_layers"], experts, routed)
 
     def misfits(self, hf_config: Any, found: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Those of the names `found` that the model has no place for, and those that it lacks.
+        """The names in `found` that the model does not have, and the names that it misses.
 
         Old checkpoints hold `inv_freq`; some of a model with tied embeddings hold both of them;
         layers for multi-token prediction, numbered after the others, are left out.

@@ -1,7 +1,7 @@
 """From a Hugging Face config to the arguments of Megatron's `TransformerConfig`, by family.
 
 Each function returns what the model decides; what a run decides is added by the builder. Nothing
-here imports Megatron or transformers: the driver asks these functions too.
+here imports Megatron or transformers: the driver calls these functions, too.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def check_model(hf_config: Any, config: TrainerConfig) -> None:
 
 
 def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse a layout that does not divide the model, or that the model has no use for.
+    """Refuse a layout that does not divide the model, or that the model cannot use.
 
     A vocabulary of any size fits: it is padded to equal shares.
 

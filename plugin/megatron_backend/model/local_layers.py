@@ -170,7 +170,7 @@ class LocalCoreAttention(MegatronModule):
     def _layout(
         self, query: Tensor, attention_mask: Tensor | None, params: PackedSeqParams | None
     ) -> PackedLayout | None:
-        """How the row is divided into samples; None where a mask or plain causality says it."""
+        """How the row is divided into samples; None where a mask or plain causality decides it."""
         if params is not None:
             if not isinstance(params, PackedLayout):
                 raise ConfigError(
@@ -190,7 +190,7 @@ class LocalCoreAttention(MegatronModule):
         )
 
     def _is_plain_causal(self, longest: int) -> bool:
-        """Whether a sample of `longest` tokens attends to all of its past, and that is here."""
+        """Whether a sample of `longest` tokens attends to all of its past, all on this rank."""
         sees_all = self.window is None or self.window >= longest
         return self.cp_group.size() == 1 and sees_all and self.softmax_offset is None
 

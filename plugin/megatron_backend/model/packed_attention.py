@@ -1,4 +1,4 @@
-"""Packed rows on the local layers: which token is whose, and attention that costs S^2 per sample.
+"""Packed rows on the local layers: whose each token is, and attention that costs S^2 per sample.
 
 Samples of similar length are padded on the right to one batch of causal attention. That needs no
 mask: a token never sees what comes after it, and what padding computes is dropped. Where keys and

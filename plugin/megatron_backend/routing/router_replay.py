@@ -12,7 +12,7 @@ gradient. Where the engine's weights are replayed too, they take the place of wh
 returns, after softmax, renormalization and scaling: they are what the experts' outputs were
 multiplied with. The router then has no gradient, or that of its own weights (`keep_gradient`).
 
-`LiveRoutes` collects what the routers would choose by themselves.
+`LiveRoutes` collects what the routers would choose without replay.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class _LayerReplay:
 
 
 class LiveRoutes:
-    """The experts that the trainer's routers would choose by themselves, gathered from all ranks.
+    """The experts that the trainer's routers would choose without replay, gathered from all ranks.
 
     Compared with the engine's routes on the driver they show whether engine and trainer route
     alike, and if not, why. The first samples of a batch are enough to judge: only those are kept.

@@ -137,7 +137,7 @@ def routes_of(
 
     Padding gets valid dummy routes, experts 0..topk-1, with equal weights.
     with_weights: replay the engine's weights too
-    sample_numbers: what errors call the samples; None = their places in the microbatch
+    sample_numbers: sample numbers for errors; None = their places in the microbatch
     """
     columns = microbatch.batch.columns
     if "rollout_routed_experts" not in columns:
@@ -185,7 +185,7 @@ def routes_of(
 def token_places(
     inputs: ModelInputs, starts: Tensor, groups: ParallelGroups, sequence_parallel: bool
 ) -> Tensor:
-    """[rows] int64: which token each row is that this rank's routers see, -1 where it is padding.
+    """[rows] int64: the token of each row that this rank's routers see, -1 where it is padding.
 
     starts: the number of the first token of every sample of the microbatch
     """
@@ -225,7 +225,7 @@ def check_weights(
     if model.weight_sum is None:
         return
     sums = weights.values.float().sum(dim=2)
-    # Negated, so that NaN is wrong.
+    # Negated, so that NaN fails.
     wrong = ~((sums - model.weight_sum).abs() <= WEIGHT_SUM_TOLERANCE * model.weight_sum)
     places = (wrong & ~no_route(routes.values)).nonzero()
     if len(places):

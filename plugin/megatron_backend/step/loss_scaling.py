@@ -42,7 +42,7 @@ class LossScale:
 
     @property
     def gradient_of_weighted_sum(self) -> float:
-        """What Megatron's schedule sends back to the weighted sum that `for_megatron` was given."""
+        """The gradient that Megatron's schedule gives to the sum that `for_megatron` received."""
         mean = 1.0 if self.per_token else self.dp_cp_size / max(self.total_weight, 1e-12)
         return self.loss_scale * mean
 
@@ -59,7 +59,7 @@ class LossScale:
 
 
 def weigh_samples(batch: RolloutBatch, config: LossConfig) -> tuple[RolloutBatch, float]:
-    """The whole batch with what divides every sample, and `total_weight` of the reduction.
+    """The whole batch with the divisor of every sample, and the reduction's `total_weight`.
 
     Divisors over prompts need all of their samples, so they are found before the batch is cut and
     travel as `rollout_mask_sums`.

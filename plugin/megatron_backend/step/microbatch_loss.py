@@ -90,7 +90,7 @@ class TrainingLoss:
     def inside_lm_head(
         self, hidden: Tensor, head_weight: Tensor, microbatch: PreparedMicrobatch
     ) -> MicrobatchLoss:
-        """The loss of a block while its logits are at hand; once more as a whole for metrics.
+        """Each block's loss while its logits exist; then the whole loss again for the metrics.
 
         hidden: [B, S_local, H]; head_weight: [V, H]
         """
@@ -137,7 +137,7 @@ class TrainingLoss:
 
     @contextmanager
     def _collecting(self) -> Iterator[None]:
-        """Collect errors of a loss, whose sequence-level parts meet over context parallel ranks."""
+        """Collect errors of a loss; its sequence-level parts communicate over CP ranks."""
         with (
             self.errors.collecting(peers=self.groups.cp_size),
             use_parallel_context(loss_context(self.groups)),
@@ -171,6 +171,6 @@ def _require_separable(apart: Tensor, together: Tensor) -> None:
         off, largest = (apart - together).abs().max(), together.abs().max()
         raise BatchError(
             "the loss or a correction is declared @token_separable, but a token's loss differs by "
-            f"{float(off):.3g} (of at most {float(largest):.3g}) when tokens are evaluated apart; "
+            f"{float(off):.3g} (of at most {float(largest):.3g}) when computed separately; "
             "remove the declaration, or --separable-fast-path off"
         )

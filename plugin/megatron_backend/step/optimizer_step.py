@@ -1,9 +1,9 @@
-"""The update at the end of a step: only if the gradient is sound, and why not if it is not.
+"""The optimizer step: applied only if the gradient is finite and not too large; else, why not.
 
 In float16 the loss is multiplied by a scale before the backward pass, so that small gradients do
 not become 0, and the float32 main gradients are divided by it. The scaler itself is Megatron-Core's
-and shared by the optimizers of a rank. Why a step was skipped is looked for once it was, so that a
-sound step pays nothing for it.
+and shared by the optimizers of a rank. The cause of a skipped step is searched for only after the
+skip, so that other steps do not pay for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plugin.sharding.parallel_context import use_parallel_context
 
 
 class SharedGradScaler:
-    """One of Megatron's scalers for several optimizers; updated once they all have looked.
+    """One of Megatron's scalers for several optimizers; updated once all of them have reported.
 
     Megatron makes one for the dense and another one for the expert weights, scales the loss by the
     first, and each optimizer divides by its own. After an overflow in the experts alone, these
@@ -65,19 +65,19 @@ class SharedGradScaler:
 
     @property
     def can_fall(self) -> bool:
-        """Whether an overflow brings the scale, or its hysteresis, nearer to one that fits."""
+        """Whether an overflow can still lower the scale, at once or after its hysteresis."""
         scaler = self._scaler
         return isinstance(scaler, DynamicGradScaler) and bool(scaler.scale > scaler.min_scale)
 
     def update(self, found_inf: bool) -> None:
-        """An optimizer has found infinite gradients, or none; the last one moves the scale."""
+        """Note whether an optimizer found infinite gradients; the last one updates the scale."""
         self._found.append(found_inf)
         if len(self._found) == self._users:
             self._scaler.update(any(self._found))
             self._found.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """As Megatron's scaler has it."""
+        """The state of Megatron's scaler."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -89,7 +89,7 @@ class SharedGradScaler:
         return {name: float(value) for name, value in self.state_dict().items()} or None
 
     def restore(self, numbers: dict[str, float]) -> None:
-        """Go on from `numbers`; a constant scale stays what its flag says."""
+        """Continue from `numbers`; a constant scale keeps its flag's value."""
         if isinstance(self._scaler, DynamicGradScaler):
             self.load_state_dict(
                 {
@@ -110,8 +110,8 @@ def connect(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
 class GuardedOptimizer:
     """A Megatron optimizer that skips a step whose gradient norm is not finite or too large.
 
-    `optimizer.step()` stays Megatron's own; only its last act, applying the clipped gradients, asks
-    first. The norm is reduced over all ranks, so all of them make the same decision. In float16
+    `optimizer.step()` stays Megatron's own; only its last part, applying the clipped gradients, is
+    conditional. The norm is reduced over all ranks, so all make the same decision. In float16
     Megatron itself skips what overflows, before there is a norm; its parts share one scaler.
     """
 

@@ -146,7 +146,7 @@ def response_top_ids(
     """Return the k most likely ids [R, k] at the position of every local response token.
 
     output, head_weight: as for `response_log_probs`
-    vocab_size: ids from this one on are left out, padding for example; k at the least
+    vocab_size: ids from this one on (padding, for example) are left out; at least k
     """
     group = loss_context(groups).tp_group
     flat = output.reshape(-1, output.shape[-1])

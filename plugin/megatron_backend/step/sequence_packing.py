@@ -84,7 +84,8 @@ def model_inputs(
 ) -> ModelInputs:
     """Lay out the samples of `batch` for this rank.
 
-    at_least: shortest row, of all CP ranks; alignment: every rank holds a multiple of it of a row
+    at_least: fewest tokens of a row, over all CP ranks; alignment: every rank's part of a row is a
+        multiple of it
     """
     columns, samples = batch.columns, Ragged.of(batch.columns["unconcat_tokens"])
     shards = SequenceShards.of(

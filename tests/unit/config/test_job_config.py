@@ -81,8 +81,8 @@ def test_insisting_on_nothing_is_refused() -> None:
         JobConfig.from_sources(idle)
 
 
-def test_a_loss_of_ones_own_is_told_how_to_say_that_it_compares() -> None:
-    with pytest.raises(ConfigError, match=r"@loss_traits of .*own_loss"):
+def test_a_loss_of_ones_own_is_told_how_to_declare_that_it_compares() -> None:
+    with pytest.raises(ConfigError, match=r"@loss_traits that .*own_loss"):
         JobConfig(async_rollouts=True, policy_loss=f"{__file__}:own_loss")
 
 

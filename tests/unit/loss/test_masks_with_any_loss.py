@@ -1,4 +1,4 @@
-"""Masks count no ratio: they go with every loss, and leave a loss's own pull and other metrics alone."""
+"""Masks multiply by no ratio: they fit every loss, and leave a loss's own pull and other metrics alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def test_every_mask_goes_with_every_loss_that_compares_with_the_rollout_policy(
 
 
 def test_a_mask_beside_a_correction_that_weights_is_still_refused() -> None:
-    with pytest.raises(ConfigError, match=r"counted twice; .* use masks, which count no ratio"):
+    with pytest.raises(
+        ConfigError, match=r"counted twice; .* use masks, which multiply by no ratio"
+    ):
         masked_loss("icepop", f"{GEOMETRIC},plugin.ppo_utils.vanilla_tis_function")
 
 

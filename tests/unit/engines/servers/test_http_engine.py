@@ -508,7 +508,7 @@ def test_a_prompt_that_fills_the_context_fails_alone(start: Any, tmp_path: Path)
     [
         ({"rollout_engine": "http"}, "needs --rollout-url"),
         ({"rollout_engine": "http", "rollout_url": "http://127.0.0.1:1"}, "needs --rollout-weights-dir"),
-        ({"rollout_url": "http://127.0.0.1:1"}, "--rollout-engine is transformers, which asks no server"),
+        ({"rollout_url": "http://127.0.0.1:1"}, "--rollout-engine is transformers, which uses no server"),
         ({"rollout_engine": "vllm", "rollout_weights_dir": "w"}, "--rollout-weights-dir is given"),
         ({"rollout_engine": "http", "rollout_url": "127.0.0.1:1"}, "expected http://host:port"),
         ({"rollout_engine": "http", "rollout_url": "http://127.0.0.1:99999"}, "port below 65536"),

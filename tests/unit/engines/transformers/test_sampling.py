@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from plugin.engines.protocol import SamplingParameters
@@ -50,6 +51,28 @@ def test_drawing_inverts_the_distribution_function() -> None:
     tokens, log_probs = draw(rows, torch.tensor([0.0, 0.49, 0.51, 0.94, 0.96], dtype=torch.float64))
     assert tokens.tolist() == [0, 0, 1, 2, 3]
     assert math.isclose(float(log_probs[2]), math.log(0.3), rel_tol=1e-5)
+
+
+def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
+    # 300 tokens are two whole sums of neighbors and a part of one; most have no probability.
+    weights = torch.rand(50, 300, generator=torch.Generator().manual_seed(0))
+    weights[:, :200] *= weights[:, :200] > 0.9
+    weights[0], weights[0, 299] = 0, 1
+    log_probs = (weights / weights.sum(-1, keepdim=True)).log()
+    uniforms = uniform_rows([3], 50)[0]
+    ends = log_probs.exp().double().cumsum(-1)
+    expected = (ends <= uniforms[:, None] * ends[:, -1:]).sum(-1)
+    assert torch.equal(draw(log_probs, uniforms)[0], expected)
+    last, _ = draw(log_probs, torch.full((50,), 1 - 2**-53, dtype=torch.float64))
+    assert bool((weights.gather(-1, last[:, None]) > 0).all()) and int(last.min()) > 290
+
+
+def test_a_nucleus_may_have_more_tokens_than_are_looked_at_first() -> None:
+    # 1,000 equal tokens: 0.5 of them, or 0.1 of them.
+    flat = torch.zeros(2, 1000)
+    for top_p, tokens in ((0.5, 500), (0.1, 100)):
+        kept = sampling_log_probs(flat, SamplingParameters(top_p=top_p)).isfinite().sum(-1)
+        assert kept.tolist() == pytest.approx([tokens, tokens], abs=1)
 
 
 def test_a_token_without_probability_is_never_drawn() -> None:
