@@ -131,6 +131,12 @@ def test_a_response_does_not_depend_on_how_requests_are_batched() -> None:
         assert torch.allclose(a.log_probs, b.log_probs, atol=1e-5)
 
 
+def test_an_engine_whose_first_responses_have_one_token_generates_them() -> None:
+    one = SamplingParameters(max_response_length=1)
+    answers = loaded_engine().generate(REQUESTS, one)
+    assert [len(g.tokens) for _, g in flat(answers)] == [1] * 6
+
+
 def test_a_stopped_response_ends_with_the_stop_token_and_has_it_once() -> None:
     for _, generation in flat(loaded_engine().generate(REQUESTS, PARAMETERS)):
         stops = torch.isin(generation.tokens, torch.tensor(PARAMETERS.stop_token_ids))
