@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
+import math
 import time
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from plugin.cluster.array_transport import from_arrays
 from plugin.cluster.directory_lock import OwnedDirectory
 from plugin.cluster.engine_actor import ANSWERS, WEIGHTS, EngineActor
 from plugin.cluster.placement import Reservation, ResourcePlan
-from plugin.cluster.remote_calls import result_of, wait_for_all
+from plugin.cluster.remote_calls import EndedCalls, result_of, wait_for_all
 from plugin.cluster.trainer_actor import RankPlace
 from plugin.config import JobConfig
 from plugin.engines.choice import api_key
@@ -32,9 +35,12 @@ from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.group import WeightGroup
 
 _IDLE_SECONDS = 0.2
-_LOAD_POLL_SECONDS = 0.005
+_LOAD_POLL_SECONDS = 0.05
+_HUNG_CHECK_SECONDS = 1.0
 #: How often engines that have groups are asked for their progress.
 _PROGRESS_SECONDS = 10.0
+#: Entries of a heap that may be outdated, besides four per engine.
+_OUTDATED_LOADS = 64
 
 
 @dataclass
@@ -55,6 +61,8 @@ class _Running:
     weights: OwnedDirectory | None = None
     version: int = NO_WEIGHTS
     is_verified: bool = False
+    #: Whether a call waits there for groups that are done.
+    collects: bool = False
 
     def end(self) -> None:
         """End the process and remove the weights that it wrote for its servers."""
@@ -75,31 +83,67 @@ class Probed:
 
 
 class Assignments:
-    """Which engine has which group, and since when.
+    """Which engine has which group, and since when; which engines may get more.
 
     patience: seconds without progress after which an engine that has groups counts as hung
     """
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
-        self._groups: dict[int, tuple[int, float]] = {}  # number -> engine, when it was sent
+        self._engine_of: dict[int, int] = {}
+        # Engine -> its groups with the time when they were sent, the oldest first.
+        self._groups: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._last_progress: dict[int, float] = {}
         self._progress: dict[int, int] = {}
+        self._checked = -math.inf
+        self._open: set[int] = set()
+        # (groups, engine); what is no longer true is skipped when it comes up.
+        self._by_load: list[tuple[int, int]] = []
 
-    def loads(self) -> Counter[int]:
-        """How many groups each engine has."""
-        return Counter(engine for engine, _ in self._groups.values())
+    def load(self, engine: int) -> int:
+        """How many groups an engine has."""
+        return len(self._groups[engine])
+
+    def set_open(self, engine: int, is_open: bool) -> None:
+        """Set whether an engine may get groups."""
+        if is_open and engine not in self._open:
+            self._open.add(engine)
+            self._note_load(engine)
+        elif not is_open:
+            self._open.discard(engine)
+
+    def least_loaded(self) -> tuple[int, int] | None:
+        """The open engine with the fewest groups, of several the first, and how many it has."""
+        while self._by_load:
+            load, engine = self._by_load[0]
+            if engine in self._open and load == self.load(engine):
+                return engine, load
+            heapq.heappop(self._by_load)
+        return None
+
+    def _note_load(self, engine: int) -> None:
+        if engine in self._open:
+            heapq.heappush(self._by_load, (self.load(engine), engine))
+        if len(self._by_load) > _OUTDATED_LOADS + 4 * len(self._open):
+            self._by_load = [(self.load(engine), engine) for engine in self._open]
+            heapq.heapify(self._by_load)
 
     def add(self, engine: int, groups: Iterable[int]) -> None:
         """Note that groups were sent to an engine."""
         now = time.monotonic()
-        self._groups |= dict.fromkeys(groups, (engine, now))
+        for group in groups:
+            self._engine_of[group] = engine
+            self._groups[engine][group] = now
+        self._note_load(engine)
 
     def remove_answered(self, engine: int, groups: Iterable[int]) -> None:
         """Note that an engine has answered groups."""
         self._last_progress[engine] = time.monotonic()
         for group in groups:
-            self._groups.pop(group, None)
+            owner = self._engine_of.pop(group, None)
+            if owner is not None:
+                del self._groups[owner][group]
+        self._note_load(engine)
 
     def note_progress(self, engine: int, progress: int) -> None:
         """Note how many tokens an engine has generated, now and then."""
@@ -109,25 +153,34 @@ class Assignments:
 
     def remove_lost(self, engine: int) -> list[int]:
         """Remove and return the groups of an engine that is gone."""
-        lost = [group for group, (owner, _) in self._groups.items() if owner == engine]
+        lost = list(self._groups.pop(engine, ()))
         for group in lost:
-            del self._groups[group]
+            del self._engine_of[group]
+        self._note_load(engine)
         return lost
 
     def hung(self) -> dict[int, str]:
-        """Engines without progress for too long, with the reason to replace them."""
-        sent: dict[int, float] = {}
-        for engine, since in self._groups.values():
-            sent[engine] = min(since, sent.get(engine, since))
+        """Engines without progress for too long, with the reason to replace them.
+
+        Looks at all engines once a second at most.
+        """
+        now = time.monotonic()
+        if now - self._checked < min(_HUNG_CHECK_SECONDS, self._patience):
+            return {}
+        self._checked = now
+        sent = {engine: next(iter(mine.values())) for engine, mine in self._groups.items() if mine}
         # One that generates is alive, however long a response takes.
-        limit, last = time.monotonic() - self._patience, self._last_progress
+        limit, last = now - self._patience, self._last_progress
         late = [engine for engine, since in sent.items() if max(since, last.get(engine, 0)) < limit]
         reason = f"generated nothing for {self._patience:g} s (--rollout-timeout)"
         return dict.fromkeys(late, reason)
 
     def clear(self) -> None:
         """Forget every group."""
+        self._engine_of.clear()
         self._groups.clear()
+        for engine in self._open:
+            self._note_load(engine)
 
 
 class EnginePool:
@@ -166,15 +219,24 @@ class EnginePool:
         self.probe: WeightProbe | None = None
         self._probed: list[Probed] = []
         self._is_asleep = False
+        # Calls that have not ended, of which actor; and those that have ended, to be dealt with.
+        self._calls, self._ended = EndedCalls(), deque[tuple[Any, Future[Any]]]()
+        self._starts: dict[Any, tuple[int, Any]] = {}
         self._loads: dict[Any, tuple[int, Any]] = {}
-        self._assignments = Assignments(config.engine_patience)
         self._pings: dict[Any, tuple[int, Any]] = {}
         self._next_pings = 0.0
         self._collects: dict[Any, tuple[int, Any]] = {}
+        self._arrived: list[tuple[Any, Future[Any]]] = []  # collects that have ended
+        self._assignments = Assignments(config.engine_patience)
         self._lost: list[int] = []  # groups that were at engines that were replaced
         self._era = 0  # ends when every group is dropped
         self.restarts = 0
-        self._engines = [self._start(number) for number in range(config.num_rollout_engines)]
+        # Those that do not have the newest weights, where they get them from ranks.
+        self._lagging: set[int] = set()
+        self._engines: list[_Running] = []
+        for number in range(config.num_rollout_engines):
+            self._engines.append(self._start(number))
+            self._watch_start(number)
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -213,23 +275,40 @@ class EnginePool:
         deadline = time.monotonic() + config.start_timeout
         return _Running(actor, actor.call.remote("health"), deadline, failures_in_a_row, weights)
 
+    def _watch_start(self, number: int) -> None:
+        """Note when an engine has started."""
+        engine = self._engines[number]
+        self._starts[engine.starting] = number, engine.actor
+        self._calls.add(engine.starting)
+        self._update(number)
+
+    def _update(self, number: int) -> None:
+        """Note whether an engine lacks weights and whether it may get groups."""
+        engine = self._engines[number]
+        if self._from_ranks and self._newest is not None and engine.version != self._newest:
+            self._lagging.add(number)
+        else:
+            self._lagging.discard(number)
+        has_weights = not self._from_ranks or engine.version != NO_WEIGHTS
+        self._assignments.set_open(number, engine.starting is None and has_weights)
+
     def wait_until_ready(self) -> list[EngineHealth]:
         """Every engine's health, once all have started."""
         calls = [engine.actor.call.remote("health") for engine in self._engines]
         names = [f"engine {number}" for number in range(len(self))]
         healths = wait_for_all(calls, names, self._console, timeout=self._config.start_timeout)
-        for engine in self._engines:
+        for number, engine in enumerate(self._engines):
             engine.starting = None
+            self._update(number)
+        self._starts.clear()
         return healths
 
-    def available(self) -> dict[int, int]:
-        """Engines that have started and have weights, and how many groups each of them has."""
-        loads = self._assignments.loads()
-        return {
-            number: loads[number]
-            for number, engine in enumerate(self._engines)
-            if engine.starting is None and (not self._from_ranks or engine.version != NO_WEIGHTS)
-        }
+    def least_loaded(self) -> tuple[int, int] | None:
+        """The engine with the fewest groups, and how many it has.
+
+        Of those that have started and have weights; None without any.
+        """
+        return self._assignments.least_loaded()
 
     def send(
         self, engine: int, requests: Mapping[int, GenerationRequest], parameters: SamplingParameters
@@ -243,10 +322,12 @@ class EnginePool:
 
     def _collect_from(self, number: int) -> None:
         """Keep one `collect` call waiting at an engine that has groups."""
-        actor, has_groups = self._engines[number].actor, self._assignments.loads()[number]
-        if has_groups and (number, actor) not in self._collects.values():
-            call = actor.call.options(concurrency_group=ANSWERS).remote("collect", self._era)
-            self._collects[call] = (number, actor)
+        engine = self._engines[number]
+        if engine.collects or not self._assignments.load(number):
+            return
+        call = engine.actor.call.options(concurrency_group=ANSWERS).remote("collect", self._era)
+        engine.collects, self._collects[call] = True, (number, engine.actor)
+        self._calls.add(call)
 
     def receive(self, *, wait_seconds: float) -> tuple[list[Rollouts], list[int]]:
         """Groups that are done, and numbers of those that were lost with their engine.
@@ -254,17 +335,13 @@ class EnginePool:
         wait_seconds: for the first; our own errors (a wrong answer, a configuration that cannot
             work) are raised, not retried
         """
-        import ray
-
         self.poll()
-        calls = list(self._collects)
-        if not calls and not self._lost:
-            time.sleep(min(wait_seconds, _IDLE_SECONDS))
-            return [], []
-        done, _ = ray.wait(calls, num_returns=len(calls), timeout=0) if calls else ([], [])
-        if not done and not self._lost and wait_seconds:
-            done, _ = ray.wait(calls, num_returns=1, timeout=wait_seconds)
-        answers = [answer for call in done if (answer := self._receive_from(call)) is not None]
+        if wait_seconds and not (self._arrived or self._lost):
+            self._handle_ended(wait_seconds if self._collects else min(wait_seconds, _IDLE_SECONDS))
+        answers = []
+        while self._arrived:
+            if (answer := self._receive_from(*self._arrived.pop(0))) is not None:
+                answers.append(answer)
         self._ask_for_progress()
         for number, reason in self._assignments.hung().items():
             self.replace(number, reason)
@@ -272,34 +349,35 @@ class EnginePool:
         return answers, lost
 
     def _ask_for_progress(self) -> None:
-        """Take what busy engines have answered about their progress, and ask again; never waits."""
-        import ray
-
+        """Ask busy engines now and then how many tokens they have generated; never waits."""
         now = time.monotonic()
         if now < self._next_pings:
             return
         self._next_pings = now + min(_PROGRESS_SECONDS, self._config.engine_patience / 4)
-        calls = list(self._pings)
-        for call in ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else ():
-            number, actor = self._pings.pop(call)
-            # The call that waits for its groups tells what is wrong with an engine.
-            with contextlib.suppress(MegatronTisError):
-                progress = result_of(call, f"engine {number}", self._console)
-                if self._engines[number].actor is actor:
-                    self._assignments.note_progress(number, progress)
-        for number in self._assignments.loads():
-            engine = number, self._engines[number].actor
-            if engine not in self._pings.values():
-                self._pings[self.ping(engine[1])] = engine
+        asked = {n for n, actor in self._pings.values() if self._engines[n].actor is actor}
+        for number, engine in enumerate(self._engines):
+            if self._assignments.load(number) and number not in asked:
+                call = self.ping(engine.actor)
+                self._pings[call] = number, engine.actor
+                self._calls.add(call)
 
-    def _receive_from(self, call: Any) -> Rollouts | None:
-        number, actor = self._collects.pop(call)
+    def _end_ping(self, call: Any, ended: Future[Any]) -> None:
+        number, actor = self._pings.pop(call)
+        # The call that waits for its groups tells what is wrong with an engine.
+        with contextlib.suppress(MegatronTisError):
+            progress = result_of(call, f"engine {number}", self._console, ended)
+            if self._engines[number].actor is actor:
+                self._assignments.note_progress(number, progress)
+
+    def _receive_from(self, call: Any, ended: Future[Any]) -> Rollouts | None:
+        number, actor = self._collects.pop(call, (None, None))
+        if number is None:  # of an engine that was replaced since
+            return None
+        self._engines[number].collects = False
         try:
-            arrays = result_of(call, f"engine {number}", self._console)
+            arrays = result_of(call, f"engine {number}", self._console, ended)
         except ParallelError as error:
             self.replace_unless_done(number, actor, str(error))
-            return None
-        if self._engines[number].actor is not actor:
             return None
         rollouts = from_arrays(Rollouts, arrays)
         if len(rollouts):
@@ -324,8 +402,10 @@ class EnginePool:
         self.restarts += 1
         self._loads = {ref: owner for ref, owner in self._loads.items() if owner[0] != engine}
         self._collects = {ref: owner for ref, owner in self._collects.items() if owner[0] != engine}
+        self._starts = {ref: owner for ref, owner in self._starts.items() if owner[0] != engine}
         self._lost += self._assignments.remove_lost(engine)
         self._engines[engine] = self._start(engine, old.failures_in_a_row + 1)
+        self._watch_start(engine)
         self._load(engine)
 
     def replace_unless_done(self, number: int, actor: Any, reason: str) -> None:
@@ -336,6 +416,8 @@ class EnginePool:
     def begin_version(self, version: int) -> None:
         """Declare `version` the newest weights, which every engine now lacks."""
         self._newest, self._buckets = version, []
+        for number in range(len(self)):
+            self._update(number)
 
     def send_weights(self, buckets: Sequence[Any]) -> None:
         """Have every engine load the newest weights when it can; `finish_loads` waits for them."""
@@ -350,6 +432,7 @@ class EnginePool:
             probe = self._probe_for(number) if last else None
             call = self._call_for_weights(actor, "load_weights", self._newest, bucket, last, probe)
             self._loads[call] = (number, actor)
+            self._calls.add(call)
 
     def _probe_for(self, number: int) -> WeightProbe | None:
         """What an engine is asked right after it has the newest weights.
@@ -388,9 +471,7 @@ class EnginePool:
 
     def lagging(self) -> list[int]:
         """Numbers of the engines that lack the newest weights, where they get them from ranks."""
-        if self._newest is None or not self._from_ranks:
-            return []
-        return [n for n, engine in enumerate(self._engines) if engine.version != self._newest]
+        return sorted(self._lagging)
 
     def lagging_and_started(self) -> list[int]:
         """Those of them that have started."""
@@ -408,6 +489,7 @@ class EnginePool:
     def receive_weights(self, engine: int, actor: Any, group: WeightGroup, first: int) -> Any:
         """The call by which an engine receives the newest weights; until then it has none."""
         self._engines[engine].version = NO_WEIGHTS
+        self._update(engine)
         probe = self._probe_for(engine)
         return self._call_for_weights(actor, "receive_weights", self._newest, group, first, probe)
 
@@ -418,6 +500,7 @@ class EnginePool:
         """
         if self._engines[engine].actor is actor:
             self._engines[engine].version = int(self._newest or 0)
+            self._update(engine)
             self._note_probed(engine, actor, answers)
 
     def poll(self) -> None:
@@ -425,38 +508,56 @@ class EnginePool:
 
         Waits for nothing but engines that catch up.
         """
+        self._handle_ended()
+        for number, _ in list(self._starts.values()):
+            if time.monotonic() > self._engines[number].deadline:
+                self._fail_to_start(number)
+        if self.catch_up is not None and self._lagging:
+            self.catch_up()
+
+    def _handle_ended(self, wait_seconds: float = 0.0) -> None:
+        """Deal with calls that have ended; waits for the first."""
+        self._ended.extend(self._calls.take(0.0 if self._ended else wait_seconds).items())
+        while self._ended:
+            call, ended = self._ended.popleft()
+            if call in self._collects:
+                self._arrived.append((call, ended))
+            elif call in self._loads:
+                self._end_load(call, ended)
+            elif call in self._starts:
+                self._end_start(call, ended)
+            elif call in self._pings:
+                self._end_ping(call, ended)
+
+    def _end_load(self, call: Any, ended: Future[Any]) -> None:
+        number, actor = self._loads.pop(call)
+        try:
+            answers = result_of(call, f"engine {number}", self._console, ended)
+            self._note_probed(number, actor, answers)
+        except SenderLost:
+            # A trainer rank died while it sent its weights: no engine would get them.
+            raise
+        except ParallelError as error:
+            self.replace_unless_done(number, actor, str(error))
+
+    def _end_start(self, call: Any, ended: Future[Any]) -> None:
+        number, actor = self._starts.pop(call)
+        self._engines[number].starting = None
+        try:
+            result_of(call, f"engine {number}", self._console, ended)
+            self._update(number)
+        except ParallelError as error:
+            self.replace_unless_done(number, actor, str(error))
+
+    def _fail_to_start(self, number: int) -> None:
         import ray
 
-        watched = [*self._loads, *(e.starting for e in self._engines if e.starting is not None)]
-        done = ray.wait(watched, num_returns=len(watched), timeout=0)[0] if watched else []
-        for reference in done:
-            if reference not in self._loads:
-                continue
-            number, actor = self._loads.pop(reference)
-            try:
-                answers = result_of(reference, f"engine {number}", self._console)
-                self._note_probed(number, actor, answers)
-            except SenderLost:
-                # A trainer rank died while it sent its weights: no engine would get them.
-                raise
-            except ParallelError as error:
-                self.replace_unless_done(number, actor, str(error))
-        for number, engine in enumerate(self._engines):
-            if engine.starting in done:
-                starting, engine.starting = engine.starting, None
-                try:
-                    result_of(starting, f"engine {number}", self._console)
-                except ParallelError as error:
-                    self.replace_unless_done(number, engine.actor, str(error))
-            elif engine.starting is not None and time.monotonic() > engine.deadline:
-                slots = ray.cluster_resources().get("CPU", 0)
-                raise ClusterError(
-                    f"engine {number} did not start within {self._config.start_timeout:g} s; the "
-                    f"cluster has no room for it any more ({slots:g} CPU slots in all), or it is "
-                    "overloaded; add nodes, or raise --start-timeout"
-                )
-        if self.catch_up is not None and self.lagging():
-            self.catch_up()
+        slots = ray.cluster_resources().get("CPU", 0)
+        raise ClusterError(
+            f"engine {number} did not start within {self._config.start_timeout:g} s; the cluster "
+            f"has no room for it any more ({slots:g} CPU slots in all), or it is overloaded; add "
+            "nodes, or raise --start-timeout"
+        )
 
     def finish_loads(self) -> None:
         """Wait until every engine has the weights sent last; one that hangs is replaced."""
@@ -469,14 +570,15 @@ class EnginePool:
                 for number in {owner[0] for owner in self._loads.values()}:
                     self.replace(number, "did not load its weights in time")
                 deadline = time.monotonic() + self._config.start_timeout + patience
-            time.sleep(_LOAD_POLL_SECONDS)
+            self._handle_ended(_LOAD_POLL_SECONDS)
 
     def sleep(self, level: int) -> None:
         """Have every engine give up its device's memory, and with it its weights."""
         self._is_asleep = True
         self._tell_all("sleep", level)
-        for engine in self._engines:
+        for number, engine in enumerate(self._engines):
             engine.version = NO_WEIGHTS
+            self._update(number)
 
     def wake(self, part: EnginePart) -> None:
         """Have every engine take memory for `part` again; once awake they answer the probe."""
@@ -535,11 +637,14 @@ class EnginePool:
         self._loads.clear()
         self._assignments.clear()
         self._collects.clear()
+        self._arrived.clear()
         self._lost.clear()
         self._probed.clear()
         self._newest, self._buckets = None, []
         self._era += 1
-        for engine in self._engines:
+        for number, engine in enumerate(self._engines):
+            engine.collects = False
+            self._update(number)
             engine.actor.call.remote("cancel", self._era)
 
     def require_version(self, version: int) -> None:

@@ -4,11 +4,14 @@ which actors have stopped reacting.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TextIO, TypeVar, cast
 
@@ -20,6 +23,8 @@ from plugin.errors import ActorLost, MegatronTisError, ParallelError, SenderLost
 from plugin.observe.console import Console, PrintedLines, capture_warnings
 
 _POLL_SECONDS = 0.05
+#: Between two questions for all open calls, see `EndedCalls`.
+_SWEEP_SECONDS = 10.0
 _MESSAGES = "megatron_tis_messages"
 
 #: Longer than a process on a busy machine stays without its turn.
@@ -96,6 +101,44 @@ class ReportingActor:
             return taken
 
 
+class EndedCalls:
+    """Tells which of many calls have ended; those that have not cost nothing.
+
+    Ray reports the end of a call from a thread of its own. What it fails to report is found by
+    asking for all calls, at a low rate.
+    """
+
+    def __init__(self, calls: Iterable[Any] = ()) -> None:
+        self._open: dict[Any, Future[Any]] = {}
+        self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._swept = time.monotonic()
+        for call in calls:
+            self.add(call)
+
+    def add(self, call: Any) -> None:
+        """Watch a call."""
+        self._open[call] = call.future()
+        self._open[call].add_done_callback(lambda _: self._ended.put(call))
+
+    def take(self, wait_seconds: float = 0.0) -> dict[Any, Future[Any]]:
+        """Calls that have ended since the last time, for `result_of`; waits for the first."""
+        self._sweep()
+        ended = []
+        with contextlib.suppress(queue.Empty):
+            ended.append(self._ended.get(block=wait_seconds > 0, timeout=wait_seconds or None))
+            while True:
+                ended.append(self._ended.get_nowait())
+        return {call: self._open.pop(call) for call in ended if call in self._open}
+
+    def _sweep(self) -> None:
+        import ray
+
+        if self._open and time.monotonic() - self._swept > _SWEEP_SECONDS:
+            for call in ray.wait(list(self._open), num_returns=len(self._open), timeout=0)[0]:
+                self._ended.put(call)
+            self._swept = time.monotonic()
+
+
 def wait_for_all(
     references: Sequence[Any],
     names: Sequence[str],
@@ -106,19 +149,18 @@ def wait_for_all(
 ) -> list[Any]:
     """Results in order; the first failure is raised at once, without waiting for the others.
 
-    names: who is called, for messages; while_waiting: called until all have answered
+    names: who is called, for messages; while_waiting: called at a low rate meanwhile
     """
-    import ray
-
     deadline = time.monotonic() + timeout
     waiting = dict(zip(references, names, strict=True))
-    results: dict[Any, Any] = {}
+    calls, results, last = EndedCalls(references), {}, 0.0
     while waiting:
         pause = _POLL_SECONDS if while_waiting else min(5.0, max(0.0, deadline - time.monotonic()))
-        done, _ = ray.wait(list(waiting), num_returns=1, timeout=pause)
-        for reference in done:
-            results[reference] = result_of(reference, waiting.pop(reference), console)
-        if while_waiting is not None:
+        for reference, ended in calls.take(pause).items():
+            results[reference] = result_of(reference, waiting.pop(reference), console, ended)
+        # Not once per rank that has ended: there may be hundreds.
+        if while_waiting is not None and time.monotonic() - last >= _POLL_SECONDS:
+            last = time.monotonic()
             while_waiting()
         if waiting and time.monotonic() > deadline:
             raise ActorLost(
@@ -128,16 +170,18 @@ def wait_for_all(
     return [results[reference] for reference in references]
 
 
-def result_of(reference: Any, name: str, console: Console) -> Any:
+def result_of(reference: Any, name: str, console: Console, ended: Future[Any] | None = None) -> Any:
     """The value of a finished `ReportingActor.call`, or the error that ended it.
 
+    ended: from `EndedCalls`, which has got the value already
     Our own errors come as themselves, those of other code as `ParallelError` with the traceback;
     `ActorLost` means that the process, or the data on its way to or from it, is gone.
     """
     import ray
 
     try:
-        reported = ray.get(reference)
+        known = ended if ended is not None and ended.done() else None
+        reported = ray.get(reference) if known is None else known.result()
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         messages = getattr(cause, _MESSAGES, None)

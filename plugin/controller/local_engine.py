@@ -27,9 +27,9 @@ class LocalEngine:
     def __len__(self) -> int:
         return 1
 
-    def available(self) -> dict[int, int]:
+    def least_loaded(self) -> tuple[int, int]:
         """The one engine, and how many groups it has."""
-        return {0: len(self._server)}
+        return 0, len(self._server)
 
     def send(
         self, engine: int, requests: Mapping[int, GenerationRequest], parameters: SamplingParameters

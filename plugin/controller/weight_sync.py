@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from plugin.cluster.engine_pool import EnginePool
-from plugin.cluster.remote_calls import SILENCE_SECONDS, Heartbeat, result_of
+from plugin.cluster.remote_calls import SILENCE_SECONDS, EndedCalls, Heartbeat, result_of
 from plugin.cluster.trainer_actor import SentPart
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
@@ -67,6 +67,7 @@ class Transfer:
 
     def __init__(self, calls: dict[Any, Member | str], timeout: float, console: Console) -> None:
         self.calls, self._timeout, self._console = calls, timeout, console
+        self._watched = EndedCalls(calls)
         self._deadline = time.monotonic() + timeout
         self.received: dict[Member, Any] = {}
         self.sent: list[SentPart] = []
@@ -77,20 +78,13 @@ class Transfer:
 
     def wait(self, seconds: float) -> None:
         """Collect the results that arrive within `seconds`, or time out."""
-        import ray
-
-        calls = list(self.calls)
-        done, _ = ray.wait(calls, num_returns=1, timeout=seconds)
-        if done:
-            # All that are there: none of them may count as late below.
-            done, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
-        for call in done:
+        for call, ended in self._watched.take(seconds).items():
             who = self.calls.pop(call, None)
             if who is None:  # a rank that nobody waits for after another one's error
                 continue
             name = f"engine {who.engine}" if isinstance(who, Member) else who
             try:
-                result = result_of(call, name, self._console)
+                result = result_of(call, name, self._console, ended)
             except MegatronTisError as error:
                 self._fail(who, name, error)
                 continue

@@ -80,14 +80,16 @@ class GroupScoring:
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
         self._open: dict[int, tuple[Group, int]] = {}  # scorer's ticket -> group, trajectory
+        self._groups: dict[int, Group] = {}
 
     @property
     def attempts(self) -> list[Attempt]:
         """Of the groups that are being scored."""
-        return list({group.index: group.attempt for group, _ in self._open.values()}.values())
+        return [group.attempt for group in self._groups.values()]
 
-    def __bool__(self) -> bool:
-        return bool(self._open)
+    def __len__(self) -> int:
+        """How many groups are being scored."""
+        return len(self._groups)
 
     def begin(self, group: Group) -> bool:
         """Submit the responses without a reward; returns whether there are any."""
@@ -99,6 +101,8 @@ class GroupScoring:
                 ticket = self._scorer.submit(prompt, rollouts.response(i), truncated=cut)
                 self._open[ticket] = group, i
                 group.unscored += 1
+        if group.unscored:
+            self._groups[group.index] = group
         return group.unscored > 0
 
     def finished(self, wait_seconds: float) -> list[Group]:
@@ -117,6 +121,7 @@ class GroupScoring:
                     part = group.parts.setdefault(name, np.full(len(group.rewards), np.nan))
                     part[i - group.place.start] = value
             if not group.unscored:
+                del self._groups[group.index]
                 done.append(group)
         return done
 
@@ -127,10 +132,13 @@ class GroupScoring:
             for ticket, (group, i) in self._open.items()
             if group.attempt not in attempts
         }
+        for attempt in attempts:
+            self._groups.pop(attempt.index, None)
 
     def clear(self) -> None:
         """Forget every group."""
         self._open.clear()
+        self._groups.clear()
         self._scorer.forget()
 
 

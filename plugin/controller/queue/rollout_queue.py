@@ -51,7 +51,7 @@ class Engines(Protocol):
     """What the queue needs of the engines, wherever they run; see `EnginePool`, which has it."""
 
     def __len__(self) -> int: ...
-    def available(self) -> Mapping[int, int]: ...
+    def least_loaded(self) -> tuple[int, int] | None: ...
     def send(
         self, engine: int, requests: Mapping[int, GenerationRequest], parameters: SamplingParameters
     ) -> None: ...
@@ -98,13 +98,15 @@ class RolloutQueue:
     counts: QueueCounts = field(default_factory=QueueCounts)
     _waiting: deque[Attempt] = field(default_factory=deque)
     _in_flight: dict[int, Attempt] = field(default_factory=dict)  # by number, at engines
-    _ready: deque[Group] = field(default_factory=deque)
+    _ready: dict[int, Group] = field(default_factory=dict)  # by number
     _dropped: dict[str, list[int]] = field(default_factory=dict)
     _batch_is_out: bool = False
     _reward_errors: list[str] = field(default_factory=list)
     _generated: dict[int, float] = field(default_factory=dict)  # mean rewards, since the last batch
     _reward_generated: float = math.nan
     _finite: int | None = None  # groups that `take_all` wants
+    _taking: int | None = None  # version for which `take` waits
+    _stale: list[Group] = field(default_factory=list)  # dropped while it waits
 
     def __post_init__(self) -> None:
         self._sampling = DynamicSampling(self.config, lambda text: self.log(text))
@@ -118,19 +120,21 @@ class RolloutQueue:
         """
         self._batch_is_out = False
         wanted = self.config.rollout_batch_size
-        dropped = self._drop_stale(version)
+        self._taking, self._stale = version, []
+        for group in list(self._ready.values()):
+            self._drop_if_stale(group)
         while len(self._ready) < wanted or self._round_is_open():
             self._issue()
             self._collect(wait=True)
-            dropped += self._drop_stale(version)
-            self._require_progress(dropped, version)
-        ordered = sorted(self._ready, key=lambda group: group.index)
+            self._require_progress(version)
+        self._taking = None
+        ordered = sorted(self._ready.values(), key=lambda group: group.index)
         batch, rest = ordered[:wanted], ordered[wanted:]
         if self._in_rounds:  # the next batch is of other weights
             self.counts.surplus += len(rest)
             self._waiting.extend(Attempt(group.index) for group in rest)
             rest = []
-        self._ready = deque(rest)
+        self._ready = {group.index: group for group in rest}
         self.counts.taken += wanted
         if self.config.dynamic_sampling:
             self.counts.kept_uniform += sum(
@@ -151,7 +155,7 @@ class RolloutQueue:
         while len(self._ready) < self._limit():
             self._issue()
             self._collect(wait=True)
-        return sorted(self._ready, key=lambda group: group.index)
+        return sorted(self._ready.values(), key=lambda group: group.index)
 
     def begin(self) -> None:
         """Send the prompts of the next batch, which `take` then waits for."""
@@ -172,7 +176,7 @@ class RolloutQueue:
     @property
     def under_way(self) -> int:
         """Groups issued and not yet taken."""
-        scored = len(self._ready) + len(self._scoring.attempts)
+        scored = len(self._ready) + len(self._scoring)
         return scored + len(self._waiting) + len(self._in_flight)
 
     def metrics(self) -> dict[str, float]:
@@ -207,7 +211,7 @@ class RolloutQueue:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the counts, and the prompts that were issued and not taken."""
-        pending = [Attempt(group.index) for group in self._ready] + self._scoring.attempts
+        pending = [Attempt(index) for index in self._ready] + self._scoring.attempts
         pending += [*self._in_flight.values(), *self._waiting]
         return {
             "counts": asdict(self.counts),
@@ -222,7 +226,7 @@ class RolloutQueue:
         self._in_flight.clear()
         self._scoring.clear()
         self._dropped.clear()
-        self._batch_is_out = False
+        self._batch_is_out, self._taking = False, None
         self._begin_rollout()
 
     def _begin_rollout(self) -> None:
@@ -257,15 +261,15 @@ class RolloutQueue:
     def _issue(self) -> None:
         """Send waiting attempts, then new prompts, as far as the limit and the engines allow."""
         share, most = self._shares()
+        # A part of a round goes to an idle engine: what is generated together is then the same
+        # however long the engines take.
+        bound = 1 if self._in_rounds else most
         while self._waiting or self.under_way < self._limit():
-            # A part of a round goes to an idle engine: what is generated together is then the same
-            # however long the engines take.
-            bound = 1 if self._in_rounds else most
-            free = {e: load for e, load in self.engines.available().items() if load < bound}
-            if not free:
+            chosen = self.engines.least_loaded()
+            if chosen is None or chosen[1] >= bound:
                 return
-            engine = min(free, key=free.__getitem__)
-            self._send(engine, self._next_attempts(min(share, most - free[engine])))
+            engine, load = chosen
+            self._send(engine, self._next_attempts(min(share, most - load)))
 
     def _shares(self) -> tuple[int, int]:
         """How many groups are sent together, and how many an engine may have at most."""
@@ -337,16 +341,19 @@ class RolloutQueue:
         The groups of a round are decided together, when the round is complete.
         """
         self._generated[group.index] = float(group.rewards.mean())
-        self._ready.append(group)
+        if self._drop_if_stale(group):
+            return
+        self._ready[group.index] = group
         dropped: list[int] = []
         if not self._in_rounds:
             dropped = [group.index] if self._sampling.drops_on_arrival(group) else []
         elif not self._round_is_open():
-            dropped = self._sampling.drop_from_round(self._ready)
+            dropped = self._sampling.drop_from_round(list(self._ready.values()))
         if dropped:
             self.counts.dropped_uniform += len(dropped)
             self._dropped.setdefault("uniform", []).extend(dropped)
-            self._ready = deque(g for g in self._ready if g.index not in set(dropped))
+            for index in dropped:
+                del self._ready[index]
 
     def _count_failed_reward(self, error: str) -> None:
         """Raise after max(8, batch size) failed groups in a row."""
@@ -385,34 +392,37 @@ class RolloutQueue:
         if not again:
             return
         if self._in_rounds:
-            held = {*self._scoring.attempts, *(group.attempt for group in self._ready)}
+            held = {*self._scoring.attempts, *(g.attempt for g in self._ready.values())}
             again |= held.intersection([mate for attempt in again for mate in attempt.sent_with])
             self._scoring.withdraw(again)
-            self._ready = deque(group for group in self._ready if group.attempt not in again)
+            for attempt in again:
+                self._ready.pop(attempt.index, None)
         self.counts.resent += len(again)
         self._waiting = deque(sorted([*again, *self._waiting]))
 
-    def _require_progress(self, dropped: list[Group], version: int) -> None:
+    def _require_progress(self, version: int) -> None:
         """An `EngineError` if a batch waits for engines whose weights do not get newer.
 
         What an engine was working on when it fell behind is far less than that.
         """
-        if len(dropped) > max(8, _STALE_ROUNDS * self._limit()):
-            newest = max(group.weight_version for group in dropped)
+        if len(self._stale) > max(8, _STALE_ROUNDS * self._limit()):
+            newest = max(group.weight_version for group in self._stale)
             raise EngineError(
-                f"{len(dropped)} groups were dropped while one batch was collected: their tokens "
-                f"come from weight version {newest} or older, the trainer has {version}, and "
-                f"--max-weight-staleness allows {self.config.staleness_limit}. The engines do not "
-                "load new weights, or report another version than they were sent"
+                f"{len(self._stale)} groups were dropped while one batch was collected: their "
+                f"tokens come from weight version {newest} or older, the trainer has {version}, "
+                f"and --max-weight-staleness allows {self.config.staleness_limit}. The engines do "
+                "not load new weights, or report another version than they were sent"
             )
 
-    def _drop_stale(self, version: int) -> list[Group]:
-        stale = [group for group in self._ready if self._is_stale(group, version)]
-        if stale:
-            self.counts.dropped_stale += len(stale)
-            self._dropped.setdefault("stale", []).extend(group.index for group in stale)
-            self._ready = deque(g for g in self._ready if not self._is_stale(g, version))
-        return stale
+    def _drop_if_stale(self, group: Group) -> bool:
+        """Drop a group that is too old for the batch that is waited for; whether it was."""
+        if self._taking is None or not self._is_stale(group, self._taking):
+            return False
+        self._ready.pop(group.index, None)
+        self._stale.append(group)
+        self.counts.dropped_stale += 1
+        self._dropped.setdefault("stale", []).append(group.index)
+        return True
 
     def _is_stale(self, group: Group, version: int) -> bool:
         limit = self.config.max_token_staleness

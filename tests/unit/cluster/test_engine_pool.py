@@ -4,37 +4,47 @@ from __future__ import annotations
 
 import math
 import sys
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from plugin.cluster import engine_pool
-from plugin.cluster.engine_pool import Assignments, EnginePool
+from plugin.cluster.engine_pool import Assignments, EnginePool, _Running
 from plugin.config.engines import TransportTraits
+
+
+class Call:
+    """A call that never ends."""
+
+    def future(self) -> Future[Any]:
+        return Future()
+
+
+def loads(pool: EnginePool) -> dict[int, int]:
+    """How many groups each engine has."""
+    return {number: pool._assignments.load(number) for number in range(len(pool))}
 
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> EnginePool:
     """Two engines whose calls never answer."""
-    calls: list[Any] = []
 
-    def remote(*arguments: Any) -> Any:
-        calls.append(arguments)
-        return object()
+    def remote(*_: Any) -> Any:
+        return Call()
 
     def actor() -> Any:
         call = SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
         return SimpleNamespace(call=call)
 
     def start(self: EnginePool, number: int, failures_in_a_row: int = 0) -> Any:
-        return SimpleNamespace(
-            actor=actor(), starting=None, failures_in_a_row=failures_in_a_row, end=lambda: None
-        )
+        made = _Running(actor(), Call(), math.inf, failures_in_a_row)
+        made.end = lambda: None  # type: ignore[method-assign]
+        return made
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=lambda *_, **__: ([], [])))
     monkeypatch.setattr(EnginePool, "_start", start)
-    monkeypatch.setattr(EnginePool, "poll", lambda self: None)
     config: Any = SimpleNamespace(
         engine_patience=5.0, num_rollout_engines=2, max_restarts=3, transport_traits=TransportTraits("objects"),
         rollout_api_key_env=None,
@@ -42,6 +52,10 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> EnginePool:
     monkeypatch.setattr(engine_pool, "api_key", lambda _: None)
     console: Any = SimpleNamespace(log=lambda _: None)
     made: Any = EnginePool(config, {}, SimpleNamespace(), SimpleNamespace(), console)  # type: ignore[arg-type]
+    for number, engine in enumerate(made._engines):
+        engine.starting = None
+        made._update(number)
+    made._starts.clear()
     return made
 
 
@@ -51,10 +65,10 @@ def test_the_groups_of_an_engine_that_is_replaced_for_any_reason_come_back_as_lo
     requests: Any = {3: "a", 4: "b"}
     pool.send(0, requests, SimpleNamespace())  # type: ignore[arg-type]
     pool.send(1, {7: "c"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
-    assert pool.available() == {0: 2, 1: 1}
+    assert loads(pool) == {0: 2, 1: 1}
     pool.replace(0, "did not load its weights in time")
     assert pool.receive(wait_seconds=0) == ([], [3, 4])
-    assert pool.available() == {0: 0, 1: 1} and pool.restarts == 1
+    assert loads(pool) == {0: 0, 1: 1} and pool.restarts == 1
     assert pool.receive(wait_seconds=0) == ([], [])
 
 
@@ -69,7 +83,7 @@ def test_an_engine_that_is_silent_for_too_long_is_replaced(
     pool.send(1, {7: "c"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
     clock.now += 1.5
     assert pool.receive(wait_seconds=0) == ([], [3])
-    assert pool.available() == {0: 0, 1: 1}
+    assert loads(pool) == {0: 0, 1: 1}
 
 
 def test_a_group_that_is_sent_again_belongs_to_its_new_engine() -> None:
@@ -78,7 +92,7 @@ def test_a_group_that_is_sent_again_belongs_to_its_new_engine() -> None:
     assert assignments.remove_lost(0) == [1, 2]
     assignments.add(1, [2])
     assignments.remove_answered(1, [2])
-    assert not assignments.loads() and assignments.remove_lost(1) == []
+    assert not assignments.load(0) and not assignments.load(1) and assignments.remove_lost(1) == []
 
 
 @pytest.mark.hostile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -25,6 +26,12 @@ class Call:
 
     def __init__(self, answer: Callable[[], Any] | None) -> None:
         self.answer = answer
+
+    def future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self.answer is not None:
+            future.set_result(None)
+        return future
 
 
 class Engines:
@@ -108,7 +115,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
     node = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=wait, util=node))
-    monkeypatch.setattr(weight_sync, "result_of", lambda call, name, console: call.answer())
+    monkeypatch.setattr(weight_sync, "result_of", lambda call, name, console, _: call.answer())
 
 
 def raising(error: Exception) -> Callable[[], Any]:

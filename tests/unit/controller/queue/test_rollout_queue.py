@@ -55,9 +55,10 @@ class DirectEngines:
     def __len__(self) -> int:
         return len(self.engines)
 
-    def available(self) -> dict[int, int]:
-        loads = self.assignments.loads()
-        return {number: loads[number] for number in range(len(self)) if number not in self.starting}
+    def least_loaded(self) -> tuple[int, int] | None:
+        for number in range(len(self)):
+            self.assignments.set_open(number, number not in self.starting)
+        return self.assignments.least_loaded()
 
     def send(
         self, engine: int, requests: Mapping[int, GenerationRequest], parameters: SamplingParameters
@@ -222,10 +223,9 @@ def test_a_group_is_too_old_by_its_oldest_token_or_if_a_response_has_no_young_on
 ) -> None:
     queue, _ = make_queue(async_rollouts=True, partial_rollouts=True, **limits)
     for version in range(4, 9):
-        queue._ready.append(one_group([3, 4, 5], [4, 4]))
-        dropped = queue._drop_stale(version)
-        assert bool(dropped) == (version >= stale_at), version
-        queue._ready.clear()
+        queue._taking = version
+        dropped = queue._drop_if_stale(one_group([3, 4, 5], [4, 4]))
+        assert dropped == (version >= stale_at), version
 
 
 def test_old_tokens_are_masked_and_count_nowhere() -> None:
