@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from plugin import __version__
-from plugin.errors import ConfigError, MegatronTisError
+from plugin.errors import ConfigError, MegatronTisError, shortened
 
 #: name -> module, one line of help
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegatronTisError as error:
         if "--traceback" in words:
             raise
-        print(f"megatron-tis: {error}", file=sys.stderr)
+        print(f"megatron-tis: {shortened(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
