@@ -17,7 +17,9 @@ from plugin.cluster.ray_cluster import check_address
 from plugin.config import JobConfig
 from plugin.config.flags import expect
 from plugin.config.import_paths import load_called_with, try_on_example
+from plugin.controller.preflight.advice import Machine, advice
 from plugin.controller.preflight.memory_check import check_memory
+from plugin.controller.preflight.ray_checks import check_open_files
 from plugin.controller.preflight.task_checks import checked_eval_sets, checked_task
 from plugin.controller.preflight.teacher_checks import checked_teachers
 from plugin.engines.choice import (
@@ -73,6 +75,7 @@ def check_job(
         check_machine(config, cores=os.cpu_count() or 1, gpus=torch.cuda.device_count())
     else:
         check_address(config.address)
+    check_open_files(config)
     begin("loss and corrections")
     check_loss(config)
     takes_separable_head(config, config.tensor_model_parallel_size)
@@ -91,7 +94,9 @@ def check_job(
     check_engine_size(config, policy.hf_config)
     check_lengths(config, policy)
     check_patience(config)
-    check_memory(config, policy)
+    room = check_memory(config, policy)
+    for line in advice(config, policy, None if room is None else Machine.here(room)):
+        log(line)
     _check_answer_size(config, policy)
     reference = _other_policy(config, "--ref-hf-checkpoint", policy)
     critic = _other_policy(config, "--critic-hf-checkpoint", policy) or policy
