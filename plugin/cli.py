@@ -89,6 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has seen enough; close quietly, also at interpreter exit.
         sys.stderr.close()
         return 1
+    except OSError as error:
+        if error.filename is None or "--traceback" in words:
+            raise
+        print(f"megatron-tis: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _parser(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from plugin.cli import main
 from plugin.config.flags import read_yaml
 from plugin.errors import ConfigError
 from plugin.json_lines import parse_yaml, read_json_lines
@@ -37,6 +38,15 @@ def test_a_pipe_or_a_device_or_a_directory_as_config_is_not_waited_for(tmp_path:
     assert "directory" in refusal(tmp_path)
     with pytest.raises(OSError, match="a pipe"):
         next(read_json_lines(tmp_path / "pipe"))
+
+
+def test_a_pipe_in_a_run_directory_is_named_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "samples.jsonl")
+    assert main(["samples", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"megatron-tis: {tmp_path}/samples.jsonl: it is a pipe")
 
 
 def test_a_config_of_gigabytes_is_not_read(tmp_path: Path) -> None:
