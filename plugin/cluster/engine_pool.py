@@ -431,9 +431,7 @@ class EnginePool:
         self._starts = {ref: owner for ref, owner in self._starts.items() if owner[0] != engine}
         self._lost += self._assignments.remove_lost(engine)
 
-    def _go_on_without(
-        self, engine: int, error: MegatronTisError, *, retry_seconds: float
-    ) -> None:
+    def _go_on_without(self, engine: int, error: MegatronTisError, *, retry_seconds: float) -> None:
         """Do without an engine until it has started again, or raise `error` if too few are left."""
         old = self._engines[engine]
         left = len(self) - (not old.is_absent)
@@ -659,7 +657,9 @@ class EnginePool:
         # One that is loading is asked the next time: its answer would have to wait.
         loading = {number for number, _ in self._loads.values()}
         started = [
-            n for n, e in enumerate(self._engines) if e.starting is None and n not in loading and not e.is_absent
+            n
+            for n, e in enumerate(self._engines)
+            if e.starting is None and n not in loading and not e.is_absent
         ]
         found = self._answers(started, "awaits_probe")
         self._answer_probe([number for number, awaits in found.items() if awaits])

@@ -235,7 +235,7 @@ class RolloutQueue:
             self._scoring.clear()
         self._ready = {i: g for i, g in self._ready.items() if not self._is_stale(g, keep_for or 0)}
         kept = {*self._ready, *self._in_flight, *(one.index for one in self._scoring.attempts)}
-        pending = {index: failures for index, failures in state["pending"]}
+        pending: dict[int, int] = dict(state["pending"])
         self.counts = QueueCounts(**state["counts"])
         self._ahead = set(state.get("ahead", ()))
         first = self.counts.issued - len(self._ahead)

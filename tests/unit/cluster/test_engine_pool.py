@@ -140,7 +140,7 @@ def test_a_job_ends_with_fewer_engines_than_it_may_go_on_with(pool: EnginePool) 
     pool._engines[1].failures_in_a_row = pool._engines[0].failures_in_a_row = 3
     pool.replace(1, "died")
     assert len(pool) == 1
-    with pytest.raises(EngineError, match="engine 0 was restarted 3 times .* it died"):
+    with pytest.raises(EngineError, match=r"engine 0 was restarted 3 times .* it died"):
         pool.replace(0, "died")
 
 

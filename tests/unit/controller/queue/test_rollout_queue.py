@@ -437,7 +437,13 @@ def test_a_trainer_that_goes_back_trains_on_the_groups_that_its_engines_have() -
     assert queue.restore(start, keep_for=1) == 8 and queue.under_way == 12
     assert queue.counts.issued == 12 and queue.counts.taken == 0
     trained = [[g.index for g in queue.take(1)] for _ in range(3)]
-    assert trained[0] == [4, 5, 6, 7] and sorted(trained[1] + trained[2]) == [0, 1, 2, 3, *range(8, 12)]
+    assert trained[0] == [4, 5, 6, 7] and sorted(trained[1] + trained[2]) == [
+        0,
+        1,
+        2,
+        3,
+        *range(8, 12),
+    ]
     assert len({request.prompt_index for request in direct.served}) == queue.counts.issued
     assert queue.counts.issued == queue.counts.taken + queue.under_way
 
