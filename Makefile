@@ -11,7 +11,7 @@ AUDITED := cpu mcore-latest vllm adapters skyrl real kernels
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: train-real train-math evidence evidence-math precision bench-jobs bench-scale docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels test-real test-all audit soak
+.PHONY: train-real train-math evidence evidence-math precision bench-jobs bench-jobs-real bench-scale docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels test-real test-all audit soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -172,6 +172,9 @@ evidence-math: venv ## the same question on arithmetic in words, with the traine
 
 precision: venv ## mismatch by the dtypes of trainer and engine, some minutes: docs/precision.md
 	$(BIN)/python -m benchmarks.precision
+
+bench-jobs-real: venv runs/real_model/model .venv-vllm/ready ## whole jobs on SmolLM2-135M against TRL, with both engines: about 15 minutes
+	$(BIN)/python -m benchmarks.real_jobs
 
 bench-jobs: venv ## of these, whole jobs alone: about 10 minutes
 	$(BIN)/python -m benchmarks --with-peers --only jobs job-growth

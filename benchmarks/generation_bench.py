@@ -3,20 +3,29 @@
 In chunks an engine is given as many responses as fit and nothing more until the longest of them has ended. In a running
 batch a response joins as soon as one has ended. Both generate the same tokens on one thread with the transformers engine,
 in turns, and the median of each counts.
+
+`python -m benchmarks.generation_bench --hf-checkpoint DIR [--engines "transformers engine" vllm generate]` measures a
+model of one's own: the seconds of prompts and of a decode step, beside vLLM (in an environment that has it),
+transformers' `generate` and what the machine needs at least.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from plugin.engines.protocol import Finished, GenerationRequest, SamplingParameters
+from plugin.config import JobConfig
+from plugin.config.model import DtypeName
+from plugin.engines.protocol import Finished, GenerationRequest, RolloutEngine, SamplingParameters
+from plugin.engines.transformers.decode_batch import left_padded
 from plugin.engines.transformers.engine import TransformersEngine
 from plugin.weights.buckets import pack_buckets
 
@@ -102,7 +111,147 @@ def make_engine(max_batch: int) -> EndingEngine:
         max_position_embeddings=1024,
     )
     engine = EndingEngine(config.to_dict(), max_batch=max_batch)
-    buckets = list(pack_buckets(Qwen3ForCausalLM(config).state_dict().items()))
+    load_weights(engine, Qwen3ForCausalLM(config))
+    return engine
+
+
+def load_weights(engine: RolloutEngine, model: torch.nn.Module) -> None:
+    """Send the weights of `model` as version 0."""
+    buckets = list(pack_buckets(model.state_dict().items()))
     for number, bucket in enumerate(buckets):
         engine.load_weights(0, bucket, last=number == len(buckets) - 1)
-    return engine
+
+
+def measure_engines(
+    checkpoint: str, dtype: str, rows: int, length: int, repeats: int, engines: Sequence[str]
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of reading the prompts and of a decode step, wall and processor, by engine.
+
+    The engines take turns with the same prompts, new ones every time because vLLM remembers some.
+    A step is what each of `length` further tokens adds to the first.
+    """
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).eval()
+    ways = {name: _WAYS[name](model, dtype, rows) for name in engines}
+    times: dict[str, list[list[float]]] = {name: [] for name in ways}
+    for repeat in range(-1, repeats):
+        for name, run in ways.items():
+            row = []
+            for number, tokens in enumerate((1, 1 + length)):
+                prompts = random_prompts(rows, model.config.vocab_size, 2 * repeat + number)
+                wall, processor = time.perf_counter(), time.process_time()
+                run(prompts, tokens)
+                row += [time.perf_counter() - wall, time.process_time() - processor]
+            if repeat >= 0:  # the first turn compiles and allocates
+                times[name].append(row)
+    best = {
+        name: [min(column) for column in zip(*rows_, strict=True)] for name, rows_ in times.items()
+    }
+    results = {
+        name: {
+            "prompts, wall": 1e3 * wall,
+            "prompts, processor": 1e3 * processor,
+            "step, wall": 1e3 * (wall_all - wall) / length,
+            "step, processor": 1e3 * (processor_all - processor) / length,
+        }
+        for name, (wall, processor, wall_all, processor_all) in best.items()
+    }
+    return results | {"floor": step_floor(model, rows)}
+
+
+def step_floor(model: Any, rows: int) -> dict[str, float]:
+    """Milliseconds that a step's matrix products and the reading of its weights take at least."""
+    dtype = model.dtype
+    weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    numbers = sum(weight.numel() for weight in weights)
+    left, right = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
+    words = torch.ones(2**27, dtype=torch.int32)
+    product, reading = _fastest(lambda: left @ right), _fastest(words.max)
+    return {
+        "products": 1e3 * product * rows * numbers / 1024**3,
+        "weights read once": 1e3 * reading * numbers * dtype.itemsize / words.nbytes,
+    }
+
+
+def _fastest(run: Callable[[], Any]) -> float:
+    seconds = []
+    for _ in range(10):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def random_prompts(rows: int, vocabulary: int, seed: int) -> list[tuple[int, ...]]:
+    """Prompts of 24 to 43 tokens."""
+    draw = torch.Generator().manual_seed(seed + 10)
+    lengths = torch.randint(24, 44, (rows,), generator=draw).tolist()
+    return [tuple(torch.randint(vocabulary, (n,), generator=draw).tolist()) for n in lengths]
+
+
+Run = Callable[[list[tuple[int, ...]], int], Any]
+
+
+def _run_of(engine: RolloutEngine, model: Any) -> Run:
+    load_weights(engine, model)
+
+    def run(prompts: list[tuple[int, ...]], tokens: int) -> Any:
+        requests = [GenerationRequest(prompt, (i,), i) for i, prompt in enumerate(prompts)]
+        return engine.generate(requests, SamplingParameters(max_response_length=tokens))
+
+    return run
+
+
+def _ours(model: Any, dtype: DtypeName, rows: int) -> Run:
+    engine = TransformersEngine(model.config.to_dict(), dtype=dtype, max_batch=rows)
+    return _run_of(engine, model)
+
+
+def _vllm(model: Any, dtype: DtypeName, rows: int) -> Run:
+    from plugin.engines.vllm.engine import VllmEngine
+
+    flags = {"rollout_engine": "vllm", "rollout_max_batch": rows, "max_context_length": 512}
+    config = JobConfig().unchecked_copy(**flags, rollout_dtype=dtype)
+    return _run_of(VllmEngine(config, model.config.to_dict(), "vllm"), model)
+
+
+def _generate(model: Any, dtype: DtypeName, rows: int) -> Run:
+    def run(prompts: list[tuple[int, ...]], tokens: int) -> Any:
+        padded, mask = left_padded(prompts)
+        return model.generate(
+            padded,
+            attention_mask=mask.long(),
+            do_sample=True,
+            top_k=0,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+        )
+
+    return run
+
+
+_WAYS = {"transformers engine": _ours, "vllm": _vllm, "generate": _generate}
+
+
+def main() -> None:
+    """Print a table for a model directory."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.generation_bench")
+    parser.add_argument("--hf-checkpoint", required=True)
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--length", type=int, default=24, help="tokens after the first")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--engines", nargs="+", choices=list(_WAYS), default=list(_WAYS)[::2])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for dtype in options.dtype:
+        print(f"{dtype}, {options.rows} rows, {options.threads} threads, milliseconds")
+        sizes = (options.rows, options.length, options.repeats)
+        results = measure_engines(options.hf_checkpoint, dtype, *sizes, options.engines)
+        for name, row in results.items():
+            print(f"  {name}: " + ", ".join(f"{what} {ms:.0f}" for what, ms in row.items()))
+    print(f"load of the machine: {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

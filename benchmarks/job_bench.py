@@ -122,7 +122,7 @@ def _take_turns(size: Size, *, with_trl: bool) -> list[dict[str, Any]]:
 class Job:
     """A job in a process of its own; see `job_worker` for how it is held and let go."""
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, python: str = sys.executable) -> None:
         self.spec = spec
         self._directory = Path(spec.directory)
         self._directory.mkdir()
@@ -131,7 +131,7 @@ class Job:
         self._log = self._directory / "log"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.job_worker", str(file)],
+                [python, "-m", "benchmarks.job_worker", str(file)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,

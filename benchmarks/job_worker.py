@@ -22,7 +22,10 @@ _POLL_SECONDS = 0.02
 
 
 class JobSpec(NamedTuple):
-    """What a job does; of a round's `steps`, the first does not count."""
+    """What a job does; of a round's `steps`, the first does not count if there are others.
+
+    rows: a prompt file with sums for a pretrained model; none = the digits of `job_task`
+    """
 
     kind: Literal["synchronous", "rank per core", "asynchronous", "TRL"]
     directory: str
@@ -36,6 +39,9 @@ class JobSpec(NamedTuple):
     steps: int
     ranks: int = 1
     engines: int = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    engine: str = "transformers"
+    rows: str | None = None
 
     @property
     def samples(self) -> int:
@@ -96,12 +102,11 @@ def run_ours(spec: JobSpec, turns: Turns) -> None:
 
     flags = {
         "hf_checkpoint": spec.model,
-        "task_path": "benchmarks.job_task:make_task",
         "rollout_batch_size": spec.prompts,
         "n_samples_per_prompt": spec.samples_per_prompt,
         "max_response_length": spec.response,
-        "rollout_max_batch": spec.samples,
-        "micro_batch_size": spec.microbatch,
+        "rollout_engine": spec.engine,
+        "train_dtype": spec.dtype,
         "num_rollouts": spec.all_steps,
         "calculate_per_token_loss": True,
         "lr": spec.lr,
@@ -113,7 +118,53 @@ def run_ours(spec: JobSpec, turns: Turns) -> None:
         "run_dir": str(Path(spec.directory) / "run"),
         "seed": SEED,
     }
+    if spec.rows is None:
+        flags |= {
+            "task_path": "benchmarks.job_task:make_task",
+            "rollout_max_batch": spec.samples,
+            "micro_batch_size": spec.microbatch,
+        }
+    else:
+        flags |= {
+            "prompt_data": spec.rows,
+            "prompt_key": "messages",
+            "label_key": "answer",
+            "apply_chat_template": True,
+            "shuffle_data": False,
+            "reward": ["numeric"],
+            "use_tis": True,
+        }
     run_job(JobConfig.from_sources(flags), TimedConsole())
+
+
+class TrlTask(NamedTuple):
+    """Rows of TRL's data set, and what a response to a row is worth."""
+
+    prompts: list[Any]
+    answers: list[str]
+    reward: Callable[[list[int], str], float]
+
+    @classmethod
+    def of(cls, spec: JobSpec, tokenizer: Any) -> TrlTask:
+        """The task of our own jobs."""
+        if spec.rows is None:
+            task = EndlessDigits()
+            indices = range(spec.all_steps * spec.prompts)
+            digits = [str(task.prompt(index).data["answer"]) for index in indices]
+            return cls(
+                [a + "=" for a in digits],
+                digits,
+                lambda tokens, answer: task.reward(Prompt((), {"answer": answer}), tokens),
+            )
+        from plugin.rewards.built_in import numeric
+
+        rows = [json.loads(line) for line in Path(spec.rows).read_text().splitlines()]
+        rows = rows[: spec.all_steps * spec.prompts]
+
+        def reward(tokens: list[int], answer: str) -> float:
+            return numeric(tokenizer.decode(tokens, skip_special_tokens=True), {}, label=answer)
+
+        return cls([row["messages"] for row in rows], [row["answer"] for row in rows], reward)
 
 
 def run_trl(spec: JobSpec, turns: Turns) -> None:
@@ -124,7 +175,8 @@ def run_trl(spec: JobSpec, turns: Turns) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    task = EndlessDigits()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model)
+    task = TrlTask.of(spec, tokenizer)
     spent: dict[str, float] = {}
     scored: dict[str, float] = {"reward": 0.0, "tokens": 0}
 
@@ -139,7 +191,7 @@ def run_trl(spec: JobSpec, turns: Turns) -> None:
 
     def reward(completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
         rewards = [
-            task.reward(Prompt((), {"answer": wanted}), response)
+            task.reward(response, wanted)
             for wanted, response in zip(answer, completion_ids, strict=True)
         ]
         scored["reward"] = sum(rewards) / len(rewards)
@@ -153,8 +205,6 @@ def run_trl(spec: JobSpec, turns: Turns) -> None:
             phases = {"waiting": generating, "preparing": preparing}
             turns.end_of_step(phases, scored["reward"], int(scored["tokens"]))
 
-    prompts = [task.prompt(index) for index in range(spec.all_steps * spec.prompts)]
-    answers = [str(prompt.data["answer"]) for prompt in prompts]
     settings = GRPOConfig(
         output_dir=str(Path(spec.directory) / "run"),
         use_cpu=True,
@@ -182,11 +232,13 @@ def run_trl(spec: JobSpec, turns: Turns) -> None:
         seed=SEED,
     )
     trainer = GRPOTrainer(
-        model=transformers.AutoModelForCausalLM.from_pretrained(spec.model, dtype=torch.float32),
-        processing_class=transformers.AutoTokenizer.from_pretrained(spec.model),
+        model=transformers.AutoModelForCausalLM.from_pretrained(
+            spec.model, dtype=getattr(torch, spec.dtype)
+        ),
+        processing_class=tokenizer,
         reward_funcs=reward,
         args=settings,
-        train_dataset=Dataset.from_dict({"prompt": [a + "=" for a in answers], "answer": answers}),
+        train_dataset=Dataset.from_dict({"prompt": task.prompts, "answer": task.answers}),
         callbacks=[TimedSteps()],
     )
     for name, method in {

@@ -28,7 +28,9 @@ def build() -> None:
     subprocess.run([sys.executable, "-m", "venv", str(DIRECTORY)], check=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     own = DIRECTORY / "lib" / version / "site-packages"
-    (own / "project.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # With its .pth files: that environment may stand on another one itself.
+    below = sysconfig.get_path("purelib")
+    (own / "project.pth").write_text(f"import site; site.addsitedir({below!r})\n")
     pip = [str(DIRECTORY / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps"]
     for line in REQUIREMENTS.read_text().splitlines():
         if line and not line.startswith("#"):

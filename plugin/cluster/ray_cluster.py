@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from plugin.cluster.placement import most_cpu_slots, plan_resources
+from plugin.cluster.ray_watchdog import RayWatchdog
 from plugin.config import JobConfig
 from plugin.errors import ClusterError, ConfigError
 
@@ -32,11 +34,21 @@ _CONNECT_SECONDS = 5.0
 _REMOVAL_SECONDS = 5.0
 
 
+def _end_without_ray(cause: str) -> NoReturn:
+    """End this process, as Ray itself would a little later."""
+    print(f"error: {cause}", file=sys.stderr)
+    end_process(1)
+
+
 @contextlib.contextmanager
-def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
+def cluster(
+    config: JobConfig, lost: Callable[[str], None] = _end_without_ray
+) -> Iterator[Callable[[], None]]:
     """Connect to Ray for the duration of a job, in the background.
 
     Yields a function that waits until it is there, and raises what went wrong with it.
+
+    lost: called from another thread with the cause when Ray dies or does not answer any more
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ranks fail together; the first one's error is shown, and not the tracebacks of the others.
@@ -50,6 +62,9 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
         os.environ.setdefault("RAY_worker_niceness", "0")
         if "ray" not in sys.modules:
             os.environ[_LOOPBACK_SWITCH] = "0"
+            # Loopback is open to all users of the machine. Ray's own token would be a file in the
+            # home directory, as readable as the umask makes it, and for other clusters as well.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
 
     slots = plan_resources(config, use_gpus=False).cpu_slots
@@ -70,6 +85,7 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
         over.wait()
 
     thread = threading.Thread(target=connect, name="ray", daemon=True)
+    watchdog = RayWatchdog(config.ray_timeout, lost)
 
     def connected() -> None:
         if not thread.ident:
@@ -77,6 +93,7 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
         tried.wait()
         if failures:
             raise failures[0]
+        watchdog.start()
 
     # Ray starts a process per slot: of more than fit here, the checks of the job come first.
     if slots <= most_cpu_slots(os.cpu_count() or 1):
@@ -89,6 +106,7 @@ def cluster(config: JobConfig) -> Iterator[Callable[[], None]]:
     finally:
         if thread.ident:
             tried.wait()
+            watchdog.stop()
             if not failures:
                 ray.shutdown()
             over.set()
@@ -204,7 +222,7 @@ def _private_settings() -> Iterator[None]:
     `ray start --head` on this machine then has no job agent, and `ray job submit` fails.
     Not needed any more once `ray.init` has arguments for these.
     """
-    from ray._private import parameter
+    from ray._private import parameter, worker
     from ray._private.node import Node
 
     unused = ("start_monitor", "start_log_monitor", "start_api_server")
@@ -213,6 +231,8 @@ def _private_settings() -> Iterator[None]:
     ]
     params = functools.partial(parameter.RayParams, dashboard_agent_listen_port=0)
     changes.append((parameter, "RayParams", params))
+    # What Ray prints of its own death is the log of its raylet; see `ray_watchdog`.
+    changes.append((worker, "listen_error_messages", lambda *_: None))
     stock = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     for owner, name, value in changes:
         setattr(owner, name, value)

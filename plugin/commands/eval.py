@@ -83,7 +83,7 @@ def evaluate(
         config = config.with_absolute_paths()
         if not config.eval_data:
             raise ConfigError(
-                f"{source} says nothing about what to evaluate on; add --eval-data NAME:PATH"
+                f"{source} does not say what to evaluate on; add --eval-data NAME:PATH"
             )
         check_engine(config)
         policy = policy_source(config)

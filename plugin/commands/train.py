@@ -6,9 +6,16 @@ import argparse
 import shlex
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plugin.config import JobConfig
+from plugin.controller.driver_process import (
+    DriverEnd,
+    DriverPipe,
+    fork_driver,
+    newest_checkpoints,
+)
 from plugin.errors import (
     ConfigError,
     FindingError,
@@ -40,6 +47,40 @@ def run(args: argparse.Namespace) -> int:
 
     A job whose steps were all skipped or without gradient has failed.
     """
+    pipe: DriverPipe | DriverEnd = DriverPipe()
+    if getattr(args, "owns_process", False):
+        pipe = fork_driver()
+    if isinstance(pipe, DriverEnd):
+        return pipe.code if "ended" in pipe.said else _tell_end(pipe, args)
+    try:
+        return _drive(args, pipe)
+    finally:
+        pipe.tell(ended=True)
+
+
+def _tell_end(end: DriverEnd, args: argparse.Namespace) -> int:
+    """Say for a driver that could not how the job ended, and write its report."""
+    console = Console()
+    if "run_dir" in end.said:
+        from plugin.controller.job import JobResult
+        from plugin.controller.run_directory import earlier_history
+        from plugin.observe.html_report import write_report
+
+        run_dir = Path(end.said["run_dir"])
+        try:
+            history, evaluations, _ = earlier_history(run_dir)
+            result = JobResult(run_dir, history, evaluations, True, *newest_checkpoints(run_dir))
+            if history:
+                write_report([run_dir], run_dir / "report.html", force=True)
+            config = JobConfig.from_sources({}, run_dir / "config.yaml")
+            _summarize(result, config, console, finished=False, advises=False)
+        except (MegatronTisError, OSError) as error:
+            console.error(str(error))
+    console.error(end.cause)
+    return 1
+
+
+def _drive(args: argparse.Namespace, pipe: DriverPipe) -> int:
     console = Console()
     flags = JobConfig.given_in(args)
     with capture_warnings(console.warn):
@@ -48,14 +89,33 @@ def run(args: argparse.Namespace) -> int:
             from plugin.cluster.ray_cluster import cluster
 
             # Ray starts while torch is imported and the job is checked.
-            with cluster(config) as connected:
-                return _run(config, console, connected, args)
+            with cluster(config, _last_words(pipe, console)) as connected:
+                return _run(config, console, connected, args, pipe)
         except MegatronTisError as error:
             return _report_error(error, console, args)
 
 
+def _last_words(pipe: DriverPipe, console: Console) -> Callable[[str], None]:
+    """What the driver does when Ray is gone: no call of it would return."""
+
+    def lost(cause: str) -> None:
+        from plugin.cluster.ray_cluster import end_process
+
+        if pipe.is_read:
+            pipe.tell(cause=cause)
+        else:
+            console.error(cause)
+        end_process(1)
+
+    return lost
+
+
 def _run(
-    config: JobConfig, console: Console, connected: Callable[[], None], args: argparse.Namespace
+    config: JobConfig,
+    console: Console,
+    connected: Callable[[], None],
+    args: argparse.Namespace,
+    pipe: DriverPipe,
 ) -> int:
     from plugin.cluster.ray_cluster import end_process, private_ray_is_gone
 
@@ -67,12 +127,16 @@ def _run(
         if result.interrupted:
             _summarize(result, config, console, finished=False)
             if owns_process and private_ray_is_gone():
+                pipe.tell(ended=True)
                 end_process(130)
 
     try:
         with console.phase("loading torch"):
             from plugin.controller.job import run_job
-        result = run_job(config, console, connected, ended)
+        result = run_job(
+            *(config, console, connected, ended),
+            begun=lambda run_dir: pipe.tell(run_dir=str(run_dir.resolve())),
+        )
     except FindingError as error:
         # Before the summary: it explains the rewards.
         code = _report_error(error, console, args)
@@ -88,6 +152,7 @@ def _run(
         # Here, so that it is shown before Ray shuts down.
         code = _report_error(error, console, args)
         if owns_process and not results:
+            pipe.tell(ended=True)
             end_process(code)
         return code
     if result.interrupted:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+#: Schedulers signal every process of a job, and the one that waits for the driver passes it on.
+_SAME_SECONDS = 0.2
 
 
 class Interrupts:
@@ -23,6 +26,7 @@ class Interrupts:
     def __init__(self, log: Callable[[str], None]) -> None:
         self._log = log
         self._holding = self._pending = False
+        self._latest = -_SAME_SECONDS
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
@@ -46,6 +50,10 @@ class Interrupts:
                 raise KeyboardInterrupt
 
     def _interrupt(self, _signal: int, _frame: Any) -> None:
+        now = time.monotonic()
+        if now - self._latest < _SAME_SECONDS:
+            return
+        self._latest = now
         if not self._holding or self._pending:
             self._holding = self._pending = False
             raise KeyboardInterrupt

@@ -58,15 +58,17 @@ def run_job(
     console: Console | None = None,
     connected: Callable[[], None] | None = None,
     ended: Callable[[JobResult], None] = lambda _: None,
+    begun: Callable[[Path], None] = lambda _: None,
 ) -> JobResult:
     """Run a whole job; Ctrl-C ends it early with its report written.
 
     connected: waits for the `cluster` that the caller has begun to start; none = start one
     ended: called with the result, also when the job ends in an error
+    begun: called with the run directory once it is this job's
     """
     if connected is None:
         with cluster(config) as connected:
-            return run_job(config, console, connected, ended)
+            return run_job(config, console, connected, ended, begun)
     console = console or Console()
     config = config.with_absolute_paths()
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
@@ -76,6 +78,7 @@ def run_job(
     if parts.data is not None:
         config = _with_epochs(config, len(parts.data))
     with claimed_run_dir(run_dir, config):
+        begun(run_dir)
         result = JobResult(run_dir, [])
         _run_in(result, config, parts, console, connected, ended)
         return result

@@ -17,7 +17,7 @@ from plugin.errors import EngineError
 from plugin.ragged import Ragged
 from plugin.weights.group import WeightGroup
 
-#: abort: interrupted by new weights; the engine goes on with it before it answers.
+#: abort: interrupted by new weights; the engine continues it before it answers.
 FinishReason = Literal["stop", "length", "abort"]
 #: The weights wake first, so that new ones can be sent while the trainer still has its own.
 EnginePart = Literal["weights", "cache"]

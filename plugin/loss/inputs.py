@@ -273,7 +273,7 @@ def _invalid(
             cur.detach() - values,
             MAX_ABS_LOG_RATIO,
             f"; a log-ratio beyond +-{MAX_ABS_LOG_RATIO:g} is no mismatch: the log-probs are "
-            "misaligned or of another model. Check that both belong to the same token",
+            "misaligned or of a different model. Check that both belong to the same token",
         )
         for name in ("log_probs", "rollout_log_probs")
         if (values := fields[name]) is not None

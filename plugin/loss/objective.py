@@ -135,6 +135,9 @@ def regularizer_terms(
         estimator = config.rollout_kl_estimator_type
         values = kl_estimate(inputs.cur_log_probs, inputs.require_rollout(), scope, estimator)
         add("rollout_kl", config.rollout_kl_loss_coef, values)
+    if config.positive_nll_coef:
+        likelihood = torch.where(inputs.advantages > 0, inputs.cur_log_probs, 0.0)
+        add("positive_nll", config.positive_nll_coef, -likelihood)
     if inputs.distill_kl is not None:
         add("distill_kl", config.distill_coef, inputs.distill_kl)
     return tuple(terms)
@@ -143,8 +146,8 @@ def regularizer_terms(
 def reference_kl(inputs: LossInputs, config: LossConfig) -> Tensor:
     """KL of the current from the reference policy [T], over every real token.
 
-    With --use-unbiased-kl it is weighted by exp(cur - proximal), which its gradient flows through
-    as well.
+    With --use-unbiased-kl it is weighted by exp(cur - proximal), or against the rollout policy,
+    which its gradient flows through as well.
     """
     if inputs.ref_log_probs is None:
         raise ConfigError(
@@ -155,5 +158,8 @@ def reference_kl(inputs: LossInputs, config: LossConfig) -> Tensor:
     estimator = "k3" if bounded else config.kl_loss_type
     values = kl_estimate(cur, inputs.ref_log_probs, inputs.mask, estimator)
     if config.use_unbiased_kl:
-        values = values * safe_exp(log_ratio(cur, inputs.proximal_log_probs, inputs.mask))
+        against = inputs.proximal_log_probs
+        if config.unbiased_kl_against == "rollout":
+            against = inputs.require_rollout()
+        values = values * safe_exp(log_ratio(cur, against, inputs.mask))
     return values.clamp(max=LOW_VAR_KL_BOUND) if bounded else values

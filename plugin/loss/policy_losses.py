@@ -29,6 +29,7 @@ from plugin.loss.rollout_losses import (
     dro,
     icepop,
     ipo_kl,
+    ipo_tv,
     minpro,
     topr,
     vespo,
@@ -64,13 +65,22 @@ def gspo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
         3e-4 and 4e-4.
     Reference: Zheng et al. 2025 (GSPO).
     """
-    token_log_r = _cur_over_proximal(inputs)
-    sequence_log_r = geometric_log_ratio(token_log_r, inputs.mask, inputs.shards)
-    # The value is the sequence's, the gradient the token's: no gradient has to cross a collective.
-    straight_through = inputs.cur_log_probs - inputs.cur_log_probs.detach()
-    return _clipped_surrogate(
-        inputs.shards.per_token(sequence_log_r) + straight_through, inputs, config
-    )
+    return _clipped_surrogate(_sequence_mean(_cur_over_proximal(inputs), inputs), inputs, config)
+
+
+def gmpo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """The geometric mean of a sequence's ratios, each clipped on the side that A pushes it to.
+
+    loss = -exp(mean(c)) A, c = min(log r, eps_clip_high) for A >= 0, max(log r, -eps_clip) else;
+    r = exp(cur - proximal); each token passes its own gradient
+    Flags: --eps-clip 0.2, --eps-clip-high (= eps-clip), both of log r. The paper's are 0.4.
+    Reference: Zhao et al. 2025 (GMPO), arXiv 2507.20673; the clip as in verl.
+    """
+    log_r = _cur_over_proximal(inputs)
+    rising = log_r.clamp(max=config.clip_high)
+    clipped = torch.where(inputs.advantages >= 0, rising, log_r.clamp(min=-config.eps_clip))
+    loss = -safe_exp(_sequence_mean(clipped, inputs)) * inputs.advantages
+    return PolicyTerm(loss, inputs.mask, {"pg_clipfrac": (clipped != log_r).float()})
 
 
 @token_separable
@@ -121,6 +131,15 @@ def sapo(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     return PolicyTerm(-gate * inputs.advantages, inputs.mask, {"pg_clipfrac": closed.float()})
 
 
+def _sequence_mean(token_log_r: Tensor, inputs: LossInputs) -> Tensor:
+    """[T]: the mean over the sequence as a value, the token's own as a gradient.
+
+    So no gradient has to cross a collective.
+    """
+    mean = geometric_log_ratio(token_log_r, inputs.mask, inputs.shards)
+    return inputs.shards.per_token(mean) + token_log_r - token_log_r.detach()
+
+
 def _cur_over_proximal(inputs: LossInputs) -> Tensor:
     return log_ratio(inputs.cur_log_probs, inputs.proximal_log_probs, inputs.mask)
 
@@ -148,7 +167,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     function.__name__: function
     for function in (
         *(ppo, reinforce, cispo, gspo, icepop, dppo_tv, dppo, ipo_kl, sapo),
-        *(dppo_kl, vespo, topr, dro, minpro),
+        *(dppo_kl, vespo, topr, dro, minpro, gmpo, ipo_tv),
     )
 }
 

@@ -95,21 +95,39 @@ def ipo_kl(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
 
 
 @token_separable
+def ipo_tv(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
+    """One bound on how far a probability may move either way, and a drift penalty on every token.
+
+    loss = -keep A r + kl_tau log(r)^2, r = exp(cur - rollout), keep = |pi_cur - pi_rollout| <=
+    ipo_threshold
+    Flags: --ipo-threshold 0.1, --kl-tau 0.001.
+    Reference: Prime Intellect 2026, prime-rl's loss of type `ipo`; its older one is `ipo_kl`.
+    """
+    log_r, difference = _cur_over_rollout(inputs), _probability_shift(inputs)
+    bound = config.ipo_threshold + EDGE_TOLERANCE
+    term = _masked_surrogate(inputs, log_r, difference < -bound, difference > bound)
+    return replace(term, penalty=config.kl_tau * log_r.square())
+
+
+@token_separable
 def dppo_kl(inputs: LossInputs, config: LossConfig) -> PolicyTerm:
     """Drops a token whose binary KL left the bound in the direction in which A pushes it.
 
     loss = -keep A r, r = exp(cur - rollout); dropped if D > dppo_kl_threshold and pi_cur >
-    pi_rollout for A > 0, pi_cur < pi_rollout else; D = KL of (pi, 1 - pi), rollout from cur
-    Flags: --dppo-kl-threshold 0.05, --dppo-ratio-cap (none).
+    pi_rollout for A > 0, D > dppo_kl_threshold_low and pi_cur < pi_rollout else; D = KL of (pi, 1 -
+    pi), rollout from cur
+    Flags: --dppo-kl-threshold 0.05, --dppo-kl-threshold-low (= dppo-kl-threshold),
+        --dppo-ratio-cap (none).
     Reference: Qi et al. 2026 (DPPO, binary KL), arXiv 2602.04879; the direction as in the authors'
         code, probabilities within 1e-6 of 0 and 1.
     """
     log_r = _cur_over_rollout(inputs)
     rollout, cur = inputs.require_rollout(), inputs.cur_log_probs
-    too_far = binary_kl(rollout, cur, inputs.mask) > config.dppo_kl_threshold + EDGE_TOLERANCE
-    rose, positive = log_r.detach() > 0, inputs.advantages > 0
-    fell = log_r.detach() < 0
-    too_low, too_high = ~positive & fell & too_far, positive & rose & too_far
+    distance, low = binary_kl(rollout, cur, inputs.mask), config.dppo_kl_threshold_low
+    low = config.dppo_kl_threshold if low is None else low
+    moved, positive = log_r.detach(), inputs.advantages > 0
+    too_high = positive & (moved > 0) & (distance > config.dppo_kl_threshold + EDGE_TOLERANCE)
+    too_low = ~positive & (moved < 0) & (distance > low + EDGE_TOLERANCE)
     return _masked_surrogate(inputs, log_r, too_low, too_high, cap=config.dppo_ratio_cap)
 
 

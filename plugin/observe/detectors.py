@@ -173,7 +173,7 @@ def another_model(step: Step, memory: Memory) -> Finding | None:
     if truncates and (ratio > 0.003).mean() < 0.01:
         return None
     return Finding(
-        "the engine computes with another model than the trainer",
+        "the engine runs a different model than the trainer",
         "error",
         f"the mismatch KL (k3) is {k3:.2g} per token on {len(tokens)} tokens without staleness, "
         f"where rounding gives 1e-3 and no healthy job {UNMISTAKABLE_K3:g}; the engine gives its "

@@ -170,15 +170,20 @@ class RunFiles:
 def _write_config(path: Path, config: Mapping[str, Any]) -> None:
     """Write config.yaml; an earlier, different one is kept as config.1.yaml, config.2.yaml, ..."""
     text = yaml.safe_dump(plain_settings(config), sort_keys=False)
+    temporary = path.with_suffix(".yaml.partial")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     if path.exists():
         if path.read_text(encoding="utf-8") == text:
+            temporary.unlink()
             return
         number = 1
         while path.with_name(f"config.{number}.yaml").exists():
             number += 1
-        os.replace(path, path.with_name(f"config.{number}.yaml"))
-    temporary = path.with_suffix(".yaml.partial")
-    temporary.write_text(text, encoding="utf-8")
+        # Linked, not moved: a job that is killed here must not leave a run without its settings.
+        os.link(path, path.with_name(f"config.{number}.yaml"))
     os.replace(temporary, path)
 
 

@@ -87,6 +87,46 @@ def opo_advantages(rewards: Tensor, group_index: Tensor, lengths: Tensor) -> Ten
     return (centered - baseline).to(_result_dtype(rewards))
 
 
+def maxrl_advantages(rewards: Tensor, group_index: Tensor, *, epsilon: float = 1e-6) -> Tensor:
+    """(reward - group mean) / (group mean + epsilon) [N]; 0 in a group that earned nothing.
+
+    For rewards of 0 and 1 the expected gradient is that of the likelihood of success, expanded to
+    the size of the group (MaxRL, arXiv 2602.02710). A negative reward is a `BatchError`.
+    """
+    if bool((rewards < 0).any()):
+        raise BatchError(
+            f"maxrl divides by the mean reward of a group and one reward is {float(rewards.min())};"
+            " rewards must be at least 0, for example 0 and 1"
+        )
+    centered = _centered_in_group(rewards, group_index)
+    mean = rewards.double() - centered
+    return (centered / (mean + epsilon)).to(_result_dtype(rewards))
+
+
+def best_of_group_advantages(
+    rewards: Tensor, group_index: Tensor, *, std_normalization: bool = True, epsilon: float = 1e-6
+) -> Tensor:
+    """Best reward less second best for the best response of a group, 0 for the others [N].
+
+    What the best response adds to the maximum of its group: pass@k for groups of k (arXiv
+    2503.19595). Where the two are equal, all are 0. Divided by the standard deviation as in GRPO.
+    """
+    normalized = grpo_advantages(
+        rewards, group_index, std_normalization=std_normalization, epsilon=epsilon
+    ).double()
+    # By group, and in it from worst to best.
+    order = normalized.argsort(stable=True)
+    order = order[group_index[order].argsort(stable=True)]
+    groups, values = group_index[order], normalized[order]
+    best = torch.ones_like(groups, dtype=torch.bool)
+    best[:-1] = groups[1:] != groups[:-1]
+    follows = torch.zeros_like(best)
+    follows[1:] = groups[1:] == groups[:-1]
+    margin = values - torch.cat([values.new_zeros(1), values])[: len(values)]
+    gained = torch.where(best & follows, margin, 0.0)
+    return torch.zeros_like(gained).index_copy(0, order, gained).to(_result_dtype(rewards))
+
+
 def reinforce_plus_plus_returns(
     rewards: Tensor,
     loss_masks: Sequence[Tensor],
@@ -169,6 +209,13 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "opo": lambda rewards, groups, masks, config: spread_over_tokens(
         opo_advantages(rewards, groups, torch.from_numpy(_Steps.of(masks).counts)), masks
+    ),
+    "maxrl": lambda rewards, groups, masks, config: spread_over_tokens(
+        maxrl_advantages(rewards, groups), masks
+    ),
+    "best_of_group": lambda rewards, groups, masks, config: spread_over_tokens(
+        best_of_group_advantages(rewards, groups, std_normalization=config.grpo_std_normalization),
+        masks,
     ),
     "reinforce_plus_plus": lambda rewards, groups, masks, config: reinforce_plus_plus_advantages(
         rewards, masks, gamma=config.gamma

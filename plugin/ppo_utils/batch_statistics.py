@@ -33,7 +33,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugin.config.loss.corrections import ess_target
-from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, effective_sample_size, log_bound
+from plugin.ppo_utils.importance_ratio import (
+    MAX_LOG_RATIO,
+    clipped_ratio,
+    effective_sample_size,
+    log_bound,
+)
 
 Statistics = tuple[Tensor, ...]
 Declaration = Callable[[Tensor, Any, Sequence[Tensor]], Tensor | None]
@@ -197,6 +202,39 @@ def ess_clip_rounds(log_ratios: Tensor, config: Any, known: Sequence[Tensor]) ->
     count = torch.full_like(zero, len(log_r))
     total, squares = sums[0][inside] + outside * caps, sums[1][inside] + outside * caps.square()
     return torch.cat([count, total, squares])
+
+
+def tis_rounds(log_ratios: Tensor, config: Any, known: Sequence[Tensor]) -> Tensor | None:
+    """Rounds of an automatic clip; then [2] float64, tokens and sum of the clipped ratios.
+
+    The last round only with --tis-batch-normalize.
+    """
+    clip_rounds = _of_clip(known)
+    if len(clip_rounds) < len(known):
+        return None
+    if (part := ess_clip_rounds(log_ratios, config, clip_rounds)) is not None:
+        return part
+    if not config.tis_batch_normalize:
+        return None
+    weights = clipped_ratio(_bounded(log_ratios), config.tis_clip_low, tis_bound(known, config))
+    return torch.stack([torch.ones_like(weights).double().sum(), weights.double().sum()])
+
+
+def tis_bound(known: Sequence[Tensor], config: Any) -> float:
+    """--tis-clip, or the bound that was found for it."""
+    if ess_target(config.tis_clip) is None:
+        return float(config.tis_clip)
+    return ess_clip(_of_clip(known), config)
+
+
+def mean_weight(known: Sequence[Tensor]) -> float:
+    """The mean clipped ratio over the batch; 1 for an empty one."""
+    count, total = known[-1].tolist()
+    return total / count if total > 0 else 1.0
+
+
+def _of_clip(known: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [table for table in known if table.numel() > 2]
 
 
 def ess_clip(known: Sequence[Tensor], config: Any) -> float:

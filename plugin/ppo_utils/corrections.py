@@ -34,10 +34,11 @@ from plugin.config.loss.corrections import RejectionRule, ess_target, parse_reje
 from plugin.ppo_utils.batch_statistics import (
     batch_statistics,
     effective_share,
-    ess_clip,
-    ess_clip_rounds,
+    mean_weight,
     moment_round,
     second_moment_rounds,
+    tis_bound,
+    tis_rounds,
     within_second_moment,
 )
 from plugin.ppo_utils.correction_interface import (
@@ -78,23 +79,27 @@ __all__ = [
 
 
 @token_separable
-@batch_statistics(ess_clip_rounds)
+@batch_statistics(tis_rounds)
 @correction
 def vanilla_tis_function(tokens: CorrectionTokens, config: Any) -> Corrected:
     """Truncated importance sampling on the train/rollout mismatch.
 
-    weight = clip(exp(proximal - rollout), tis_clip_low, tis_clip)
-    Flags: --tis-clip 2.0, --tis-clip-low 0. --tis-clip auto:ess=0.9 takes, per step, the largest
-        bound of at least 1 that keeps ESS / N of the whole batch's weights at 0.9.
+    weight = clip(exp(proximal - rollout), tis_clip_low, tis_clip), with --tis-batch-normalize
+    divided by its mean over the batch
+    Flags: --tis-clip 2.0, --tis-batch-normalize False, --tis-clip-low 0. --tis-clip auto:ess=0.9
+        takes, per step, the largest bound of at least 1 that keeps ESS / N of the whole batch's
+        weights at 0.9.
     Reference: Espeholt et al. 2018 (IMPALA); Yao et al. 2025, "Your efficient RL framework secretly
         brings you off-policy RL training".
     """
-    log_r, high = tokens.log_ratio("proximal", "rollout"), config.tis_clip
-    if ess_target(high) is None:
-        return _truncated(log_r, config.tis_clip_low, high)
-    high = ess_clip(tokens.statistics, config)
+    log_r, high = tokens.log_ratio("proximal", "rollout"), tis_bound(tokens.statistics, config)
     weight, keep, metrics = _truncated(log_r, config.tis_clip_low, high)
-    return weight, keep, metrics | {"tis_clip_found": torch.full_like(log_r, high)}
+    if ess_target(config.tis_clip) is not None:
+        metrics["tis_clip_found"] = torch.full_like(log_r, high)
+    if config.tis_batch_normalize:
+        mean = mean_weight(tokens.statistics)
+        weight, metrics["tis_mean_weight"] = weight / mean, torch.full_like(log_r, mean)
+    return weight, keep, metrics
 
 
 @token_separable
@@ -332,7 +337,7 @@ def _compared_by_masks(tokens: CorrectionTokens, config: Any) -> Tensor:
     return tokens.log_ratio("cur" if skipped else "proximal", "rollout")
 
 
-def _truncated(log_r: Tensor, low: float, high: float) -> Corrected:
+def _truncated(log_r: Tensor, low: float, high: float) -> tuple[Tensor, None, dict[str, Tensor]]:
     """Weight by exp(log_r) clipped to a band; report the ratio before clipping."""
     ratio = safe_exp(log_r)
     metrics = {

@@ -40,7 +40,7 @@ _LABEL = "teacher"
 class HttpTeacher:
     """Scores the policy's tokens with the servers of one teacher.
 
-    vocab_size: of the policy; a server that returns other ids has another vocabulary
+    vocab_size: of the policy; a server that returns other ids has a different vocabulary
     idle: called now and then while servers work
     """
 
@@ -141,7 +141,7 @@ class HttpTeacher:
     # -- before the job starts
 
     def check(self, tokenizer: Any, log: Callable[[str], None]) -> None:
-        """Refuse servers that do not answer, or have another vocabulary than `tokenizer`.
+        """Refuse servers that do not answer, or have a different vocabulary than `tokenizer`.
 
         Every server scores the first and the last id of the vocabulary, and tokenizes a text where
         it can.
@@ -198,7 +198,7 @@ class HttpTeacher:
             return
         if theirs != ours:
             raise ConfigError(
-                f"{what} has another vocabulary: the policy's tokenizer makes {shown(ours)} of "
+                f"{what} has a different vocabulary: the policy's tokenizer makes {shown(ours)} of "
                 f"{shown(text)}, the teacher's {shown(theirs)}; serve a teacher with the policy's "
                 "tokenizer"
             )

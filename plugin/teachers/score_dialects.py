@@ -168,7 +168,7 @@ def _scores(
         if bad:
             raise MalformedAnswer(
                 f"token {shown(bad[0])} at position {position} is not among the policy's "
-                f"{vocab_size}: the teacher has another vocabulary"
+                f"{vocab_size}: the teacher has a different vocabulary"
             )
         log_probs([number for _, number in entries], len(entries))  # are numbers, at most 0
         # A server that adds the sampled token to the top k adds it below them.

@@ -68,6 +68,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "topr": {"calculate_per_token_loss": False},
     "dro": {"dro_beta": 0.5, "use_kl_loss": True, "kl_loss_coef": 0.1},
     "minpro": {"eps_clip_high": 0.1},
+    "gmpo": {"eps_clip": 0.05, "eps_clip_high": 0.1, "use_tis": True, "tis_batch_normalize": True},
+    "ipo_tv": {"ipo_threshold": 0.005, "kl_tau": 0.1, "positive_nll_coef": 0.1},
     "sapo": {
         "use_tis": True,
         "custom_tis_function_path": f"{HOOK}icepop_function,{HOOK}geometric_mask_function",

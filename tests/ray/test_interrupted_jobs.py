@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from plugin.observe.run_record import read_run
@@ -96,3 +97,29 @@ def test_a_second_ctrl_c_ends_at_once_and_still_prints_the_summary(
     output = job.communicate(timeout=60)[0]
     assert job.returncode == 130, output
     assert re.search(r"reward .* steps; report:", output), output
+
+
+@pytest.mark.parametrize(
+    ("process", "how", "cause"),
+    [
+        ("raylet", signal.SIGKILL, "raylet"),
+        ("gcs_server", signal.SIGKILL, "Ray's GCS (process"),
+        ("raylet", signal.SIGSTOP, "Ray's raylet was stopped"),
+        ("gcs_server", signal.SIGSTOP, "Ray's GCS was stopped"),
+    ],
+)
+def test_a_ray_that_dies_or_freezes_does_not_hold_the_job_or_keep_it_from_saying_how_to_go_on(
+    tmp_path: Path, temporary: Path, process: str, how: int, cause: str
+) -> None:
+    run_dir = tmp_path / "run"
+    job = start(run_dir, temporary, "--save-interval", "1", "--ray-timeout", "10")
+    wait_for_steps(job, run_dir, 2)
+    [target] = [p for p in psutil.Process(job.pid).children(recursive=True) if p.name() == process]
+    target.send_signal(how)
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 1, output
+    errors = [line for line in output.splitlines() if "error" in line.lower()]
+    assert errors == [output.splitlines()[-1]] and cause in errors[0], output
+    assert re.search(r"reward .* steps; report:", output), output
+    assert (run_dir / "report.html").stat().st_mtime >= (run_dir / "config.yaml").stat().st_mtime
+    assert re.search(r"go on: +megatron-tis train .* --resume", output), output

@@ -16,6 +16,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -212,6 +213,7 @@ def test_ctrl_c_writes_the_report_and_leaves_no_process(
     try:
         _wait_for_steps(run_dir / "metrics.jsonl", process)
         listening = _listening_addresses()
+        [driver] = psutil.Process(process.pid).children()
         process.send_signal(ending)
         output, _ = process.communicate(timeout=120)
     finally:
@@ -221,7 +223,7 @@ def test_ctrl_c_writes_the_report_and_leaves_no_process(
             process.wait(timeout=120)
     assert process.returncode == 130, output
     assert (run_dir / "report.html").exists()
-    assert not processes_of_session(f"_{process.pid}/")
+    assert not processes_of_session(f"_{driver.pid}/")
     outside = [address for address in listening if not address.startswith(("127.", "[::ffff:127."))]
     assert not outside, outside
 

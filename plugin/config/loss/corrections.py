@@ -166,6 +166,11 @@ class CorrectionFlags(FlagGroup):
         at_least=0,
         needs=needs_hook("vanilla_tis_function", "icepop_function"),
     )
+    tis_batch_normalize: bool = _of_hook(
+        "vanilla_tis_function",
+        False,
+        "divide the weights by their mean over the whole batch, so that their mean is 1",
+    )
     custom_tis_function_path: str | None = flag(
         None,
         "correction to use: pkg.mod.fn, pkg.mod:fn or file.py:fn, comma-separated; none = vanilla "

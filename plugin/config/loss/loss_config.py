@@ -39,6 +39,8 @@ ESTIMATOR_TRAITS: dict[str, EstimatorTraits] = {
     "opo": EstimatorTraits(group=True),
     "reinforce_plus_plus": EstimatorTraits(),
     "reinforce_plus_plus_baseline": EstimatorTraits(group=True),
+    "maxrl": EstimatorTraits(group=True),
+    "best_of_group": EstimatorTraits(group=True),
     "gae": EstimatorTraits(values=True),
     "none": EstimatorTraits(rewards=False),
 }
@@ -91,6 +93,14 @@ class RegularizerFlags(FlagGroup):
     use_unbiased_kl: bool = flag(
         False, "weight the reference KL by exp(cur - proximal)", needs=needs_flag("use_kl_loss")
     )
+    unbiased_kl_against: Literal["proximal", "rollout"] = flag(
+        "proximal",
+        "the policy that this weight divides by; rollout also corrects the mismatch",
+        needs=needs_flag("use_unbiased_kl"),
+    )
+    positive_nll_coef: float = flag(
+        0.0, "add this times the negative log-likelihood of the tokens with A > 0", at_least=0
+    )
     distill_topk: int | None = flag(
         None,
         "on-policy distillation: add the reverse KL from the teacher over this many of its "
@@ -132,7 +142,9 @@ class AdvantageFlags(FlagGroup):
         path=absolute_code,
     )
     grpo_std_normalization: bool = flag(
-        True, "grpo: divide by the group's standard deviation", needs=needs_estimator("grpo")
+        True,
+        "grpo, best_of_group: divide by the group's standard deviation",
+        needs=needs_estimator("grpo", "best_of_group"),
     )
     rloo_std: Literal["none", "group", "others", "batch"] = flag(
         "none",
@@ -243,6 +255,7 @@ class LossConfig(
             "--use-rollout-kl-loss": self.use_rollout_kl_loss,
             "--train-log-probs rollout or --use-rollout-logprobs": old == "rollout",
             "--train-log-probs approximate": old == "approximate",
+            "--unbiased-kl-against rollout": self.unbiased_kl_against == "rollout",
             "--get-mismatch-metrics": self.get_mismatch_metrics,
         }
         return [name for name, needed in wanted.items() if needed]
@@ -314,6 +327,7 @@ class LossConfig(
             "--rollout-kl-loss-coef": self.rollout_kl_loss_coef,
             "--entropy-coef": self.entropy_coef,
             "--distill-coef": self.distill_coef if self.distill_topk else 0,
+            "--positive-nll-coef": self.positive_nll_coef,
         }
         active = [name for name, value in regularized.items() if value]
         expect(

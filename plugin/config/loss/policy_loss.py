@@ -43,6 +43,8 @@ POLICY_LOSS_TRAITS: dict[str, PolicyLossTraits] = {
     "topr": PolicyLossTraits("rollout", per_token=True),
     "dro": PolicyLossTraits("rollout", per_token=True),
     "minpro": PolicyLossTraits("rollout", per_token=True),
+    "gmpo": PolicyLossTraits("train"),
+    "ipo_tv": PolicyLossTraits("rollout", per_token=True),
 }
 
 
@@ -82,7 +84,7 @@ def needs_loss(*names: str) -> Needs:
     )
 
 
-_CLIP = needs_loss("ppo", "gspo", "cispo", "minpro") | needs_hook("off_policy_is_function")
+_CLIP = needs_loss("ppo", "gspo", "cispo", "gmpo", "minpro") | needs_hook("off_policy_is_function")
 
 
 def _of_loss(loss: str, default: Any, help: str, **bounds: Any) -> Any:
@@ -137,17 +139,23 @@ class PolicyLossFlags(FlagGroup):
     dppo_kl_threshold: float = _of_loss(
         "dppo_kl", 0.05, "dppo_kl drops tokens whose binary KL exceeds this", above=0
     )
+    dppo_kl_threshold_low: float | None = _of_loss(
+        "dppo_kl", None, "dppo_kl: the same for A <= 0; none = dppo-kl-threshold", above=0
+    )
     dppo_mask_low: float = _of_loss("dppo", 0.2, "dppo drops A <= 0 below -this", at_least=0)
     dppo_mask_high: float = _of_loss("dppo", 0.2, "dppo drops A > 0 above this", at_least=0)
     ipo_ratio_low: float = _of_loss(
         "ipo_kl", 0.2, "ipo_kl: smallest ratio that is kept", at_least=0
     )
     ipo_ratio_high: float = _of_loss("ipo_kl", 5.0, "ipo_kl: largest ratio that is kept", above=0)
+    ipo_threshold: float = _of_loss(
+        "ipo_tv", 0.1, "ipo_tv keeps |pi_cur - pi_rollout| <= this", above=0, at_most=1
+    )
     kl_tau: float = flag(
         1e-3,
-        "squared log-ratio penalty of dppo and ipo_kl",
+        "squared log-ratio penalty of dppo, ipo_kl and ipo_tv",
         at_least=0,
-        needs=needs_loss("dppo", "ipo_kl"),
+        needs=needs_loss("dppo", "ipo_kl", "ipo_tv"),
     )
     adv_tau: float = flag(1.0, "scale of the advantages; 0 = rewards have no effect", at_least=0)
     teacher_tau: float = flag(

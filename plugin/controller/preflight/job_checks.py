@@ -17,6 +17,7 @@ from plugin.cluster.ray_cluster import check_address
 from plugin.config import JobConfig
 from plugin.config.flags import expect
 from plugin.config.import_paths import load_called_with, try_on_example
+from plugin.controller.preflight.advice import Machine, advice
 from plugin.controller.preflight.memory_check import check_memory
 from plugin.controller.preflight.task_checks import checked_eval_sets, checked_task
 from plugin.controller.preflight.teacher_checks import checked_teachers
@@ -91,7 +92,9 @@ def check_job(
     check_engine_size(config, policy.hf_config)
     check_lengths(config, policy)
     check_patience(config)
-    check_memory(config, policy)
+    room = check_memory(config, policy)
+    for line in advice(config, policy, None if room is None else Machine.here(room)):
+        log(line)
     _check_answer_size(config, policy)
     reference = _other_policy(config, "--ref-hf-checkpoint", policy)
     critic = _other_policy(config, "--critic-hf-checkpoint", policy) or policy

@@ -93,13 +93,13 @@ def refuse_what_cannot_fit(least: LeastBytes, memory: int, where: str) -> None:
     )
 
 
-def check_memory(config: JobConfig, policy: ModelSource) -> None:
-    """Refuse a model whose weights, gradients and optimizer state cannot fit on this machine.
+def check_memory(config: JobConfig, policy: ModelSource) -> int | None:
+    """Bytes of a rank that weights, gradients and optimizer state leave; refuses less than 0.
 
-    The memory of a cluster's nodes is not known here.
+    None where this machine does not tell: for the built-in model, and on a cluster.
     """
     if policy.directory is None or config.address is not None:
-        return
+        return None
     on_cuda = torch.cuda.is_available()
     described = SimpleNamespace(**policy.hf_config)
     tied = {"lm_head.weight"} if policy.hf_config.get("tie_word_embeddings") else set()
@@ -112,7 +112,8 @@ def check_memory(config: JobConfig, policy: ModelSource) -> None:
     if on_cuda:
         memory = torch.cuda.get_device_properties(0).total_memory
         refuse_what_cannot_fit(least, memory, "on its GPU")
-        return
+        return memory - least.total
     ranks = config.ranks_per_node
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
     refuse_what_cannot_fit(least, memory, f"of this machine's memory for each of its {ranks} ranks")
+    return memory - least.total

@@ -1,4 +1,4 @@
-"""What can be found wrong with teachers before the job starts: above all, another vocabulary."""
+"""Checks of teachers before the job starts: above all, that their vocabulary is the policy's."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _compare_tokenizers(spec: TeacherSpec, ours: Any, theirs: Any) -> None:
         for number in (mine.get(token), other.get(token))
     )
     raise ConfigError(
-        f"{spec.option} has another vocabulary: {token!r} has {here} in the policy's tokenizer and "
-        f"{there} in the teacher's, {len(different)} tokens differ; log-probs of the same tokens "
-        "can be compared only with one tokenizer: use a teacher that has it"
+        f"{spec.option} has a different vocabulary: {token!r} has {here} in the policy's tokenizer "
+        f"and {there} in the teacher's, {len(different)} tokens differ; log-probs of the same "
+        "tokens can be compared only with one tokenizer: use a teacher that has it"
     )

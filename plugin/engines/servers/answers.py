@@ -28,7 +28,7 @@ _NPY_HEADERS = {
 
 
 class WrongLogProbs(MalformedAnswer):
-    """A server that reports log-probs of another distribution than it samples from."""
+    """A server that reports log-probs of a different distribution than it samples from."""
 
 
 _short = reprlib.Repr()

@@ -122,7 +122,7 @@ class VllmDialect:
         return None
 
     def self_test(self, parameters: SamplingParameters) -> ServerCall | None:
-        """A call that finds a server with log-probs of another distribution, if one can."""
+        """A call that reveals a server with log-probs of a different distribution, if one can."""
         truncated = parameters.top_p != 1 or parameters.top_k is not None
         if not parameters.log_probs or (parameters.temperature == 1 and not truncated):
             return None

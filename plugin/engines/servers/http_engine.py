@@ -48,6 +48,7 @@ class HttpEngine(GeneratesBySteps):
 
     hf_config: of the model that the servers run
     urls, server: the addresses and what runs there, a key of `DIALECTS`; None = those of the flags
+    key: the servers' API key; None = that of --rollout-api-key-env, if any
     pool: the servers and their state
     updates: gives them weights
     """
@@ -60,6 +61,7 @@ class HttpEngine(GeneratesBySteps):
         *,
         urls: Sequence[str] | None = None,
         server: str | None = None,
+        key: str | None = None,
     ) -> None:
         urls = config.rollout_urls if urls is None else urls
         if not urls:
@@ -75,7 +77,7 @@ class HttpEngine(GeneratesBySteps):
         )
         dialect: Dialect = DIALECTS[server or config.rollout_server](shape)
         self.pool = ServerPool(urls)
-        self._session = partial(ServerSession, config.max_answer_bytes, api_key(config))
+        self._session = partial(ServerSession, config.max_answer_bytes, key or api_key(config))
         directory = None
         if config.weight_transport == "directory":
             directory = WeightDirectory(str(config.rollout_weights_dir), hf_config)

@@ -1,8 +1,10 @@
 """The `sglang` and `vllm_server` engines: a server of the job's own, and the client that asks it.
 
 The engine's actor starts the server on loopback, with random weights, and gives it every version
-through a directory that both see, or has it join the trainer's process groups. The server ends with
-the actor. When the server ends or falls silent, the engine raises, and the pool replaces both.
+through a directory that both see, or has it join the trainer's process groups. The server takes no
+call without the key that was made for it: other users of the machine reach loopback, too, and could
+have it load weights, or run its workers' methods. The server ends with the actor. When the server
+ends or falls silent, the engine raises, and the pool replaces both.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +26,7 @@ import torch
 import plugin
 from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
-from plugin.engines.choice import with_architecture
+from plugin.engines.choice import api_key, with_architecture
 from plugin.engines.protocol import (
     Answer,
     Finished,
@@ -34,6 +37,9 @@ from plugin.engines.servers.http_engine import HttpEngine
 from plugin.engines.servers.process import ServerEnded, ServerProcess, free_port
 from plugin.engines.vllm.startup import IN_PROCESS_ENVIRONMENT, cpu_options
 from plugin.weights.group import WeightGroup
+
+#: SGLang's settings in the directory of its model, which belongs to this user alone.
+_SETTINGS = "server.yaml"
 
 
 def make_sglang_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> ServedEngine:
@@ -71,6 +77,8 @@ def sglang_command(config: JobConfig, model: str, port: int, max_model_len: int)
         "context_length": max_model_len,
         "max_running_requests": config.rollout_max_batch,
         "enable_return_routed_experts": config.wants_rollout_routes,
+        # With the key, which everybody could read among the arguments.
+        "config": str(Path(model) / _SETTINGS),
         **config.sglang_arguments(),
     }
     return ServerCommand(
@@ -107,6 +115,7 @@ def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -
         "enable_return_routed_experts": config.wants_rollout_routes,
         "disable_log_stats": True,
         "worker_extension_cls": "plugin.engines.vllm.weights.WorkerExtension",
+        "middleware": "plugin.engines.vllm.startup.RequireKey",
         **given,
     }
     return ServerCommand(
@@ -154,6 +163,8 @@ class ServedEngine(HttpEngine):
     ) -> None:
         directory = Path(tempfile.mkdtemp(prefix="megatron_tis_server_"))
         (directory / "config.json").write_text(json.dumps(with_architecture(hf_config)))
+        key = api_key(config) or secrets.token_hex(32)
+        (directory / _SETTINGS).write_text(f"api-key: {json.dumps(key)}\n")
         positions = int(hf_config.get("max_position_embeddings") or 4096)
         longest = min(config.max_context_length or positions, positions)
         weights = config.rollout_weights_dir or str(directory / "weights")
@@ -165,11 +176,11 @@ class ServedEngine(HttpEngine):
             max_context_length=longest,
             start_timeout=None,  # the server is ready before anything is sent to it
         )
-        super().__init__(of_client, hf_config, name, urls=[url], server=server)
+        super().__init__(of_client, hf_config, name, urls=[url], server=server, key=key)
         start = command(config, str(directory), port, longest)
         # Without what an engine inside this process, or the one that started it, sets for itself.
         inherited = {k: v for k, v in os.environ.items() if IN_PROCESS_ENVIRONMENT.get(k) != v}
-        environment = inherited | dict(start.environment)
+        environment = inherited | dict(start.environment) | {"VLLM_API_KEY": key}
         if not torch.cuda.is_available():
             environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
         self.server = ServerProcess(

@@ -107,7 +107,7 @@ class TransformersEngine(GeneratesBySteps):
         self._membership = Membership()
         self._staged: tuple[int, list[bytes | np.ndarray]] = (NO_WEIGHTS, [])
         self._batch = DecodeBatch(self._forward, lambda: growing_cache(self._model.config))
-        self._table = ResponseTable(SamplingParameters(max_response_length=1), 0)
+        self._table = ResponseTable(SamplingParameters(max_response_length=1), max_batch)
         self._joining: list[tuple[int, GenerationRequest, SamplingParameters]] = []
         self._last_read = torch.empty(0, dtype=torch.int64)
         self._recorder: RouteRecorder | None = None

@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-#: Positions that a buffer has to spare when it is made; as many as it holds if that is more.
-_LEAST_ROOM = 16
+#: Positions that a buffer has to spare when it is made, or a share of those it holds if that is
+#: more: a copy then costs as much as few of the steps until the next one, at any length.
+_LEAST_ROOM, _SHARE_OF_ROOM = 64, 1 / 8
 
 
 class GrowingLayer(DynamicLayer):
@@ -34,9 +35,9 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if past == 0 or length > self._keys.shape[-2]:
-            room = max(_LEAST_ROOM, length)
-            self._keys = _longer(self.keys if past else None, key_states, length + room)
-            self._values = _longer(self.values if past else None, value_states, length + room)
+            capacity = _capacity(length)
+            self._keys = _longer(self.keys if past else None, key_states, capacity)
+            self._values = _longer(self.values if past else None, value_states, capacity)
         self._keys[..., past:length, :] = key_states
         self._values[..., past:length, :] = value_states
         self.keys, self.values = self._keys[..., :length, :], self._values[..., :length, :]
@@ -66,7 +67,7 @@ class GrowingLayer(DynamicLayer):
         All end at the last position; what is shorter gets zeros in front.
         """
         length = max(self.get_seq_length() - start, other.get_seq_length())
-        capacity = length + max(_LEAST_ROOM, length)
+        capacity = _capacity(length)
         self._keys, self._values = (
             _aligned(
                 ((mine[which[0], :, start:], places[0]), (theirs[which[1]], places[1])),
@@ -76,6 +77,10 @@ class GrowingLayer(DynamicLayer):
             for mine, theirs in ((self.keys, other.keys), (self.values, other.values))
         )
         self.keys, self.values = self._keys[..., :length, :], self._values[..., :length, :]
+
+
+def _capacity(length: int) -> int:
+    return length + max(_LEAST_ROOM, int(length * _SHARE_OF_ROOM))
 
 
 def _aligned(parts: Sequence[tuple[Tensor, Tensor]], length: int, capacity: int) -> Tensor:

@@ -202,7 +202,7 @@ class VllmEngine(GeneratesBySteps):
         if parameters.temperature < _LOWEST_TEMPERATURE:
             raise ConfigError(
                 f"temperature {parameters.temperature} is below {_LOWEST_TEMPERATURE}, to which "
-                "vLLM raises it; the log-probs would be of another distribution than the "
+                "vLLM raises it; the log-probs would be of a different distribution than the "
                 "trainer's; choose a higher one"
             )
         room = self._max_model_len - len(request.prompt)

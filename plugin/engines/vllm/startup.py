@@ -6,6 +6,7 @@ process each; where they are on several nodes, the workers are Ray actors.
 
 from __future__ import annotations
 
+import hmac
 import inspect
 import json
 import os
@@ -37,6 +38,26 @@ _BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
 _SMALLEST_CACHE, _LARGEST_CACHE = 64 << 20, 4 << 30
 #: The ranks of adapters that vLLM makes room for.
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+class RequireKey:
+    """ASGI middleware: every call but `/health` needs the server's key (VLLM_API_KEY).
+
+    vLLM's own covers the paths of its public API, but none of those that change weights.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app, self._expected = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        """Hand the call on, or answer 401."""
+        open_to_all = scope["type"] == "lifespan" or scope.get("path") == "/health"
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if open_to_all or hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b"a key is needed"})
 
 
 def build_llm(

@@ -21,8 +21,8 @@ def row_kernels_for(logits: torch.Tensor) -> RowKernels:
     """The fastest implementation that runs for these logits on this machine."""
     if logits.device.type == "cuda":
         return _triton_rows() or blocked_torch
-    if logits.device.type == "cpu" and logits.dtype in cpu_extension.DTYPES:
-        return cpu_extension if cpu_extension.load_library() is not None else blocked_torch
+    if logits.device.type == "cpu" and cpu_extension.runs(logits.dtype):
+        return cpu_extension
     return blocked_torch
 
 

@@ -1,4 +1,4 @@
-"""The two passes in C++ for float32 and bfloat16 logits in main memory.
+"""The two passes in C++ for logits in main memory.
 
 `logprob_rows.cpp` is built on first use with one compiler call of about a second, and kept under
 the user's cache directory for later processes. Where that is impossible `load_library` warns once
@@ -25,7 +25,8 @@ from plugin.logprobs.kernels.row_statistics import RowNormalizer, ShardStatistic
 
 name = "cpu_extension"
 
-DTYPES = (torch.float32, torch.bfloat16)
+#: In the order of the numbers that the kernels know them by.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SOURCE = Path(__file__).with_name("logprob_rows.cpp")
 COMPILERS = ("g++", "c++", "clang++")
 # No -ffast-math: NaN and infinity must keep their meaning.
@@ -36,6 +37,7 @@ FLAGS = (
     "-std=c++17",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-ffp-contract=fast",
     "-shared",
     "-fPIC",
 )
@@ -62,6 +64,13 @@ def load_library() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
+
+
+def runs(dtype: torch.dtype) -> bool:
+    """Whether the kernels could be built and know these logits; older compilers lack float16."""
+    if dtype not in DTYPES or (library := load_library()) is None:
+        return False
+    return dtype != torch.float16 or bool(library.megatron_tis_has_float16())
 
 
 def _open_or_build(path: Path) -> ctypes.CDLL:
@@ -118,7 +127,7 @@ def forward_blocks(
     targets = targets.contiguous()
     _library().megatron_tis_forward(
         logits.data_ptr(),
-        logits.element_size(),
+        DTYPES.index(logits.dtype),
         rows,
         columns,
         logits.stride(0),
@@ -152,7 +161,7 @@ def backward_blocks(
     ]
     library.megatron_tis_backward(
         logits.data_ptr(),
-        logits.element_size(),
+        DTYPES.index(logits.dtype),
         logits.shape[0],
         logits.shape[1],
         logits.stride(0),

@@ -17,6 +17,7 @@ named `step_<number>` is therefore complete; a killed save leaves an `.incomplet
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import math
@@ -49,6 +50,8 @@ USE_ANOTHER = "resume from another, --resume-from step_<number>"
 
 _STEP_NAME = re.compile(r"step_(\d{7,})")
 _BLOCK = 1 << 22
+#: Of renameat2(2).
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @dataclass(frozen=True)
@@ -101,16 +104,37 @@ def publish(incomplete: Path) -> Path:
     for path in [*incomplete.rglob("*"), incomplete, incomplete.parent]:
         if path.is_dir():
             _sync(path)
-    replaced = final.with_name(final.name + ".replaced" + INCOMPLETE)
-    if final.exists():
-        # A run that was resumed from an earlier checkpoint comes by this step again.
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(final, replaced)
-    os.rename(incomplete, final)
-    _sync(final.parent)
+    # A run that was resumed from an earlier checkpoint comes by this step again.
+    put_in_place(incomplete, final)
     _mark(final, LATEST_FILE)
-    shutil.rmtree(replaced, ignore_errors=True)
     return final
+
+
+def put_in_place(draft: Path, final: Path) -> None:
+    """Give a directory its final name; one that has it is replaced, at once, and removed."""
+    if final.exists():
+        if not _exchange(draft, final):
+            # Not on this file system: whoever is killed here leaves both, under other names.
+            spare = final.with_name(f"{final.name}.replaced{INCOMPLETE}")
+            shutil.rmtree(spare, ignore_errors=True)
+            os.rename(final, spare)
+            os.rename(draft, final)
+            draft = spare
+        _sync(final.parent)
+        shutil.rmtree(draft, ignore_errors=True)
+    else:
+        os.rename(draft, final)
+        _sync(final.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Let two directories change names in one step; False where the system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:  # an old C library, or macOS
+        return False
+    names = os.fsencode(first), os.fsencode(second)
+    return bool(renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
 
 
 def mark_best(checkpoint: Path) -> None:

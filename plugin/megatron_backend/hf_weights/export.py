@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plugin.errors import WeightError
+from plugin.megatron_backend.checkpoint.directory import put_in_place
 from plugin.megatron_backend.hf_weights.bridge import (
     GROUPED_EXPERT,
     LAYER,
@@ -343,10 +344,4 @@ class _Writer:
         for pattern in _COMPANIONS if tokenizer_from else ():
             for companion in Path(str(tokenizer_from)).glob(pattern):
                 shutil.copy(companion, self._partial)
-        if self._directory.exists():
-            replaced = self._directory.with_name(self._directory.name + ".replaced")
-            self._directory.rename(replaced)
-            self._partial.rename(self._directory)
-            shutil.rmtree(replaced)
-        else:
-            self._partial.rename(self._directory)
+        put_in_place(self._partial, self._directory)

@@ -153,17 +153,6 @@ def weight_sources(
                 yield canonical, names
 
 
-def checkpoint_tensors(hf_config: Any) -> Mapping[str, Tensor]:
-    """The tensors of a checkpoint as transformers builds them, not initialized, by expert."""
-    from transformers import AutoModelForCausalLM, initialization
-
-    with initialization.no_init_weights():
-        model = AutoModelForCausalLM.from_config(hf_config)
-    if FAMILIES[hf_config.model_type].fused_experts:
-        return ExpertsByNumber(model.state_dict())
-    return split_by_expert(model.state_dict())
-
-
 def whole_parameters(chunks: Sequence[torch.nn.Module], groups: ParallelGroups) -> int:
     """Count this stage's parameters over all its ranks, without copies and vocabulary padding."""
     total = 0

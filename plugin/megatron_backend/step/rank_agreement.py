@@ -1,8 +1,8 @@
 """Every rank raises or none does.
 
 A rank that raises alone leaves the others waiting in their next collective until a watchdog ends
-them, without a traceback. Errors of our own code are therefore caught, the rank goes on with a loss
-of zero, and all ranks exchange errors at the next safe point.
+them, without a traceback. Errors of our own code are therefore caught, the rank continues with a
+loss of zero, and all ranks exchange errors at the next safe point.
 
 That works only where nobody waits for the rest of the body that failed. An error between two
 collectives of one body (out of memory on one tensor parallel rank) is raised: the driver sees

@@ -2,7 +2,7 @@
 
 A schedule calls `forward_step(data_iterator, model)` for every microbatch and model chunk, and gets
 the chunk's output and, for the last stage, a function that turns that output into a loss. An error
-inside such a function is collected and the rank goes on with a loss of zero, so that it keeps
+inside such a function is collected and the rank continues with a loss of zero, so that it keeps
 taking part in the collectives of the others; one that leaves a peer in the middle of the function
 is raised (see `rank_agreement`).
 """

@@ -62,7 +62,7 @@ def test_a_model_is_evaluated_by_itself_as_table_and_json(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "says nothing about what to evaluate on; add --eval-data NAME:PATH"),
+        ((), "does not say what to evaluate on; add --eval-data NAME:PATH"),
         (("--eval-data", "digits:nowhere.jsonl"), r"--eval-data .*nowhere\.jsonl"),
         (("--eval-data", "held:4"), "has nothing to train on|add --prompt-data"),
         (("--eval-data", "digits:{bad}"), r"--eval-data .*bad\.jsonl, line 1: "),

@@ -11,12 +11,31 @@ from typing import Any
 import pytest
 
 from plugin.config import JobConfig
+from plugin.controller import interrupts as interrupts_module
 from plugin.controller import job as jobs
 from plugin.controller.interrupts import Interrupts, ignored_interrupts
 from plugin.errors import ClusterError
 from plugin.observe.console import Console
 
 pytestmark = pytest.mark.hostile
+
+
+@pytest.fixture(autouse=True)
+def no_signal_counts_as_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests press Ctrl-C twice within less time than a scheduler takes to signal all processes."""
+    monkeypatch.setattr(interrupts_module, "_SAME_SECONDS", 0.0)
+
+
+def test_a_signal_that_arrives_twice_is_one_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts_module, "_SAME_SECONDS", 60.0)
+    interrupts, finished = Interrupts(lambda text: None), False
+    with interrupts.handled(), pytest.raises(KeyboardInterrupt):
+        with interrupts.held_back("finishes"):
+            press()
+            press()
+            finished = True
+        raise AssertionError("the interrupt was lost")
+    assert finished
 
 
 def press(number: int = signal.SIGINT) -> None:

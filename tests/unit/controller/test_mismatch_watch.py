@@ -46,7 +46,7 @@ def test_an_unmistakable_finding_ends_the_job_before_anything_else_is_said(tmp_p
     said: list[str] = []
     with RunFiles(tmp_path, {}, tensorboard=False) as files:
         job = MismatchWatch(JobConfig(), files, said.append)
-        with pytest.raises(FindingError, match="step 1: the engine computes with another model"):
+        with pytest.raises(FindingError, match="step 1: the engine runs a different model"):
             job.check(1, columns, 0)
     assert said == []
     assert [line["detector"] for line in read_run(tmp_path).findings] == ["another_model"]
@@ -55,7 +55,7 @@ def test_an_unmistakable_finding_ends_the_job_before_anything_else_is_said(tmp_p
 def test_it_is_a_warning_like_others_where_the_user_wants_that(tmp_path: Path) -> None:
     columns = rollout(Language(seed=5), LANGUAGE)
     said, written = watch(tmp_path, columns, on_finding="warn")
-    assert len(said) == 1 and said[0].startswith("step 1: error: the engine computes with another")
+    assert len(said) == 1 and said[0].startswith("step 1: error: the engine runs a different")
     assert len(written) == 3
 
 

@@ -60,11 +60,11 @@ def test_another_model_is_found_before_anything_is_said_about_rewards(tmp_path: 
     records.add(line, batch, trained, of_rollout_weights=True)
     records.write()
     assert [text.splitlines()[0] for text in said] == [
-        "step 20: error: the engine computes with another model than the trainer",
+        "step 20: error: the engine runs a different model than the trainer",
         "step 20: error: nothing is learned: all rewards are equal",
     ]
     titles = [finding["title"] for finding in diagnose(tmp_path)["findings"]]
-    assert titles[0] == "the engine computes with another model than the trainer"
+    assert titles[0] == "the engine runs a different model than the trainer"
 
 
 def job_that_tells(told: list[str], **settings: Any) -> TrainingLoop:

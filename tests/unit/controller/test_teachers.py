@@ -137,7 +137,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_the_start(
     for name, message in (
         (
             "other",
-            "has another vocabulary: '1' has the id 1 in the policy's tokenizer and the id 2",
+            "has a different vocabulary: '1' has the id 1 in the policy's tokenizer and the id 2",
         ),
         ("bare", "has a vocabulary of 32 tokens, the policy of 15"),
         ("short", r"short has logits for 12 ids, and the tokenizer has 15"),

@@ -173,6 +173,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "topr": {"policy_loss": "topr", "calculate_per_token_loss": False, **_ALL_TERMS},
     "dro": {"policy_loss": "dro", "dro_beta": 0.7, "adv_tau": 0.8},
     "minpro": {"policy_loss": "minpro", "eps_clip_high": 0.1, "entropy_coef": 0.05},
+    "gmpo": {"policy_loss": "gmpo", "eps_clip": 0.1, "eps_clip_high": 0.15, **_ALL_TERMS},
+    "ipo_tv": {"policy_loss": "ipo_tv", "ipo_threshold": 0.03, "kl_tau": 0.3},
+    "kl against rollout and nll": {
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.3,
+        "kl_loss_type": "k3",
+        "use_unbiased_kl": True,
+        "unbiased_kl_against": "rollout",
+        "positive_nll_coef": 0.2,
+    },
+    "icepop_and_mask": {
+        "policy_loss": "icepop",
+        "use_tis": True,
+        "geometric_mask_low": 0.7,
+        "geometric_mask_high": 1.1,
+        "custom_tis_function_path": _HOOK + "geometric_mask_function",
+    },
     "vanilla_tis": {"use_tis": True, "tis_clip": 1.2, "tis_clip_low": 0.8, **_ALL_TERMS},
     "icepop_hook": {
         "use_tis": True,

@@ -35,6 +35,7 @@ UNBOUNDED: dict[str, Any] = {
     "dppo_mask_low": 1.0,
     "dppo_mask_high": 1.0,
     "dppo_kl_threshold": 1e6,
+    "ipo_threshold": 1.0,
     "m2po_threshold": 1e6,
     "kpop_threshold": 1e6,
     "kl_tau": 0.0,
@@ -97,6 +98,8 @@ UNBIASED = [
     ("dppo", None),
     ("ipo_kl", None),
     ("dppo_kl", None),
+    ("gmpo", "vanilla_tis_function"),  # with a clip of log r at 1 and 1e6, which nothing reaches
+    ("ipo_tv", None),
     ("minpro", None),  # of a single token there is no prefix
 ]
 

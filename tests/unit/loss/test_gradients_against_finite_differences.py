@@ -40,6 +40,7 @@ def policy_token(
 ) -> tuple[float, bool]:  # fmt: skip
     """Loss of one token and whether it is kept.
 
+    s_log: mean(cur - train) over the sequence, of gmpo each clipped
     sequence: sum(cur - rollout) over the sequence; smallest_before: of cur - rollout before the token, 0 at the first
     """
     low, high = max(0.0, 1 - c.eps_clip), 1 + c.clip_high
@@ -54,6 +55,10 @@ def policy_token(
         if c.eps_clip_c is not None and a < 0:
             loss = min(loss, -c.eps_clip_c * a)
         return loss, True
+    if c.policy_loss == "gmpo":
+        return -a * math.exp(
+            s_log + one_sided(c, live - train, a) - one_sided(c, frozen - train, a)
+        ), True
     if c.policy_loss == "sapo":
         tau = c.sapo_tau_pos if a > 0 else c.sapo_tau_neg
         return -a * 4 / tau / (1 + math.exp(-tau * (math.exp(live - train) - 1))), True
@@ -65,6 +70,9 @@ def policy_token(
     if c.policy_loss == "dppo_tv":
         keep = -c.dppo_diff_low <= difference <= c.dppo_diff_high
         return (-guided * min(r, c.dppo_ratio_cap or math.inf) if keep else 0.0), keep
+    if c.policy_loss == "ipo_tv":
+        keep = abs(difference) <= c.ipo_threshold
+        return (-guided * r if keep else 0.0) + c.kl_tau * (live - rollout) ** 2, keep
     if c.policy_loss == "dppo_kl":
         p, q = math.exp(rollout), math.exp(frozen)
         away = q > p if a > 0 else q < p
@@ -89,6 +97,10 @@ def policy_token(
     return (-guided * r + penalty if keep else 0.0), keep
 
 
+def one_sided(c: LossConfig, log_r: float, a: float) -> float:
+    return min(log_r, c.clip_high) if a >= 0 else max(log_r, -c.eps_clip)
+
+
 def binary_kl(p: float, q: float) -> float:
     return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
@@ -108,6 +120,8 @@ def hook_weight(
         return clip(math.exp(frozen - rollout), 1 - c.eps_clip, 1 + c.clip_high)
     if name == "segment_tis_function":
         return clip(math.exp(segment), c.sequence_tis_clip_low, c.sequence_tis_clip)
+    if name == "geometric_mask_function":
+        return float(c.geometric_mask_low <= math.exp(mean_log_r) <= c.geometric_mask_high)
     if name == "kpop_function":
         p, q = math.exp(train), math.exp(rollout)
         return r if max(binary_kl(p, q), binary_kl(q, p)) <= c.kpop_threshold else 0.0
@@ -138,6 +152,8 @@ def reference_loss(c: LossConfig, batch: dict[str, Any], live: Any, frozen: Any)
         rollout = columns["rollout_log_probs"]
         train = rollout if c.train_log_probs == "rollout" else columns["log_probs"]
         s_log = mean([scored[t][2] - train[t] for t in unmasked])
+        if c.policy_loss == "gmpo":
+            s_log = mean([one_sided(c, scored[t][2] - train[t], advantages[t]) for t in unmasked])
         mean_log_r = mean([train[t] - rollout[t] for t in unmasked])
         policy, regular, kept_count = 0.0, 0.0, 0
         moved = {t: scored[t][2] - rollout[t] for t in unmasked}
@@ -155,9 +171,11 @@ def reference_loss(c: LossConfig, batch: dict[str, Any], live: Any, frozen: Any)
             kept_count += keep
             policy += loss * weight
             regular -= c.entropy_coef * entropy
+            regular -= c.positive_nll_coef * cur if advantages[t] > 0 else 0.0
             if c.use_kl_loss:
                 value = kl(c.kl_loss_type, cur - columns["ref_log_probs"][t])
-                value *= math.exp(cur - train[t]) if c.use_unbiased_kl else 1.0
+                against = rollout[t] if c.unbiased_kl_against == "rollout" else train[t]
+                value *= math.exp(cur - against) if c.use_unbiased_kl else 1.0
                 regular += c.kl_loss_coef * value
             if c.use_rollout_kl_loss and (keep or c.rollout_kl_scope == "all"):
                 regular += c.rollout_kl_loss_coef * kl(
@@ -210,6 +228,9 @@ def test_the_configurations_exercise_rejected_and_clipped_tokens() -> None:
         ("ipo_kl", "is_masked"),
         ("dppo_kl", "is_masked"),
         ("minpro", "pg_clipfrac"),
+        ("gmpo", "pg_clipfrac"),
+        ("ipo_tv", "is_masked"),
+        ("icepop_and_mask", "geometric_mask_function/is_masked"),
         ("vanilla_tis", "tis_clipfrac"),
         ("icepop_hook", "is_masked"),
         ("off_policy_is", "tis_clipfrac"),

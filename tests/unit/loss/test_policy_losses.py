@@ -257,3 +257,20 @@ def test_mismatch_kl_is_reported_for_kept_and_dropped_tokens_apart() -> None:
     assert result.metric("unmasked_mismatch_kl") == pytest.approx([0.0, 1 - math.log(2)])
     assert result.outputs.metrics["masked_mismatch_kl"].over.tolist() == [True, False]
     assert result.outputs.metrics["unmasked_mismatch_kl"].over.tolist() == [False, True]
+
+
+def test_gmpo_is_the_geometric_mean_of_ratios_clipped_on_one_side() -> None:
+    # A > 0: log 2 is clipped to 0.4, log 0.5 stays: mean (0.4 - 0.693147) / 2, exp = 0.863662
+    # A < 0: log 2 stays, log 0.5 is raised to -0.4: mean (0.693147 - 0.4) / 2, exp = 1.157860
+    result = token_loss(
+        LossConfig(policy_loss="gmpo", eps_clip=0.4),
+        cur=[logs(0.4, 0.1), logs(0.4, 0.1)],
+        log_probs=[logs(0.2, 0.2), logs(0.2, 0.2)],
+        advantages=[torch.ones(2), -torch.ones(2)],
+    )
+    torch.testing.assert_close(
+        result.loss, torch.tensor([-0.863662, -0.863662, 1.157860, 1.157860])
+    )
+    # only what is not clipped has a gradient, the geometric mean times A
+    torch.testing.assert_close(result.gradient, torch.tensor([0.0, -0.863662, 1.157860, 0.0]))
+    assert result.metric("pg_clipfrac") == [1, 0, 0, 1]

@@ -1,4 +1,4 @@
-"""Losses that weight by the rollout policy, by hand: dppo_kl, vespo, topr, dro, minpro."""
+"""Losses that weight by the rollout policy, by hand: dppo_kl, ipo_tv, vespo, topr, dro, minpro."""
 
 from __future__ import annotations
 
@@ -170,3 +170,49 @@ def test_the_teacher_joins_the_advantage(loss: str) -> None:
         advantages=[torch.zeros(1)],
     )
     close(result.gradient, -0.5)
+
+
+def test_dppo_kl_has_a_bound_for_each_sign_of_the_advantage() -> None:
+    # D is 0.511 for both; with 1.0 for A > 0 and 0.05 for A <= 0 only the second is dropped
+    result = token_loss(
+        LossConfig(policy_loss="dppo_kl", dppo_kl_threshold=1.0, dppo_kl_threshold_low=0.05),
+        cur=[logs(0.9, 0.1)],
+        rollout_log_probs=[logs(0.5, 0.5)],
+        advantages=[torch.tensor([1.0, -1.0])],
+    )
+    assert result.kept == [True, False]
+    close(result.loss, -1.8, 0.0)
+
+
+def test_ipo_tv_drops_by_probability_and_pulls_every_token() -> None:
+    # differences 0.1 (kept, at the edge), 0.2 (dropped), -0.2 (dropped whatever the sign of A)
+    # 0.01 log(0.6 / 0.5)^2 = 0.000332; 0.01 log(0.7 / 0.5)^2 = 0.001132; 0.01 log(0.3 / 0.5)^2 = 0.002609
+    result = token_loss(
+        LossConfig(policy_loss="ipo_tv", kl_tau=0.01),
+        cur=[logs(0.6, 0.7, 0.3)],
+        rollout_log_probs=[logs(0.5, 0.5, 0.5)],
+        advantages=[torch.tensor([2.0, -1.0, 1.0])],
+    )
+    assert result.kept == [True, False, False]
+    close(result.loss, -2.4 + 0.000332, 0.001132, 0.002609)
+
+
+def test_ipo_tv_is_dppo_tv_with_a_rollout_kl() -> None:
+    """The loss that prime-rl's users know, by two routes."""
+    inputs = {
+        "cur": [logs(0.55, 0.7, 0.3)],
+        "rollout_log_probs": [logs(0.5, 0.5, 0.35)],
+        "advantages": [torch.tensor([2.0, -1.0, 1.0])],
+    }
+    direct = token_loss(LossConfig(policy_loss="ipo_tv", kl_tau=0.001), **inputs)
+    composed = token_loss(
+        LossConfig(
+            policy_loss="dppo_tv",
+            dppo_diff_low=0.1,
+            dppo_diff_high=0.1,
+            use_rollout_kl_loss=True,
+            rollout_kl_loss_coef=0.002,
+        ),
+        **inputs,
+    )
+    torch.testing.assert_close(direct.outputs.total, composed.outputs.total)

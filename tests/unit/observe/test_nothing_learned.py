@@ -78,7 +78,7 @@ def test_a_job_that_an_unmistakable_finding_ends_says_that_first_and_gives_no_ad
     def run_job(_config: Any, _console: Any, _connected: Any, ended: Any) -> None:
         equal = IDLE["all rewards are equal"]
         ended(JobResult(tmp_path, steps(equal), checkpoint=tmp_path / "step_1"))
-        raise FindingError("step 1: the engine computes with another model")
+        raise FindingError("step 1: the engine runs a different model")
 
     monkeypatch.setattr(job, "run_job", run_job)
     monkeypatch.setattr(ray_cluster, "cluster", lambda _: nullcontext(lambda: None))
@@ -87,7 +87,7 @@ def test_a_job_that_an_unmistakable_finding_ends_says_that_first_and_gives_no_ad
     assert train_command.run(argparse.Namespace()) == 1
     lines = [line for line in printed.getvalue().splitlines() if line]
     del lines[0]  # how long torch took to load
-    assert lines[0] == "error: step 1: the engine computes with another model"
+    assert lines[0] == "error: step 1: the engine runs a different model"
     assert lines[1].startswith("reward 0.000") and "nothing is learned" not in printed.getvalue()
 
 

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from plugin.config import JobConfig
 from plugin.errors import BatchError, ConfigError
-from plugin.ppo_utils.advantages import ESTIMATORS, opo_advantages, rloo_advantages
+from plugin.ppo_utils.advantages import (
+    ESTIMATORS,
+    best_of_group_advantages,
+    maxrl_advantages,
+    opo_advantages,
+    rloo_advantages,
+)
 
 #: A group of four with one success, and a group of two.
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 4.0])
@@ -96,3 +102,44 @@ def test_baselines_that_cannot_be_are_refused() -> None:
             JobConfig(advantage_estimator=name, n_samples_per_prompt=1)
     with pytest.raises(ConfigError, match="--rloo-std group would do nothing"):
         JobConfig.from_sources({"rloo_std": "group", "advantage_estimator": "opo"})
+
+
+def test_maxrl_divides_by_the_mean_reward_of_the_group() -> None:
+    # means 0.25 and 3: 0.75 / 0.25, -0.25 / 0.25, -1 / 3, 1 / 3
+    assert estimated("maxrl") == pytest.approx([3, -1, -1, -1, -1 / 3, 1 / 3], rel=1e-5)
+
+
+def test_maxrl_of_a_group_without_a_success_is_zero_and_of_negative_rewards_refused() -> None:
+    group = torch.tensor([0, 0])
+    assert maxrl_advantages(torch.zeros(2), group).tolist() == [0.0, 0.0]
+    with pytest.raises(BatchError, match=r"one reward is -1\.0; rewards must be at least 0"):
+        maxrl_advantages(torch.tensor([1.0, -1.0]), group)
+
+
+def test_best_of_group_rewards_only_what_lifts_the_maximum() -> None:
+    # 1 - 0 and 4 - 2; a group of one has no second best; equal bests gain nothing
+    assert estimated("best_of_group", grpo_std_normalization=False) == [1, 0, 0, 0, 0, 2]
+    # deviations 0.5 and sqrt 2
+    expected = [2, 0, 0, 0, 0, 2 / 2**0.5]
+    assert estimated("best_of_group") == pytest.approx(expected, rel=1e-5)
+    rewards, groups = torch.tensor([3.0, 3.0, 1.0, 7.0]), torch.tensor([0, 0, 0, 9])
+    found = best_of_group_advantages(rewards, groups, std_normalization=False)
+    assert found.tolist() == [0, 0, 0, 0]
+
+
+def test_best_of_group_has_the_gradient_of_pass_at_k() -> None:
+    """Exact expectation over all pairs of a policy with three answers, rewards 0, 0.5 and 1."""
+    theta = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
+    worth = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
+    log_p = theta.log_softmax(0)
+    surrogate = best = theta.new_zeros(())
+    for i in range(3):
+        for j in range(3):
+            pair = worth[[i, j]]
+            found = best_of_group_advantages(pair, torch.zeros(2).long(), std_normalization=False)
+            chance = (log_p[i] + log_p[j]).exp()
+            surrogate = surrogate + chance.detach() * (found[0] * log_p[i] + found[1] * log_p[j])
+            best = best + chance * pair.max()
+    (of_surrogate,) = torch.autograd.grad(surrogate, theta, retain_graph=True)
+    (of_best,) = torch.autograd.grad(best, theta)
+    torch.testing.assert_close(of_surrogate, of_best)

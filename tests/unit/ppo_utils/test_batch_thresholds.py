@@ -33,8 +33,11 @@ from plugin.ppo_utils.batch_statistics import (
     effective_share,
     ess_clip,
     ess_clip_rounds,
+    mean_weight,
     moment_round,
     second_moment_rounds,
+    tis_bound,
+    tis_rounds,
     within_second_moment,
 )
 from tests.unit.ppo_utils.hook_calls import call_hook, logs
@@ -242,3 +245,25 @@ def test_statistics_of_the_whole_batch_need_recomputed_log_probs(hook: str) -> N
     )
     with pytest.raises(ConfigError, match="whole batch before the training pass"):
         check_loss(config)
+
+
+def test_normalized_weights_have_a_mean_of_one_over_the_batch() -> None:
+    # clipped ratios 0.5, 1, 2 (of 8): mean 3.5 / 3
+    flags = {"tis_batch_normalize": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss, _, metrics = call_hook(vanilla_tis_function, train=[logs(0.5, 1.0, 8.0)], flags=flags)
+    torch.testing.assert_close(loss, torch.tensor([0.5, 1.0, 2.0]) / (3.5 / 3))
+    assert loss.mean().item() == pytest.approx(1.0)
+    torch.testing.assert_close(metrics["tis_mean_weight"], torch.full((3,), 3.5 / 3))
+    torch.testing.assert_close(metrics["tis"], torch.tensor([0.5, 1.0, 8.0]))  # before the clip
+
+
+def test_normalized_weights_of_a_found_clip() -> None:
+    config = LossConfig(use_tis=True, tis_clip="auto:ess=0.9", tis_batch_normalize=True)
+    log_r = logs(1.0, 1.0, 1.0, 50.0)
+    known = collect_statistics(tis_rounds, log_r, config)
+    # as above: weights 1, 1, 1, c
+    bound = (6 + math.sqrt(17.28)) / 5.2
+    assert tis_bound(known, config) == pytest.approx(bound, rel=1e-5)
+    assert mean_weight(known) == pytest.approx((3 + bound) / 4, rel=1e-5)

@@ -214,10 +214,12 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_the_start() -> None
         try:
             with pytest.raises(ConfigError, match=r"does not score the tokens 0 and 11.*HTTP 400"):
                 teacher(smaller).check(TOKENIZER, messages.append)
-            with pytest.raises(ConfigError, match="the teacher has another vocabulary"):
+            with pytest.raises(ConfigError, match="the teacher has a different vocabulary"):
                 teacher(larger, topk=VOCAB).check(TOKENIZER, messages.append)
             same.tokenize = lambda text: [11 - number for number in TOKENIZER.encode(text)]
-            with pytest.raises(ConfigError, match=r"has another vocabulary: .* makes \[0, 1, 2"):
+            with pytest.raises(
+                ConfigError, match=r"has a different vocabulary: .* makes \[0, 1, 2"
+            ):
                 teacher(same).check(TOKENIZER, messages.append)
             assert not messages
             same.tokenize = TOKENIZER.encode

@@ -20,6 +20,7 @@ Behavior = Callable[["Handler"], None]
 class MisbehavingServer(ThreadingHTTPServer):
     """Answers generation calls with `script`, one behavior per call, and well when the script is used up.
 
+    key: without which calls are refused; None = everybody may call
     label: of the weights; updates: directories that were loaded; asked: bodies of the generation calls
     authorizations: what the calls of any kind carried; paused: set while responses are aborted
     """
@@ -33,6 +34,7 @@ class MisbehavingServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), handler or Handler)
         self.script = deque(script)
         self.always: Behavior | None = None
+        self.key: str | None = None
         self.label = "default"
         self.updates: list[str] = []
         self.loaded: dict[str, Any] = {}
@@ -84,9 +86,19 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.answer({}, status=404)
 
+    def is_refused(self) -> bool:
+        """Answers 401 where the server has a key and the call does not."""
+        key, given = self.server.key, self.headers.get("Authorization")
+        if key is None or given == f"Bearer {key}" or self.path == "/health":
+            return False
+        self.answer({"error": "Unauthorized"}, status=401)
+        return True
+
     def do_POST(self) -> None:
         self.server.authorizations.add(self.headers.get("Authorization"))
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.is_refused():
+            return
         self.payload = json.loads(text) if text else {}
         path = self.path.split("?")[0]
         if path in ("/v1/completions", "/generate"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 _LAUNCH = """
-import json, os, subprocess, sys, threading
+import json, os, subprocess, sys, threading, yaml
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.unit.engines.servers.stand_in_weights import ReceivingHandler, ReceivingServer
@@ -45,6 +45,9 @@ def main():
     given = sys.argv[1:]
     port = int(given[given.index("--port") + 1])
     model = Path(given[given.index("--model-path") + 1])
+    # As SGLang v0.5.18 reads `--config`; its key opens everything but /health.
+    file = given[given.index("--config") + 1] if "--config" in given else None
+    settings = yaml.safe_load(Path(file).read_text()) if file else dict()
     if "--mem-fraction-static" in given:
         print("CUDA out of memory, says the stand-in", flush=True)
         sys.exit(3)
@@ -53,6 +56,7 @@ def main():
     child = subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
     config = json.loads((model / "config.json").read_text())
     about = dict(arguments=given, pid=os.getpid(), child=child.pid, config=config["model_type"])
+    about["config_file"] = file
     print(json.dumps(about), flush=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     size = int(given[given.index("--tp-size") + 1]) if "--tp-size" in given else 1
@@ -60,6 +64,7 @@ def main():
     always = sampler(model) if "--chunked-prefill-size" in given else None
     server = ReceivingServer(port, Handler, model_path=str(model), tp_size=size)
     server.always = always
+    server.key = settings.get("api-key")
     threading.Event().wait()
 
 main()

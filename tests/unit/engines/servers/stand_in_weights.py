@@ -79,6 +79,8 @@ class ReceivingHandler(Handler):
 
     def do_GET(self) -> None:
         server = self.server
+        if self.is_refused():
+            return
         # Since v0.5.6 the names with "get_" are aliases, which log that they are deprecated.
         if self.path in ("/get_server_info", "/server_info"):
             scheduler = {"internal_states": [{}], "version": "0.5.18", "kv_events": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
@@ -10,18 +11,21 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from plugin.config import JobConfig
 from plugin.engines.choice import check_engine, make_engine
 from plugin.engines.protocol import Generation, GenerationRequest, SamplingParameters
 from plugin.engines.servers.process import ServerEnded, ServerProcess, free_port
 from plugin.engines.servers.served_engine import ServedEngine, options, sglang_command, vllm_command
-from plugin.engines.vllm.startup import IN_PROCESS_ENVIRONMENT, cpu_options
+from plugin.engines.vllm.startup import IN_PROCESS_ENVIRONMENT, RequireKey, cpu_options
 from plugin.errors import ConfigError
 from tests.parallel.tiny_models import FAMILIES, hf_state_dict
 from tests.unit.engines.servers.misbehaving_server import STOP, TOKENS
@@ -280,3 +284,56 @@ def test_flags_of_servers_are_taken_and_those_of_foreign_ones_refused(sglang: No
             use_rollout_sampling_mask="off",
             allow_biased_correction=True,
         )
+
+
+def called(url: str, path: str, key: str | None) -> int:
+    """The status of a call; None: without a key."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(url + path, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_server_of_the_job_answers_nobody_without_its_key(
+    engine: ServedEngine, tmp_path: Path
+) -> None:
+    [server] = engine.pool.servers
+    directory = Path(said(tmp_path)["config_file"]).parent
+    assert directory.stat().st_mode & 0o077 == 0
+    key = yaml.safe_load((directory / "server.yaml").read_text())["api-key"]
+    assert called(server.url, "/health", None) == 200
+    for wrong in (None, "", "x" * len(key)):
+        assert called(server.url, "/get_model_info", wrong) == 401
+    assert called(server.url, "/get_model_info", key) == 200
+    # No other user of the machine sees it among the arguments.
+    for process in processes_of(tmp_path, engine.server.guard):
+        assert key.encode() not in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def test_the_key_of_a_vllm_server_covers_the_paths_that_change_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    passed: list[str] = []
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        passed.append(scope.get("path", scope["type"]))
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    guard = RequireKey(app)
+    for path in ("/v1/completions", "/collective_rpc", "/update_weight_version", "/health"):
+        for header in ([], [(b"authorization", b"Bearer wrong")]):
+            scope = {"type": "http", "path": path, "headers": header}
+            asyncio.run(guard(scope, None, send))
+    assert passed == ["/health"] * 2
+    assert [m["status"] for m in sent if "status" in m] == [401] * 6
+    scope = {"type": "http", "path": "/pause", "headers": [(b"authorization", b"Bearer right")]}
+    asyncio.run(guard(scope, None, send))
+    asyncio.run(guard({"type": "lifespan"}, None, send))
+    assert passed[2:] == ["/pause", "lifespan"]

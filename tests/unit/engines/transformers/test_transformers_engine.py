@@ -131,6 +131,12 @@ def test_a_response_does_not_depend_on_how_requests_are_batched() -> None:
         assert torch.allclose(a.log_probs, b.log_probs, atol=1e-5)
 
 
+def test_an_engine_whose_first_responses_have_one_token_generates_them() -> None:
+    one = SamplingParameters(max_response_length=1)
+    answers = loaded_engine().generate(REQUESTS, one)
+    assert [len(g.tokens) for _, g in flat(answers)] == [1] * 6
+
+
 def test_a_stopped_response_ends_with_the_stop_token_and_has_it_once() -> None:
     for _, generation in flat(loaded_engine().generate(REQUESTS, PARAMETERS)):
         stops = torch.isin(generation.tokens, torch.tensor(PARAMETERS.stop_token_ids))
@@ -256,7 +262,7 @@ def test_the_growing_cache_holds_what_the_one_it_replaces_holds() -> None:
     ours, theirs = GrowingLayer(), DynamicLayer()
     generator = torch.Generator().manual_seed(0)
     # Past the room of the first and of the second buffer, with rows that leave in between.
-    for new, kept in ((5, None), (60, [0, 2, 3]), (1, None), (70, [2, 0]), (1, [1])):
+    for new, kept in ((5, None), (90, [0, 2, 3]), (1, None), (100, [2, 0]), (1, [1])):
         rows = 4 if ours.get_seq_length() == 0 else len(ours.keys)
         states = torch.randn(2, rows, 2, new, 3, generator=generator)
         for layer in (ours, theirs):
@@ -265,6 +271,18 @@ def test_the_growing_cache_holds_what_the_one_it_replaces_holds() -> None:
                 layer.batch_select_indices(torch.tensor(kept))
         assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
         assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+def test_a_long_cache_has_little_more_memory_than_it_holds_and_is_seldom_copied() -> None:
+    from plugin.engines.transformers.growing_cache import GrowingLayer
+
+    layer, buffers = GrowingLayer(), []
+    for _ in range(4000):
+        layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+        if not buffers or buffers[-1] != layer._keys.shape[-2]:
+            buffers.append(layer._keys.shape[-2])
+    # Rooms of 64 up to 512 positions, then an eighth: 4,000 positions are copied 9 times over.
+    assert buffers[-1] < 1.15 * 4000 and sum(buffers) < 10 * 4000
 
 
 def test_reading_prompts_multiplies_the_lm_head_once_for_all_of_them() -> None:

@@ -120,3 +120,34 @@ def test_both_passes_agree_with_plain_torch_for_every_tail(
     torch.testing.assert_close(
         results[1], results[0], rtol=1e-2 if dtype != torch.float32 else 2e-5, atol=1e-6
     )
+
+
+@needs_compiler
+@pytest.mark.skipif("avx2" not in cpu_extension._processor_features(), reason="no AVX2")
+@pytest.mark.parametrize("processor", ["x86-64", "x86-64-v3"])
+def test_processors_with_narrower_registers_compute_the_same(
+    processor: str, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = tuple(
+        f"-march={processor}" if "march" in flag else flag for flag in cpu_extension.FLAGS
+    )
+    monkeypatch.setattr(cpu_extension, "FLAGS", flags)
+    for dtype in filter(cpu_extension.runs, cpu_extension.DTYPES):
+        test_both_passes_agree_with_plain_torch_for_every_tail(dtype, 2063, True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", cpu_extension.DTYPES)
+def test_rows_whose_maximum_rises_chunk_by_chunk_lose_nothing(dtype: torch.dtype) -> None:
+    logits = torch.linspace(-90, 8, 3 * 2048 + 5).to(dtype).repeat(3, 1)
+    logits[1, :4000] = -torch.inf
+    logits[2] = logits[2].flip(0)
+    targets = torch.tensor([0, 6000, 6000])
+    found = cpu_extension.forward_blocks(logits, targets, scale=0.7, with_entropy=True)
+    exponent = (logits.double() - logits.double().amax(1, keepdim=True)) * 0.7
+    weight = exponent.exp()
+    assert found.maximum.tolist() == logits.float().amax(1).tolist()
+    torch.testing.assert_close(found.sum_exp.double(), weight.sum(1), rtol=5e-7, atol=0)
+    weighted = (weight * exponent.clamp(min=-1e4)).sum(1)
+    assert found.weighted_sum is not None
+    torch.testing.assert_close(found.weighted_sum.double(), weighted, rtol=1e-6, atol=0)

@@ -131,7 +131,7 @@ TERMS: dict[str, dict[str, Any]] = {
         "rollout_kl_scope": "kept",
     },
 }
-SEQUENCE_LOSSES = ("gspo", "vespo", "topr", "minpro")
+SEQUENCE_LOSSES = ("gspo", "gmpo", "vespo", "topr", "minpro")
 SEPARABLE_LOSSES = [name for name in POLICY_LOSSES if name not in SEQUENCE_LOSSES]
 PAIRS = [
     (loss, hook)

@@ -43,11 +43,17 @@ def hf_config(name: str, **changes: Any) -> Any:
 
 
 def checkpoint_shapes(planned: MetaRank) -> Any:
-    """The tensors of the model's checkpoint, as transformers builds them."""
-    from plugin.megatron_backend.hf_weights.loading import checkpoint_tensors
+    """The tensors of the model's checkpoint, as transformers builds them, by expert."""
+    from transformers import AutoModelForCausalLM, initialization
 
-    with planned.mode.meta_parameters():
-        return checkpoint_tensors(planned.trainer.hf_config)
+    from plugin.megatron_backend.hf_weights.files import ExpertsByNumber, split_by_expert
+    from plugin.megatron_backend.model.families import FAMILIES
+
+    hf_config = planned.trainer.hf_config
+    with planned.mode.meta_parameters(), initialization.no_init_weights():
+        tensors = AutoModelForCausalLM.from_config(hf_config).state_dict()
+        fused = FAMILIES[hf_config.model_type].fused_experts
+        return ExpertsByNumber(tensors) if fused else split_by_expert(tensors)
 
 
 def claims_of(config: Any, sizes: dict[str, Any]) -> tuple[Claims, int]:

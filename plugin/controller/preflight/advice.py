@@ -1,0 +1,122 @@
+"""What runs, but an expert would not do: one line each, only for a model of one's own.
+
+What cannot work is refused elsewhere; what only measuring can tell is `megatron-tis plan`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from plugin.cluster.model_source import ModelSource
+from plugin.config import JobConfig
+from plugin.config.device_defaults import Capabilities, engine_dtype, on_device, trainer_dtype
+
+_PRETRAINING_LR = 1e-4
+_RECOMPUTE = (
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 saves most"
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the ranks will run.
+
+    multiplies_bfloat16: whether the CPU has instructions for it
+    room: bytes of a rank that weights, gradients and optimizer state leave
+    """
+
+    on_cuda: bool
+    multiplies_bfloat16: bool
+    room: int
+
+    @classmethod
+    def here(cls, room: int) -> Machine:
+        """The driver's."""
+        found = torch.cpu.get_capabilities()
+        native = any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+        return cls(torch.cuda.is_available(), native, room)
+
+
+def advice(config: JobConfig, policy: ModelSource, machine: Machine | None) -> list[str]:
+    """Lines for the terminal; none for the built-in model, whose flags are chosen.
+
+    machine: None = not this one
+    """
+    if config.hf_checkpoint is None:
+        return []
+    lines = [_on_microbatches(config), _on_engines(config), _on_learning_rate(config)]
+    if machine is not None:
+        lines += [_on_dtypes(config, machine), _on_activations(config, policy, machine)]
+    return [line for line in lines if line is not None]
+
+
+def _on_dtypes(config: JobConfig, machine: Machine) -> str | None:
+    trainer = trainer_dtype(config, cuda=machine.on_cuda)
+    if trainer != "float32" and engine_dtype(config, cuda=machine.on_cuda) == "float32":
+        return (
+            f"--rollout-dtype float32 with a {trainer} trainer: engines take twice the memory and "
+            "time, and their log-probs differ more from the trainer's; drop it"
+        )
+    if config.train_dtype == "auto" and not machine.on_cuda and machine.multiplies_bfloat16:
+        return (
+            "--train-dtype auto: float32, as on every CPU; this one multiplies bfloat16, with "
+            "which a step takes about half the time: --train-dtype bfloat16"
+        )
+    return None
+
+
+def _on_microbatches(config: JobConfig) -> str | None:
+    budget = config.max_tokens_per_gpu
+    if budget is None and config.micro_batch_size == 1 and config.responses_per_rollout > 1:
+        return (
+            "--micro-batch-size 1: a pass through the model for every sample; drop it, and "
+            "--max-tokens-per-gpu auto fills microbatches"
+        )
+    if isinstance(budget, int) and budget < config.max_response_length:
+        return (
+            f"--max-tokens-per-gpu {budget} is less than one response may have "
+            f"(--max-response-length {config.max_response_length}): longer samples are "
+            "microbatches of their own and take more memory; use auto, or a larger number"
+        )
+    return None
+
+
+def _on_activations(config: JobConfig, policy: ModelSource, machine: Machine) -> str | None:
+    from plugin.megatron_backend.step.token_budget import activation_bytes_per_token
+
+    budget = config.max_tokens_per_gpu
+    tokens = config.max_response_length // config.context_parallel_size
+    if isinstance(budget, int):
+        tokens = max(tokens, budget)
+    capabilities = Capabilities(cuda=machine.on_cuda, transformer_engine=machine.on_cuda)
+    decided = on_device(config, capabilities)
+    needed = tokens * activation_bytes_per_token(policy.as_config(), decided)
+    if needed <= machine.room:
+        return None
+    fix = "raise --context-parallel-size or --tensor-model-parallel-size"
+    if config.recompute_granularity != "full":
+        fix = _RECOMPUTE
+    return (
+        f"a microbatch of {tokens} tokens has about {needed / 2**30:.1f} GiB of activations, and a "
+        f"rank has {machine.room / 2**30:.1f} GiB for them; {fix}; megatron-tis plan computes it"
+    )
+
+
+def _on_engines(config: JobConfig) -> str | None:
+    if config.num_rollout_engines <= config.rollout_batch_size:
+        return None
+    return (
+        f"--num-rollout-engines {config.num_rollout_engines} for --rollout-batch-size "
+        f"{config.rollout_batch_size}: an engine gets whole groups, so some have nothing to do"
+    )
+
+
+def _on_learning_rate(config: JobConfig) -> str | None:
+    if config.lora_rank or config.lr < _PRETRAINING_LR:
+        return None
+    return (
+        f"--lr {config.lr:g} is typical of pretraining and tends to destroy a pretrained model in "
+        "RL; 1e-6 to 2e-5 are common, more with --lora-rank"
+    )
