@@ -61,6 +61,10 @@ class Host:
         """The answer of engine or rank `number`."""
         return Reported(await getattr(self, method)(number, *arguments), Messages([], []))
 
+    async def call_apart(self, number: int, method: str, *arguments: Any) -> tuple[Any, Any]:
+        """As `call`, with a part for what the driver does not read: there is none."""
+        return await self.call(number, method, *arguments), {}
+
     async def health(self, number: int) -> EngineHealth:
         return EngineHealth(f"engine {number}", self._version, 0)
 
@@ -113,14 +117,18 @@ def _responses(version: int) -> list[Trajectory]:
 class Handle:
     """An actor's handle whose calls the host makes in the name of engine or rank `number`."""
 
-    def __init__(self, host: Any, number: int) -> None:
-        self._host, self._number, self.call = host, number, self
+    def __init__(self, host: Any, number: int, returns: int = 1) -> None:
+        self._host, self._number, self._returns = host, number, returns
+        self.call = self.call_apart = self
 
-    def options(self, **_: Any) -> Handle:
-        return self
+    def options(self, num_returns: int = 1, **_: Any) -> Handle:
+        return Handle(self._host, self._number, num_returns)
 
     def remote(self, method: str, *arguments: Any) -> Any:
-        return self._host.call.remote(self._number, method, *arguments)
+        if self._returns == 1:
+            return self._host.call.remote(self._number, method, *arguments)
+        call = self._host.call_apart.options(num_returns=self._returns)
+        return call.remote(self._number, method, *arguments)
 
 
 class SimulatedPool(EnginePool):

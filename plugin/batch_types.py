@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plugin.errors import BatchError, MegatronTisError
-from plugin.ragged import Integers, Ragged, as_integers, ragged_range
+from plugin.ragged import Integers, Ragged, Stored, as_integers, ragged_range
 from plugin.vocabulary_ids import (
     KEPT_COUNTS,
     KEPT_IDS,
@@ -81,6 +81,7 @@ FIELDS: dict[str, Field] = {
         Field("rollout_routed_experts", "routes", None, optional=True),
         Field(KEPT_COUNTS, "response", torch.int32, optional=True),
         Field(KEPT_IDS, "kept", torch.int32, optional=True),
+        Field("kept_sums", "scalar", torch.int64, optional=True),
         Field("rollout_routed_weights", "routes", torch.float32, optional=True),
         Field("rewards", "scalar", torch.float32, optional=True),
         Field("group_index", "scalar", torch.int64, optional=True, padding=-1),
@@ -124,7 +125,8 @@ class RolloutBatch:
     """Samples as columns: `columns[name][i]` belongs to sample i; only used fields are present.
 
     Per-token columns are `Ragged`: one tensor with all samples end to end, and their lengths.
-    Columns of one number per sample are tensors [N]. Lists of tensors or numbers are joined.
+    Columns of one number per sample are tensors [N]. Lists of tensors or numbers are joined. A
+    `Stored` column is in Ray's object store; it is checked where its values are.
     """
 
     columns: dict[str, Any]
@@ -164,6 +166,8 @@ class RolloutBatch:
                 )
             if values and not absent:
                 columns[name] = values
+        if KEPT_COUNTS in columns:
+            columns["kept_sums"] = [int(kept.sum()) for kept in columns[KEPT_COUNTS]]
         batch = cls(columns)
         batch.check()
         return batch
@@ -180,8 +184,14 @@ class RolloutBatch:
         numbers = torch.from_numpy(chosen)
         columns: dict[str, Any] = {}
         known: dict[Shape, tuple[Ragged, Tensor]] = {}
+        stored: dict[int, Stored] = {}
         neighbors = bool(len(chosen)) and bool((np.diff(chosen) == 1).all())
         for name, values in self.columns.items():
+            if isinstance(values, Stored):  # one for all columns of the same objects
+                if id(values) not in stored:
+                    stored[id(values)] = values.select(chosen)
+                columns[name] = stored[id(values)]
+                continue
             if not isinstance(values, Ragged):
                 columns[name] = values[numbers]
                 continue
@@ -218,12 +228,30 @@ class RolloutBatch:
                     f"batches differ in the fields {', '.join(different)}; both must carry the same"
                 )
         joined: dict[str, Any] = {}
+        stored: dict[int, Stored] = {}
         for name, values in self.columns.items():
             parts = [values, *(other.columns[name] for other in others)]
-            joined[name] = (
-                Ragged.concatenated(parts) if isinstance(values, Ragged) else torch.cat(parts)
-            )
+            if isinstance(values, Stored):
+                if id(values) not in stored:
+                    stored[id(values)] = Stored.concatenated(parts)
+                joined[name] = stored[id(values)]
+            else:
+                joined[name] = (
+                    Ragged.concatenated(parts) if isinstance(values, Ragged) else torch.cat(parts)
+                )
         return RolloutBatch(joined)
+
+    @property
+    def stored(self) -> dict[str, Stored]:
+        """The columns whose values are elsewhere."""
+        return {n: values for n, values in self.columns.items() if isinstance(values, Stored)}
+
+    def here(self) -> RolloutBatch:
+        """The batch without the columns whose values are elsewhere."""
+        away = self.stored
+        if not away:
+            return self
+        return RolloutBatch({n: v for n, v in self.columns.items() if n not in away})
 
     def check(self, numbers: Integers | None = None, *, vocabulary: int | None = None) -> None:
         """Check lengths and values of every field; a `BatchError` names field, sample and position.
@@ -246,15 +274,18 @@ class RolloutBatch:
         if unknown:
             raise BatchError(f"unknown field {unknown[0]!r}; fields are {', '.join(FIELDS)}")
         if len(self):
-            self._check_lengths(numbers)
-            self._check_tokens(numbers)
-            self._check_numbers(numbers)
-            tokens: Ragged = self.columns["unconcat_tokens"]
-            responses = as_integers(self.columns["response_lengths"])
-            places = ragged_range(tokens.starts + tokens.lengths - responses, responses)
-            response_tokens = as_integers(tokens.values)[places]
-            check_columns(self.columns, response_tokens, numbers, vocabulary)
-            check_topk(self.columns, numbers, vocabulary)
+            self.here()._check_values(numbers, vocabulary)
+
+    def _check_values(self, numbers: Integers, vocabulary: int | None) -> None:
+        self._check_lengths(numbers)
+        self._check_tokens(numbers)
+        self._check_numbers(numbers)
+        tokens: Ragged = self.columns["unconcat_tokens"]
+        responses = as_integers(self.columns["response_lengths"])
+        places = ragged_range(tokens.starts + tokens.lengths - responses, responses)
+        response_tokens = as_integers(tokens.values)[places]
+        check_columns(self.columns, response_tokens, numbers, vocabulary)
+        check_topk(self.columns, numbers, vocabulary)
 
     def _check_lengths(self, numbers: Integers) -> None:
         totals, responses = (
@@ -364,6 +395,8 @@ def _as_column(name: str, values: Column, response_lengths: Column | None) -> An
     field = FIELDS.get(name)
     if field is None:
         return values  # `check` names it
+    if isinstance(values, Stored):
+        return values
     if field.shape == "scalar":
         return torch.as_tensor(values, dtype=field.dtype)
     if field.spreads and response_lengths is not None and not isinstance(values, Ragged):
@@ -492,6 +525,27 @@ def check_routes(
         raise error(
             f"token {token} of {name(sample)} has routes in some layers only; give all or none"
         )
+
+
+def with_checked_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> RolloutBatch:
+    """The batch with its routes in the one type of the model; shape: (MoE layers, topk, experts).
+
+    Every token has distinct experts in range in every MoE layer, or no route at all. Routes that
+    are elsewhere are as they were stored.
+    """
+    if "rollout_routed_experts" not in batch:
+        raise BatchError(
+            "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; "
+            "use an engine that reports them, or --use-routing-replay"
+        )
+    routes = batch.columns["rollout_routed_experts"]
+    if isinstance(routes, Stored):
+        return batch
+    layers, topk, experts = shape
+    totals = batch.columns["total_lengths"]
+    check_routes(routes, layers=layers, topk=topk, experts=experts, total_lengths=totals)
+    one_type = routes.like(routes.values.to(route_dtype(experts)))
+    return batch.with_column("rollout_routed_experts", one_type)
 
 
 def _is_integer(dtype: torch.dtype) -> bool:

@@ -124,3 +124,43 @@ class Ragged(Sequence[Tensor]):
             torch.cat([part.values for part in parts]),
             np.concatenate([part.lengths for part in parts]),
         )
+
+
+class Stored(Sequence[Any]):
+    """Where the values of each sample of a column are, when they are not in this process.
+
+    objects: references; what each holds is up to who stored it
+    owner, place: [N] index of each sample's object, and its number among the samples in it
+    """
+
+    def __init__(self, objects: Sequence[Any], owner: Integers, place: Integers) -> None:
+        self.objects, self.owner, self.place = list(objects), owner, place
+
+    def __len__(self) -> int:
+        return len(self.owner)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(
+            f"the values of sample {index} are not in this process; fetch the samples that are "
+            "needed with plugin.cluster.array_transport.fetched"
+        )
+
+    def select(self, indices: Integers) -> Stored:
+        """Those of the samples at `indices` [n]; objects that none of them is in are left out.
+
+        For no samples one object stays: it tells shape and type.
+        """
+        if not len(indices):
+            return Stored(self.objects[:1], indices, indices)
+        used, owner = np.unique(self.owner[indices], return_inverse=True)
+        return Stored([self.objects[i] for i in used.tolist()], owner, self.place[indices])
+
+    @staticmethod
+    def concatenated(parts: Sequence[Stored]) -> Stored:
+        """One after the other."""
+        firsts = np.cumsum([0, *(len(part.objects) for part in parts)])
+        return Stored(
+            [reference for part in parts for reference in part.objects],
+            np.concatenate([a + part.owner for a, part in zip(firsts, parts, strict=False)]),
+            np.concatenate([part.place for part in parts]),
+        )

@@ -5,25 +5,37 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
-from plugin.cluster.array_transport import Arrays, to_arrays
+from plugin.batch_types import with_checked_routes
+from plugin.cluster.array_transport import Arrays, apart
 from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
 from plugin.engines.choice import make_engine
+from plugin.engines.expert_routes import RouteShape
 from plugin.engines.protocol import BroadcastEngine, EnginePart, SleepingEngine
 from plugin.engines.response_stream import ResponseStream
 from plugin.engines.weight_changes import ProbeAnswer, WeightProbe, answer_probe
 from plugin.environments.group_server import GroupServer
 from plugin.environments.multi_turn import choose_player
 from plugin.environments.trajectory import Rollouts
-from plugin.errors import ConfigError
+from plugin.errors import BatchError, ConfigError
 from plugin.weights.group import WeightGroup
 
 #: Ray's concurrency groups: a thread each for loading weights and for waiting for groups.
 WEIGHTS, ANSWERS = "weights", "answers"
+
+
+def answer_parts(config: JobConfig) -> int:
+    """In how many objects the bulk of an engine's answer is.
+
+    Routes are the heaviest by far: an object for each response of a group, so that nobody fetches
+    those of another. Without them a group is fetched as a whole.
+    """
+    return config.n_samples_per_prompt if config.wants_rollout_routes else 1
 
 
 class EngineActor(ReportingActor):
@@ -45,6 +57,9 @@ class EngineActor(ReportingActor):
         self.use_threads(config, "engine", hf_config)
         self._reads_views = config.engine_traits.reads_views
         self._interrupts = config.partial_rollouts
+        self._replays, self._parts = config.use_rollout_routing_replay, answer_parts(config)
+        shape = RouteShape.of(hf_config)
+        self._route_shape = len(shape.layers), shape.topk, shape.experts
         self._engine = make_engine(config, hf_config, name)
         if config.colocate and not hasattr(self._engine, "sleep"):
             raise ConfigError(
@@ -60,10 +75,21 @@ class EngineActor(ReportingActor):
         """Answer at once how far the engine is, see `ResponseStream.progress`."""
         return self._stream.progress
 
-    def collect(self, era: int) -> Arrays:
-        """Wait for groups: the `Rollouts` of those that are done, one trajectory per seed."""
+    def collect(self, era: int) -> tuple[Arrays, list[Arrays]]:
+        """Wait for groups: the `Rollouts` of those that are done, one trajectory per seed.
+
+        As head and parts, see `apart`. Routes are checked here: the driver never sees them.
+        """
         done = self._server.collect(era)
-        return to_arrays(Rollouts.of([t for _, t in done], [group for group, _ in done]))
+        rollouts = Rollouts.of([t for _, t in done], [group for group, _ in done])
+        if self._replays and len(rollouts.batch):
+            try:
+                batch = with_checked_routes(rollouts.batch, self._route_shape)
+            except BatchError as error:
+                prompts = ", ".join(str(group) for group, _ in done)
+                raise BatchError(f"in the answers to the prompts {prompts}: {error}") from error
+            rollouts = replace(rollouts, batch=batch)
+        return apart(rollouts, self._parts)
 
     def load_weights(
         self, version: int, bucket: np.ndarray, last: bool, probe: WeightProbe | None = None

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plugin.cluster.array_transport import from_arrays
+from plugin.cluster.array_transport import rejoined
 from plugin.cluster.directory_lock import OwnedDirectory
-from plugin.cluster.engine_actor import ANSWERS, WEIGHTS, EngineActor
+from plugin.cluster.engine_actor import ANSWERS, WEIGHTS, EngineActor, answer_parts
 from plugin.cluster.placement import Reservation, ResourcePlan
 from plugin.cluster.remote_calls import EndedCalls, result_of, wait_for_all
 from plugin.cluster.trainer_actor import RankPlace
@@ -230,6 +230,7 @@ class EnginePool:
         self._pings: dict[Any, tuple[int, Any]] = {}
         self._next_pings = 0.0
         self._collects: dict[Any, tuple[int, Any]] = {}
+        self._bulk: dict[int, list[Any]] = {}  # of the answer that each engine is asked for
         self._arrived: list[tuple[Any, Future[Any]]] = []  # collects that have ended
         self._assignments = Assignments(config.engine_patience)
         self._lost: list[int] = []  # groups that were at engines that were replaced
@@ -342,7 +343,9 @@ class EnginePool:
         engine = self._engines[number]
         if engine.collects or not self._assignments.load(number):
             return
-        call = engine.actor.call.options(concurrency_group=ANSWERS).remote("collect", engine.era)
+        size = 1 + answer_parts(self._config)
+        method = engine.actor.call_apart.options(concurrency_group=ANSWERS, num_returns=size)
+        call, *self._bulk[number] = method.remote("collect", engine.era)
         engine.collects, self._collects[call] = True, (number, engine.actor)
         self._calls.add(call)
 
@@ -396,7 +399,7 @@ class EnginePool:
         except ParallelError as error:
             self.replace_unless_done(number, actor, str(error))
             return None
-        rollouts = from_arrays(Rollouts, arrays)
+        rollouts = rejoined(arrays, self._bulk.pop(number))
         if len(rollouts):
             self._engines[number].failures_in_a_row = 0
             self._assignments.remove_answered(number, set(rollouts.groups.tolist()))

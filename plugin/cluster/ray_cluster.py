@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import secrets
@@ -16,10 +17,11 @@ import signal
 import socket
 import stat
 import sys
+import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +30,22 @@ from plugin.cluster.ray_watchdog import RayWatchdog
 from plugin.config import JobConfig
 from plugin.errors import ClusterError, ConfigError
 
+#: What actors read of the driver's environment, by name and by prefix: threads, caches, offline
+#: switches, and settings of the libraries that compute and communicate.
+_PASSED_ON = {
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "XDG_CACHE_HOME"),
+    *("HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "RAY_IGNORE_UNHANDLED_ERRORS"),
+}
+_PASSED_ON_PREFIXES = (
+    *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "NVSHMEM_", "NVTE_", "NVIDIA_TF32_"),
+    *("TORCHINDUCTOR_", "TORCH_EXTENSIONS_", "TRITON_", "VLLM_"),
+)
+#: A node's own, and what Ray would show to everybody who can read its state.
+_NEVER_PASSED_ON = ("VLLM_HOST_IP", "_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
+
+#: Where `ray job submit` puts the settings of a job.
+_SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _START_ATTEMPTS = 3
 _CONNECT_SECONDS = 5.0
@@ -268,9 +286,51 @@ def _join(address: str) -> None:
         return
     check_address(address)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            runtime_env={"env_vars": actor_environment(os.environ)},
+        )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ClusterError(_no_cluster(address, error)) from error
+
+
+def actor_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that actors on a running cluster need from the driver.
+
+    There they inherit the environment of `ray start`, not that of the job. Those that `ray job
+    submit --runtime-env` sets reach them anyway, and Ray refuses to be given one twice.
+    """
+    submitted = json.loads(environment.get(_SUBMITTED, "{}")).get("runtime_env") or {}
+    return {
+        name: value
+        for name, value in environment.items()
+        if (name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES))
+        and not name.endswith(_NEVER_PASSED_ON)
+        and name not in (submitted.get("env_vars") or {})
+    }
+
+
+def object_stores() -> dict[str, int]:
+    """Bytes of the object store of every node, by address; the smallest of an address."""
+    import ray
+
+    found: dict[str, int] = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            size = int(node["Resources"].get("object_store_memory", 0))
+            address = node["NodeManagerAddress"]
+            found[address] = min(size, found.get(address, size))
+    return found
+
+
+def spill_directory() -> Path:
+    """Where Ray writes objects that do not fit into its store on this machine."""
+    import ray._private.worker
+
+    node = ray._private.worker._global_node
+    return Path(tempfile.gettempdir() if node is None else node.get_session_dir_path())
 
 
 def _no_cluster(address: str, error: Exception) -> str:

@@ -93,6 +93,15 @@ class ReportingActor:
             raise
         return Reported(value, self._take_messages())
 
+    def call_apart(self, method: str, *arguments: Any) -> tuple[Any, ...]:
+        """As `call` for a method that returns a head and parts, which become objects of their own.
+
+        The caller owns them, and none moves before somebody asks for it.
+        """
+        reported = self.call(method, *arguments)
+        head, parts = reported.value
+        return Reported(head, reported.messages), *parts
+
     def _take_messages(self) -> Messages:
         with self._taking:
             taken = Messages(self._warnings[:], self._printed[:])

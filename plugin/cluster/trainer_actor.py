@@ -16,7 +16,7 @@ import struct
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugin.cluster.array_transport import Arrays, from_arrays
+from plugin.cluster.array_transport import Arrays, fetched, from_arrays
 from plugin.cluster.directory_lock import OwnedDirectory
 from plugin.cluster.model_source import ModelSource
 from plugin.cluster.remote_calls import ReportingActor
@@ -34,7 +34,7 @@ from plugin.errors import CheckpointError
 from plugin.megatron_backend.checkpoint.directory import resolve
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
-from plugin.megatron_backend.step.batch_share import BatchShare
+from plugin.megatron_backend.step.batch_share import BatchShare, with_stage_routes
 from plugin.weights import make_sender
 from plugin.weights.buckets import BUCKET_BYTES, pack_buckets
 from plugin.weights.checksums import Checksums, with_checksums
@@ -216,11 +216,8 @@ class TrainerRank(ReportingActor):
         """Tokens of a microbatch that fit into memory, if the budget is to be chosen."""
         return self._trainers["policy"].fitting_tokens
 
-    def build(self, name: PolicyName, source: ModelSource) -> list[int] | None:
-        """Build one of the models and load its weights; policy and critic can be trained.
-
-        Returns the MoE layers whose routes this rank wants, None if it replays none.
-        """
+    def build(self, name: PolicyName, source: ModelSource) -> None:
+        """Build one of the models and load its weights; policy and critic can be trained."""
         from plugin.megatron_backend.model.device_settings import on_this_device
         from plugin.megatron_backend.offloading import TrainerMemory
         from plugin.megatron_backend.rank_model import RankModel
@@ -265,7 +262,16 @@ class TrainerRank(ReportingActor):
         self._memory[name] = TrainerMemory(trainer.chunks, optimizer)
         if self._rests(name):
             self._memory[name].offload(("weights",))
-        return None if trainer.routed_model is None else trainer.routed_model.route_layers
+
+    def _arrived(self, arrays: Arrays) -> BatchShare:
+        """The share with all that this rank needs of it: of routes those of its stage, if any."""
+        share = from_arrays(BatchShare, arrays)
+        if not self._config.use_rollout_routing_replay:
+            batch = share.batch.without_column("rollout_routed_experts")
+            return replace(share, batch=fetched(batch.without_column("rollout_routed_weights")))
+        layers = self._trainers["policy"].routed_model.route_layers
+        batch = with_stage_routes(share.batch, layers)
+        return replace(share, batch=fetched(batch, layers=layers))
 
     def compute(
         self, share: Arrays, name: PolicyName, method: str, options: Mapping[str, Any]
@@ -277,7 +283,7 @@ class TrainerRank(ReportingActor):
         # A resting model is on the device only while it computes.
         rests = self._rests(name)
         with self._memory[name].used("weights") if rests else nullcontext():
-            found = getattr(self._trainers[name], method)(from_arrays(BatchShare, share), **options)
+            found = getattr(self._trainers[name], method)(self._arrived(share), **options)
         if not self._reports:
             return None
         columns = found if isinstance(found, dict) else {method: found}
@@ -297,7 +303,7 @@ class TrainerRank(ReportingActor):
         trainer.set_learning_rate(learning_rate)
         watch = self._config.detect_mismatch or self._config.dump_log_probs is not None
         result = trainer.train_step(
-            from_arrays(BatchShare, share),
+            self._arrived(share),
             with_log_probs=watch and "rollout_log_probs" in share,
             with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in share,
         )
@@ -307,13 +313,15 @@ class TrainerRank(ReportingActor):
         reports = self._reports and result.log_probs is not None
         log_probs = result.log_probs.values.numpy() if reports else None
         live_routes = result.live_routes if self._rank == 0 else None
-        return TrainedStep(result.metrics, skipped, log_probs, live_routes, result.overflow)
+        # The same on every rank; the driver reads those of the first.
+        metrics = {} if self._rank else result.metrics
+        return TrainedStep(metrics, skipped, log_probs, live_routes, result.overflow)
 
     def train_critic(self, share: Arrays, learning_rate: float) -> TrainedStep:
         """One optimizer step of the critic."""
         trainer = self._trainers["critic"]
         trainer.set_learning_rate(learning_rate)
-        result = trainer.train_critic(from_arrays(BatchShare, share))
+        result = trainer.train_critic(self._arrived(share))
         skipped = None
         if not result.updated:
             skipped = f"the gradient norm of the critic is {result.grad_norm:.4g}"

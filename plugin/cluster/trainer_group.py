@@ -22,7 +22,7 @@ from plugin.config import JobConfig
 from plugin.config.device_defaults import trainer_dtype
 from plugin.config.model import DtypeName
 from plugin.megatron_backend.offloading import TrainerPart
-from plugin.megatron_backend.step.batch_share import cut_share, plan_batch, with_stage_routes
+from plugin.megatron_backend.step.batch_share import cut_share, plan_batch
 from plugin.megatron_backend.step.loss_scaling import weigh_samples
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.step.token_budget import token_budget
@@ -114,9 +114,8 @@ class TrainerGroup:
         import ray
 
         self._built[name] = source
-        layers = self._call("build", name, ray.put(source), timeout=self._config.start_timeout)
+        self._call("build", name, ray.put(source), timeout=self._config.start_timeout)
         if name == "policy":
-            self._route_layers: list[list[int] | None] = layers
             self._choose_token_budget(source)
 
     def _choose_token_budget(self, source: ModelSource) -> None:
@@ -194,8 +193,8 @@ class TrainerGroup:
     def _delivered(self, batch: RolloutBatch) -> tuple[MicrobatchPlan, list[Any]]:
         """Put one share per data-parallel rank into the object store; a reference for every rank.
 
-        Ranks of one share (tensor, context and pipeline parallel ones) get the same object; where
-        stages replay routes, one object per stage.
+        Ranks of one share (tensor, context and pipeline parallel ones) get the same object, and
+        each fetches what of its columns is elsewhere.
         """
         import ray
 
@@ -214,17 +213,11 @@ class TrainerGroup:
         batch, weight = weigh_samples(batch, config)
         if "rollout_routed_weights" in batch and not config.replays_route_weights:
             batch = batch.without_column("rollout_routed_weights")  # they are for the dump only
-        objects: dict[Any, Any] = {}
-        references = []
-        for part, layers in zip(self._parts, self._route_layers, strict=True):
-            cut = config.use_rollout_routing_replay and layers is not None
-            key = (part.dp_rank, tuple(layers or ()) if cut else None)
-            if key not in objects:
-                stage = with_stage_routes(batch, layers) if cut and layers else batch
-                share = cut_share(stage, plan, part.dp_rank, weight=weight)
-                objects[key] = ray.put(to_arrays(share))
-            references.append(objects[key])
-        return plan, references
+        objects = [
+            ray.put(to_arrays(cut_share(batch, plan, rank, weight=weight)))
+            for rank in range(len(plan.ranks))
+        ]
+        return plan, [objects[part.dp_rank] for part in self._parts]
 
     def _merged(self, results: list[Any], plan: MicrobatchPlan, batch: RolloutBatch) -> Ragged:
         """Put the responses [R, ...] of every share where they belong in the batch."""

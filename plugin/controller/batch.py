@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from plugin.batch_types import RolloutBatch, check_routes, route_dtype
+from plugin.batch_types import RolloutBatch, with_checked_routes
 from plugin.config import JobConfig
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import BatchError
 from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of, whiten
 from plugin.ragged import Integers, Ragged, ragged_range
-from plugin.vocabulary_ids import KEPT_COUNTS
 
 
 def prepare_batch(config: JobConfig, rollouts: Rollouts, route_shape: Any = None) -> RolloutBatch:
@@ -81,24 +80,6 @@ def advantages_of(config: JobConfig, rollouts: Rollouts) -> Ragged:
     return masks.like(Ragged.of(advantages).values)
 
 
-def with_checked_routes(batch: RolloutBatch, shape: tuple[int, int, int]) -> RolloutBatch:
-    """The batch with its routes in the one type of the model.
-
-    Every token has distinct experts in range in every MoE layer, or no route at all.
-    """
-    if "rollout_routed_experts" not in batch:
-        raise BatchError(
-            "--use-rollout-routing-replay needs rollout_routed_experts and the batch has none; "
-            "use an engine that reports them, or --use-routing-replay"
-        )
-    layers, topk, experts = shape
-    routes: Ragged = batch.columns["rollout_routed_experts"]
-    totals = batch.columns["total_lengths"]
-    check_routes(routes, layers=layers, topk=topk, experts=experts, total_lengths=totals)
-    one_type = routes.like(routes.values.to(route_dtype(experts)))
-    return batch.with_column("rollout_routed_experts", one_type)
-
-
 def describe_batch(
     config: JobConfig, batch: RolloutBatch, rollouts: Rollouts, version: int
 ) -> dict[str, float]:
@@ -112,8 +93,8 @@ def describe_batch(
     starts = np.flatnonzero(np.diff(rollouts.groups, prepend=-1))
     uniform = np.maximum.reduceat(rewards, starts) == np.minimum.reduceat(rewards, starts)
     penalty = overlong_penalty(config, rollouts)
-    counts = batch.columns.get(KEPT_COUNTS)
-    kept = {} if counts is None else {"kept_ids_per_token": float(counts.values.double().mean())}
+    sums, tokens = batch.columns.get("kept_sums"), int(batch.columns["response_lengths"].sum())
+    kept = {} if sums is None else {"kept_ids_per_token": int(sums.sum()) / max(1, tokens)}
     return {
         **kept,
         "reward": float(rewards.mean()),

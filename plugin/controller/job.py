@@ -13,13 +13,18 @@ from typing import Any
 
 from plugin.cluster.engine_pool import EnginePool
 from plugin.cluster.placement import plan_on_cluster, reserve
-from plugin.cluster.ray_cluster import cluster
+from plugin.cluster.ray_cluster import cluster, object_stores, spill_directory
 from plugin.cluster.trainer_actor import teacher_policy
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.controller.interrupts import Interrupts, ignored_interrupts
 from plugin.controller.preflight.job_checks import JobParts, check_job
+from plugin.controller.preflight.ray_checks import (
+    RayMachine,
+    rollout_bytes,
+    store_warnings,
+)
 from plugin.controller.run_directory import (
     CHECKPOINTS,
     RunCheckpoints,
@@ -173,6 +178,10 @@ def _running(
     # The handler comes after Ray's own, which ends the process without a word.
     with interrupts.handled(), contextlib.ExitStack() as cleanup:
         plan = plan_on_cluster(config)
+        needed = rollout_bytes(config, parts.route_shape)
+        machine = RayMachine.here(spill_directory())
+        for warning in store_warnings(config, needed, object_stores(), machine):
+            console.warn(warning)
         config = config.unchecked_copy(rollout_dtype=engine_dtype(config, cuda=plan.uses_gpus))
         reservation = reserve(plan, config.start_timeout)
         cleanup.callback(reservation.release)

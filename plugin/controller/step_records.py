@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugin.batch_types import RolloutBatch
+from plugin.cluster.array_transport import fetched
 from plugin.cluster.trainer_actor import TrainedStep
 from plugin.config import JobConfig
 from plugin.controller.run_directory import RunCheckpoints
@@ -25,6 +26,7 @@ from plugin.observe.console import Console
 from plugin.observe.detectors import MismatchDetectors
 from plugin.observe.findings import Finding
 from plugin.observe.learning import learning_findings
+from plugin.observe.log_prob_dump import ROUTES
 from plugin.observe.run_files import RunFiles, without_slices
 
 _STEPS_KEPT = 2000
@@ -117,15 +119,20 @@ class StepRecords:
         self._console.step(line, self._config.total_updates)
         if self._wandb is not None:
             self._wandb.log(line, step=step)
-        columns = batch.columns
+        columns = batch.here().columns
         # After an update the step's own log-probs come from newer weights than the samples.
         comparable = comparable or "log_probs" in columns
         if trained.log_probs is not None:
             columns = {"log_probs": trained.log_probs, **columns}
         if self._dump is not None:
             current = {} if trained.log_probs is None else {"cur_log_probs": trained.log_probs}
-            self._dump.write(step, {**columns, **current}, trainer_version=version)
+            names = [n for n in batch.stored if self._config.dump_routes or n not in ROUTES]
+            stored = _fetched_columns(batch, names)
+            self._dump.write(step, {**columns, **stored, **current}, trainer_version=version)
         if comparable and trained.log_probs is not None:
+            if trained.live_routes is not None:  # of the first samples
+                watched = batch.select(np.arange(len(trained.live_routes)))
+                columns = {**columns, **_fetched_columns(watched, ["rollout_routed_experts"])}
             self._watch.check(step, columns, version, trained.live_routes)
         # After the watch: rewards mean nothing while engine and trainer disagree.
         if len(self._history) == _STEPS_JUDGED:
@@ -161,6 +168,12 @@ class StepRecords:
                 f"--max-skipped-steps; the last one: {cause}. Repair that and "
                 f"{'go on from the last checkpoint with --resume' if saved else 'start again'}"
             )
+
+
+def _fetched_columns(batch: RolloutBatch, names: Sequence[str]) -> dict[str, Any]:
+    """Columns that may be in the object store, here."""
+    few = fetched(RolloutBatch({name: batch.columns[name] for name in ("total_lengths", *names)}))
+    return {name: few.columns[name] for name in names}
 
 
 class MismatchWatch:

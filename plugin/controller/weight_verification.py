@@ -14,12 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugin.batch_types import RolloutBatch
+from plugin.batch_types import RolloutBatch, with_checked_routes
 from plugin.cluster.engine_pool import EnginePool, Probed
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
 from plugin.config.engines import ENGINES
-from plugin.controller.batch import with_checked_routes
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.controller.weight_sync import WeightSync
 from plugin.engines.protocol import Generation, GenerationFailure, GenerationRequest

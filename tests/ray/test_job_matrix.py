@@ -244,6 +244,17 @@ def _listening_addresses() -> list[str]:
     return [columns[3] for columns in ours]
 
 
+#: On the ranks: the head node was started without either; the driver sets the second one itself.
+_SEES_VARIABLES = """
+import os
+
+def sees_variables(args, *, pg_loss, loss_masks, **_):
+    seen = [os.environ.get(name) for name in ("NCCL_DEBUG", "OMP_WAIT_POLICY")]
+    assert seen == ["WARN", "PASSIVE"], seen
+    return pg_loss, loss_masks, {}
+"""
+
+
 def test_ray_job_submit_runs_a_job(tmp_path: Path) -> None:
     """`ray job submit` needs a head node with its dashboard; both listen on loopback here."""
     ray_command = str(Path(sys.executable).parent / "ray")
@@ -266,8 +277,14 @@ def test_ray_job_submit_runs_a_job(tmp_path: Path) -> None:
         # The dashboard waits 10 s for the agent that runs jobs; on a busy machine it starts later.
         _wait_until_healthy(f"http://127.0.0.1:{dashboard}/api/gcs_healthz", head)
         _wait_until_healthy(f"http://127.0.0.1:{agent}/api/healthz", head)
-        submit = (ray_command, "job", "submit", "--address", f"http://127.0.0.1:{dashboard}", "--")
-        address = ("--address", f"127.0.0.1:{port}")
+        # A variable of the submitted job, which Ray would refuse to be given again by the driver.
+        variables = ("--runtime-env-json", json.dumps({"env_vars": {"NCCL_DEBUG": "WARN"}}))
+        submit = (ray_command, "job", "submit", "--address", f"http://127.0.0.1:{dashboard}")
+        submit = (*submit, *variables, "--")
+        hook = tmp_path / "hook.py"
+        hook.write_text(_SEES_VARIABLES)
+        address = ("--address", f"127.0.0.1:{port}", "--use-tis")
+        address = (*address, "--custom-tis-function-path", f"{hook}:sees_variables")
         sizes = ("--num-rollouts", "2", "--rollout-batch-size", "4")
         done = subprocess.run(
             [*submit, *train_command(tmp_path / "run", *address, *sizes)],

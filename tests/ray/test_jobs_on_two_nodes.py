@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from plugin.batch_types import RolloutBatch
+from plugin.cluster.array_transport import fetched
 from plugin.controller import training_loop
 from plugin.controller.batch import prepare_batch
 from plugin.controller.job import JobResult
@@ -231,7 +232,7 @@ def test_a_moe_job_without_replay_notices_that_the_engine_routes_differently(
     assert not (tmp_path / "same" / "findings.jsonl").exists()
 
     def with_reversed_layers(*arguments: Any) -> RolloutBatch:
-        batch = prepare_batch(*arguments)
+        batch = fetched(prepare_batch(*arguments))
         routes = batch.columns["rollout_routed_experts"]
         return batch.with_column("rollout_routed_experts", [route.flip(1) for route in routes])
 

@@ -19,6 +19,7 @@ from plugin.config.flags import expect
 from plugin.config.import_paths import load_called_with, try_on_example
 from plugin.controller.preflight.advice import Machine, advice
 from plugin.controller.preflight.memory_check import check_memory
+from plugin.controller.preflight.ray_checks import check_open_files
 from plugin.controller.preflight.task_checks import checked_eval_sets, checked_task
 from plugin.controller.preflight.teacher_checks import checked_teachers
 from plugin.engines.choice import (
@@ -74,6 +75,7 @@ def check_job(
         check_machine(config, cores=os.cpu_count() or 1, gpus=torch.cuda.device_count())
     else:
         check_address(config.address)
+    check_open_files(config)
     begin("loss and corrections")
     check_loss(config)
     takes_separable_head(config, config.tensor_model_parallel_size)

@@ -18,7 +18,7 @@ from plugin.megatron_backend.step.microbatching import (
     MicrobatchPlan,
     plan_microbatches,
 )
-from plugin.ragged import Integers, as_integers
+from plugin.ragged import Integers, Ragged, as_integers
 
 #: Tokens of the first samples of a batch whose live routes are compared with the engine's.
 WATCHED_TOKENS = 4096
@@ -79,10 +79,10 @@ def cut_share(
 
 
 def with_stage_routes(batch: RolloutBatch, layers: Sequence[int]) -> RolloutBatch:
-    """The batch with the routes of MoE layers `layers` only, or as it is where it has none."""
+    """The batch with the routes of MoE layers `layers` only, or as it is where it has none here."""
     for name in ("rollout_routed_experts", "rollout_routed_weights"):
         routes = batch.columns.get(name)
-        if routes is not None and list(layers) != list(range(routes.values.shape[1])):
+        if isinstance(routes, Ragged) and list(layers) != list(range(routes.values.shape[1])):
             batch = batch.with_column(
                 name, routes.like(routes.values[:, list(layers)].contiguous())
             )

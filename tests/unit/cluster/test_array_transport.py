@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugin.batch_types import FIELDS, RolloutBatch, RolloutSample
+from plugin.batch_types import FIELDS, Microbatch, RolloutBatch, RolloutSample
 from plugin.cluster.array_transport import (
+    BULK,
+    apart,
     batch_from_arrays,
     batch_to_arrays,
+    fetched,
     from_arrays,
+    rejoined,
     to_arrays,
 )
+from plugin.cluster.engine_actor import EngineActor
 from plugin.environments.trajectory import Rollouts, Trajectory, failed
+from plugin.errors import BatchError
 from plugin.ragged import Ragged
 
 
@@ -156,3 +166,109 @@ def test_absent_log_probs_and_routes_stay_absent() -> None:
 def test_an_answer_of_failures_only_comes_back() -> None:
     _, returned = there_and_back([[failed("a"), failed("b")]])
     assert returned.errors.tolist() == ["a", "b"] and len(returned.batch) == 0
+
+
+def routed_answer(first: int) -> Rollouts:
+    """Two groups of three trajectories, one of them failed and one of two samples."""
+
+    def one(number: int) -> RolloutSample:
+        total = 3 + number % 4
+        return RolloutSample(
+            tokens=torch.full((total,), number),
+            response_length=2,
+            loss_mask=torch.ones(2, dtype=torch.int64),
+            rollout_log_probs=torch.full((2,), -0.5),
+            routed_experts=torch.full((total, 6, 1), number, dtype=torch.int8)
+            + torch.arange(6, dtype=torch.int8)[:, None],
+            sampling_mask=Ragged(torch.tensor([number, number, 99]), [1, 2]),
+        )
+
+    samples = iter(range(first, first + 7))
+    sizes = [[1, 1, 2], [1, 0, 1]]
+    return Rollouts.of(
+        [
+            [
+                Trajectory(tuple(one(next(samples)) for _ in range(n))) if n else failed("no")
+                for n in group
+            ]
+            for group in sizes
+        ]
+    )
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_bulk_columns_stay_apart_and_whoever_selects_samples_fetches_these_alone(
+    parts: int,
+) -> None:
+    store: dict[str, Any] = {}
+    answers, whole = [], []
+    for number, first in enumerate((0, 20)):
+        rollouts = routed_answer(first)
+        head, bulk = apart(rollouts, parts)
+        assert not set(BULK) & head.keys() and len(bulk) == parts
+        names = [f"{number}/{part}" for part in range(parts)]
+        store |= dict(zip(names, bulk, strict=True))
+        answers.append(rejoined(head, names))
+        whole.append(rollouts)
+    batch, expected = (one[0].batch.concatenated(one[1].batch) for one in (answers, whole))
+    batch.check()
+    assert batch.stored.keys() == {"rollout_routed_experts", *BULK[2:]}
+    order = [9, 2, 3, 0]
+    chosen, asked = batch.select(order), []
+
+    def get(names: list[Any]) -> list[Any]:
+        asked.append(names)
+        return [store[name] for name in names]
+
+    arrived = fetched(chosen, layers=[1, 2], get=get)
+    arrived.check()
+    assert len(asked) == 1, "columns of the same objects are fetched together"
+    if parts == 3:  # an object per trajectory: 9 and 0, and both samples of one
+        assert sorted(asked[0]) == ["0/0", "0/2", "1/2"]
+    want = expected.select(order).columns
+    for name in BULK[2:]:
+        assert torch.equal(arrived.columns[name].values, want[name].values)
+    routes = want["rollout_routed_experts"]
+    mine = arrived.columns["rollout_routed_experts"]
+    assert torch.equal(mine.values, routes.values[:, 1:3])
+    assert mine.lengths.tolist() == routes.lengths.tolist()
+    apart_layers = fetched(chosen, layers=[0, 5], get=get).columns["rollout_routed_experts"]
+    assert torch.equal(apart_layers.values, routes.values[:, [0, 5]])
+
+
+def test_a_share_without_samples_knows_the_shape_of_routes_that_are_elsewhere() -> None:
+    head, bulk = apart(routed_answer(0), 1)
+    batch = rejoined(head, bulk).batch.select(np.zeros(0, np.int64))
+    arrived = fetched(batch, layers=[3], get=list)
+    routes = arrived.columns["rollout_routed_experts"].values
+    assert routes.shape == (0, 1, 1) and routes.dtype == torch.int8
+    assert Microbatch.padding_like(arrived).batch.columns["rollout_routed_experts"].values.shape == (2, 1, 1)  # fmt: skip
+
+
+def test_values_that_are_elsewhere_are_not_mistaken_for_values() -> None:
+    head, bulk = apart(routed_answer(0), 1)
+    batch = rejoined(head, bulk).batch
+    with pytest.raises(TypeError, match="not in this process; fetch"):
+        list(batch.columns["rollout_routed_experts"])
+    moved = batch_from_arrays(batch_to_arrays(batch))
+    assert moved.stored.keys() == batch.stored.keys()
+
+
+def test_an_engine_refuses_wrong_routes_before_they_are_stored_and_stores_the_models_type() -> None:
+    def answer(experts: list[int]) -> Trajectory:
+        routes = torch.tensor(experts)[:, None, None]
+        mask = torch.ones(1, dtype=torch.int64)
+        return Trajectory((RolloutSample(torch.tensor([5, 6]), 1, mask, routed_experts=routes),))
+
+    actor: Any = object.__new__(EngineActor)
+    actor._replays, actor._route_shape, actor._parts = True, (1, 1, 4), 2
+    actor._server = SimpleNamespace(collect=lambda era: [(17, [answer([0, 3]), answer([1, 2])])])
+    _, parts = actor.collect(0)
+    kept = [part["rollout_routed_experts"] for part in parts]
+    assert [(routes.dtype, routes.ravel().tolist()) for routes in kept] == [
+        (np.int8, [0, 3]),
+        (np.int8, [1, 2]),
+    ]
+    actor._server = SimpleNamespace(collect=lambda era: [(17, [answer([0, 3]), answer([1, 4])])])
+    with pytest.raises(BatchError, match=r"prompts 17: routes of sample 1, token 1, MoE layer 0"):
+        actor.collect(0)

@@ -37,7 +37,9 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> EnginePool:
 
     def actor() -> Any:
         call = SimpleNamespace(remote=remote, options=lambda **_: SimpleNamespace(remote=remote))
-        return SimpleNamespace(call=call)
+        apart = SimpleNamespace(remote=lambda *given: (remote(*given), object()))
+        call_apart = SimpleNamespace(options=lambda **_: apart)
+        return SimpleNamespace(call=call, call_apart=call_apart)
 
     def start(self: EnginePool, number: int, failures_in_a_row: int = 0) -> Any:
         made = _Running(actor(), Call(), math.inf, failures_in_a_row)
@@ -48,7 +50,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> EnginePool:
     monkeypatch.setattr(EnginePool, "_start", start)
     config: Any = SimpleNamespace(
         engine_patience=5.0, num_rollout_engines=2, max_restarts=3, transport_traits=TransportTraits("objects"),
-        rollout_api_key_env=None, colocate=False, min_rollout_engines=1, start_timeout=9.0,
+        rollout_api_key_env=None, colocate=False, min_rollout_engines=1, start_timeout=9.0, wants_rollout_routes=False,
     )  # fmt: skip
     monkeypatch.setattr(engine_pool, "api_key", lambda _: None)
     console: Any = SimpleNamespace(log=lambda _: None, warn=lambda _: None)

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from plugin.batch_types import RolloutBatch, RolloutSample
+from plugin.batch_types import RolloutBatch, RolloutSample, with_checked_routes
 from plugin.config import JobConfig
 from plugin.controller.batch import (
     advantages_of,
     describe_batch,
     prepare_batch,
-    with_checked_routes,
 )
 from plugin.controller.training_loop import learning_rate
 from plugin.environments.trajectory import Rollouts, Trajectory

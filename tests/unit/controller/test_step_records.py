@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from plugin.batch_types import RolloutBatch
 from plugin.config import JobConfig
 from plugin.controller.shared_devices import OwnDevices
 from plugin.controller.step_records import StepRecords
@@ -30,7 +31,7 @@ def records_in(directory: Path) -> StepRecords:
 def test_nothing_is_written_before_it_is_asked_for_and_nothing_twice(tmp_path: Path) -> None:
     records = records_in(tmp_path / "run")
     trained: Any = SimpleNamespace(log_probs=None, skipped=None, overflow=False)
-    batch: Any = SimpleNamespace(columns={})
+    batch: Any = RolloutBatch({})
     records.log_samples(1, lambda: [{"prompt": "1="}])
     records.add({"step": 1, "weight_version": 0}, batch, trained, of_rollout_weights=True)
     records.log_prompts(0, [4, 5], {})
@@ -55,7 +56,7 @@ def test_another_model_is_found_before_anything_is_said_about_rewards(tmp_path: 
     trained: Any = SimpleNamespace(
         log_probs=columns.pop("log_probs"), skipped=None, overflow=False, live_routes=None
     )
-    batch: Any = SimpleNamespace(columns=columns)
+    batch: Any = RolloutBatch(columns)
     line = {"step": 20, "weight_version": 0, **idle}
     records.add(line, batch, trained, of_rollout_weights=True)
     records.write()

@@ -263,7 +263,7 @@ def test_old_tokens_are_masked_and_count_nowhere() -> None:
                 "use_rollout_routing_replay": "ids",
                 "embedded_model": "qwen3_moe",
             },
-            "--rollout-engine vllm reports the routes with which an interrupted response was read",
+            "--rollout-engine vllm reports the routes of prefilling an interrupted response again",
         ),
     ],
 )

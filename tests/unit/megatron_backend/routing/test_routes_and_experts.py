@@ -16,9 +16,9 @@ from plugin.batch_types import (
     RolloutSample,
     no_route,
     route_dtype,
+    with_checked_routes,
 )
 from plugin.cluster.array_transport import batch_from_arrays, batch_to_arrays
-from plugin.controller.batch import with_checked_routes
 from plugin.errors import BatchError, ReplayError
 from plugin.megatron_backend.routing.router_replay import share_fingerprint
 from plugin.megatron_backend.routing.routes import RoutedModel, routes_of
