@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from plugin import __version__
-from plugin.errors import ConfigError, MegatronTisError
+from plugin.errors import ConfigError, MegatronTisError, shortened
 
 #: name -> module, one line of help
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MegatronTisError as error:
         if "--traceback" in words:
             raise
-        print(f"megatron-tis: {error}", file=sys.stderr)
+        print(f"megatron-tis: {shortened(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -89,6 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) has seen enough; close quietly, also at interpreter exit.
         sys.stderr.close()
         return 1
+    except OSError as error:
+        if error.filename is None or "--traceback" in words:
+            raise
+        print(f"megatron-tis: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
 
 
 def _parser(

@@ -4,6 +4,15 @@ A message states the value that was found, the constraint it broke and what to d
 classes hold nothing but their message, so they survive pickling between Ray actors and the driver.
 """
 
+import re
+
+
+def shortened(message: str) -> str:
+    """A message for a person, in which a value of thousands of digits is cut."""
+    return re.sub(
+        r"\S{500,}", lambda long: f"{long[0][:60]}...({len(long[0])} characters)", message
+    )
+
 
 class MegatronTisError(Exception):
     """Base of all errors of this package."""

@@ -1,4 +1,4 @@
-"""Reads JSON Lines files, whoever wrote them: prompts, metrics, dumps.
+"""Reads files, whoever wrote them: JSON Lines (prompts, metrics, dumps), settings, YAML.
 
 Only a line feed ends a line. U+2028, U+2029 and U+0085 end lines for `str.splitlines`, but may
 stand unescaped in a JSON string.
@@ -7,11 +7,58 @@ stand unescaped in a JSON string.
 from __future__ import annotations
 
 import codecs
+import errno
 import json
+import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+#: Of a file of settings, and of what the anchors in one may stand for.
+_MOST_BYTES, _MOST_YAML_NODES = 64 << 20, 100_000
+
+
+def require_file(path: Path) -> None:
+    """Raise an `OSError` unless `path` is a regular file: reading others may wait or never end."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is a pipe, a socket or a device, not a file", str(path))
+
+
+def read_settings(path: Path) -> str:
+    """The UTF-8 text of a small file; an `OSError` for one that is too large or no regular file."""
+    require_file(path)
+    if os.stat(path).st_size > _MOST_BYTES:
+        limit = f"it has more than {_MOST_BYTES >> 20} MB, which are no settings"
+        raise OSError(errno.EFBIG, limit, str(path))
+    return path.read_text(encoding="utf-8")
+
+
+def parse_yaml(text: str) -> Any:
+    """What YAML holds, safe-loaded; a `ValueError` also where its anchors multiply without end."""
+    import yaml
+
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    if node is not None and _yaml_nodes(node, {}) > _MOST_YAML_NODES:
+        raise ValueError(f"its anchors stand for more than {_MOST_YAML_NODES} values")
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _yaml_nodes(node: Any, counted: dict[int, float]) -> float:
+    """How many values a YAML node is, with every anchor written out."""
+    if id(node) not in counted:
+        counted[id(node)] = float("inf")  # of one that contains itself
+        children = node.value if isinstance(node.value, list) else []
+        parts = [child if isinstance(child, tuple) else (child,) for child in children]
+        counted[id(node)] = 1 + sum(_yaml_nodes(one, counted) for part in parts for one in part)
+    return counted[id(node)]
 
 
 @dataclass(frozen=True)
@@ -32,6 +79,7 @@ class JsonLine:
 def read_json_lines(path: Path) -> Iterator[JsonLine]:
     """The lines of `path` that are not blank; raises only `OSError`."""
     offset = 0
+    require_file(path)
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             text = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw

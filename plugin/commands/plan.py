@@ -22,6 +22,9 @@ from plugin.errors import ConfigError, MegatronTisError
 if TYPE_CHECKING:
     from plugin.tools.plan.job_plan import JobPlan, Models
 
+#: Every rank is a member of the planned process groups.
+_MOST_RANKS = 1 << 16
+
 
 @dataclass(frozen=True)
 class PlanFlags(FlagGroup):
@@ -103,6 +106,11 @@ def run(args: argparse.Namespace) -> int:
         config = JobConfig.from_sources(flags, args.config)
     except ConfigError as error:
         raise _with_layouts(error, flags, args.config, options) from error
+    expect(
+        config.world_size <= _MOST_RANKS,
+        f"the job has {config.world_size:,} trainer ranks, and {_MOST_RANKS:,} are planned at "
+        "most; lower the parallel sizes, --num-nodes or --num-gpus-per-node",
+    )
     models, index = load_models(config, options)
     from plugin.tools.plan.checkpoint_coverage import require_coverage
     from plugin.tools.plan.report import as_json, as_text, plan_html

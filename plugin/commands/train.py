@@ -22,6 +22,7 @@ from plugin.errors import (
     HookLoadError,
     MegatronTisError,
     ParallelError,
+    shortened,
 )
 from plugin.observe.console import Console, capture_warnings
 
@@ -135,7 +136,7 @@ def _run(
             from plugin.controller.job import run_job
         result = run_job(
             *(config, console, connected, ended),
-            begun=lambda run_dir: pipe.tell(run_dir=str(run_dir.resolve())),
+            lambda run_dir: pipe.tell(run_dir=str(run_dir.resolve())),
         )
     except FindingError as error:
         # Before the summary: it explains the rewards.
@@ -222,5 +223,5 @@ def _log_learning(result: JobResult, config: JobConfig, console: Console, *, adv
 def _report_error(error: MegatronTisError, console: Console, args: argparse.Namespace) -> int:
     if getattr(args, "traceback", False):
         raise error
-    console.error(str(error))
+    console.error(shortened(str(error)))
     return 2 if isinstance(error, (ConfigError, HookLoadError)) else 1

@@ -336,12 +336,14 @@ def read_yaml(path: Path, option: str = "--config") -> dict[str, Any]:
     """
     import yaml
 
+    from plugin.json_lines import parse_yaml, read_settings
+
     try:
-        loaded = yaml.safe_load(path.read_text())
+        loaded = parse_yaml(read_settings(path))
     except OSError as error:
         raise ConfigError(f"{option} {path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        problem = " ".join(str(error).split())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = " ".join(str(error).split())[:500]
         raise ConfigError(f"{option} {path}: not valid YAML: {problem}") from error
     if loaded is None:
         return {}

@@ -75,7 +75,6 @@ def write_page(path: Path, text: str, *, force: bool) -> Path:
     refuse_overwriting(path, force)
     partial = path.with_name(path.name + ".partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
@@ -87,11 +86,13 @@ def refuse_overwriting(path: Path, force: bool) -> None:
     """Raise a `ConfigError` if `path` cannot be written, or exists without the user's --force."""
     if path.exists() and not force:
         raise ConfigError(f"{path} exists; add --force to replace it or choose another file")
-    place = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory; choose a file")
+    place = path.absolute().parent
     if not (place.is_dir() and os.access(place, os.W_OK)):
         raise ConfigError(
-            f"{path} cannot be written: {place} is no directory that you may write to; choose "
-            "another file"
+            f"{path} cannot be written: {place} is no directory that you may write to; create it, "
+            "or choose another file"
         )
 
 

@@ -15,7 +15,7 @@ from plugin.config import JobConfig
 from plugin.config.flags import without_credentials
 from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS
 from plugin.errors import ConfigError, MegatronTisError
-from plugin.json_lines import read_json_lines
+from plugin.json_lines import parse_yaml, read_json_lines, read_settings
 
 
 @dataclass
@@ -170,8 +170,8 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     import yaml
 
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        loaded = parse_yaml(read_settings(path))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         problems.append(
             f"{path}: not readable ({type(error).__name__}); the report shows no settings"
         )

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "ragged": set(),
     "vocabulary_ids": {"errors", "ragged"},
     "batch_types": {"errors", "ragged", "vocabulary_ids"},
-    "config": {"errors"},
+    "config": {"errors", "json_lines"},
     "sharding": {"errors", "ragged", "batch_types", "config"},
     "ppo_utils": {"errors", "ragged", "batch_types", "config", "sharding"},
     "logprobs": {"errors", "ragged", "batch_types", "config", "sharding", "ppo_utils"},

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from plugin.errors import CheckpointError
+from plugin.json_lines import read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -305,7 +306,7 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_settings(path))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} has no {path.name}, so it is not a checkpoint of this software, or "

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from plugin.errors import ConfigError
+from plugin.json_lines import read_settings
 
 
 @dataclass
@@ -76,7 +77,7 @@ def _tied(tensor: str, readers: Sequence[str], hf_config: Any) -> bool:
 def index_names(index: Path) -> set[str]:
     """The tensors that a `model.safetensors.index.json` lists."""
     try:
-        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        table = json.loads(read_settings(index))["weight_map"]
         if not isinstance(table, dict) or not table:
             raise ValueError("its weight_map is empty")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -119,8 +120,8 @@ def read_hf_config(file: Path) -> Any:
     from plugin.megatron_backend.model.families import family_of
 
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        settings = json.loads(read_settings(file))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file} is not a readable config.json ({error}); give that of a Hugging Face model"
         ) from error

@@ -122,7 +122,8 @@ def nearest_layouts(sizes: dict[str, int], world: JobConfig, hf_config: Any) -> 
 
     def distance(layout: JobConfig) -> float:
         return sum(
-            abs(math.log2(getattr(layout, name) / max(1, sizes.get(name, 1)))) for name in _SIZES
+            abs(math.log2(getattr(layout, name)) - math.log2(max(1, sizes.get(name, 1))))
+            for name in _SIZES
         )
 
     found = sorted(possible_layouts(world, hf_config), key=distance)

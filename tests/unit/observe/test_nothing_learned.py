@@ -59,7 +59,7 @@ def test_a_run_that_learned_nothing_is_not_called_a_success(
     assert not any_step_applied(history)
     ended = JobResult(tmp_path, history)
     monkeypatch.setattr(job, "run_job", lambda *_: ended)
-    monkeypatch.setattr(ray_cluster, "cluster", lambda _: nullcontext(lambda: None))
+    monkeypatch.setattr(ray_cluster, "cluster", lambda *_: nullcontext(lambda: None))
     assert train_command.run(argparse.Namespace()) == 1
     printed = capsys.readouterr().out
     assert "error: nothing is learned" in printed and title in printed
@@ -75,13 +75,13 @@ def test_a_run_that_learned_nothing_is_not_called_a_success(
 def test_a_job_that_an_unmistakable_finding_ends_says_that_first_and_gives_no_advice_on_rewards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_job(_config: Any, _console: Any, _connected: Any, ended: Any) -> None:
+    def run_job(_config: Any, _console: Any, _connected: Any, ended: Any, _begun: Any) -> None:
         equal = IDLE["all rewards are equal"]
         ended(JobResult(tmp_path, steps(equal), checkpoint=tmp_path / "step_1"))
         raise FindingError("step 1: the engine runs a different model")
 
     monkeypatch.setattr(job, "run_job", run_job)
-    monkeypatch.setattr(ray_cluster, "cluster", lambda _: nullcontext(lambda: None))
+    monkeypatch.setattr(ray_cluster, "cluster", lambda *_: nullcontext(lambda: None))
     printed = io.StringIO()
     monkeypatch.setattr(train_command, "Console", lambda: Console(printed, printed))
     assert train_command.run(argparse.Namespace()) == 1
@@ -99,7 +99,7 @@ def test_a_job_that_went_on_with_one_names_it_before_what_was_learned(
         files.log_findings(1, [found])
     ended = JobResult(tmp_path, steps(IDLE["all rewards are equal"]))
     monkeypatch.setattr(job, "run_job", lambda *_: ended)
-    monkeypatch.setattr(ray_cluster, "cluster", lambda _: nullcontext(lambda: None))
+    monkeypatch.setattr(ray_cluster, "cluster", lambda *_: nullcontext(lambda: None))
     train_command.run(argparse.Namespace())
     printed = capsys.readouterr().out
     assert 0 < printed.index("error: another model (step 1)") < printed.index("nothing is learned")
@@ -108,13 +108,13 @@ def test_a_job_that_went_on_with_one_names_it_before_what_was_learned(
 def test_a_job_that_ends_in_an_error_still_says_how_far_it_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_job(_config: Any, _console: Any, _connected: Any, ended: Any) -> None:
+    def run_job(_config: Any, _console: Any, _connected: Any, ended: Any, _begun: Any) -> None:
         idle = {"skipped": 1.0, "skipped_steps": 2}
         ended(JobResult(tmp_path, steps({}, idle, idle), checkpoint=tmp_path / "step_1"))
         raise TrainingError("the last 2 steps were skipped")
 
     monkeypatch.setattr(job, "run_job", run_job)
-    monkeypatch.setattr(ray_cluster, "cluster", lambda _: nullcontext(lambda: None))
+    monkeypatch.setattr(ray_cluster, "cluster", lambda *_: nullcontext(lambda: None))
     assert train_command.run(argparse.Namespace()) == 1
     printed = capsys.readouterr()
     assert "in 3 steps, 2 of them skipped; report:" in printed.out

@@ -1,0 +1,101 @@
+"""Files that are none, settings without end and absurd sizes: one line each, soon, in little memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plugin.cli import main
+from plugin.config.flags import read_yaml
+from plugin.errors import ConfigError
+from plugin.json_lines import parse_yaml, read_json_lines
+from plugin.observe.html_page import refuse_overwriting, write_page
+
+pytestmark = [pytest.mark.hostile, pytest.mark.timeout(60)]
+
+#: Nine anchors of nine aliases each: 9^9 values.
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)
+)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+    return str(caught.value)
+
+
+def test_a_pipe_or_a_device_or_a_directory_as_config_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "a pipe, a socket or a device" in refusal(tmp_path / "pipe")
+    assert "a pipe, a socket or a device" in refusal(Path("/dev/zero"))
+    assert "directory" in refusal(tmp_path)
+    with pytest.raises(OSError, match="a pipe"):
+        next(read_json_lines(tmp_path / "pipe"))
+
+
+def test_a_pipe_in_a_run_directory_is_named_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "samples.jsonl")
+    assert main(["samples", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"megatron-tis: {tmp_path}/samples.jsonl: it is a pipe")
+
+
+def test_a_config_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "config.yaml").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "more than 64 MB" in refusal(tmp_path / "config.yaml")
+
+
+def test_anchors_do_not_multiply_without_end(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(LAUGHS)
+    assert "its anchors stand for more than 100000 values" in refusal(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text("a: &a [*a]")
+    assert "its anchors stand for" in refusal(tmp_path / "config.yaml")
+    assert parse_yaml("a: &a {x: 1}\nb: {<<: *a, y: 2}") == {"a": {"x": 1}, "b": {"x": 1, "y": 2}}
+
+
+def test_numbers_of_5000_digits_are_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"seed: {'9' * 5000}")
+    assert "4300" in refusal(tmp_path / "config.yaml")
+    (tmp_path / "metrics.jsonl").write_text('{"step": ' + "9" * 5000 + "}\n")
+    [line] = read_json_lines(tmp_path / "metrics.jsonl")
+    assert line.value is None and "not JSON" in line.problem
+
+
+def test_a_page_is_not_written_into_directories_that_nobody_asked_for(tmp_path: Path) -> None:
+    for output in (tmp_path / "new" / "page.html", tmp_path):
+        with pytest.raises(ConfigError):
+            refuse_overwriting(output, force=True)
+        with pytest.raises(ConfigError):
+            write_page(output, "text", force=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ("--num-nodes", "1000000000"),
+        ("--pipeline-model-parallel-size", "1000000000"),
+        ("--tensor-model-parallel-size", "1" + "0" * 400),
+        ("--num-gpus-per-node", "9" * 5000),
+    ],
+)
+def test_absurd_sizes_are_refused_before_anything_is_planned(sizes: tuple[str, ...]) -> None:
+    def limits() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+
+    command = [sys.executable, "-m", "plugin", "plan", *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limits)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()[-1]) < 1500
