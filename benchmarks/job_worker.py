@@ -111,8 +111,6 @@ def run_ours(spec: JobSpec, turns: Turns) -> None:
         "calculate_per_token_loss": True,
         "lr": spec.lr,
         "async_rollouts": spec.kind == "asynchronous",
-        # Steps are timed with one loss, asynchronous or not.
-        "allow_biased_correction": spec.kind == "asynchronous",
         "num_gpus_per_node": spec.ranks,
         "num_rollout_engines": spec.engines,
         "run_dir": str(Path(spec.directory) / "run"),
@@ -123,6 +121,8 @@ def run_ours(spec: JobSpec, turns: Turns) -> None:
             "task_path": "benchmarks.job_task:make_task",
             "rollout_max_batch": spec.samples,
             "micro_batch_size": spec.microbatch,
+            # Steps are timed with one loss, asynchronous or not.
+            "allow_biased_correction": spec.kind == "asynchronous",
         }
     else:
         flags |= {

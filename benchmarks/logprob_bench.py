@@ -1,12 +1,13 @@
 """Log-probs and entropy, forward and backward, against the floor and against others.
 
 Candidates take turns, each is repeated, the best of each counts. Verl, trl and liger-kernel take part where they can be
-imported (see `peer_environment`).
+imported (see `peer_environment`). `python -m benchmarks.logprob_bench` times each pass of ours by itself instead.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from benchmarks.measure import (
 )
 from benchmarks.peers import load_peers
 from benchmarks.workers import run_in_ranks
+from plugin.logprobs.kernels import RowNormalizer, row_kernels_for
 
 THREADS = 2
 ALL_MODES: tuple[Mode, ...] = MODES
@@ -184,3 +186,69 @@ def _slowest(seconds: float, group: dist.ProcessGroup | None) -> float:
     value = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return value.item()
+
+
+def measure_passes(dtype: torch.dtype, rows: int, columns: int, repeats: int) -> dict[str, float]:
+    """Seconds of each pass alone, in turns: the least of `repeats`; `copy` reads and writes once."""
+    logits = torch.randn(rows, columns).mul_(2.5).to(dtype)
+    tokens, grads = torch.randint(columns, (rows,)), torch.randn(2, rows)
+    kernels, into = row_kernels_for(logits), torch.empty_like(logits)
+    sums = kernels.forward_blocks(logits, tokens, scale=1.0, with_entropy=True)
+    assert sums.weighted_sum is not None
+    entropy = sums.sum_exp.log() - sums.weighted_sum / sums.sum_exp
+    normalizer = RowNormalizer(sums.maximum, sums.sum_exp, entropy)
+
+    def forward(with_entropy: bool) -> None:
+        kernels.forward_blocks(logits, tokens, scale=1.3, with_entropy=with_entropy)
+
+    def backward(out: torch.Tensor, of_entropy: torch.Tensor | None) -> None:
+        source = logits if out is into else out
+        kernels.backward_blocks(
+            source, tokens, normalizer, grads[0], of_entropy, scale=1.3, out=out
+        )
+
+    inside = logits.clone()
+    passes = {
+        "copy": lambda: into.copy_(logits),
+        "copy, fresh": lambda: torch.empty_like(logits).copy_(logits),
+        "forward": lambda: forward(False),
+        "forward with entropy": lambda: forward(True),
+        "backward": lambda: backward(into, None),
+        "backward of entropy": lambda: backward(into, grads[1]),
+        "backward, in place": lambda: backward(inside, None),
+        "backward of entropy, in place": lambda: backward(inside, grads[1]),
+        "backward, fresh": lambda: kernels.backward_blocks(
+            logits, tokens, normalizer, grads[0], None, scale=1.3, out=torch.empty_like(logits)
+        ),
+    }
+    least = dict.fromkeys(passes, float("inf"))
+    for _ in range(repeats):
+        inside.copy_(logits)
+        for name, run in passes.items():
+            start = time.perf_counter()
+            run()
+            least[name] = min(least[name], time.perf_counter() - start)
+    return least
+
+
+def main() -> None:
+    """Print every pass in units of its floor, and of the same pass over a few rows in the cache."""
+    print("| dtype | pass | nanoseconds per logit | x floor | x the same in cache |")
+    print("|---|---|---|---|---|")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        large, small = (256, 151_936), (2, 151_936)
+        seconds, cached = (
+            measure_passes(dtype, *shape, repeats=repeats)
+            for shape, repeats in ((large, 9), (small, 200))
+        )
+        for name, value in seconds.items():
+            reads = 0.5 if name.startswith("forward") else 1.0
+            in_cache = cached[name] * large[0] / small[0]
+            print(
+                f"| {dtype} | {name} | {value / large[0] / large[1] * 1e9:.3f} "
+                f"| {value / (reads * seconds['copy']):.2f} | {value / in_cache:.2f} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

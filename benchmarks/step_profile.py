@@ -2,18 +2,22 @@
 
 One rank. Without a checkpoint the quick start's model and batch, the size at which fixed costs show; with one, samples
 of its vocabulary, and transformers' forward and backward of the same tokens beside it, in turns. Prints Markdown: the
-least seconds of the parts of several steps, and the operators of one more step by their own time.
+least seconds of the parts of several steps, and the operators of one more step by their own time. With `--run-dir`
+nothing runs: the table is of the whole steps of that job, as it recorded them, driver and transport included.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import statistics
 import tempfile
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +33,23 @@ OPERATORS = {
     "norms, activations, residuals": ("",),
 }
 
+#: Phases of a job's step on the driver, by the metric that records them.
+PHASES = {
+    "seconds_waiting": "waiting for responses (ranks idle)",
+    "seconds_preparing": "driver: preparing the batch",
+    "seconds_log_probs": "log-prob passes, transport to the ranks included",
+    "seconds_training": "update, transport to the ranks included",
+    "seconds_values": "value pass",
+    "seconds_critic": "update of the critic",
+}
+
 
 def main() -> None:
     """Measure and print."""
     options = _options()
+    if options.run_dir is not None:
+        print(job_table((options.run_dir / "metrics.jsonl").read_text()))
+        return
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
     trainer = _trainer(options)
@@ -65,6 +82,25 @@ def main() -> None:
     _print_operators(lambda: trainer.train_step(batch, with_log_probs=True))
 
 
+def job_table(metrics: str) -> str:
+    """Markdown: medians over the steps of a job's metrics.jsonl but the first, which starts up."""
+    steps = [json.loads(line) for line in metrics.splitlines()]
+    steps = [step for step in steps[1:] or steps if "seconds" in step]
+    rows = {
+        label: statistics.median(step.get(name, 0.0) for step in steps)
+        for name, label in PHASES.items()
+        if any(name in step for step in steps)
+    }
+    rows["driver: the rest"] = statistics.median(
+        step["seconds"] - sum(step.get(name, 0.0) for name in PHASES) for step in steps
+    )
+    rows["**whole step**"] = statistics.median(step["seconds"] for step in steps)
+    sync = statistics.median(step.get("seconds_weight_sync", 0.0) for step in steps)
+    rows["weight sync before it (engines idle)"] = sync
+    lines = [f"| {label} | {seconds:.3f} |" for label, seconds in rows.items()]
+    return "\n".join(["| part | seconds |", "|---|---|", *lines])
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hf-checkpoint", help="model directory; none = the quick start's model")
@@ -77,6 +113,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--use-tis", action="store_true")
+    parser.add_argument("--run-dir", type=Path, help="of a job: show its recorded steps instead")
     options = parser.parse_args()
     if options.samples is None:
         options.samples = 512 if options.hf_checkpoint is None else 64

@@ -146,3 +146,26 @@ def training_curve(
     torch.save(weights, merged_to)
     with adapters_off(trainer.chunks):
         return Curve(log_probs, round_trip(trainer, model))
+
+
+def saved_bytes(
+    groups: ParallelGroups, model: str, batch: RolloutBatch, train_dtype: str
+) -> tuple[float, int]:
+    """Bytes that a train step keeps per token for its backward pass, and what the formula says."""
+    from plugin.megatron_backend.step.token_budget import activation_bytes_per_token
+
+    settings = {"train_dtype": train_dtype, "max_tokens_per_gpu": 2048}
+    trainer = new_trainer(groups, model, settings)
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trainer.train_step(batch)
+    weights = {p.untyped_storage().data_ptr() for c in trainer.chunks for p in c.parameters()}
+    total = sum(size for place, size in storages.items() if place not in weights)
+    tokens = sum(len(sample) for sample in batch.columns["unconcat_tokens"])
+    return total / tokens, activation_bytes_per_token(trainer.hf_config, trainer.config)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import job_figure, report
+from benchmarks import job_figure, real_jobs, report, step_profile
 from benchmarks.job_bench import _driver_costs
 from benchmarks.job_task import EndlessDigits
 from benchmarks.job_worker import JobSpec, Turns
@@ -82,3 +82,38 @@ def test_the_way_of_a_batch_can_be_followed_to_every_number_of_ranks() -> None:
         costs = _driver_costs(samples=64, length=4, ranks=ranks, repeats=1)
         assert costs.keys() == {"preparing", "cutting", "rank", "rank_bytes"}
         assert costs["rank_bytes"] > 0
+
+
+def test_the_profile_of_a_job_adds_up_to_its_steps() -> None:
+    first = {"seconds": 50.0, "seconds_training": 50.0}
+    second = {
+        "seconds": 10.0,
+        "seconds_waiting": 5.0,
+        "seconds_preparing": 0.5,
+        "seconds_training": 4.0,
+        "seconds_weight_sync": 0.25,
+    }
+    table = step_profile.job_table("\n".join(map(json.dumps, (first, second, second))))
+    found = dict(line.strip("| ").split(" | ") for line in table.splitlines()[2:])
+    assert found["driver: the rest"] == "0.500"  # 10 - 5 - 0.5 - 4
+    assert found["**whole step**"] == "10.000"
+    assert found["weight sync before it (engines idle)"] == "0.250"
+
+
+def test_real_jobs_are_compared_with_the_peer_of_their_precision() -> None:
+    def row(kind: str, dtype: str, seconds: float) -> dict[str, object]:
+        return {
+            "kind": kind,
+            "dtype": dtype,
+            "engine": "transformers",
+            "seconds": seconds,
+            "range": [seconds, seconds],
+            "phases": {"waiting": 1.0},
+            "tokens": 64,
+            "rewards": [0.0, 0.5],
+        }
+
+    rows = [row("synchronous", "float32", 4.0), row("TRL", "float32", 6.0)]
+    rows += [row("synchronous", "bfloat16", 2.0), row("TRL", "bfloat16", 4.0)]
+    lines = real_jobs.table({"rows": rows, "cores": 2, "made": "today"}).splitlines()[4:]
+    assert [line.split(" | ")[4] for line in lines] == ["1.50x", "1.00x", "2.00x", "1.00x"]
