@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import mismatch_data as data
 from benchmarks.mismatch_data import Rollouts
-from plugin.engines.transformers.int8_weights import quantize_linears
+from plugin.engines.transformers.linear_layers import quantize_linears
 from plugin.observe.detectors import DETECTORS, MismatchDetectors
 
 MARKERS = ("<!-- confusion table: begin -->", "<!-- confusion table: end -->")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plugin.engines.transformers.int8_weights import through_int8
+from plugin.engines.transformers.linear_layers import through_int8
 
 LENGTH, WIDTH, HEADS, HIDDEN = 8, 32, 2, 64
 EXPERTS, EXPERT_HIDDEN, ROUTES = 8, 16, 2

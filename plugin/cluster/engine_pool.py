@@ -63,12 +63,16 @@ class _Running:
     is_verified: bool = False
     #: Whether a call waits there for groups that are done.
     collects: bool = False
+    era: int = 0
+    #: Whether the job goes on without it until it has started.
+    is_absent: bool = False
 
     def end(self) -> None:
         """End the process and remove the weights that it wrote for its servers."""
         import ray
 
-        ray.kill(self.actor)
+        if self.actor is not None:
+            ray.kill(self.actor)
         if self.weights is not None:
             self.weights.remove()
 
@@ -230,8 +234,13 @@ class EnginePool:
         self._arrived: list[tuple[Any, Future[Any]]] = []  # collects that have ended
         self._assignments = Assignments(config.engine_patience)
         self._lost: list[int] = []  # groups that were at engines that were replaced
-        self._era = 0  # ends when every group is dropped
+        self._era = 0  # ends when an engine's groups are dropped
         self.restarts = 0
+        # Engines on the trainer's devices move in step with all ranks beside them.
+        self._fewest = config.num_rollout_engines
+        if not config.colocate:
+            self._fewest = min(self._fewest, config.min_rollout_engines)
+        self._retries: dict[int, float] = {}  # absent engines without an actor, and when to try
         # Those that do not have the newest weights, where they get them from ranks.
         self._lagging: set[int] = set()
         self._engines: list[_Running] = []
@@ -240,7 +249,13 @@ class EnginePool:
             self._watch_start(number)
 
     def __len__(self) -> int:
-        return len(self._engines)
+        """How many engines are there, or about to be."""
+        return len(self._present)
+
+    @property
+    def _present(self) -> list[int]:
+        """Numbers of the engines that the job does not go on without."""
+        return [number for number, engine in enumerate(self._engines) if not engine.is_absent]
 
     def _start(self, number: int, failures_in_a_row: int = 0) -> _Running:
         import ray
@@ -286,7 +301,8 @@ class EnginePool:
     def _update(self, number: int) -> None:
         """Note whether an engine lacks weights and whether it may get groups."""
         engine = self._engines[number]
-        if self._from_ranks and self._newest is not None and engine.version != self._newest:
+        lags = self._from_ranks and self._newest is not None and engine.version != self._newest
+        if lags and not engine.is_absent:
             self._lagging.add(number)
         else:
             self._lagging.discard(number)
@@ -295,13 +311,14 @@ class EnginePool:
 
     def wait_until_ready(self) -> list[EngineHealth]:
         """Every engine's health, once all have started."""
-        calls = [engine.actor.call.remote("health") for engine in self._engines]
-        names = [f"engine {number}" for number in range(len(self))]
+        present = self._present
+        calls = [self._engines[number].actor.call.remote("health") for number in present]
+        names = [f"engine {number}" for number in present]
         healths = wait_for_all(calls, names, self._console, timeout=self._config.start_timeout)
-        for number, engine in enumerate(self._engines):
-            engine.starting = None
+        for number in present:
+            self._engines[number].starting = None
             self._update(number)
-        self._starts.clear()
+        self._starts = {c: who for c, who in self._starts.items() if who[0] not in present}
         return healths
 
     def least_loaded(self) -> tuple[int, int] | None:
@@ -328,7 +345,7 @@ class EnginePool:
             return
         size = 1 + answer_parts(self._config)
         method = engine.actor.call_apart.options(concurrency_group=ANSWERS, num_returns=size)
-        call, *self._bulk[number] = method.remote("collect", self._era)
+        call, *self._bulk[number] = method.remote("collect", engine.era)
         engine.collects, self._collects[call] = True, (number, engine.actor)
         self._calls.add(call)
 
@@ -396,20 +413,53 @@ class EnginePool:
         """
         old = self._engines[engine]
         if old.failures_in_a_row >= self._config.max_restarts:
-            raise EngineError(
+            error = EngineError(
                 f"engine {engine} was restarted {old.failures_in_a_row} times without answering a "
                 f"request, the limit of --max-restarts; the last time it {reason}"
             )
+            self._go_on_without(engine, error, retry_seconds=self._config.start_timeout)
+            return
         self._console.log(f"engine {engine} is replaced: {reason.splitlines()[0]}")
-        old.end()
+        self._drop(engine)
         self.restarts += 1
+        self._engines[engine] = self._start(engine, old.failures_in_a_row + 1)
+        self._watch_start(engine)
+        self._load(engine)
+
+    def _drop(self, engine: int) -> None:
+        """End an engine's actor and forget its calls; `receive` names the groups that it had."""
+        self._engines[engine].end()
         self._loads = {ref: owner for ref, owner in self._loads.items() if owner[0] != engine}
         self._collects = {ref: owner for ref, owner in self._collects.items() if owner[0] != engine}
         self._starts = {ref: owner for ref, owner in self._starts.items() if owner[0] != engine}
         self._lost += self._assignments.remove_lost(engine)
-        self._engines[engine] = self._start(engine, old.failures_in_a_row + 1)
-        self._watch_start(engine)
-        self._load(engine)
+
+    def _go_on_without(self, engine: int, error: MegatronTisError, *, retry_seconds: float) -> None:
+        """Do without an engine until it has started again, or raise `error` if too few are left."""
+        old = self._engines[engine]
+        left = len(self) - (not old.is_absent)
+        if left < self._fewest:
+            raise error
+        self._drop(engine)
+        if not old.is_absent:
+            self._console.warn(
+                f"{error}; the job goes on with {left} of {len(self._engines)} engines (at least "
+                f"--min-rollout-engines {self._fewest})"
+            )
+        failures = old.failures_in_a_row
+        self._engines[engine] = _Running(None, None, math.inf, failures, is_absent=True)
+        self._retries[engine] = time.monotonic() + retry_seconds
+        self._update(engine)
+
+    def _retry_absent(self) -> None:
+        """Start absent engines when it is time; Ray does so as soon as there is room for them."""
+        for number, when in list(self._retries.items()):
+            if time.monotonic() >= when:
+                del self._retries[number]
+                made = self._start(number, self._engines[number].failures_in_a_row)
+                made.deadline, made.is_absent = math.inf, True
+                self._engines[number] = made
+                self._watch_start(number)
 
     def replace_unless_done(self, number: int, actor: Any, reason: str) -> None:
         """Replace an engine unless another failed call of the same actor already has."""
@@ -419,13 +469,13 @@ class EnginePool:
     def begin_version(self, version: int) -> None:
         """Declare `version` the newest weights, which every engine now lacks."""
         self._newest, self._buckets = version, []
-        for number in range(len(self)):
+        for number in self._present:
             self._update(number)
 
     def send_weights(self, buckets: Sequence[Any]) -> None:
         """Have every engine load the newest weights when it can; `finish_loads` waits for them."""
         self._buckets = list(buckets)
-        for number in range(len(self)):
+        for number in self._present:
             self._load(number)
 
     def _load(self, number: int) -> None:
@@ -453,7 +503,7 @@ class EnginePool:
     @property
     def any_probe_due(self) -> bool:
         """Whether an engine has to show that it computes with the newest weights."""
-        return any(map(self._is_probe_due, range(len(self))))
+        return any(map(self._is_probe_due, self._present))
 
     def take_probed(self) -> list[Probed]:
         """What present engines answered to the probe since the last call."""
@@ -514,7 +564,9 @@ class EnginePool:
         self._handle_ended()
         for number, _ in list(self._starts.values()):
             if time.monotonic() > self._engines[number].deadline:
-                self._fail_to_start(number)
+                self._give_up_starting(number)
+        if self._retries:
+            self._retry_absent()
         if self.catch_up is not None and self._lagging:
             self.catch_up()
 
@@ -548,19 +600,29 @@ class EnginePool:
         self._engines[number].starting = None
         try:
             result_of(call, f"engine {number}", self._console, ended)
-            self._update(number)
         except ParallelError as error:
-            self.replace_unless_done(number, actor, str(error))
+            if self._engines[number].is_absent:
+                self._go_on_without(number, error, retry_seconds=self._config.start_timeout)
+            else:
+                self.replace_unless_done(number, actor, str(error))
+            return
+        if self._engines[number].is_absent:
+            self._engines[number].is_absent = False
+            self._console.log(f"engine {number} is back: {len(self)} of {len(self._engines)}")
+            self._load(number)
+        self._update(number)
 
-    def _fail_to_start(self, number: int) -> None:
+    def _give_up_starting(self, number: int) -> None:
+        """Go on without an engine whose actor waits for room; Ray starts it when there is some."""
         import ray
 
         slots = ray.cluster_resources().get("CPU", 0)
-        raise ClusterError(
+        error = ClusterError(
             f"engine {number} did not start within {self._config.start_timeout:g} s; the cluster "
             f"has no room for it any more ({slots:g} CPU slots in all), or it is overloaded; add "
             "nodes, or raise --start-timeout"
         )
+        self._go_on_without(number, error, retry_seconds=0.0)
 
     def finish_loads(self) -> None:
         """Wait until every engine has the weights sent last; one that hangs is replaced."""
@@ -589,7 +651,7 @@ class EnginePool:
         if part == "cache":
             self._is_asleep = False
             # Their weights came while they had no memory for a response.
-            self._answer_probe([n for n in range(len(self)) if self._is_probe_due(n)])
+            self._answer_probe([n for n in self._present if self._is_probe_due(n)])
 
     def probe_returned_servers(self) -> None:
         """Probe engines one of whose servers came back and got its weights between two versions."""
@@ -598,7 +660,9 @@ class EnginePool:
         # One that is loading is asked the next time: its answer would have to wait.
         loading = {number for number, _ in self._loads.values()}
         started = [
-            n for n, e in enumerate(self._engines) if e.starting is None and n not in loading
+            n
+            for n, e in enumerate(self._engines)
+            if e.starting is None and n not in loading and not e.is_absent
         ]
         found = self._answers(started, "awaits_probe")
         self._answer_probe([number for number, awaits in found.items() if awaits])
@@ -627,7 +691,7 @@ class EnginePool:
 
     def _tell_all(self, method: str, argument: Any) -> None:
         """Call every engine and wait; one that is lost is replaced, and the new one called."""
-        left = set(range(len(self)))
+        left = set(self._present)
         while left:
             starting = any(self._engines[number].starting is not None for number in left)
             patience = self._config.engine_patience + starting * self._config.start_timeout
@@ -637,17 +701,39 @@ class EnginePool:
 
     def forget(self) -> None:
         """Drop every group and load under way: the trainer goes back to an earlier state."""
-        self._loads.clear()
+        self._forget_weights()
+        for number in range(len(self._engines)):
+            self._cancel(number)
         self._assignments.clear()
-        self._collects.clear()
-        self._arrived.clear()
         self._lost.clear()
+
+    def keep_groups(self) -> None:
+        """Drop every load under way, and keep groups, as `forget` does not.
+
+        Those of engines that were just getting weights are lost: `receive` names them.
+        """
+        loading = {number for number, _ in self._loads.values()}
+        if self._from_ranks:
+            loading |= {n for n in self._present if self._engines[n].version == NO_WEIGHTS}
+        self._forget_weights()
+        for number in loading:
+            self._lost += self._assignments.remove_lost(number)
+            self._cancel(number)
+
+    def _forget_weights(self) -> None:
+        self._loads.clear()
         self._probed.clear()
         self._newest, self._buckets = None, []
-        self._era += 1
-        for number, engine in enumerate(self._engines):
-            engine.collects = False
+        for number in range(len(self._engines)):
             self._update(number)
+
+    def _cancel(self, number: int) -> None:
+        """Have an engine drop its groups, also finished ones."""
+        self._era += 1
+        engine = self._engines[number]
+        engine.era, engine.collects = self._era, False
+        self._collects = {ref: owner for ref, owner in self._collects.items() if owner[0] != number}
+        if engine.actor is not None:
             engine.actor.call.remote("cancel", self._era)
 
     def require_version(self, version: int) -> None:

@@ -35,6 +35,12 @@ class RolloutFlags(FlagGroup):
         common_in="train eval",
     )
     num_rollout_engines: int = flag(1, "engines; prompts are distributed over them", at_least=1)
+    min_rollout_engines: int = runtime_flag(
+        1,
+        "the job goes on with so many engines while others cannot be restarted, and takes those "
+        "back when the cluster has room again; with --colocate all are needed",
+        at_least=1,
+    )
     rollout_num_gpus_per_engine: int = flag(
         1,
         "GPUs, or CPU slots, that one engine is spread over (tensor parallel); vLLM can span nodes",
@@ -132,6 +138,11 @@ class RolloutFlags(FlagGroup):
             re.fullmatch(r"first|off|every:[1-9]\d*", self.verify_weights) is not None,
             f"--verify-weights is {self.verify_weights}; choose first, off, or every:N with a "
             "number such as every:10",
+        )
+        expect(
+            self.min_rollout_engines <= self.num_rollout_engines,
+            f"--min-rollout-engines is {self.min_rollout_engines} with --num-rollout-engines "
+            f"{self.num_rollout_engines}; lower the first or raise the second",
         )
         expect(
             self.max_weight_staleness is None or self.async_rollouts,

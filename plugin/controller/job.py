@@ -20,7 +20,7 @@ from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.controller.interrupts import Interrupts, ignored_interrupts
 from plugin.controller.preflight.job_checks import JobParts, check_job
-from plugin.controller.preflight.ray_checks import (
+from plugin.controller.preflight.resource_checks import (
     RayMachine,
     rollout_bytes,
     store_warnings,

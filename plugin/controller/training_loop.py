@@ -366,6 +366,7 @@ class TrainingLoop:
             **self._queue.metrics(),
             **epoch,
             "engine_restarts": self._engines.restarts,
+            "rollout_engines": len(self._engines),
             "trainer_restarts": self._restarts,
             **described,
             **trained.metrics,
@@ -380,6 +381,7 @@ class TrainingLoop:
 
     def _recover(self, error: ParallelError) -> None:
         """Restart the trainer from its last checkpoint if it lost a rank; else raise `error`."""
+        config = self._config
         while True:
             dead = self._trainer.dead_ranks()
             if not dead and not isinstance(error, ActorLost):
@@ -389,10 +391,13 @@ class TrainingLoop:
             self._console.log(f"the trainer is restarted, it lost {who}")
             self._boundary, self._writes = None, False
             try:
-                self._engines.forget()
+                if config.staleness_limit:  # what is generated may be trained on, see the queue
+                    self._engines.keep_groups()
+                else:
+                    self._engines.forget()
                 with self._devices.restarting():
                     self._trainer.restart()
-                self._go_back_to_checkpoint()
+                self._go_back_to_checkpoint(keeps_groups=config.staleness_limit > 0)
                 return
             except ParallelError as again:
                 error = again
@@ -426,8 +431,11 @@ class TrainingLoop:
             for path in set_aside_later(chosen):
                 self._console.log(f"a checkpoint after {chosen.name} is kept as {path}")
 
-    def _go_back_to_checkpoint(self) -> None:
-        """Load the run's newest checkpoint, or start over if there is none yet."""
+    def _go_back_to_checkpoint(self, *, keeps_groups: bool = False) -> None:
+        """Load the run's newest checkpoint, or start over if there is none yet.
+
+        keeps_groups: of engines that the trainer did not take with it
+        """
         state: dict[str, Any] = {"position": {}, "queue": self._start_of_queue}
         newest = self._checkpoints.newest()
         if newest is not None:
@@ -436,11 +444,14 @@ class TrainingLoop:
         self._at = Position(**state["position"])
         # A version names one set of weights: what was sent after the checkpoint keeps its number.
         self._at.version = max(self._at.version, self._weights.version + 1)
-        self._queue.restore(state["queue"])
+        kept = self._queue.restore(
+            state["queue"], keep_for=self._at.version if keeps_groups else None
+        )
         self._records.go_back(self._at.updates)
         self._evaluations.go_back(self._at.rollouts)
         self._console.log(
             f"goes on after rollout {self._at.rollouts} of {self._config.num_rollouts}"
+            + f", keeps {kept} finished or running groups" * bool(kept)
         )
         self._send_weights(wait=True)
         self._saved = self._at.rollouts

@@ -107,6 +107,7 @@ SECTIONS: tuple[Section, ...] = (
             _bookkeeping("lr", "learning rate of the step"),
             _bookkeeping("skipped", "1 if the step changed nothing (bad gradient), else 0"),
             _bookkeeping("engine_restarts", "rollout engines replaced so far"),
+            _bookkeeping("rollout_engines", "rollout engines that are there, or about to be"),
             _bookkeeping("trainer_restarts", "restarts of the trainer from a checkpoint so far"),
             Metric(
                 "tokens_per_second",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plugin.engines.transformers.int8_weights import through_int8
+from plugin.engines.transformers.linear_layers import through_int8
 from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.tools.doctor.bisection import Bisection
 from plugin.tools.doctor.bisection_runs import bisect_passes, random_sequences, verdict_of

@@ -358,6 +358,18 @@ def test_adapters_compute_what_the_merged_model_computes(
     assert any((one["after"][name] - value).abs().max() > 1e-3 for name, value in written.items())
 
 
+@pytest.mark.slow
+def test_adapters_on_tensor_and_pipeline_ranks_compute_what_the_merged_model_computes(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    config, settings = tiny_models.ALL_FAMILIES["qwen3_moe"](), {**SP, **PP2}
+    state, directory = tiny_models.hf_state_dict(config), str(tmp_path / "adapter")
+    (merged,) = run_ranks(write_adapter, 1, config, state, directory)
+    (want,) = run_ranks(dense_log_probs, 1, config, merged)
+    for found in run_ranks(adapted, 4, config, state, directory, settings, **TP2, **PP2):
+        torch.testing.assert_close(found["log probs"], want, rtol=0, atol=1e-5)
+
+
 def save_with_adapters(
     groups: ParallelGroups, start: Start, settings: dict[str, Any], root: str
 ) -> list[dict[str, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -126,7 +127,10 @@ def test_a_job_on_shared_devices_repeats_the_one_on_its_own_through_kills(
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupting", [{}, {"partial_rollouts": True, "max_token_staleness": 1}])
 def test_an_asynchronous_job_accounts_for_every_prompt_through_kills(
-    two_nodes: str, tmp_path: Path, interrupting: dict[str, Any]
+    two_nodes: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    interrupting: dict[str, Any],
 ) -> None:
     run_dir = tmp_path / "run"
     with (
@@ -154,6 +158,7 @@ def test_an_asynchronous_job_accounts_for_every_prompt_through_kills(
     dropped_in_all = sum(last[f"dropped_{cause}"] for cause in ("stale", "failed", "uniform"))
     accounted = last["prompts_trained"] + dropped_in_all
     assert last["prompts_issued"] == accounted + last["prompts_under_way"]
+    assert re.search(r"goes on after rollout \d+ of 20, keeps \d+", "".join(capsys.readouterr()))
 
 
 @pytest.mark.slow
@@ -339,3 +344,36 @@ def _node_with_engine(nodes: list[Any]) -> Any:
         if workers("EngineActor", raylet) or workers("TrainerRank", raylet):
             return node
     raise AssertionError("the actors are all on the first node")
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_without_an_engine_that_has_no_node_any_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    # Room for the rank and one engine, and for the other engine.
+    cluster.add_node(num_cpus=2, include_dashboard=False)
+    extra = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    run_dir = tmp_path / "run"
+    try:
+        with AfterSteps(run_dir, 3, lambda: cluster.remove_node(extra)) as leave:
+            result = run_small(
+                cluster.address,
+                run_dir,
+                num_nodes=1,
+                num_rollouts=12,
+                num_rollout_engines=2,
+                start_timeout=30.0,
+            )
+        assert leave.done
+    finally:
+        cluster.shutdown()
+    assert trained_prompts(run_dir) == list(range(12 * 4))
+    engines = [step["rollout_engines"] for step in result.history]
+    assert engines[0] == 2 and engines[-1] == 1
+    last = result.history[-1]
+    assert last["prompts_issued"] == last["prompts_trained"] + last["prompts_under_way"] == 12 * 4
+    assert "the job goes on with 1 of 2 engines" in "".join(capsys.readouterr())

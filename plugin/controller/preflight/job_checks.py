@@ -18,10 +18,12 @@ from plugin.config import JobConfig
 from plugin.config.flags import expect
 from plugin.config.import_paths import load_called_with, try_on_example
 from plugin.controller.preflight.advice import Machine, advice
-from plugin.controller.preflight.memory_check import check_memory
-from plugin.controller.preflight.ray_checks import check_open_files
-from plugin.controller.preflight.task_checks import checked_eval_sets, checked_task
-from plugin.controller.preflight.teacher_checks import checked_teachers
+from plugin.controller.preflight.resource_checks import check_memory, check_open_files
+from plugin.controller.preflight.task_checks import (
+    checked_eval_sets,
+    checked_task,
+    checked_teachers,
+)
 from plugin.engines.choice import (
     check_engine,
     check_engine_model,

@@ -105,6 +105,8 @@ class RolloutQueue:
     _generated: dict[int, float] = field(default_factory=dict)  # mean rewards, since the last batch
     _reward_generated: float = math.nan
     _finite: int | None = None  # groups that `take_all` wants
+    # Prompts that were issued before others of lower numbers: kept when the trainer went back.
+    _ahead: set[int] = field(default_factory=set)
     _taking: int | None = None  # version for which `take` waits
     _stale: list[Group] = field(default_factory=list)  # dropped while it waits
 
@@ -216,18 +218,35 @@ class RolloutQueue:
         return {
             "counts": asdict(self.counts),
             "pending": [[t.index, t.failures] for t in sorted(pending)],
+            "ahead": sorted(self._ahead),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go back to `state`: resample what was in flight then, drop everything later."""
+    def restore(self, state: dict[str, Any], *, keep_for: int | None = None) -> int:
+        """Go back to `state`: resample what was under way then, and drop everything later.
+
+        Returns how many groups are kept.
+
+        keep_for: version of the weights to come; groups that are running, or finished and young
+            enough for it, are kept, and prompts of `state` that they do not answer wait behind
+        """
+        if keep_for is None:
+            self._ready.clear()
+            self._in_flight.clear()
+            self._scoring.clear()
+        self._ready = {i: g for i, g in self._ready.items() if not self._is_stale(g, keep_for or 0)}
+        kept = {*self._ready, *self._in_flight, *(one.index for one in self._scoring.attempts)}
+        pending: dict[int, int] = dict(state["pending"])
         self.counts = QueueCounts(**state["counts"])
-        self._waiting = deque(Attempt(*pending) for pending in state["pending"])
-        self._ready.clear()
-        self._in_flight.clear()
-        self._scoring.clear()
+        self._ahead = set(state.get("ahead", ()))
+        first = self.counts.issued - len(self._ahead)
+        later = {index for index in kept if index >= first} - self._ahead
+        self._ahead |= later
+        self.counts.issued += len(later)
+        self._waiting = deque(Attempt(i, failed) for i, failed in pending.items() if i not in kept)
         self._dropped.clear()
         self._batch_is_out, self._taking = False, None
         self._begin_rollout()
+        return len(kept)
 
     def _begin_rollout(self) -> None:
         self._sampling.begin_rollout()
@@ -258,13 +277,19 @@ class RolloutQueue:
         rounds = self.config.staleness_limit + (0 if self._batch_is_out else 1)
         return rounds * self.config.rollout_batch_size
 
+    def _room(self) -> int:
+        """How many groups may be sent now, those that wait included."""
+        new, waiting = self._limit() - self.under_way, len(self._waiting)
+        # After a restart more may wait than may be under way without getting too old.
+        return max(0, new) + waiting if self._in_rounds else new + waiting
+
     def _issue(self) -> None:
         """Send waiting attempts, then new prompts, as far as the limit and the engines allow."""
         share, most = self._shares()
         # A part of a round goes to an idle engine: what is generated together is then the same
         # however long the engines take.
         bound = 1 if self._in_rounds else most
-        while self._waiting or self.under_way < self._limit():
+        while self._room() > 0:
             chosen = self.engines.least_loaded()
             if chosen is None or chosen[1] >= bound:
                 return
@@ -282,11 +307,19 @@ class RolloutQueue:
         return share, (1 + _BATCHES_AHEAD) * fits
 
     def _next_attempts(self, size: int) -> list[Attempt]:
+        size = min(size, self._room())
         attempts = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
         new = max(0, min(size, self._limit() - self.under_way) - len(attempts))
-        start = self.counts.issued
-        self.counts.issued += new
-        return attempts + [Attempt(index) for index in range(start, start + new)]
+        return attempts + [Attempt(self._next_index()) for _ in range(new)]
+
+    def _next_index(self) -> int:
+        """Number of the next prompt, which counts as issued."""
+        index = self.counts.issued - len(self._ahead)
+        self.counts.issued += 1
+        while index in self._ahead:
+            self._ahead.remove(index)
+            index += 1
+        return index
 
     def _send(self, engine: int, attempts: list[Attempt]) -> None:
         requests: dict[int, GenerationRequest] = {}

@@ -27,8 +27,7 @@ from plugin.engines.protocol import (
 )
 from plugin.engines.response_stream import GeneratesBySteps
 from plugin.engines.transformers.decode_batch import Block, DecodeBatch, use_decode_attention
-from plugin.engines.transformers.int8_weights import quantize_linears
-from plugin.engines.transformers.packed_linears import PackedLinears
+from plugin.engines.transformers.linear_layers import PackedLinears, quantize_linears
 from plugin.engines.transformers.response_table import ResponseTable, RouteRecorder
 from plugin.engines.transformers.sampling import draw, kept_ids, sampling_log_probs
 from plugin.engines.transformers.weight_loader import WeightLoader

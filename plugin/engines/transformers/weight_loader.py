@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plugin.engines.transformers.int8_weights import Int8Linear, through_int8
+from plugin.engines.transformers.linear_layers import Int8Linear, through_int8
 from plugin.errors import EngineError, WeightError
 from plugin.weights.buckets import NO_WEIGHTS, read_bucket
 from plugin.weights.checksums import Checksums, checksum

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from plugin.config import JobConfig
-from plugin.controller.preflight.memory_check import WeightCounts, least_bytes
+from plugin.controller.preflight.resource_checks import WeightCounts, least_bytes
 from plugin.errors import MegatronTisError
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.layout_rules import layers_per_stage, split_arguments

@@ -18,7 +18,7 @@ import torch
 from plugin.batch_types import RolloutBatch, route_dtype
 from plugin.config import JobConfig, TrainerConfig
 from plugin.config.device_defaults import trainer_dtype
-from plugin.controller.preflight.memory_check import WeightCounts, count_weights, least_bytes
+from plugin.controller.preflight.resource_checks import WeightCounts, count_weights, least_bytes
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.step.batch_share import BatchShare, plan_batch

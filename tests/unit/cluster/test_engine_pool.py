@@ -13,6 +13,7 @@ import pytest
 from plugin.cluster import engine_pool
 from plugin.cluster.engine_pool import Assignments, EnginePool, _Running
 from plugin.config.engines import TransportTraits
+from plugin.errors import EngineError
 
 
 class Call:
@@ -49,10 +50,10 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> EnginePool:
     monkeypatch.setattr(EnginePool, "_start", start)
     config: Any = SimpleNamespace(
         engine_patience=5.0, num_rollout_engines=2, max_restarts=3, transport_traits=TransportTraits("objects"),
-        rollout_api_key_env=None, wants_rollout_routes=False,
+        rollout_api_key_env=None, colocate=False, min_rollout_engines=1, start_timeout=9.0, wants_rollout_routes=False,
     )  # fmt: skip
     monkeypatch.setattr(engine_pool, "api_key", lambda _: None)
-    console: Any = SimpleNamespace(log=lambda _: None)
+    console: Any = SimpleNamespace(log=lambda _: None, warn=lambda _: None)
     made: Any = EnginePool(config, {}, SimpleNamespace(), SimpleNamespace(), console)  # type: ignore[arg-type]
     for number, engine in enumerate(made._engines):
         engine.starting = None
@@ -111,3 +112,45 @@ def test_a_frozen_engine_on_shared_devices_does_not_get_the_time_of_a_start(
     pool._engines[1].starting = object()
     pool.wake("weights")
     assert given[2:] == [305.0, 305.0]
+
+
+def test_the_job_goes_on_without_an_engine_that_cannot_start_and_takes_it_back(
+    pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = sys.modules["ray"]
+    monkeypatch.setattr(fake, "cluster_resources", lambda: {"CPU": 2.0}, raising=False)
+    monkeypatch.setattr(engine_pool, "result_of", lambda *_: None)
+    pool.send(0, {3: "a"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    pool.replace(0, "its node left the cluster")
+    assert len(pool) == 2  # it is about to be there again
+    pool._engines[0].deadline = -math.inf
+    assert pool.receive(wait_seconds=0) == ([], [3])
+    assert len(pool) == 1 and pool.least_loaded() == (1, 0)
+    pool.send_weights(["bucket"])
+    assert {number for number, _ in pool._loads.values()} == {1}
+    pool.poll()  # an actor waits for room, as long as that takes
+    [(call, _)] = pool._starts.items()
+    assert pool._engines[0].is_absent and pool._engines[0].deadline == math.inf
+    done: Future[Any] = Future()
+    pool._ended.append((call, done))
+    pool.poll()
+    assert len(pool) == 2 and pool.least_loaded() == (0, 0)
+    assert {number for number, _ in pool._loads.values()} == {0, 1}
+
+
+def test_a_job_ends_with_fewer_engines_than_it_may_go_on_with(pool: EnginePool) -> None:
+    pool._engines[1].failures_in_a_row = pool._engines[0].failures_in_a_row = 3
+    pool.replace(1, "died")
+    assert len(pool) == 1
+    with pytest.raises(EngineError, match=r"engine 0 was restarted 3 times .* it died"):
+        pool.replace(0, "died")
+
+
+def test_only_engines_that_were_getting_weights_lose_their_groups_with_the_trainer(
+    pool: EnginePool,
+) -> None:
+    pool.send(0, {3: "a"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    pool.send(1, {7: "c"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    pool._loads[Call()] = 1, pool._engines[1].actor
+    pool.keep_groups()
+    assert pool.receive(wait_seconds=0) == ([], [7]) and loads(pool) == {0: 1, 1: 0}

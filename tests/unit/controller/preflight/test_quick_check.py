@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from plugin.config import JobConfig
-from plugin.controller.preflight.memory_check import (
+from plugin.controller.preflight.resource_checks import (
     LeastBytes,
     count_weights,
     least_bytes,
@@ -88,7 +88,7 @@ def test_a_job_that_cannot_fit_is_refused_before_anything_starts(
     from safetensors.torch import save_file
 
     from plugin.cluster.model_source import ModelSource
-    from plugin.controller.preflight.memory_check import check_memory
+    from plugin.controller.preflight.resource_checks import check_memory
 
     save_file({"model.norm.weight": torch.zeros(1000)}, tmp_path / "model.safetensors")
     source = ModelSource({}, directory=str(tmp_path))
@@ -112,7 +112,7 @@ def test_tensors_that_no_rank_holds_do_not_count(
     from safetensors.torch import save_file
 
     from plugin.cluster.model_source import ModelSource
-    from plugin.controller.preflight.memory_check import check_memory
+    from plugin.controller.preflight.resource_checks import check_memory
 
     # Besides 1,000 numbers a tied LM head and a layer for multi-token prediction.
     names = ("model.embed_tokens.weight", "lm_head.weight", "model.layers.2.mlp.up_proj.weight")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from plugin.engines.transformers.int8_weights import (
+from plugin.engines.transformers.linear_layers import (
     Int8Linear,
     quantize_linears,
     quantize_rows,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from plugin.engines.protocol import Generation
-from plugin.engines.transformers import packed_linears
-from plugin.engines.transformers.packed_linears import PackedLinears
+from plugin.engines.transformers import linear_layers
+from plugin.engines.transformers.linear_layers import PackedLinears
 from tests.parallel.tiny_models import FAMILIES, hf_model, hf_state_dict
 from tests.unit.engines.tiny_engines import (
     PARAMETERS,
@@ -59,7 +59,7 @@ def test_a_hook_on_a_packed_layer_is_called() -> None:
 def test_an_engine_with_packed_weights_gives_the_models_log_probs_version_by_version(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_linears, "_FEWEST_NUMBERS", 1)
+    monkeypatch.setattr(linear_layers, "_FEWEST_NUMBERS", 1)
     engine = loaded_engine(family)
     for version in (0, 1):
         if version:

@@ -13,7 +13,7 @@ import pytest
 from plugin.cli import main
 from plugin.commands.plan import Progress
 from plugin.config import JobConfig
-from plugin.controller.preflight.memory_check import WeightCounts
+from plugin.controller.preflight.resource_checks import WeightCounts
 from plugin.tools.plan.estimates import Gpu, gpu_named
 from plugin.tools.plan.job_plan import Models, plan_job
 from plugin.tools.plan.layouts import layout_flags, stage_ends

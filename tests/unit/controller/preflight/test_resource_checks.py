@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plugin.config import JobConfig
-from plugin.controller.preflight.ray_checks import (
+from plugin.controller.preflight.resource_checks import (
     RayMachine,
     refuse_few_files,
     rollout_bytes,

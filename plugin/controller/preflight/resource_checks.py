@@ -1,0 +1,230 @@
+"""What a job needs of memory, files and disk, known within a second and before it starts.
+
+Of a rank the least that it must hold, by the checkpoint's shapes: weights, gradients and optimizer
+state of the mean rank, no activations. A job that is refused here cannot run; one that passes may
+still be too large, which `megatron-tis plan` says.
+
+Of Ray open files, shared memory, its object store and disk to spill to, estimated from the largest
+batch that the flags allow. Too few files end a job in the middle with an error that names none of
+its causes, so they are refused; a small store only makes it slow, so it is a warning, in one line:
+value, constraint, fix.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from plugin.cluster.model_source import ModelSource
+from plugin.config import JobConfig
+from plugin.config.device_defaults import Capabilities, on_device
+from plugin.errors import ConfigError
+from plugin.megatron_backend.hf_weights.files import HfDirectory
+from plugin.megatron_backend.model.families import is_extra_layer
+
+
+@dataclass(frozen=True)
+class LeastBytes:
+    """Bytes of the mean rank between steps."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class WeightCounts:
+    """Numbers of a whole model: in experts, which are cut by expert ranks, and elsewhere."""
+
+    dense: int
+    experts: int
+
+
+def count_weights(shapes: Mapping[str, Sequence[int]]) -> WeightCounts:
+    """Numbers of the tensors with these names and shapes."""
+    dense = experts = 0
+    for name, shape in shapes.items():
+        if ".experts." in name:
+            experts += math.prod(shape)
+        else:
+            dense += math.prod(shape)
+    return WeightCounts(dense, experts)
+
+
+def least_bytes(counts: WeightCounts, config: JobConfig, *, on_cuda: bool) -> LeastBytes:
+    """The least that a rank of the job holds of a model with these weights."""
+    config = on_device(config, Capabilities(cuda=on_cuda, transformer_engine=on_cuda))
+    stage = config.world_size // config.pipeline_model_parallel_size
+    parameters = gradients = optimizer = 0.0
+    for numbers, cut in (
+        (counts.dense, config.tensor_model_parallel_size),
+        (counts.experts, config.expert_model_parallel_size * config.expert_tensor_parallel_size),
+    ):
+        held = numbers / (cut * config.pipeline_model_parallel_size)
+        copies = stage / cut if config.use_distributed_optimizer else 1
+        half = config.train_dtype != "float32"
+        parameters += held * (2 if half else 4)
+        if config.lora_rank:
+            continue  # adapters are small beside the model, which has neither of these
+        gradients += held * 4
+        # two moments, and the main weights of half-precision ones
+        optimizer += held * (12 if half else 8) / copies
+    return LeastBytes(int(parameters), int(gradients), int(optimizer))
+
+
+def refuse_what_cannot_fit(least: LeastBytes, memory: int, where: str) -> None:
+    """Raise a `ConfigError` with the numbers if a rank's least does not fit into `memory` bytes."""
+    if least.total <= memory:
+        return
+    gib = {
+        name: f"{value / 2**30:.1f}"
+        for name, value in (*vars(least).items(), ("total", least.total), ("memory", memory))
+    }
+    raise ConfigError(
+        f"a rank holds at least {gib['total']} GiB ({gib['parameters']} of weights, "
+        f"{gib['gradients']} of gradients, {gib['optimizer']} of optimizer state), and there are "
+        f"{gib['memory']} GiB {where}; use more ranks with --use-distributed-optimizer, or raise "
+        "--tensor-model-parallel-size, --pipeline-model-parallel-size or "
+        "--expert-model-parallel-size; megatron-tis plan shows what each would save"
+    )
+
+
+def check_memory(config: JobConfig, policy: ModelSource) -> int | None:
+    """Bytes of a rank that weights, gradients and optimizer state leave; refuses less than 0.
+
+    None where this machine does not tell: for the built-in model, and on a cluster.
+    """
+    if policy.directory is None or config.address is not None:
+        return None
+    on_cuda = torch.cuda.is_available()
+    described = SimpleNamespace(**policy.hf_config)
+    tied = {"lm_head.weight"} if policy.hf_config.get("tie_word_embeddings") else set()
+    shapes = {
+        name: shape
+        for name, shape in HfDirectory(Path(policy.directory)).shapes().items()
+        if name not in tied and not is_extra_layer(name, described)
+    }
+    least = least_bytes(count_weights(shapes), config, on_cuda=on_cuda)
+    if on_cuda:
+        memory = torch.cuda.get_device_properties(0).total_memory
+        refuse_what_cannot_fit(least, memory, "on its GPU")
+        return memory - least.total
+    ranks = config.ranks_per_node
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+    refuse_what_cannot_fit(least, memory, f"of this machine's memory for each of its {ranks} ranks")
+    return memory - least.total
+
+
+#: Of the driver and of Ray's own processes without any actor, and for each actor; as seen, doubled.
+_FILES, _FILES_PER_ACTOR = 256, 16
+
+#: Of a token in a batch: ids, masks, log-probs, advantages and versions, once from the engine and
+#: once to the ranks.
+_BYTES_PER_TOKEN = 64
+
+
+@dataclass(frozen=True)
+class RayMachine:
+    """What the machine of the driver has for Ray.
+
+    shared_memory: bytes of /dev/shm; None where there is none
+    spill_free: free bytes where Ray writes what its object store cannot hold
+    """
+
+    shared_memory: int | None
+    spill_free: int
+
+    @classmethod
+    def here(cls, spill_directory: Path) -> RayMachine:
+        """Of this machine."""
+        shm = Path("/dev/shm")
+        return cls(
+            shutil.disk_usage(shm).total if shm.is_dir() else None,
+            shutil.disk_usage(spill_directory).free,
+        )
+
+
+def check_open_files(config: JobConfig) -> None:
+    """Raise this process's limit of open files as far as it may; refuse a job that needs more.
+
+    A private Ray inherits the limit. On a cluster it is that of `ray start`.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or limit == resource.RLIM_INFINITY:
+        return
+    if limit < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    refuse_few_files(config, most)
+
+
+def refuse_few_files(config: JobConfig, limit: int) -> None:
+    """Raise a `ConfigError` if a driver of this job needs more than `limit` open files."""
+    engines = config.num_rollout_engines * config.rollout_num_gpus_per_engine
+    needed = _FILES + _FILES_PER_ACTOR * (config.world_size + engines)
+    if needed > limit:
+        raise ConfigError(
+            f"a process may open {limit} files here, and {config.world_size} ranks and {engines} "
+            f"workers of engines need about {needed}; raise it with `ulimit -n 65536` (as root, or "
+            "in /etc/security/limits.conf) in the shell of the job and before `ray start`"
+        )
+
+
+def rollout_bytes(config: JobConfig, route_shape: tuple[int, int, int] | None) -> int:
+    """What the longest rollout that the flags allow has in Ray's object store, about.
+
+    route_shape: (MoE layers, experts per token, experts) of a MoE model
+    """
+    samples = config.rollout_batch_size * config.n_samples_per_prompt
+    per_token = _BYTES_PER_TOKEN
+    if route_shape is not None and config.wants_rollout_routes:
+        layers, topk, experts = route_shape
+        each = 1 if experts <= 256 else 2
+        per_token += 2 * layers * topk * (each + 4 * config.wants_route_weights)
+    return samples * config.longest_sample * per_token
+
+
+def store_warnings(
+    config: JobConfig, needed: int, stores: Mapping[str, int], machine: RayMachine
+) -> Iterator[str]:
+    """What is too small on the way of a rollout of `needed` bytes; nothing if it all fits.
+
+    stores: the object store of every node, by its address
+    """
+    address, store = min(stores.items(), key=lambda item: item[1])
+    private = config.address is None
+    if private and machine.shared_memory is not None and machine.shared_memory < store:
+        yield (
+            f"/dev/shm has {_size(machine.shared_memory)}, and Ray's object store of "
+            f"{_size(store)} is in files of /tmp instead, which is slow; mount a larger one (a "
+            f"container: --shm-size {math.ceil(store / 2**30)}g)"
+        )
+    if needed <= store:
+        return
+    change = "lower --rollout-batch-size or --max-response-length"
+    if not private:
+        wanted = f"{math.ceil(1.2 * needed / 1e9)}000000000"
+        change = f"start Ray with --object-store-memory {wanted} on every node, or {change}"
+    spills = "Ray writes the rest to disk, which is slow"
+    if machine.spill_free < needed - store:
+        spills = f"the disk that Ray writes the rest to has {_size(machine.spill_free)} left here"
+    yield (
+        f"a rollout has up to {_size(needed)} and Ray's object store on {address} "
+        f"{_size(store)}: {spills}; {change}"
+    )
+
+
+def _size(number: int) -> str:
+    gib = number / 2**30
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{number / 2**20:.0f} MiB"
