@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from plugin.errors import HookLoadError, MegatronTisError
+from plugin.json_lines import read_settings
 
 
 def is_import_path(text: str) -> bool:
@@ -110,8 +111,8 @@ def _split(path: str) -> tuple[str, str]:
 def _functions_in(file: str) -> str:
     """The public functions and classes in a file, which is read and not run."""
     try:
-        body = ast.parse(Path(file).expanduser().read_text()).body
-    except (OSError, ValueError, SyntaxError):
+        body = ast.parse(read_settings(Path(file).expanduser())).body
+    except (OSError, ValueError, SyntaxError, RecursionError):
         body = []
     named = [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
     return " or :".join(name for name in named if name[0] != "_") or "NAME"

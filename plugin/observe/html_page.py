@@ -91,6 +91,8 @@ def refuse_overwriting(path: Path, force: bool) -> None:
         raise ConfigError(f"{path} exists; add --force to replace it or choose another file")
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; choose a file")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is a pipe, a socket or a device; choose a file")
     place = path.absolute().parent
     if not (place.is_dir() and os.access(place, os.W_OK)):
         raise ConfigError(

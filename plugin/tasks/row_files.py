@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plugin.errors import ConfigError
-from plugin.json_lines import read_json_lines
+from plugin.json_lines import read_json_lines, read_settings, require_file
 
 _ROWS_AT_ONCE = 1000
 _TABLES = (".parquet", ".arrow")
@@ -145,7 +145,7 @@ def _files_in(directory: Path, option: str) -> list[Path]:
     if state.is_file():
         listed = _json(state, option).get("_data_files")
         entries = listed if isinstance(listed, list) else []
-        names = [str(entry["filename"]) for entry in entries if isinstance(entry, dict)]
+        names = [str(entry.get("filename")) for entry in entries if isinstance(entry, dict)]
         if names:
             return [directory / name for name in names]
     for suffix in (*_TABLES, ".jsonl"):
@@ -166,7 +166,7 @@ def _files_in(directory: Path, option: str) -> list[Path]:
 
 def _json(file: Path, option: str) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(read_settings(file))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{option}: {file} cannot be read ({error}); repair it") from error
     return value if isinstance(value, dict) else {}
@@ -175,6 +175,7 @@ def _json(file: Path, option: str) -> dict[str, Any]:
 def _open_file(file: Path, option: str) -> _JsonRows | _TableRows:
     try:
         if file.suffix in _TABLES:
+            require_file(file)
             return _TableRows(file, _table(file, option))
         return _JsonRows(file)
     except OSError as error:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from plugin.errors import WeightError
+from plugin.json_lines import read_settings, require_file
 
 _PLAIN = {"F64", "F32", "F16", "BF16"}
 _FLOAT8, _SCALE = "F8_E4M3", "_scale_inv"
@@ -33,6 +34,7 @@ _NUMBERED = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(\w+)$")
 def open_weights(file: Path) -> Any:
     """An open safetensors file; reads its header, which also shows whether it is whole."""
     try:
+        require_file(file)
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
         raise WeightError(
@@ -125,8 +127,11 @@ def dequantized(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor
 def _block_size(directory: Path) -> tuple[int, int] | None:
     """The blocks of a float8 checkpoint; None of one that is not quantized."""
     file = directory / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    settings = config.get("quantization_config")
+    try:
+        config = json.loads(read_settings(file)) if file.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightError(f"{file} cannot be read ({error}); copy or download it again") from error
+    settings = config.get("quantization_config") if isinstance(config, dict) else None
     if settings is None:
         return None
     found = settings if isinstance(settings, dict) else {}

@@ -9,6 +9,7 @@ from typing import Any
 from plugin.config import TrainerConfig
 from plugin.config.model import ALL_LINEAR, LORA_TARGETS
 from plugin.errors import ConfigError
+from plugin.json_lines import read_settings
 from plugin.megatron_backend.hf_weights.files import open_weights
 from plugin.megatron_backend.model.families import family_of
 
@@ -92,8 +93,8 @@ def check_adapter_directory(hf_config: Any, config: TrainerConfig) -> None:
         if not (directory / name).is_file():
             raise ConfigError(f"{option} holds no {name}; give the directory of a PEFT adapter")
     try:
-        found = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(read_settings(directory / ADAPTER_CONFIG))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{option}: {ADAPTER_CONFIG} is not valid JSON ({error})") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{option}: {ADAPTER_CONFIG} is not an object")

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugin.errors import BatchError, ConfigError
-from plugin.json_lines import read_json_lines
+from plugin.json_lines import read_json_lines, require_file
 from plugin.observe.log_prob_dump import ROUTES, dump_files
 from plugin.tools.compare.dump_columns import (
     BLOCK_TOKENS,
@@ -66,6 +66,7 @@ class Dump:
         """(block, bytes of input it stands for); the bytes add up to about `total_bytes`."""
         for path in self.files:
             try:
+                require_file(path)
                 for columns, rows, size in _READERS[path.suffix](path, self.problems):
                     for block in blocks_of(columns, path, rows, self.problems):
                         yield block, size

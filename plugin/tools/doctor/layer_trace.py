@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from plugin.batch_types import RolloutBatch
 from plugin.engines.transformers.growing_cache import growing_cache
 from plugin.errors import BatchError, ConfigError
+from plugin.json_lines import require_file
 from plugin.megatron_backend.model.builder import unwrap
 from plugin.megatron_backend.trainer import MegatronTrainer
 
@@ -157,6 +158,7 @@ def load_trace(path: Path, hf_config: Any) -> LayerTrace:
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
+        require_file(path)
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as archive:
                 return {name: torch.from_numpy(archive[name]) for name in archive.files}

@@ -20,6 +20,7 @@ from plugin.config import JobConfig, TrainerConfig
 from plugin.config.device_defaults import trainer_dtype
 from plugin.controller.preflight.resource_checks import WeightCounts, count_weights, least_bytes
 from plugin.errors import ConfigError
+from plugin.json_lines import read_settings
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.step.batch_share import BatchShare, plan_batch
 from plugin.megatron_backend.step.microbatching import sample_cost
@@ -97,7 +98,7 @@ def _from_file(source: str, count: int) -> tuple[Integers, Integers]:
     if not path.is_file():
         raise ConfigError(f"--lengths {source} is no file; give {_FORM}; or lognormal:MEDIAN:SIGMA")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_settings(path).splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--lengths {source} is not readable ({error}); give {_FORM}") from error
     rows = []

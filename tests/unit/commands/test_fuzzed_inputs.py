@@ -9,12 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from plugin.cli import main
+from plugin.config import TrainerConfig
 from plugin.config.flags import read_yaml
-from plugin.errors import ConfigError
+from plugin.config.import_paths import load_function
+from plugin.errors import ConfigError, HookLoadError, WeightError
 from plugin.json_lines import parse_yaml, read_json_lines
+from plugin.megatron_backend.hf_weights.files import HfDirectory
+from plugin.megatron_backend.lora.targets import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    check_adapter_directory,
+)
 from plugin.observe.html_page import refuse_overwriting, write_page
+from plugin.tasks.row_files import open_rows
 
 pytestmark = [pytest.mark.hostile, pytest.mark.timeout(60)]
 
@@ -78,6 +89,51 @@ def test_a_page_is_not_written_into_directories_that_nobody_asked_for(tmp_path: 
         with pytest.raises(ConfigError):
             write_page(output, "text", force=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_does_not_take_the_place_of_a_pipe_or_a_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for output in (tmp_path / "pipe", Path(os.devnull)):
+        with pytest.raises(ConfigError, match="a pipe, a socket or a device; choose a file"):
+            refuse_overwriting(output, force=True)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.npz", "a.pt", "a.jsonl"])
+def test_a_pipe_as_a_dump_is_not_waited_for(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / name)
+    assert main(["compare", str(tmp_path / name)]) == 2
+    assert "it is a pipe" in capsys.readouterr().err
+
+
+def test_pipes_and_broken_files_of_data_weights_and_hooks_are_refused(tmp_path: Path) -> None:
+    pipe = tmp_path / "rows.parquet"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match=r"--prompt-data .* cannot be read \(it is a pipe"):
+        open_rows(pipe, "--prompt-data")
+    (tmp_path / "state.json").write_text('{"_data_files": [{}], "n": ' + "9" * 5000 + "}")
+    with pytest.raises(ConfigError, match="4300 digits"):
+        open_rows(tmp_path, "--prompt-data")
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match="it is a pipe"):
+        HfDirectory(tmp_path)
+    os.mkfifo(tmp_path / "hook.py")
+    with pytest.raises(HookLoadError, match="is a file, and :function is missing"):
+        load_function(str(tmp_path / "hook.py"))
+
+
+@pytest.mark.parametrize("text", ['{"a": ', "[" * 100_000, '{"r": ' + "9" * 5000 + "}"])
+def test_a_broken_config_of_a_model_or_an_adapter_is_named(tmp_path: Path, text: str) -> None:
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    save_file({"a": torch.zeros(1)}, weights)
+    config.write_text(text)
+    with pytest.raises(WeightError, match=r"config\.json cannot be read"):
+        HfDirectory(tmp_path)
+    weights.rename(tmp_path / ADAPTER_WEIGHTS)
+    config.rename(tmp_path / ADAPTER_CONFIG)
+    with pytest.raises(ConfigError, match=f"--lora-path .*{ADAPTER_CONFIG} is not valid JSON"):
+        check_adapter_directory(None, TrainerConfig(lora_path=str(tmp_path), lora_rank=4))
 
 
 @pytest.mark.parametrize(
