@@ -431,11 +431,25 @@ class TrainerRank(ReportingActor):
         of_critic = None
         if critic is not None:
             of_critic = critic.stage_checkpoint(waiting, step, {}, keep_last=1)
-        whole = self._trainers["policy"].stage_checkpoint(root, step, user_state, keep_last=keep)
+        try:
+            whole = self._trainers["policy"].stage_checkpoint(
+                root, step, user_state, keep_last=keep
+            )
+        except BaseException:
+            if of_critic is not None:
+                of_critic.discard()
+            raise
 
         def write(group: Any) -> None:
-            saved = None if of_critic is None else of_critic.write(group)
-            target = whole.write(group)
+            saved = None
+            try:
+                saved = None if of_critic is None else of_critic.write(group)
+                target = whole.write(group)
+            except BaseException:
+                whole.discard()
+                if saved is not None and self._rank == 0 and not (Path(root) / saved.name).exists():
+                    shutil.rmtree(saved, ignore_errors=True)
+                raise
             if saved is not None and self._rank == 0:
                 saved.rename(target / _CRITIC)
                 shutil.rmtree(waiting)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import math
@@ -78,6 +79,8 @@ def write_page(path: Path, text: str, *, force: bool) -> Path:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise ConfigError(f"{path} cannot be written ({error}); choose another file") from error
     return path
 

@@ -17,9 +17,11 @@ A disk that cannot be written to costs one warning, never the training.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import socket
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,13 +71,13 @@ class RunFiles:
             _write_config(self.run_dir / "config.yaml", config)
             for name in ("metrics.jsonl", "prompts.jsonl", "samples.jsonl", "findings.jsonl"):
                 _end_broken_line(self.run_dir / name)
+            self._events = _EventFile.new(self.run_dir) if tensorboard else None
         except OSError as error:
             raise ConfigError(
                 f"--run-dir {self.run_dir} cannot be written ({error.strerror}); choose another "
                 "directory"
             ) from error
         self._broken = False
-        self._events = _event_writer(self.run_dir) if tensorboard else None
 
     def log_step(self, metrics: Mapping[str, Any]) -> None:
         """Append one step to metrics.jsonl and TensorBoard.
@@ -97,10 +99,16 @@ class RunFiles:
         self._append("metrics.jsonl", record)
         if self._events is None or self._broken:
             return
-        for name, value in record.items():
-            graphed = "/by_" not in name or name.endswith(("/k3", "/ess_share"))
-            if name != "step" and isinstance(value, (int, float)) and graphed:
-                self._events.add_scalar(name, value, int(record["step"]))
+        graphed = {
+            name: float(value)
+            for name, value in record.items()
+            if name != "step" and isinstance(value, (int, float))
+            if "/by_" not in name or name.endswith(("/k3", "/ess_share"))
+        }
+        try:
+            self._events.write(int(record["step"]), graphed)
+        except OSError as error:
+            self._warn_once("events.out.tfevents.*", error)
 
     def log_prompts(
         self, rollout: int, trained: Iterable[int], dropped: Mapping[str, Iterable[int]]
@@ -128,18 +136,14 @@ class RunFiles:
         """Write report.html; None (and a warning) if that fails."""
         try:
             return write_report([self.run_dir], self.run_dir / "report.html", force=True)
-        except OSError as error:
-            self._warn_once("report.html", error)
+        except ConfigError as error:
+            if not self._broken:  # else the warning has been given
+                warnings.warn(f"the run has no report: {error}", stacklevel=2)
             return None
 
     def close(self) -> None:
-        """Flush and close the TensorBoard file."""
-        if self._events is not None:
-            try:
-                self._events.close()
-            except OSError as error:
-                self._warn_once("TensorBoard events", error)
-            self._events = None
+        """Write no more TensorBoard events."""
+        self._events = None
 
     def __enter__(self) -> RunFiles:
         return self
@@ -150,10 +154,7 @@ class RunFiles:
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         line = json.dumps(_jsonable(record), allow_nan=False)
         try:
-            with open(self.run_dir / name, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            _append_whole(self.run_dir / name, (line + "\n").encode())
         except OSError as error:
             self._warn_once(name, error)
 
@@ -171,10 +172,14 @@ def _write_config(path: Path, config: Mapping[str, Any]) -> None:
     """Write config.yaml; an earlier, different one is kept as config.1.yaml, config.2.yaml, ..."""
     text = yaml.safe_dump(plain_settings(config), sort_keys=False)
     temporary = path.with_suffix(".yaml.partial")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     if path.exists():
         if path.read_text(encoding="utf-8") == text:
             temporary.unlink()
@@ -197,16 +202,58 @@ def _end_broken_line(path: Path) -> None:
             file.write(b"\n")
 
 
-def _event_writer(run_dir: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        warnings.warn(
-            "tensorboard is not installed, so the run has no event files; pip install tensorboard",
-            stacklevel=3,
-        )
-        return None
-    return SummaryWriter(log_dir=str(run_dir))
+class _EventFile:
+    """A TensorBoard file of scalars.
+
+    Written in the caller: the thread of `SummaryWriter` prints a traceback when the disk is full.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._append(file_version="brain.Event:2")
+
+    @classmethod
+    def new(cls, run_dir: Path) -> _EventFile | None:
+        """A file named as TensorBoard expects; None (and a warning) where it is not installed."""
+        place = f"{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}"
+        number = sum(1 for _ in run_dir.glob(f"events.out.tfevents.{place}.*"))
+        try:
+            return cls(run_dir / f"events.out.tfevents.{place}.{number}")
+        except ImportError:
+            warnings.warn(
+                "tensorboard is not installed, so the run has no event files; pip install "
+                "tensorboard",
+                stacklevel=4,
+            )
+            return None
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Append the scalars of a step."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._append(step=step, summary=Summary(value=values))
+
+    def _append(self, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(Event(wall_time=time.time(), **content).SerializeToString())
+        _append_whole(self._path, record.getvalue())
+
+
+def _append_whole(path: Path, content: bytes) -> None:
+    """Append to a file and force it to disk; where that fails, the file is as it was."""
+    with open(path, "ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            while content:
+                content = content[file.write(content) :]
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def plain_settings(value: Any) -> Any:

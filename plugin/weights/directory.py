@@ -65,9 +65,13 @@ class WeightDirectory:
         file = self._tensors / digest.hexdigest()
         if not _is_whole(file):
             partial = file.with_suffix(".partial")
-            with partial.open("wb") as writer:
-                writer.write(header)
-                writer.write(content)
+            try:
+                with partial.open("wb") as writer:
+                    writer.write(header)
+                    writer.write(content)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
             # The file may be linked from a version that a server reads, so it is not written over.
             partial.replace(file)
             self.written_bytes += len(header) + len(content)
@@ -87,6 +91,7 @@ class WeightDirectory:
         try:
             yield
         except OSError as error:
+            shutil.rmtree(self._partial, ignore_errors=True)
             raise ParallelError(
                 f"--rollout-weights-dir: a version of the weights cannot be written to "
                 f"{self._root} ({error.strerror or error}), after {self.written_bytes:,} bytes of "

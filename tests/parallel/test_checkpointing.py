@@ -537,9 +537,11 @@ def test_a_failed_save_is_an_error_on_every_rank_and_old_checkpoints_go_when_new
         assert "Tensor is not JSON serializable" in messages[2]
         assert "No space left on device" in messages[3]
         assert all("No space left on device" in message for message in messages[4:])
+        lines = [line for line in messages[3].splitlines() if line.startswith("writing ")]
+        assert lines[0].endswith("rank 1: [Errno 28] No space left on device"), messages[3]
         assert len(messages) == 7
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["latest", "step_0000006", "step_0000007", "step_0000008.incomplete"]
+    assert names == ["latest", "step_0000006", "step_0000007"]
 
 
 def staged_bytes(groups: ParallelGroups, root: str) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -388,12 +389,19 @@ def test_weights_of_another_model_are_refused_with_names_and_shapes(
     assert "not a directory" in str(fail_to_load(run_ranks, config, str(tmp_path / "none")))
 
 
-def save_on_rank(groups: ParallelGroups, config: Any, directory: str) -> str:
+def save_on_rank(
+    groups: ParallelGroups, config: Any, directory: str, largest_file: int | None = None
+) -> str:
     chunks = build_model(config, TrainerConfig(), groups)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, before[1]))
         save_hf_checkpoint(directory, chunks, groups)
     except WeightError as error:
         return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return "saved"
 
 
@@ -405,6 +413,10 @@ def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_target_alone(
     messages = run_ranks(save_on_rank, 2, tiny_llama(), str(tmp_path / "occupied"), **{TP: 2})
     assert all("not empty" in message for message in messages)
     assert (tmp_path / "occupied" / "keep.txt").read_text() == "mine"
+    full = [tiny_llama(), str(tmp_path / "full"), 1000]
+    messages = run_ranks(save_on_rank, 2, *full, **{TP: 2})
+    assert all("File too large" in message for message in messages)
+    assert [path.name for path in tmp_path.iterdir()] == ["occupied"]
 
 
 def build_on_rank(groups: ParallelGroups, config: Any, settings: TrainerConfig) -> str:

@@ -154,9 +154,13 @@ def _mark(checkpoint: Path, marker: str) -> None:
     if target.is_dir():  # whoever made it: not ours to delete
         os.rename(target, target.with_name(f"{marker}.{os.urandom(4).hex()}{SET_ASIDE}"))
     draft = checkpoint.with_name(marker + INCOMPLETE)
-    draft.write_text(checkpoint.name + "\n")
-    _sync(draft)
-    os.replace(draft, target)
+    try:
+        draft.write_text(checkpoint.name + "\n")
+        _sync(draft)
+        os.replace(draft, target)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     _sync(checkpoint.parent)
 
 

@@ -7,6 +7,7 @@ so that a thread can do it while the trainer trains.
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -103,14 +104,15 @@ class CheckpointErrors(ErrorCollector):
         return isinstance(error, CheckpointError)
 
     @contextmanager
-    def collecting(self, peers: int = 1) -> Iterator[None]:
-        """Catch an error of the body and remember it."""
+    def collecting(self, peers: int = 1, what: str = "") -> Iterator[None]:
+        """Catch an error of the body, which does `what`, and remember it."""
         with super().collecting(peers):
             try:
                 yield
             # torch derives its own from BaseException, which would pass by every other handler.
             except (OSError, SafetensorError, CheckpointException, CheckpointingException) as error:
-                raise CheckpointError(f"{type(error).__name__}: {error}\n{self._fix}") from error
+                doing = f"{what}: " if what else ""
+                raise CheckpointError(f"{doing}{_in_words(error)}\n{self._fix}") from error
 
     @contextmanager
     def agreeing(self, what: str, peers: int = 1) -> Iterator[None]:
@@ -119,7 +121,7 @@ class CheckpointErrors(ErrorCollector):
         The body of the next one may be collective: a rank that failed must not leave the others
         in it.
         """
-        with self.collecting(peers):
+        with self.collecting(peers, what):
             yield
         self.agree(what)
 
@@ -129,6 +131,28 @@ class CheckpointErrors(ErrorCollector):
         paths = [path]
         dist.broadcast_object_list(paths, src=0, group=self.group)
         return paths[0]
+
+
+def _in_words(error: BaseException) -> str:
+    """An error's type and text; of torch's collected ones the first that a disk is the cause of."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    for rank, (failure, _) in failures.items():
+        if isinstance(failure, OSError):
+            return f"rank {rank}: {failure}"
+    return f"{type(error).__name__}: {error}"
+
+
+class _FileWriter(torch_checkpoint.FileSystemWriter):
+    """Raises what the disk said, not that an archive which it cut off cannot be closed."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise (cause or error) from None
 
 
 @dataclass
@@ -146,8 +170,21 @@ class StagedCheckpoint:
         """Write the checkpoint and make it the latest; a collective of all ranks over `group`.
 
         Until the last moment the directory is named `.incomplete`, so a save that dies leaves the
-        checkpoints before it as they were.
+        checkpoints before it as they were. One that fails removes what it wrote.
         """
+        try:
+            return self._write(group)
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Remove what has been written, unless the checkpoint was published."""
+        self.tensors = {}
+        if self.rank == 0:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _write(self, group: dist.ProcessGroup | None) -> Path:
         device = torch.device("cpu") if group is not None else self._device_of_default_group()
         errors = CheckpointErrors(device, _FIX, group)
         incomplete, files, final = self.directory, {}, Path()
@@ -166,7 +203,7 @@ class StagedCheckpoint:
             files = directories.seal_files(incomplete, self._written())
         gathered: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
         dist.gather_object(files, gathered, dst=0, group=group)
-        with errors.collecting():
+        with errors.collecting(what=f"publishing {incomplete}"):
             if gathered is not None:
                 every = {name: record for part in gathered for name, record in part.items()}
                 directories.write_metadata(incomplete, replace(self.metadata, files=every))
@@ -221,12 +258,9 @@ class CheckpointSaver:
         groups = parts.groups
         errors = CheckpointErrors(parts.device, _FIX)
         incomplete, tensors = Path(), {}
-        with errors.collecting():
+        with errors.collecting(what=f"starting a checkpoint in {root}"):
             if groups.rank == 0:
-                incomplete = directories.begin(root, step, keep_last)
-                directories.write_json(incomplete / directories.USER_STATE_FILE, user_state)
-                (incomplete / TENSORS).mkdir()
-                (incomplete / "rng").mkdir()
+                incomplete = _begun(root, step, keep_last, user_state)
         incomplete = errors.agree_on_first_rank("starting a checkpoint", incomplete)
         doing = f"copying the weights for {incomplete}"
         with errors.agreeing(doing, groups.world_size):
@@ -298,6 +332,19 @@ class CheckpointSaver:
             raise error
 
 
+def _begun(root: Path, step: int, keep_last: int | None, user_state: dict[str, Any]) -> Path:
+    """A new directory for the files of a checkpoint, with those of the driver in it; or none."""
+    incomplete = directories.begin(root, step, keep_last)
+    try:
+        directories.write_json(incomplete / directories.USER_STATE_FILE, user_state)
+        (incomplete / TENSORS).mkdir()
+        (incomplete / "rng").mkdir()
+    except BaseException:
+        shutil.rmtree(incomplete, ignore_errors=True)
+        raise
+    return incomplete
+
+
 def rng_file(directory: Path, rank: int) -> Path:
     """Where a rank's generators are stored."""
     return directory / "rng" / f"rank_{rank:05d}.safetensors"
@@ -331,9 +378,7 @@ def _write_tensors(
     torch_checkpoint.save(
         torch_strategies.mcore_to_pyt_state_dict(by_key, False),
         # With more threads torch loses the errors of all but one. Sealing syncs the files.
-        storage_writer=torch_checkpoint.FileSystemWriter(
-            directory, thread_count=1, sync_files=False
-        ),
+        storage_writer=_FileWriter(directory, thread_count=1, sync_files=False),
         planner=torch_strategies.MCoreSavePlanner(
             dedup_replicated_tensors=False, flatten_state_dict=False
         ),

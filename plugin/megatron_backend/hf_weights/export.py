@@ -289,6 +289,8 @@ def save_hf_checkpoint(
     with errors.collecting():
         if writer is not None and errors.error is None:
             writer.finish(unwrap(chunks[0]).hf_config, tokenizer_from)
+    if writer is not None and errors.error is not None:
+        writer.discard()
     failure = [errors.error and f"{type(errors.error).__name__}: {errors.error}"]
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
@@ -316,6 +318,10 @@ class _Writer:
         self._total_bytes += tensor.nbytes
         if sum(held.nbytes for held in self._shard.values()) >= self._shard_bytes:
             self._flush()
+
+    def discard(self) -> None:
+        """Remove what has been written."""
+        shutil.rmtree(self._partial, ignore_errors=True)
 
     def _flush(self) -> None:
         number = len(self._names_by_shard)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -111,10 +112,6 @@ def save_peft_directory(
     """
     assert groups.world_size == 1
     tensors = {name: t.contiguous().clone() for name, t in export_adapters(chunks, groups)}
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     alpha = settings.alpha
     described = {
         "peft_type": "LORA",
@@ -130,5 +127,13 @@ def save_peft_directory(
         "use_rslora": False,
         "use_dora": False,
     }
-    (partial / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n")
-    partial.rename(directory)  # over an empty one, if any
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        save_file(tensors, partial / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (partial / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+        partial.rename(directory)  # over an empty one, if any
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise WeightError(f"saving the adapters to {directory} failed: {error}") from error

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,57 @@ def test_a_lost_disk_costs_one_warning_and_no_exception(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         files.log_step({"step": 1})
         files.log_findings(1, [{"title": "x"}])
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Have the system refuse to write files that are larger, as a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_that_the_disk_has_no_room_for_is_not_half_written(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path, CONFIG, tensorboard=False)
+    files.log_step({"step": 0})
+    whole = (tmp_path / "metrics.jsonl").stat().st_size
+    with largest_file(whole + 10), pytest.warns(UserWarning, match="File too large"):
+        files.log_step({"step": 1})
+    files.log_step({"step": 2})
+    record = read_run(tmp_path)
+    assert [step["step"] for step in record.steps] == [0, 2] and not record.problems
+
+
+def test_tensorboard_on_a_full_disk_costs_one_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = RunFiles(tmp_path, CONFIG)
+    [events] = tmp_path.glob("events.*")
+    events.unlink()
+    events.mkdir()
+    with pytest.warns(UserWarning, match="training goes on without it") as caught:
+        for step in range(3):
+            files.log_step({"step": step, "reward": 1.0})
+        files.close()
+    assert len(caught) == 1 and "Traceback" not in capfd.readouterr().err
+
+
+def test_no_report_and_no_part_of_one_on_a_full_disk_ends_a_job(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path, CONFIG, tensorboard=False)
+    files.log_step({"step": 0})
+    with largest_file(1000), pytest.warns(UserWarning, match="the run has no report: .*too large"):
+        assert files.write_report() is None
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_run_that_a_full_disk_has_no_room_for_is_refused(tmp_path: Path) -> None:
+    for settings in ({"name": "too long"}, {}):  # the second fails at TensorBoard's events
+        with largest_file(10), pytest.raises(ConfigError, match=r"--run-dir .*File too large"):
+            RunFiles(tmp_path, settings)
+        assert not list(tmp_path.glob("*.partial"))
 
 
 def test_an_unwritable_run_directory_is_said_at_the_start(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_a_version_that_the_disk_refuses_names_the_directory_and_the_next_one_is
     ):
         write(directory, "v0", large)
     assert str(tmp_path) in str(found.value) and "File too large" in str(found.value)
+    assert not list(tmp_path.rglob("*.partial"))
     write(directory, "v1", large)
 
 

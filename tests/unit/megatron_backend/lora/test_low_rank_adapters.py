@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from plugin.errors import WeightError
+from plugin.megatron_backend.lora import peft
 from plugin.megatron_backend.lora.adapters import Adapters, LowRank, Place, _add_adapters
 
 ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
@@ -121,3 +126,19 @@ def test_an_adapter_sees_what_a_layer_with_a_norm_inside_multiplies() -> None:
         found, _ = linear(x)
         expected = linear.normalized(x) @ (weight + own.lora_B @ own.lora_A).t()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_of_a_peft_directory_stays_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(tensors: Any, file: Path, **_: Any) -> None:
+        file.write_bytes(b"half of it")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(peft, "save_file", no_space)
+    monkeypatch.setattr(peft, "export_adapters", lambda *_: [("a", torch.zeros(1))])
+    settings: Any = SimpleNamespace(alpha=4.0, rank=2, targets=["q_proj"])
+    groups: Any = SimpleNamespace(world_size=1)
+    with pytest.raises(WeightError, match=r"adapters to .*/model failed: .*No space left"):
+        peft.save_peft_directory(tmp_path / "model", [], settings, groups, None)
+    assert list(tmp_path.iterdir()) == []
