@@ -22,6 +22,8 @@ from plugin.errors import ConfigError
 
 LOCK_FILE = "lock"
 _REMOVAL_SECONDS = 5.0
+#: A killed process holds its locks until the kernel has taken its memory back.
+_DYING_SECONDS = 2.0
 
 
 def lock_directory(directory: Path, option: str, mode: int = 0o777) -> TextIO:
@@ -36,7 +38,7 @@ def lock_directory(directory: Path, option: str, mode: int = 0o777) -> TextIO:
     except OSError as error:
         raise _unwritable(directory, option, error) from error
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file, fcntl.LOCK_EX)
     except BlockingIOError:
         file.seek(0)
         holder = file.read().strip()
@@ -58,11 +60,22 @@ def lock_directory(directory: Path, option: str, mode: int = 0o777) -> TextIO:
     return file
 
 
+def _lock(file: TextIO, kind: int) -> None:
+    deadline = time.monotonic() + _DYING_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
 def refuse_locked(directory: Path, option: str) -> None:
     """Raise a `ConfigError` that says who holds a directory, if somebody does; changes nothing."""
     with contextlib.suppress(OSError), open(directory / LOCK_FILE, encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _lock(file, fcntl.LOCK_SH)
         except BlockingIOError:
             raise _in_use(directory, option, file.read().strip()) from None
 

@@ -186,7 +186,7 @@ def test_the_line_on_the_terminal_names_scores_and_intervals() -> None:
         ({"eval_top_p": 1.5}, "must lie in"),
         (
             {"hf_checkpoint": "m", "prompt_data": "train.jsonl", "eval_data": ("held:4",)},
-            "--prompt-data has no others; give the path of other rows, held:PATH",
+            "--prompt-data has none; give the path of other rows, held:PATH",
         ),
         ({"rollout_engine": "vllm", "eval_temperature": 0.001}, "choose 0 or at least that"),
     ],

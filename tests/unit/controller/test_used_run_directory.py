@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from plugin.cluster import directory_lock
 from plugin.cluster.directory_lock import lock_directory
 from plugin.config import JobConfig
 from plugin.controller.run_directory import (
@@ -86,6 +89,12 @@ def test_models_per_interval_have_a_directory_of_their_own(tmp_path: Path) -> No
         check_run_dir(run_dir, job(run_dir, resume=True, save_hf_interval=2))
 
 
+@pytest.fixture
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_lock, "_DYING_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("no_patience")
 def test_a_second_driver_is_refused_and_told_who_holds_the_directory(tmp_path: Path) -> None:
     with (
         claimed_run_dir(tmp_path / "run", job(tmp_path / "run")),
@@ -97,6 +106,7 @@ def test_a_second_driver_is_refused_and_told_who_holds_the_directory(tmp_path: P
         pass
 
 
+@pytest.mark.usefixtures("no_patience")
 @pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
 def test_a_second_driver_is_never_told_to_delete_or_resume_a_run_that_goes_on(
     tmp_path: Path, how: dict[str, Any]
@@ -106,6 +116,18 @@ def test_a_second_driver_is_never_told_to_delete_or_resume_a_run_that_goes_on(
         with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on .* since 20"):
             check_run_dir(tmp_path / "run", job(tmp_path / "run", **how))
     check_run_dir(tmp_path / "run", job(tmp_path / "run", resume=True))
+
+
+def test_a_directory_whose_holder_is_dying_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_lock, "_DYING_SECONDS", 20.0)
+    with claimed_run_dir(tmp_path / "run", job(tmp_path / "run")):
+        file = open(tmp_path / "run" / directory_lock.LOCK_FILE, "a+")  # noqa: SIM115
+    fcntl.flock(file, fcntl.LOCK_EX)
+    threading.Timer(0.2, file.close).start()
+    with claimed_run_dir(tmp_path / "run", job(tmp_path / "run")):
+        assert file.closed
 
 
 def test_the_lock_of_a_killed_driver_is_no_obstacle(tmp_path: Path) -> None:
