@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -249,3 +251,17 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(two_nodes: str, tmp_path
         ClusterError, match=r"has 2 nodes \([23] CPU, [23] CPU\); the job needs 2 x \(4 CPU\)"
     ):
         run_small(two_nodes, tmp_path / "run", tensor_model_parallel_size=8)
+
+
+@pytest.mark.slow
+def test_two_jobs_in_one_cluster_train_as_each_alone(two_nodes: str, tmp_path: Path) -> None:
+    flags = {"num_nodes": 1, "num_rollouts": 4, "rollout_batch_size": 4, "n_samples_per_prompt": 4}
+    options = [text for n, v in flags.items() for text in (f"--{n.replace('_', '-')}", str(v))]
+    command = [sys.executable, "-m", "plugin", "train", "--address", two_nodes, *options]
+    runs = [tmp_path / name for name in ("one", "other")]
+    jobs = [subprocess.Popen([*command, "--run-dir", str(run)]) for run in runs]
+    assert [job.wait(timeout=280) for job in jobs] == [0, 0]
+    one, other = (read_run(run).steps for run in runs)
+    assert len(one) == 4
+    for name in ("loss", "grad_norm", "reward", "mismatch_kl"):
+        assert [step[name] for step in one] == [step[name] for step in other], name
