@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None or "--traceback" in words:
             raise
-        print(f"megatron-tis: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(shortened(f"megatron-tis: {error.filename}: {error.strerror}"), file=sys.stderr)
         return 2
 
 

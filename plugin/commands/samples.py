@@ -73,7 +73,7 @@ def _wanted(sample: dict[str, Any], args: argparse.Namespace) -> bool:
 def _step_range(text: str | None) -> tuple[float, float]:
     if text is None:
         return float("-inf"), float("inf")
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text)
     if found is None:
         raise ConfigError(f"--steps is {text!r}; give a step or a range, such as 12 or 10-20")
     first = int(found[1])

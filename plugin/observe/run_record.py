@@ -5,6 +5,7 @@ A broken line or file is named in `problems`, and the rest is used.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -161,9 +162,20 @@ def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
             problems.append(f"{path}: line {line.number} is skipped: {line.problem}")
             continue
         yield {
-            key: float(value) if value in ("nan", "inf", "-inf") else value
+            key: float(value) if value in ("nan", "inf", "-inf") else _within_floats(value)
             for key, value in line.value.items()
         }
+
+
+def _within_floats(value: Any) -> Any:
+    """`value` with the integers in it that are larger than every float as infinity."""
+    if isinstance(value, dict):
+        return {key: _within_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_within_floats(item) for item in value]
+    if isinstance(value, int) and value.bit_length() > sys.float_info.max_exp - 1:
+        return float("inf") if value > 0 else float("-inf")
+    return value
 
 
 def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:

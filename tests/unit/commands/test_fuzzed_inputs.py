@@ -98,6 +98,32 @@ def test_a_page_does_not_take_the_place_of_a_pipe_or_a_device(tmp_path: Path) ->
             refuse_overwriting(output, force=True)
 
 
+@pytest.mark.parametrize("command", ["report", "doctor", "samples"])
+def test_numbers_of_400_digits_in_a_run_are_no_traceback(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huge = "9" * 400
+    sample = f'{{"reward": {huge}, "tokens": {huge}, "rewards": {{"a": -{huge}}}}}'
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text(
+            f'{{"step": 1, "reward": {huge}, "loss": -{huge}, "samples": [{sample}]}}\n'
+            f'{{"step": {huge}, "reward": 1, "samples": [{sample}]}}\n'
+        )
+    assert main([command, str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert huge not in printed and (command != "samples" or "reward inf (a -inf)" in printed)
+
+
+def test_steps_of_5000_digits_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "samples": [{"reward": 1}]}\n')
+    assert main(["samples", str(tmp_path), "--steps", "9" * 5000]) == 2
+    assert len(capsys.readouterr().err) < 300
+    assert main(["samples", "9" * 5000]) == 2
+    assert len(capsys.readouterr().err) < 300
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.npz", "a.pt", "a.jsonl"])
 def test_a_pipe_as_a_dump_is_not_waited_for(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
