@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends import mkldnn
 
-from plugin.weights.buckets import NO_WEIGHTS
-
 #: Weights with fewer numbers are multiplied faster as they are: a call of oneDNN costs more.
 _FEWEST_NUMBERS = 100_000
 
@@ -25,7 +23,7 @@ _FEWEST_NUMBERS = 100_000
 class PackedLinears:
     """Has the large linear layers of a model on CPU multiply with packed copies of their weights.
 
-    The model's own weights stay where they are; `follow` packs them again when they changed.
+    The model's own weights stay where they are; `follow` packs again those that have changed.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -34,21 +32,16 @@ class PackedLinears:
             for module in model.modules()
             if type(module) is nn.Linear and _can_pack(module.weight)
         ]
-        self._version = NO_WEIGHTS
 
     def follow(self, version: int) -> None:
-        """Pack the weights of `version`, unless they are packed."""
-        if version == self._version:
-            return
+        """Pack what is of another version, or was written to since, by whomever."""
         for layer in self._layers:
-            layer.pack()
-        self._version = version
+            layer.follow(version)
 
     def clear(self) -> None:
         """Give the memory of the copies up."""
         for layer in self._layers:
-            layer.packed = None
-        self._version = NO_WEIGHTS
+            layer.packed = layer.state = None
 
 
 class _PackedLinear:
@@ -57,11 +50,17 @@ class _PackedLinear:
     def __init__(self, linear: nn.Linear) -> None:
         self._linear = linear
         self.packed: Tensor | None = None
+        self.state: tuple[int, int, int] | None = None
         linear.forward = self.forward  # type: ignore[method-assign, assignment]
 
-    def pack(self) -> None:
+    def follow(self, version: int) -> None:
+        weight = self._linear.weight
+        state = (version, weight._version, weight.data_ptr())
+        if state == self.state:
+            return
         self.packed = None  # its memory is free for the next one
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self._linear.weight.detach(), None)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self.state = state
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""

@@ -227,7 +227,8 @@ def pool_of(config: JobConfig, *, verified: list[bool]) -> Any:
     pool: Any = object.__new__(EnginePool)
     pool._config, pool.probe, pool._is_asleep = config, "probe", False
     pool._engines = [
-        SimpleNamespace(actor=i, is_verified=v, starting=None) for i, v in enumerate(verified)
+        SimpleNamespace(actor=i, is_verified=v, starting=None, is_absent=False)
+        for i, v in enumerate(verified)
     ]
     pool._probed, pool._loads = [], {}
     return pool

@@ -55,6 +55,19 @@ def test_a_hook_on_a_packed_layer_is_called() -> None:
     assert torch.equal(model(torch.ones(2, 320)), 2 * plain) and seen == [(2, 330)]
 
 
+def test_weights_that_are_written_to_within_a_version_are_packed_again() -> None:
+    model = nn.Sequential(nn.Linear(320, 330, bias=False)).requires_grad_(False)
+    packed, rows = PackedLinears(model), torch.ones(2, 320)
+    packed.follow(0)
+    model[0].weight.mul_(2)
+    doubled = model[0].weight.sum(1)
+    packed.follow(0)
+    assert torch.allclose(model(rows), doubled.expand(2, -1), atol=1e-5)
+    model[0].weight = nn.Parameter(-model[0].weight, requires_grad=False)
+    packed.follow(0)
+    assert torch.allclose(model(rows), -doubled.expand(2, -1), atol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_with_packed_weights_gives_the_models_log_probs_version_by_version(
     family: str, monkeypatch: pytest.MonkeyPatch
