@@ -57,6 +57,7 @@ def test_the_flags_that_may_change_on_resume() -> None:
             "ray_timeout",
             "rollout_timeout",
             "max_restarts",
+            "min_rollout_engines",
             "network_interface",
         ),
         *("use_wandb", "wandb_project", "save_hf", "save_hf_interval"),
