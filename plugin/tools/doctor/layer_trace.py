@@ -157,18 +157,18 @@ def load_trace(path: Path, hf_config: Any) -> LayerTrace:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
+    if path.suffix not in (".npz", ".safetensors"):
+        raise ConfigError(f"{path} ends in {path.suffix!r}; hidden states are .safetensors or .npz")
     try:
         require_file(path)
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as archive:
                 return {name: torch.from_numpy(archive[name]) for name in archive.files}
-        if path.suffix == ".safetensors":
-            import safetensors.torch
+        import safetensors.torch
 
-            return dict(safetensors.torch.load_file(path))
+        return dict(safetensors.torch.load_file(path))
     except Exception as error:  # readers of corrupt files raise anything
         raise BatchError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
-    raise ConfigError(f"{path} ends in {path.suffix!r}; hidden states are .safetensors or .npz")
 
 
 @torch.inference_mode()
