@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from plugin.megatron_backend.hf_weights.loading import load_hf_weights
 from plugin.megatron_backend.model import families
 from plugin.megatron_backend.model.builder import build_model
 from plugin.megatron_backend.parallel_groups import ParallelGroups
+from tests.full_disk import largest_file
 from tests.parallel.rank_pool import RankError
 from tests.parallel.schedule_runs import forward_log_probs, loaded_model, train_one_step
 from tests.parallel.tiny_models import (
@@ -390,18 +390,14 @@ def test_weights_of_another_model_are_refused_with_names_and_shapes(
 
 
 def save_on_rank(
-    groups: ParallelGroups, config: Any, directory: str, largest_file: int | None = None
+    groups: ParallelGroups, config: Any, directory: str, most_bytes: int | None = None
 ) -> str:
     chunks = build_model(config, TrainerConfig(), groups)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        if largest_file is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, before[1]))
-        save_hf_checkpoint(directory, chunks, groups)
+        with largest_file(most_bytes):
+            save_hf_checkpoint(directory, chunks, groups)
     except WeightError as error:
         return str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     return "saved"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from plugin.errors import ConfigError
 from plugin.megatron_backend.checkpoint.directory import complete_checkpoints, set_aside_later
 from plugin.observe.run_files import RunFiles
 from plugin.observe.run_record import read_run
+from tests.full_disk import largest_file
 
 pytestmark = pytest.mark.hostile
 
@@ -152,13 +152,9 @@ def test_the_lock_of_a_killed_driver_is_no_obstacle(tmp_path: Path) -> None:
 
 
 def test_a_directory_on_a_full_disk_is_refused_by_its_flag(tmp_path: Path) -> None:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        with pytest.raises(ConfigError, match=r"--run-dir .* cannot be written \(File too large\)"):
-            lock_directory(tmp_path, "--run-dir")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    error = r"--run-dir .* cannot be written \(File too large\)"
+    with largest_file(0), pytest.raises(ConfigError, match=error):
+        lock_directory(tmp_path, "--run-dir")
 
 
 def test_two_runs_do_not_mix_their_dumps(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from plugin import ppo_utils
 from plugin.config import LossConfig
 from plugin.config.loss.corrections import MASKS
 from plugin.config.loss.policy_loss import ROLLOUT_LOSSES
@@ -38,6 +39,23 @@ def test_every_mask_goes_with_every_loss_that_compares_with_the_rollout_policy(
     config = LossConfig(policy_loss=loss, use_tis=True, custom_tis_function_path=path)
     value, _, _ = run(config, *random_batch([[1, 1, 0], [1, 0, 1]]))
     assert torch.isfinite(value)
+
+
+@pytest.mark.parametrize("name", [n for n in ppo_utils.__all__ if n.endswith("_function")])
+def test_the_corrections_that_leave_what_they_keep_as_it_is_are_the_masks(name: str) -> None:
+    config = LossConfig(
+        policy_loss="reinforce", use_tis=True, custom_tis_function_path=f"plugin.ppo_utils.{name}"
+    )
+    # Nothing is so far off that a mask would drop it, and ratios are not 1.
+    found = token_loss(
+        config,
+        cur=[logs(0.2004)],
+        log_probs=[logs(0.1998)],
+        rollout_log_probs=[logs(0.2)],
+        advantages=[torch.ones(1)],
+    )
+    unweighted = found.loss.tolist() == (-logs(0.2004)).tolist()
+    assert found.kept == [True] and unweighted == (name in MASKS)
 
 
 def test_a_mask_beside_a_correction_that_weights_is_still_refused() -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from plugin.errors import ConfigError
 from plugin.observe.metric_table import REQUIRED_METRICS
 from plugin.observe.run_files import RunFiles, new_run_dir
 from plugin.observe.run_record import read_run
+from tests.full_disk import largest_file
 
 CONFIG = {"policy_loss": "ppo", "tis_clip": 2.0, "hf_checkpoint": None, "run_dir": Path("x")}
 
@@ -98,17 +96,6 @@ def test_a_lost_disk_costs_one_warning_and_no_exception(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         files.log_step({"step": 1})
         files.log_findings(1, [{"title": "x"}])
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Have the system refuse to write files that are larger, as a full disk does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_line_that_the_disk_has_no_room_for_is_not_half_written(tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ from plugin.engines.transformers.weight_loader import WeightLoader
 from plugin.errors import ParallelError
 from plugin.weights.buckets import pack_buckets, read_bucket
 from plugin.weights.directory import WeightDirectory
+from tests.full_disk import largest_file
 from tests.parallel.tiny_models import ALL_FAMILIES, hf_model, hf_state_dict
 
 WEIGHTS = {
@@ -128,17 +126,6 @@ def test_a_version_that_the_disk_refuses_names_the_directory_and_the_next_one_is
     assert str(tmp_path) in str(found.value) and "File too large" in str(found.value)
     assert not list(tmp_path.rglob("*.partial"))
     write(directory, "v1", large)
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """Have the system refuse to write files that are larger."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
