@@ -77,6 +77,8 @@ FIELDS: dict[str, Field] = {
         # The teacher's most likely ids at the position of each token.
         Field(TOPK_IDS, "topk", torch.int32, optional=True),
         Field(TOPK_LOG_PROBS, "topk", torch.float32, optional=True, log_prob=True),
+        # Tokens that carry loss, of a batch whose masks are elsewhere.
+        Field("loss_token_counts", "scalar", torch.int64, optional=True),
         Field("rollout_mask_sums", "scalar", torch.float32, optional=True, padding=1),
         Field("rollout_routed_experts", "routes", None, optional=True),
         Field(KEPT_COUNTS, "response", torch.int32, optional=True),
@@ -273,7 +275,8 @@ class RolloutBatch:
         unknown = sorted(self.columns.keys() - FIELDS.keys())
         if unknown:
             raise BatchError(f"unknown field {unknown[0]!r}; fields are {', '.join(FIELDS)}")
-        if len(self):
+        # Where tokens and masks are elsewhere, all is checked by the rank that fetches it.
+        if len(self) and not self.stored.keys() & {"unconcat_tokens", "loss_masks"}:
             self.here()._check_values(numbers, vocabulary)
 
     def _check_values(self, numbers: Integers, vocabulary: int | None) -> None:
