@@ -26,7 +26,7 @@ from plugin.megatron_backend.step.loss_scaling import weigh_samples
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.step.token_budget import token_budget
 from plugin.observe.console import Console
-from plugin.ragged import Integers, Stored, as_integers
+from plugin.ragged import Integers, Ragged, Stored, as_integers
 from plugin.vocabulary_ids import TOPK_IDS, TOPK_LOG_PROBS
 from plugin.weights.checksums import Checksums
 from plugin.weights.group import WeightGroup
@@ -152,7 +152,8 @@ class TrainerGroup:
 
         parts: the samples of every mini-batch of an epoch; None = all
         """
-        self._plans.clear()
+        if isinstance(batch.columns.get("unconcat_tokens"), Ragged):
+            self._plans.clear()  # another rollout; else it is something more of the same
         orders = self._planned(batch).orders()
         order = np.concatenate(orders)
         rank = np.repeat(np.arange(len(orders)), [len(samples) for samples in orders])

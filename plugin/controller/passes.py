@@ -200,9 +200,8 @@ class CriticSteps:
         """
         began = time.monotonic()
         batch = batch.with_column("values", self._trainer.values(batch))
-        read = only(batch, "unconcat_tokens", "loss_masks", "values")
+        read = only(batch, "loss_masks", "values")
         read = with_gae(self._config, read, rollouts, read.columns["values"])
-        read.check()
         for name in ("returns", "advantages"):
             batch = batch.with_column(name, read.columns[name])
         kept = read.columns["loss_masks"].values != 0
