@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from plugin.cluster import trainer_actor
-from plugin.cluster.placement import _numeric, check_cluster, plan_resources, torch_threads
+from plugin.cluster.placement import (
+    Reservation,
+    _numeric,
+    check_cluster,
+    plan_on_cluster,
+    plan_resources,
+    torch_threads,
+)
 from plugin.config import JobConfig
 from plugin.errors import ClusterError, ConfigError
 
@@ -166,3 +174,31 @@ def test_ranks_talk_over_the_interface_of_rays_address_unless_told_otherwise(
 def test_an_interface_is_found_by_its_address() -> None:
     assert trainer_actor.interface_of("127.0.0.1") == "lo"
     assert trainer_actor.interface_of("203.0.113.9") is None
+
+
+def test_a_job_that_may_start_with_fewer_engines_needs_room_for_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 3.0}},
+        {"Alive": False, "Resources": {"CPU": 9.0}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    config = JobConfig(num_rollout_engines=4)
+    with pytest.raises(ClusterError, match=r"4 x .1 CPU. for engines"):
+        plan_on_cluster(config)
+    plan = plan_on_cluster(replace(config, min_rollout_engines=2))
+    assert plan.fewest_engines == 2 and len(plan.engines) == 4
+    with pytest.raises(ClusterError, match=r"3 x .1 CPU. for engines"):
+        plan_on_cluster(replace(config, min_rollout_engines=3))
+    nodes[0]["Resources"] = {"CPU": 5.0}
+    assert plan_on_cluster(replace(config, min_rollout_engines=4)).fewest_engines is None
+
+
+def test_engines_that_are_reserved_one_by_one_have_bundles_of_their_own() -> None:
+    together = Reservation("t", ["all"], [0])
+    assert together.bundle_of_engine(2, 4) == ("all", 8)
+    apart = Reservation("t", ["a", "b"], [0])
+    assert apart.bundle_of_engine(1, 4) == ("b", 0)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugin.batch_types import RolloutSample
-from plugin.cluster import engine_pool
-from plugin.cluster.engine_pool import Assignments
+from plugin.cluster import assignments
+from plugin.cluster.assignments import Assignments
 from plugin.config import JobConfig
 from plugin.controller.batch import describe_batch, prepare_batch, without_old_tokens
 from plugin.controller.queue.groups import Attempt, Group, joined
@@ -310,7 +310,7 @@ def test_an_engine_that_is_starting_gets_no_requests() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time by which engines count as hung; it stands still."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(engine_pool, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(assignments, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
