@@ -644,6 +644,13 @@ class EnginePool:
             self._lost += self._assignments.remove_lost(number)
             self._cancel(number)
 
+    def cancel_groups(self) -> None:
+        """Have every engine drop the groups that it has, which are not waited for."""
+        for number in self._present:
+            if self._assignments.load(number):
+                self._assignments.remove_lost(number)
+                self._cancel(number)
+
     def _forget_weights(self) -> None:
         self._loads.clear()
         self._probed.clear()

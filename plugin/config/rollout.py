@@ -209,6 +209,13 @@ class SamplingFlags(FlagGroup):
         "rollout; none = no more than needed",
         at_least=1,
     )
+    abort_surplus_groups: bool = flag(
+        False,
+        "train on the first --rollout-batch-size groups with a spread of rewards that are finished "
+        "and abort the others of the round, whose prompts are sampled again; faster, but batches "
+        "depend on timing and short responses come first",
+        needs=needs_flag("over_sampling_batch_size"),
+    )
     overlong_filtering: bool = flag(
         False,
         "responses cut at --max-response-length have loss mask 0; their rewards still count in the "

@@ -164,6 +164,22 @@ def test_an_asynchronous_job_accounts_for_every_prompt_through_kills(
 
 
 @pytest.mark.slow
+def test_a_job_that_aborts_surplus_groups_accounts_for_every_prompt(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    settings = RESUMABLE | {"over_sampling_batch_size": 12, "abort_surplus_groups": True}
+    more = {"num_rollout_engines": 2, "rollout_max_batch": 8}
+    result = run_small(two_nodes, tmp_path / "run", **settings, **more)
+    last, trained = result.history[-1], trained_prompts(tmp_path / "run")
+    assert len(set(trained)) == len(trained) == last["prompts_trained"] == 10 * 4
+    assert not set(trained) & set(dropped_prompts(tmp_path / "run"))
+    assert last["groups_surplus"] > 0
+    dropped = sum(last[f"dropped_{cause}"] for cause in ("stale", "failed", "uniform"))
+    assert last["prompts_issued"] == 10 * 4 + dropped + last["prompts_under_way"]
+    assert all(step["staleness"] == 0 for step in result.history)
+
+
+@pytest.mark.slow
 def test_a_hung_engine_is_found_by_its_deadline(two_nodes: str, tmp_path: Path) -> None:
     frozen: list[int] = []
     freeze = AfterSteps(
@@ -293,8 +309,9 @@ def test_an_asynchronous_run_resumed_after_kill_9_of_the_driver_trains_on_its_fi
     assert len(finished) >= 4, "groups were ahead of the trainer"
     capsys.readouterr()
     result = run_small(two_nodes, run_dir, **settings | {"num_rollouts": rollouts}, resume=True)
-    said = re.search(r"goes on after rollout (\d+) of 14, keeps (\d+)", capsys.readouterr().out)
-    assert said is not None, "no group was kept"
+    text = "".join(capsys.readouterr())
+    said = re.search(r"goes on after rollout (\d+) of 14, keeps (\d+)", text)
+    assert said is not None, text
     at, kept = int(said[1]), int(said[2])
     trained = trained_prompts(run_dir)
     # The prompts up to the checkpoint are those of before; the next batch was all there.
@@ -413,9 +430,8 @@ def test_a_job_starts_with_the_engines_there_is_room_for_and_takes_the_others_as
         assert arrival.done
     finally:
         cluster.shutdown()
-    said = capsys.readouterr()
-    assert "room for 1 of 2 engines" in said.out + said.err
-    assert "engine 1 has joined: 2 of 2" in said.out
+    said = "".join(capsys.readouterr())
+    assert "room for 1 of 2 engines" in said and "engine 1 has joined: 2 of 2" in said
     engines = [step["rollout_engines"] for step in result.history]
     assert engines[:3] == [1, 1, 1] and engines[-1] == 2
     assert trained_prompts(run_dir) == list(range(60 * 4))

@@ -12,7 +12,8 @@ results of the rounds before it, and the batch is the first groups by number. An
 its share of a round at once and nothing else until it has answered, so that what is generated
 together follows from the round alone, and rounding with it. With dynamic sampling the groups of a
 round that have no reward spread are dropped when the round is complete, and the next round refills
-them; asynchronous rollouts drop and refill them as they arrive.
+them; asynchronous rollouts drop and refill them as they arrive. With --abort-surplus-groups a batch
+does depend on timing: it is the first groups that are finished.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Engines(Protocol):
         self, engine: int, requests: Mapping[int, GenerationRequest], parameters: SamplingParameters
     ) -> None: ...
     def receive(self, *, wait_seconds: float) -> tuple[list[Rollouts], list[int]]: ...
+    def cancel_groups(self) -> None: ...
 
 
 @dataclass
@@ -133,6 +135,9 @@ class RolloutQueue:
         for group in list(self._ready.values()):
             self._drop_if_stale(group)
         while len(self._ready) < wanted or self._round_is_open():
+            if self._may_abort_round():
+                self._abort_round()
+                break
             self._issue()
             self._collect(wait=True)
             self._require_progress(version)
@@ -267,7 +272,8 @@ class RolloutQueue:
         self._batch_is_out, self._taking = False, None
         self._begin_rollout()
         known = [group for groups in self._known.values() for group in groups]
-        if self.journal is not None:
+        # What a restart of the trainer keeps is in the journal, as far as its engines are proven.
+        if self.journal is not None and (finished or keep_for is None):
             self.journal.replace([*self._ready.values(), *known])
         return len(kept) + len(known)
 
@@ -286,6 +292,26 @@ class RolloutQueue:
             return False
         out = self._in_flight or self._waiting or self._scoring
         return bool(out) or len(self._ready) < self._limit()
+
+    def _may_abort_round(self) -> bool:
+        """Whether the batch is there before all groups of its round are."""
+        if not (self.config.abort_surplus_groups and self._in_rounds):
+            return False
+        useful = sum(self._sampling.has_reward_spread(group) for group in self._ready.values())
+        return useful >= self.config.rollout_batch_size
+
+    def _abort_round(self) -> None:
+        """Drop groups without a spread of rewards, and abort those that are not finished."""
+        self._drop_uniform(
+            [i for i, group in self._ready.items() if not self._sampling.has_reward_spread(group)]
+        )
+        aborted = [*self._in_flight.values(), *self._scoring.attempts]
+        self.counts.surplus += len(aborted)
+        self.engines.cancel_groups()
+        self._scoring.withdraw(aborted)
+        self._in_flight.clear()
+        again = [Attempt(one.index, one.failures) for one in aborted]
+        self._waiting = deque(sorted([*again, *self._waiting]))
 
     def _limit(self) -> int:
         """How many groups may be under way.
@@ -410,14 +436,17 @@ class RolloutQueue:
             dropped = [group.index] if self._sampling.drops_on_arrival(group) else []
         elif not self._round_is_open():
             dropped = self._sampling.drop_from_round(list(self._ready.values()))
-        if dropped:
-            self.counts.dropped_uniform += len(dropped)
-            self._dropped.setdefault("uniform", []).extend(dropped)
-            for index in dropped:
-                del self._ready[index]
+        self._drop_uniform(dropped)
         # What is dropped on arrival stays so; what a round drops, the same round drops again.
         if self.journal is not None and (self._in_rounds or not dropped):
             self.journal.add(group)
+
+    def _drop_uniform(self, indices: Sequence[int]) -> None:
+        if indices:
+            self.counts.dropped_uniform += len(indices)
+            self._dropped.setdefault("uniform", []).extend(indices)
+        for index in indices:
+            del self._ready[index]
 
     def _count_failed_reward(self, error: str) -> None:
         """Raise after max(8, batch size) failed groups in a row."""

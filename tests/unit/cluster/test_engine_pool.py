@@ -78,6 +78,19 @@ def test_the_groups_of_an_engine_that_is_replaced_for_any_reason_come_back_as_lo
     assert pool.receive(wait_seconds=0) == ([], [])
 
 
+def test_canceled_groups_are_dropped_at_their_engines_and_are_not_lost_but_gone(
+    pool: EnginePool,
+) -> None:
+    pool.send(0, {3: "a", 4: "b"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    era = pool._engines[0].era
+    pool.cancel_groups()
+    assert loads(pool) == {0: 0, 1: 0} and pool.receive(wait_seconds=0) == ([], [])
+    assert pool._engines[0].era > era and not pool._collects
+    assert pool._engines[1].era == era, "an engine without groups is left alone"
+    pool.send(0, {5: "c"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    assert pool._engines[0].collects
+
+
 def test_an_engine_that_is_silent_for_too_long_is_replaced(
     pool: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
