@@ -219,7 +219,8 @@ def _group_of(header: dict[str, Any], values: memoryview) -> Group:
     place = 0
     for name, dtype, shape in header["arrays"]:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        arrays[name] = np.frombuffer(values[place : place + size], dtype).reshape(shape)
+        # A copy: what begins at any byte is not aligned.
+        arrays[name] = np.frombuffer(values[place : place + size], dtype).reshape(shape).copy()
         place += size
     parts = {name[2:]: array for name, array in arrays.items() if name.startswith("//")}
     columns = {name: array for name, array in arrays.items() if not name.startswith("//")}
