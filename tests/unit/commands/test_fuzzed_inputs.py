@@ -114,6 +114,30 @@ def test_numbers_of_400_digits_in_a_run_are_no_traceback(
     assert huge not in printed and (command != "samples" or "reward inf (a -inf)" in printed)
 
 
+@pytest.mark.parametrize("command", ["report", "doctor"])
+def test_a_run_of_which_nothing_is_readable_is_no_healthy_run(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for metrics in ("", "\0\0\0", '{"reward": 1}\n'):
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+        (tmp_path / "config.yaml").write_text("a: [")
+        assert main([command, str(tmp_path)]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"megatron-tis: {tmp_path}: no step was recorded: ")
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("command", ["report", "doctor"])
+def test_a_run_without_readable_settings_is_told_with_what_is_missing(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5, "loss": 0.0}\n')
+    (tmp_path / "config.yaml").write_text("a: [")
+    assert main([command, str(tmp_path)]) == 0
+    output = capsys.readouterr()
+    assert "config.yaml: not readable (ValueError)" in output.out + output.err
+
+
 def test_steps_of_5000_digits_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from plugin.cluster import ray_watchdog
 from plugin.cluster.ray_watchdog import RayWatchdog
 from plugin.controller.driver_process import DriverEnd
 
-pytestmark = pytest.mark.hostile
+pytestmark = [pytest.mark.hostile, pytest.mark.usefixtures("jumping_clock")]
 
 DRIVER = """
 import os, signal, sys, time

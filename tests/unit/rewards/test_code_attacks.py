@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from plugin.rewards.code_tests import code_tests, directory_prefix, strongest_is
 from plugin.rewards.pool import PoolScorer, RewardPool
 from plugin.rewards.reward_set import RewardInput, RewardSet
 
-pytestmark = pytest.mark.hostile
+pytestmark = [pytest.mark.hostile, pytest.mark.usefixtures("jumping_clock")]
 
 ADD = "assert add(2, 3) == 5"
 ALWAYS = "class E{base}:\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n    __hash__ = None\n"
@@ -106,6 +107,15 @@ FORGERIES: dict[str, tuple[str, str]] = {
 def test_a_program_that_forges_its_tests_earns_nothing(kind: str) -> None:
     program, tests = FORGERIES[kind]
     assert code_tests(program, {}, label=tests, timeout=20) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", sandbox.ISOLATION[1:])
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_a_forger_earns_nothing_in_a_weaker_isolation_either(kind: str, isolation: str) -> None:
+    _need(isolation)
+    program, tests = FORGERIES[kind]
+    assert code_tests(program, {}, label=tests, timeout=20, isolation=isolation) == 0.0
 
 
 HONEST = """
@@ -240,18 +250,16 @@ def test_nothing_that_a_program_starts_outlives_it(isolation: str, ending: str) 
     assert _marked() == []
 
 
-def test_a_program_cannot_signal_read_or_see_the_job(tmp_path: Path) -> None:
-    _need("namespaces")
-    (tmp_path / "secret").write_text("key")
-    program = """
+REACH = """
 import os, socket
-def reached(pid, secret):
+def reached(pid, secret, port):
     found = []
     for what, act in {
         "signals": lambda: os.kill(pid, 0), "processes": lambda: os.listdir("/proc/1"), "environment": lambda: os.environ["SECRET"],
         "files": lambda: open(secret).read(), "root": lambda: open("/etc/shadow").read(), "system": lambda: open("/usr/x", "w"),
         "python": lambda: open(os.path.join(os.path.dirname(os.__file__), "x"), "w"), "home": lambda: os.listdir(os.path.expanduser("~root/.ssh")),
-        "network": lambda: socket.create_connection(("127.0.0.1", 22), 1), "user": lambda: os.setuid(0),
+        "network": lambda: socket.create_connection(("127.0.0.1", port), 1), "user": lambda: os.setuid(0),
+        "job's environment": lambda: open(f"/proc/{pid}/environ").read(), "job's memory": lambda: open(f"/proc/{pid}/mem", "rb"),
     }.items():
         try: act()
         except (OSError, KeyError): continue
@@ -262,8 +270,22 @@ def alive(pid):
     except OSError: return False
     return True
 """  # fmt: skip
-    label = f"assert reached({os.getpid()}, {str(tmp_path / 'secret')!r}) == []"
-    assert code_tests(program, {}, label=label, timeout=20) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("isolation", "within_reach"), [("namespaces", []), ("user", ["processes", "network"])]
+)
+def test_a_program_cannot_signal_or_read_the_job(
+    isolation: str, within_reach: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _need(isolation)
+    monkeypatch.setenv("SECRET", "key")
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "secret").chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        given = (os.getpid(), str(tmp_path / "secret"), server.getsockname()[1])
+        label = f"assert reached{given} == {within_reach}"
+        assert code_tests(REACH, {}, label=label, timeout=20, isolation=isolation) == 1.0
 
 
 BOMBS = {
@@ -286,6 +308,46 @@ def test_a_program_that_asks_for_everything_gets_its_limits(kind: str) -> None:
     began = time.monotonic()
     assert code_tests(BOMBS[kind], {}, label=label, timeout=1.0) == 0.0
     assert time.monotonic() - began < 10
+
+
+FIVE_CHILDREN = """
+import os, time
+for _ in range(5):
+    if os.fork() == 0:
+        held = b"x" * (MEGABYTES << 20)
+        time.sleep(1.5)
+        os._exit(0)
+time.sleep(1.5)
+"""
+
+
+@pytest.mark.parametrize("isolation", sandbox.ISOLATION)
+@pytest.mark.parametrize(("megabytes", "earned"), [(250, 0.0), (50, 1.0)])
+def test_the_processes_of_a_program_share_one_limit_of_memory(
+    isolation: str, megabytes: int, earned: float
+) -> None:
+    _need(isolation)
+    program = FIVE_CHILDREN.replace("MEGABYTES", str(megabytes))
+    label = "assert True"
+    assert code_tests(program, {}, label=label, timeout=20, isolation=isolation) == earned
+
+
+HIDDEN_MEMORY = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+def can_be_had():
+    # System V memory and queues stay when nobody has them mapped; 0o1600: new, for its owner
+    had = [name for name, made in {"shared": libc.shmget(0, 1 << 20, 0o1600), "queue": libc.msgget(0, 0o1600)}.items() if made != -1]
+    try: return had + ["file", os.memfd_create("x")]
+    except OSError: return had
+"""  # fmt: skip
+
+
+@pytest.mark.parametrize("isolation", sandbox.ISOLATION)
+def test_memory_that_no_limit_counts_cannot_be_had(isolation: str) -> None:
+    _need(isolation)
+    label = "assert can_be_had() == []"
+    assert code_tests(HIDDEN_MEMORY, {}, label=label, timeout=20, isolation=isolation) == 1.0
 
 
 @pytest.mark.parametrize("isolation", sandbox.ISOLATION)
