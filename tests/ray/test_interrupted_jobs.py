@@ -99,6 +99,29 @@ def test_a_second_ctrl_c_ends_at_once_and_still_prints_the_summary(
     assert re.search(r"reward .* steps; report:", output), output
 
 
+def test_a_raylet_that_freezes_on_a_cluster_ends_the_job_within_its_deadline(
+    tmp_path: Path, temporary: Path
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster, run_dir = Cluster(), tmp_path / "run"
+    raylet = None
+    try:
+        node = cluster.add_node(num_cpus=3, include_dashboard=False)
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        job = start(run_dir, temporary, "--address", cluster.address, "--ray-timeout", "20")
+        wait_for_steps(job, run_dir, 2)
+        raylet.suspend()
+        began = time.monotonic()
+        output = job.communicate(timeout=120)[0]
+        assert time.monotonic() - began < 30
+        assert job.returncode == 1 and "Ray's raylet was stopped" in output.splitlines()[-1], output
+    finally:
+        if raylet is not None:
+            raylet.resume()
+        cluster.shutdown()
+
+
 @pytest.mark.parametrize(
     ("process", "how", "cause"),
     [
