@@ -66,6 +66,19 @@ def test_a_config_of_gigabytes_is_not_read(tmp_path: Path) -> None:
     assert "more than 64 MB" in refusal(tmp_path / "config.yaml")
 
 
+def test_a_line_of_terabytes_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("plugin.json_lines._MOST_LINE_BYTES", 1 << 20)
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.write(b'{"step": 1, "reward": 0.5, "loss": 0.0}\n')
+        file.truncate(1 << 40)
+    lines = list(read_json_lines(tmp_path / "metrics.jsonl"))
+    assert [line.number for line in lines] == [1, 2] and "longer than 1 MB" in lines[1].problem
+    assert main(["report", str(tmp_path)]) == 0
+    assert "line 2 is skipped: longer than" in capsys.readouterr().err
+
+
 def test_anchors_do_not_multiply_without_end(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(LAUGHS)
     assert "its anchors stand for more than 100000 values" in refusal(tmp_path / "config.yaml")
