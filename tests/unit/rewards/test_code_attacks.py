@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +21,19 @@ from plugin.rewards.pool import PoolScorer, RewardPool
 from plugin.rewards.reward_set import RewardInput, RewardSet
 
 pytestmark = [pytest.mark.hostile, pytest.mark.usefixtures("jumping_clock")]
+
+SYSTEM_PYTHON = "/usr/bin/python3"
+
+
+@pytest.fixture(autouse=True)
+def python_of_nobody(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's Python where the user nobody cannot read the one that runs the tests, as below /root."""
+    given = getattr(request.node, "callspec", None)
+    if given is None or given.params.get("isolation") != "user" or os.getuid() != 0:
+        return
+    if not _probe("user") and os.path.exists(SYSTEM_PYTHON):
+        monkeypatch.setattr(sys, "executable", SYSTEM_PYTHON)
+
 
 ADD = "assert add(2, 3) == 5"
 ALWAYS = "class E{base}:\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n    __hash__ = None\n"
@@ -184,11 +198,15 @@ assert point() == (1, 2) and huge() == 7 ** 10_000
 @pytest.mark.parametrize("isolation", sandbox.ISOLATION)
 def test_an_honest_program_passes_tests_of_every_documented_form(isolation: str) -> None:
     _need(isolation)
-    assert code_tests(HONEST, {}, label=HONEST_TESTS, timeout=60, isolation=isolation) == 1.0
+    program, tests = HONEST, HONEST_TESTS
+    if sys.executable == SYSTEM_PYTHON:
+        program = re.sub(r", numpy$|^def (mean|largest).*$", "", program, flags=re.MULTILINE)
+        tests = re.sub(r"^.*mean.*$", "", tests, flags=re.MULTILINE)
+    assert code_tests(program, {}, label=tests, timeout=60, isolation=isolation) == 1.0
     for line in ("assert Stack() == Stack()", "assert add(2) == 4", "raise SystemExit(0)"):
-        label = HONEST_TESTS + line
+        label = tests + line
         if isolation == strongest_isolation():
-            assert code_tests(HONEST, {}, label=label, timeout=60, isolation=isolation) == 0.0
+            assert code_tests(program, {}, label=label, timeout=60, isolation=isolation) == 0.0
 
 
 def _need(isolation: str) -> None:
@@ -312,12 +330,15 @@ def test_a_program_that_asks_for_everything_gets_its_limits(kind: str) -> None:
 
 FIVE_CHILDREN = """
 import os, time
+filled, fill = os.pipe()
 for _ in range(5):
     if os.fork() == 0:
         held = b"x" * (MEGABYTES << 20)
-        time.sleep(1.5)
-        os._exit(0)
-time.sleep(1.5)
+        os.write(fill, b".")
+        time.sleep(60)
+for _ in range(5):
+    os.read(filled, 1)
+time.sleep(1)
 """
 
 
