@@ -8,12 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from plugin.cli import main
-from plugin.config import TrainerConfig
+from plugin.config import JobConfig, TrainerConfig
 from plugin.config.flags import read_yaml
 from plugin.config.import_paths import load_function
 from plugin.errors import ConfigError, HookLoadError, WeightError
@@ -26,6 +27,7 @@ from plugin.megatron_backend.lora.targets import (
 )
 from plugin.observe.html_page import refuse_overwriting, write_page
 from plugin.tasks.row_files import open_rows
+from plugin.tools.plan.workload import SampleLengths, full_microbatch, sample_lengths
 
 pytestmark = [pytest.mark.hostile, pytest.mark.timeout(60)]
 
@@ -149,6 +151,21 @@ def test_a_run_without_readable_settings_is_told_with_what_is_missing(
     assert main([command, str(tmp_path)]) == 0
     output = capsys.readouterr()
     assert "config.yaml: not readable (" in output.out + output.err
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"global_batch_size": 10**9}, {"rollout_batch_size": 10**12}, {"micro_batch_size": 10**12}],
+)
+def test_a_step_of_billions_of_samples_is_not_planned(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="1,000,000 are planned at most"):
+        sample_lengths(JobConfig().unchecked_copy(**sizes), None, 4096)
+
+
+def test_a_microbatch_of_quadrillions_of_tokens_is_not_planned() -> None:
+    config, one = JobConfig().unchecked_copy(max_tokens_per_gpu=10**15), np.array([4])
+    with pytest.raises(ConfigError, match="1,000,000 are planned at most"):
+        full_microbatch(config, SampleLengths(one, one), 4096)
 
 
 def test_steps_of_5000_digits_are_refused(
