@@ -255,7 +255,8 @@ def resolve(directory: Path) -> Path:
     if is_checkpoint(directory):
         return directory
     complete = complete_checkpoints(directory)
-    leftovers = incomplete_saves(directory)
+    # What is left of a checkpoint that was being removed or replaced is no save.
+    leftovers = [path for path in incomplete_saves(directory) if path.name.count(".") == 1]
     if not complete:
         also = f" (only {leftovers[0].name}, of a save that did not finish)" if leftovers else ""
         raise CheckpointError(
