@@ -14,6 +14,7 @@ from typing import Any
 from plugin.cluster.engine_pool import EnginePool
 from plugin.cluster.placement import plan_on_cluster, reserve
 from plugin.cluster.ray_cluster import cluster, object_stores, spill_directory
+from plugin.cluster.reward_nodes import RewardNodes
 from plugin.cluster.trainer_actor import teacher_policy
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
@@ -37,7 +38,8 @@ from plugin.controller.training_loop import TrainingLoop
 from plugin.controller.weight_sync import WeightSync
 from plugin.observe.console import Console
 from plugin.observe.run_files import RunFiles, new_run_dir
-from plugin.rewards.scorers import make_scorer
+from plugin.rewards.pool import PoolScorer
+from plugin.rewards.scorers import Scorer, make_scorer
 
 
 @dataclass
@@ -130,9 +132,8 @@ def _run_in(
 
     try:
         with (
-            # Its processes start while Ray does.
-            contextlib.closing(make_scorer(config, parts.task)) as scorer,
-            _running(config, parts, run_dir, console, connected, interrupts) as running,
+            contextlib.closing(_scorer(config, parts, console)) as scorer,
+            _running(config, parts, run_dir, console, connected, interrupts, scorer) as running,
         ):
             config, trainer, engines, weights = running
             console.log(
@@ -160,6 +161,13 @@ def _run_in(
         finish()
 
 
+def _scorer(config: JobConfig, parts: JobParts, console: Console) -> Scorer:
+    """Who scores; on this machine its processes start while Ray does, on a cluster after that."""
+    if config.address is None:
+        return make_scorer(config, parts.task)
+    return make_scorer(config, parts.task, functools.partial(RewardNodes, console))
+
+
 @contextlib.contextmanager
 def _running(
     config: JobConfig,
@@ -168,6 +176,7 @@ def _running(
     console: Console,
     connected: Callable[[], None],
     interrupts: Interrupts,
+    scorer: Scorer,
 ) -> Iterator[tuple[JobConfig, TrainerGroup, EnginePool, WeightSync]]:
     """Start the ranks and engines of a job, and end them whatever happens.
 
@@ -185,6 +194,9 @@ def _running(
         config = config.unchecked_copy(rollout_dtype=engine_dtype(config, cuda=plan.uses_gpus))
         reservation = reserve(plan, config.start_timeout)
         cleanup.callback(reservation.release)
+        if isinstance(scorer, PoolScorer) and isinstance(scorer.pool, RewardNodes):
+            by_others = config.reward_workers == "auto"
+            scorer.pool.begin(reservation.cpus_left(by_others=by_others))
         trainer = TrainerGroup(config, plan, reservation, console)
         cleanup.callback(trainer.close)
         # Servers write their logs there.
