@@ -117,7 +117,12 @@ def main(arguments: list[str] | None = None) -> None:
         rows = directory / "rows.jsonl"
         rows.write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}) + "\n")
         config = JobConfig.from_sources(
-            {"prompt_data": str(rows), "reward": ["numeric"], "reward_workers": 2}
+            {
+                "hf_checkpoint": options.tokenizer,
+                "prompt_data": str(rows),
+                "reward": ["numeric"],
+                "reward_workers": 2,
+            }
         )
         tokenizer = tokenizer_in(options.tokenizer, "--tokenizer")
         task = load_dataset_task(config, tokenizer, lambda _: None)

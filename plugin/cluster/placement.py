@@ -168,18 +168,39 @@ def check_cluster(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> N
                 untaken[:] = [node for node in untaken if node is not fitting[0]]
 
 
-def plan_on_cluster(config: JobConfig) -> ResourcePlan:
-    """The reservations of a job on the cluster that this process has joined, if it has room."""
+def plan_on_cluster(config: JobConfig, *, has_environments: bool = False) -> ResourcePlan:
+    """The reservations of a job on the cluster that this process has joined, if it has room.
+
+    has_environments: whether its task has several turns
+    """
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     largest = max((node.get("GPU", 0.0) for node in nodes), default=0.0)
     plan = plan_resources(config, use_gpus=largest > 0, gpus_of_a_node=largest)
     check_cluster(plan, nodes)
-    if config.reward_workers != "auto" and len(nodes) > 1:
-        cpus = [node.get("CPU", 0.0) for node in nodes]
-        check_reward_workers(config.reward_workers, sum(cpus) - plan.cpu_slots)
+    left = sum(node.get("CPU", 0.0) for node in nodes) - plan.cpu_slots
+    if has_environments:
+        check_environments(config, left)
+    elif config.reward_workers != "auto" and len(nodes) > 1:
+        check_reward_workers(config.reward_workers, left)
     return plan
+
+
+def environment_cpus(config: JobConfig) -> int:
+    """CPU slots of the environments, if --task-path has any: one for those of each engine."""
+    return config.num_rollout_engines if config.task_path is not None else 0
+
+
+def check_environments(config: JobConfig, left: float) -> None:
+    """A `ClusterError` if ranks and engines leave too few CPUs for the environments."""
+    wanted = environment_cpus(config)
+    if wanted > left:
+        raise ClusterError(
+            f"the environments of --task-path need {wanted} CPUs, one for each engine, and the "
+            f"job's ranks and engines leave {left:g} of the cluster; add nodes, start them with a "
+            "larger --num-cpus, or lower --cpus-per-rank or --num-rollout-engines"
+        )
 
 
 def check_reward_workers(wanted: int, left: float) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from plugin.cluster.placement import most_cpu_slots, plan_resources
+from plugin.cluster.placement import environment_cpus, most_cpu_slots, plan_resources
 from plugin.cluster.ray_watchdog import RayWatchdog
 from plugin.config import JobConfig
 from plugin.errors import ClusterError, ConfigError
@@ -93,7 +93,7 @@ def cluster(
     def connect() -> None:
         try:
             if config.address is None:
-                sessions.append(_start_private(slots))
+                sessions.append(_start_private(slots + environment_cpus(config)))
             else:
                 _join(config.address)
         except BaseException as error:

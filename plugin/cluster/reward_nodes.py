@@ -119,8 +119,9 @@ class RewardNodes:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        config, remote = self._config, ray.remote
-        body: Any = remote(concurrency_groups={CONTROL: 1})(RewardActor)
+        config = self._config
+        remote: Any = ray.remote
+        body = remote(concurrency_groups={CONTROL: 1})(RewardActor)
         actor = body.options(
             num_cpus=workers,
             max_concurrency=_AHEAD * workers,
@@ -185,8 +186,8 @@ class RewardNodes:
                 reason = f"{type(error).__name__}: {error}"
                 job.results.done.put((job.ticket, CallFailure(reason)))
                 return
-            for job in jobs:
-                self._send(node, [job])
+            for one in jobs:
+                self._send(node, [one])
             return
         node.jobs += len(jobs)
         self._watch(call, node, jobs)

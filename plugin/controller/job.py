@@ -36,6 +36,7 @@ from plugin.controller.run_directory import (
 )
 from plugin.controller.training_loop import TrainingLoop
 from plugin.controller.weight_sync import WeightSync
+from plugin.environments.multi_turn import OpeningPrompts
 from plugin.observe.console import Console
 from plugin.observe.run_files import RunFiles, new_run_dir
 from plugin.rewards.pool import PoolScorer
@@ -186,7 +187,8 @@ def _running(
         connected()
     # The handler comes after Ray's own, which ends the process without a word.
     with interrupts.handled(), contextlib.ExitStack() as cleanup:
-        plan = plan_on_cluster(config)
+        has_environments = isinstance(parts.task, OpeningPrompts)
+        plan = plan_on_cluster(config, has_environments=has_environments)
         needed = rollout_bytes(config, parts.route_shape)
         machine = RayMachine.here(spill_directory())
         for warning in store_warnings(config, needed, object_stores(), machine):

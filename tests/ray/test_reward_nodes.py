@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -48,7 +47,7 @@ def place(response, row):
 def word(response, row):
     return float(response == row["text"])
 """
-TEXT = CharacterTokenizer("".join(map(chr, range(1, 128))))
+TEXT = CharacterTokenizer("".join(map(chr, range(1, 128))), end=chr(128))
 
 
 @pytest.fixture
@@ -65,13 +64,13 @@ def nodes_of(*rewards: str, seconds: float = 20.0, **constants: Any) -> RewardNo
 
     chosen = RewardSet(parse_rewards(rewards), constants={"timeout": seconds, **constants})
     source = TextSource(chosen, PortableTokenizer.of(TEXT), (TEXT.eos_token_id,))
-    config = JobConfig(prompt_data="rows.jsonl", reward_timeout=seconds, reward_workers=2)
+    config = JobConfig(task_path="own.py:make", reward_timeout=seconds, reward_workers=2)
     nodes = RewardNodes(Console(), source, config)
     nodes.begin({node["NodeID"]: 1.0 for node in ray.nodes() if node["Alive"]})
     return nodes
 
 
-def response(text: str, **row: Any) -> TokenResponse:
+def response(text: str, /, **row: Any) -> TokenResponse:
     from array import array
 
     return TokenResponse(array("i", [*TEXT.encode(text), TEXT.eos_token_id]).tobytes(), row)
@@ -125,7 +124,8 @@ def test_what_a_lost_actor_had_is_scored_by_others(
 ) -> None:
     import ray
 
-    monkeypatch.setattr(remote_calls, "SILENCE_SECONDS", 3.0)
+    if how == signal.SIGSTOP:
+        monkeypatch.setattr(remote_calls, "SILENCE_SECONDS", 15.0)
     file = tmp_path / "own.py"
     file.write_text(OWN)
     nodes = nodes_of(f"{file}:place")
@@ -165,13 +165,21 @@ def test_forged_programs_earn_nothing_in_an_actor_and_honest_ones_pass(joined: s
 def test_more_workers_than_the_cluster_has_cpus_left_are_refused_before_the_start(
     two_nodes: str, tmp_path: Path
 ) -> None:
-    data = tmp_path / "prompts.jsonl"
-    data.write_text(json.dumps({"prompt": "1=", "answer": "1"}))
+    task = tmp_path / "own.py"
+    task.write_text(
+        "from plugin.tasks.copy_digits import CopyDigitsTask\n"
+        "def make(config, tokenizer): return CopyDigitsTask(tokenizer, seed=config.seed)\n"
+    )
     with pytest.raises(
         ClusterError,
         match=r"--reward-workers is 4, and the job's ranks and engines leave 3 CPUs of the cluster",
     ):
-        run_small(two_nodes, tmp_path / "run", num_nodes=1, prompt_data=str(data), reward_workers=4)
+        run_small(
+            *(two_nodes, tmp_path / "run"),
+            num_nodes=1,
+            task_path=f"{task}:make",
+            reward_workers=4,
+        )
 
 
 def test_a_job_whose_reward_actor_is_killed_loses_no_group(two_nodes: str, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_reward_workers_take_cpus_that_ranks_and_engines_leave() -> None:
 
 
 def test_one_machine_is_not_starved_by_reward_workers() -> None:
-    config = JobConfig(prompt_data="rows.jsonl", reward_workers=40)
+    config = JobConfig(task_path="own.py:make", reward_workers=40)
     check_machine(config, cores=8, gpus=0)
     with pytest.raises(ConfigError, match=r"40: processes on 2 CPU cores, and more than 16"):
         check_machine(config, cores=2, gpus=0)
