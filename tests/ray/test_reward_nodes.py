@@ -208,6 +208,7 @@ def test_a_job_whose_reward_actor_is_killed_loses_no_group(two_nodes: str, tmp_p
             "reward": [f"{file}:place"],
             "reward_workers": 2,
             "async_rollouts": True,
+            "use_tis": True,
         }
     )
     with AfterSteps(run_dir, 5, lambda: kill_one("RewardActor")) as killed:
