@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 
-from plugin.cluster import trainer_actor
 from plugin.cluster.placement import (
     _numeric,
     check_cluster,
@@ -138,41 +136,6 @@ def test_an_engine_larger_than_every_node_has_a_bundle_per_gpu() -> None:
     # The GPUs are taken by vLLM's workers, the actor of the engine has none.
     assert plan.engine == {"CPU": 1.0} and plan.bundles_per_engine == 4
     check_cluster(plan, [{"CPU": 4.0, "GPU": 2.0}] * 5)
-
-
-@pytest.mark.parametrize(
-    ("given", "file", "gloo", "nccl"),
-    [
-        # Ranks on one node; engines may be elsewhere unless Ray is private.
-        ({}, True, "lo", "lo"),
-        ({"address": "auto"}, True, "lo", "own0"),
-        ({"address": "auto"}, False, "own0", "own0"),
-        ({"address": "auto", "network_interface": "ib0"}, False, "ib0", "ib0"),
-    ],
-)
-def test_ranks_talk_over_the_interface_of_rays_address_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], file: bool, gloo: str, nccl: str
-) -> None:
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(trainer_actor, "interface_of", lambda address: "own0")
-    rank = object.__new__(trainer_actor.TrainerRank)
-    rank._config = JobConfig().unchecked_copy(**given)
-    monkeypatch.setattr(rank, "place", lambda: trainer_actor.RankPlace("10.0.0.7", "node", 0))
-    rank._choose_interfaces(meets_in_a_file=file)
-    assert tuple(os.environ[name] for name in names) == (gloo, nccl)
-    # What the user has set stays, unless a flag says otherwise.
-    monkeypatch.setenv(names[0], "mine")
-    rank._choose_interfaces(meets_in_a_file=file)
-    assert os.environ[names[0]] == given.get("network_interface", "mine")
-    for name in names:
-        monkeypatch.delenv(name)
-
-
-def test_an_interface_is_found_by_its_address() -> None:
-    assert trainer_actor.interface_of("127.0.0.1") == "lo"
-    assert trainer_actor.interface_of("203.0.113.9") is None
 
 
 def test_reward_workers_take_cpus_that_ranks_and_engines_leave() -> None:
