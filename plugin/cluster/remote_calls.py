@@ -143,6 +143,10 @@ class EndedCalls:
         self._open[call] = call.future()
         self._open[call].add_done_callback(lambda _: self._ended.put(call))
 
+    def wake(self) -> None:
+        """Have a `take` that waits return, from another thread."""
+        self._ended.put(None)
+
     def take(self, wait_seconds: float = 0.0) -> dict[Any, Future[Any]]:
         """Calls that have ended since the last time, for `result_of`; waits for the first."""
         self._sweep()

@@ -114,7 +114,7 @@ def make_queue(engines: int = 1, **settings: Any) -> tuple[RolloutQueue, DirectE
 
 
 def responses(group: Group) -> list[list[int]]:
-    return [group.rollouts.response(i) for i in range(group.place.start, group.place.stop)]
+    return [group.rollouts.response(i).tolist() for i in range(group.place.start, group.place.stop)]
 
 
 def new_weights(engine: TransformersEngine, version: int) -> None:
