@@ -28,7 +28,7 @@ from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
 from plugin.config.model import DtypeName
 from plugin.errors import CheckpointError
-from plugin.megatron_backend.checkpoint.directory import resolve
+from plugin.megatron_backend.checkpoint.directory import complete_checkpoints, resolve
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
 from plugin.megatron_backend.step.batch_share import BatchShare, with_stage_routes
@@ -395,6 +395,8 @@ class TrainerRank(ReportingActor):
         """
         self._saver.finish()
         critic, waiting = self._trainers.get("critic"), Path(root) / _CRITIC_WAITS
+        if self._rank == 0:
+            _move_waiting_critics(Path(root))  # the next one would take its place
         of_critic = None
         if critic is not None:
             of_critic = critic.stage_checkpoint(waiting, step, {}, keep_last=1)
@@ -437,6 +439,15 @@ class TrainerRank(ReportingActor):
         if "critic" in self._trainers:
             self._trainers["critic"].load_checkpoint(_critic_of(resolve(Path(root))))
         return user_state if self._rank == 0 else None
+
+
+def _move_waiting_critics(root: Path) -> None:
+    """Put critics where they belong that a job which died has not moved."""
+    for critic in complete_checkpoints(root / _CRITIC_WAITS):
+        whole = root / critic.name
+        if whole.is_dir() and not (whole / _CRITIC).exists():
+            with contextlib.suppress(OSError):  # it is still found where it is
+                critic.rename(whole / _CRITIC)
 
 
 def _critic_of(checkpoint: Path) -> Path:

@@ -17,6 +17,8 @@ from plugin.cluster.engine_pool import EnginePool, _Running
 from plugin.config.engines import TransportTraits
 from plugin.errors import EngineError
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 
 class Call:
     """A call that never ends."""
