@@ -40,6 +40,7 @@ from plugin.weights.group import WeightGroup
 
 #: SGLang's settings in the directory of its model, which belongs to this user alone.
 _SETTINGS = "server.yaml"
+_DONE_BY_DEFAULT = ("enable_chunked_prefill", "enable_prefix_caching")
 
 
 def make_sglang_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> ServedEngine:
@@ -131,9 +132,14 @@ def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -
 
 
 def options(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments as flags: `True` stands alone, `False` and None are left out, lists are spread."""
+    """Arguments as flags: `True` stands alone, `False` and None are left out, lists are spread.
+
+    What vLLM does by default has a flag with --no to turn it off.
+    """
     found: list[str] = []
     for name, value in arguments.items():
+        if value is False and name in _DONE_BY_DEFAULT:
+            found.append("--no-" + name.replace("_", "-"))
         if value is None or value is False:
             continue
         found.append("--" + name.replace("_", "-"))

@@ -18,7 +18,12 @@ from typing import Any
 
 import torch
 
-from plugin.engines.choice import with_architecture
+from plugin.engines.choice import (
+    bytes_per_position,
+    cpu_cache_bytes,
+    head_size,
+    with_architecture,
+)
 from plugin.engines.servers.process_guard import mapped_files, remove_with_this_process
 from plugin.errors import ConfigError
 
@@ -34,8 +39,8 @@ IN_PROCESS_ENVIRONMENT = {
 _LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Where the pool names the bundles of an engine that is larger than a node.
 _BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
-#: Of keys and values on CPU, in bytes.
-_SMALLEST_CACHE, _LARGEST_CACHE = 64 << 20, 4 << 30
+#: Tokens that vLLM on CPU reads in a step by default.
+_TOKENS_AT_ONCE = 4096
 #: The ranks of adapters that vLLM makes room for.
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -175,25 +180,21 @@ def cpu_options(
     max_model_len: int,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """No compilation, and room for the keys and values of a full batch; then what the user gives.
+    """No compilation, no prompt in parts, room for the keys and values of a full batch; then what
+    the user gives.
 
     vLLM would reserve 92 % of the machine's memory. A compiled graph would keep the packed weights
-    that it was traced with.
+    that it was traced with. A prompt that it reads in parts ends it: it sets a seeded request's
+    generator back, which fails on CPU (`_bookkeeping_sync` in vLLM 0.32).
     """
-    heads = int(hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"])
-    element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-    width = 2 * int(hf_config["num_hidden_layers"]) * heads * head_size(hf_config) * element
-    row = width * max_model_len
-    wanted = max(_SMALLEST_CACHE, 2 * row, min(row * max_batch, _LARGEST_CACHE))
+    wanted = cpu_cache_bytes(bytes_per_position(hf_config, dtype) * max_model_len, max_batch)
     # A size would win over the user's share.
     cache = {} if "gpu_memory_utilization" in given else {"kv_cache_memory_bytes": wanted}
-    return {"enforce_eager": True, **cache, **given}
-
-
-def head_size(hf_config: Mapping[str, Any]) -> int:
-    """Channels of an attention head."""
-    heads = int(hf_config["num_attention_heads"])
-    return int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads)
+    whole = {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(max_model_len, max_batch, _TOKENS_AT_ONCE),
+    }
+    return {"enforce_eager": True, **whole, **cache, **given}
 
 
 @dataclass(frozen=True)

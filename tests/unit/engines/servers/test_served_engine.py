@@ -210,12 +210,17 @@ def test_vllm_on_cpu_has_a_bounded_cache_unless_the_user_gives_a_share_or_a_size
     # 2 (keys, values) x 4 layers x 2 heads x 16 channels x 2 bytes = 512 bytes per token.
     shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"hidden_size": 64}
+    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1 << 20}
     chosen = cpu_options(shape, "bfloat16", 4, 1 << 20, {})
-    assert chosen == {"enforce_eager": True, "kv_cache_memory_bytes": 4 * 512 << 20}
+    assert chosen == {"enforce_eager": True, "kv_cache_memory_bytes": 4 * 512 << 20} | whole
     largest = cpu_options(shape, "bfloat16", 1024, 1 << 20, {})
     assert largest["kv_cache_memory_bytes"] == 4 << 30
     share = cpu_options(shape, "bfloat16", 4, 512, {"gpu_memory_utilization": 0.1})
-    assert share == {"enforce_eager": True, "gpu_memory_utilization": 0.1}
+    assert share == whole | {
+        "enforce_eager": True,
+        "gpu_memory_utilization": 0.1,
+        "max_num_batched_tokens": 4096,
+    }
     size = cpu_options(shape, "bfloat16", 4, 512, {"kv_cache_memory_bytes": 7})
     assert size["kv_cache_memory_bytes"] == 7
 
@@ -262,6 +267,7 @@ def test_command_lines_have_what_the_job_sets_and_what_the_user_adds(tmp_path: P
     vllm = vllm_command(JobConfig(rollout_engine="vllm_server"), str(tmp_path), 8000, 512)
     assert vllm.environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert "WorkerExtension" in " ".join(vllm.command)
+    assert "--no-enable-chunked-prefill" in vllm.command  # on CPU, see `cpu_options`
     assert options({"a_b": True, "c": False, "d": None, "e": [1, 2], "f": {"g": 1}}) == [
         *("--a-b", "--e", "1", "2", "--f", '{"g": 1}')
     ]
