@@ -40,7 +40,6 @@ from plugin.weights.group import WeightGroup
 
 #: SGLang's settings in the directory of its model, which belongs to this user alone.
 _SETTINGS = "server.yaml"
-_DONE_BY_DEFAULT = ("enable_chunked_prefill", "enable_prefix_caching")
 
 
 def make_sglang_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> ServedEngine:
@@ -119,8 +118,10 @@ def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -
         "middleware": "plugin.engines.vllm.startup.RequireKey",
         **given,
     }
+    # What is on by default has a flag that turns it off.
+    off = [f"--no-{name.replace('_', '-')}" for name, value in given.items() if value is False]
     return ServerCommand(
-        (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options(arguments)),
+        (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options(arguments), *off),
         {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -132,14 +133,9 @@ def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -
 
 
 def options(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments as flags: `True` stands alone, `False` and None are left out, lists are spread.
-
-    What vLLM does by default has a flag with --no to turn it off.
-    """
+    """Arguments as flags: `True` stands alone, `False` and None are left out, lists are spread."""
     found: list[str] = []
     for name, value in arguments.items():
-        if value is False and name in _DONE_BY_DEFAULT:
-            found.append("--no-" + name.replace("_", "-"))
         if value is None or value is False:
             continue
         found.append("--" + name.replace("_", "-"))

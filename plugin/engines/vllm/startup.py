@@ -39,8 +39,8 @@ IN_PROCESS_ENVIRONMENT = {
 _LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Where the pool names the bundles of an engine that is larger than a node.
 _BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
-#: Tokens that vLLM on CPU reads in a step by default.
-_TOKENS_AT_ONCE = 4096
+#: Of the prompts that are read together on CPU: vLLM's own default.
+_TOKENS_OF_A_STEP = 4096
 #: The ranks of adapters that vLLM makes room for.
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -180,21 +180,20 @@ def cpu_options(
     max_model_len: int,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """No compilation, no prompt in parts, room for the keys and values of a full batch; then what
-    the user gives.
+    """No compilation, and room for the keys and values of a full batch; then what the user gives.
 
     vLLM would reserve 92 % of the machine's memory. A compiled graph would keep the packed weights
-    that it was traced with. A prompt that it reads in parts ends it: it sets a seeded request's
-    generator back, which fails on CPU (`_bookkeeping_sync` in vLLM 0.32).
+    that it was traced with. A prompt is read in one piece: behind a part of one vLLM takes back
+    what was drawn from the request's generator, which fails on CPU.
     """
     wanted = cpu_cache_bytes(bytes_per_position(hf_config, dtype) * max_model_len, max_batch)
     # A size would win over the user's share.
     cache = {} if "gpu_memory_utilization" in given else {"kv_cache_memory_bytes": wanted}
-    whole = {
+    whole_prompts = {
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(max_model_len, max_batch, _TOKENS_AT_ONCE),
+        "max_num_batched_tokens": max(_TOKENS_OF_A_STEP, max_model_len),
     }
-    return {"enforce_eager": True, **whole, **cache, **given}
+    return {"enforce_eager": True, **whole_prompts, **cache, **given}
 
 
 @dataclass(frozen=True)

@@ -210,19 +210,34 @@ def test_vllm_on_cpu_has_a_bounded_cache_unless_the_user_gives_a_share_or_a_size
     # 2 (keys, values) x 4 layers x 2 heads x 16 channels x 2 bytes = 512 bytes per token.
     shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"hidden_size": 64}
-    whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": 1 << 20}
     chosen = cpu_options(shape, "bfloat16", 4, 1 << 20, {})
-    assert chosen == {"enforce_eager": True, "kv_cache_memory_bytes": 4 * 512 << 20} | whole
+    assert chosen["enforce_eager"] and chosen["kv_cache_memory_bytes"] == 4 * 512 << 20
     largest = cpu_options(shape, "bfloat16", 1024, 1 << 20, {})
     assert largest["kv_cache_memory_bytes"] == 4 << 30
     share = cpu_options(shape, "bfloat16", 4, 512, {"gpu_memory_utilization": 0.1})
-    assert share == whole | {
-        "enforce_eager": True,
-        "gpu_memory_utilization": 0.1,
-        "max_num_batched_tokens": 4096,
-    }
+    assert share["gpu_memory_utilization"] == 0.1 and "kv_cache_memory_bytes" not in share
     size = cpu_options(shape, "bfloat16", 4, 512, {"kv_cache_memory_bytes": 7})
     assert size["kv_cache_memory_bytes"] == 7
+
+
+def test_vllm_on_cpu_reads_a_prompt_in_one_piece_unless_the_user_says_otherwise() -> None:
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64}
+    for longest, room in ((512, 4096), (8192, 8192)):
+        chosen = cpu_options(shape, "float32", 4, longest, {})
+        assert chosen["enable_chunked_prefill"] is False
+        assert chosen["max_num_batched_tokens"] == room
+    assert cpu_options(shape, "float32", 4, 512, {"enable_chunked_prefill": True})[
+        "enable_chunked_prefill"
+    ]
+
+
+def test_what_a_vllm_server_does_by_default_can_be_turned_off(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 64}'
+    )
+    config = JobConfig().unchecked_copy(vllm_args=("async_scheduling=False",))
+    arguments = vllm_command(config, str(tmp_path), 1, 512).command
+    assert {"--no-async-scheduling", "--no-enable-chunked-prefill"} <= set(arguments)
 
 
 def test_a_silent_server_is_ended(tmp_path: Path) -> None:
@@ -267,7 +282,6 @@ def test_command_lines_have_what_the_job_sets_and_what_the_user_adds(tmp_path: P
     vllm = vllm_command(JobConfig(rollout_engine="vllm_server"), str(tmp_path), 8000, 512)
     assert vllm.environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert "WorkerExtension" in " ".join(vllm.command)
-    assert "--no-enable-chunked-prefill" in vllm.command  # on CPU, see `cpu_options`
     assert options({"a_b": True, "c": False, "d": None, "e": [1, 2], "f": {"g": 1}}) == [
         *("--a-b", "--e", "1", "2", "--f", '{"g": 1}')
     ]
