@@ -227,7 +227,7 @@ def _print_operators(step: Callable[[], Any]) -> None:
         step()
     seconds: defaultdict[str, float] = defaultdict(float)
     for event in found.key_averages():
-        if event.key.startswith("aten::"):
+        if event.key.startswith(("aten::", "mkldnn::")):
             kind = next(k for k, names in OPERATORS.items() if any(n in event.key for n in names))
             seconds[kind] += event.self_cpu_time_total / 1e6
     print("\n| operators of one step | seconds |\n|---|---|")
