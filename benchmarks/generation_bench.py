@@ -212,6 +212,10 @@ def step_floor(model: Any, rows: int) -> dict[str, float]:
     left, right = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
     words = torch.ones(2**27, dtype=torch.int32)
     product, reading = _fastest(lambda: left @ right), _fastest(words.max)
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # faster in float32 on AMD's CPUs
+        packed = torch.ops.mkldnn._reorder_linear_weight(right, None)
+        multiply = partial(torch.ops.mkldnn._linear_pointwise, left, packed, None, "none", [], "")
+        product = min(product, _fastest(multiply))
     return {
         "products": 1e3 * product * rows * numbers / 1024**3,
         "weights read once": 1e3 * reading * numbers * dtype.itemsize / words.nbytes,

@@ -42,14 +42,11 @@ def use_onednn_products() -> None:
 def _faster(stock: Any) -> Any:
     @functools.wraps(stock)
     def linear(input: Tensor, weight: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-
-        # Layers pass everything by name; other callers and communication inside are Megatron's.
-        stays = arguments or options["sequence_parallel"] or options.get("grad_output_buffer")
-        if stays or not (_is_large(weight) and input.dtype == weight.dtype):
+        # Layers pass everything by name. What communicates inside stays Megatron's.
+        communicates = arguments or options["sequence_parallel"] or options["allreduce_dgrad"]
+        defers = not communicates and options.get("grad_output_buffer") is not None
+        if communicates or defers or not (_is_large(weight) and input.dtype == weight.dtype):
             return stock(input, weight, *arguments, **options)
-        if options["allreduce_dgrad"]:
-            input = copy_to_tensor_model_parallel_region(input, group=options["tp_group"])
         output: Tensor = CpuProduct.apply(input, weight)
         return output if options["bias"] is None else output + options["bias"]
 

@@ -38,7 +38,7 @@ def test_a_frozen_weight_has_no_gradient_and_keeps_no_inputs() -> None:
     assert torch.allclose(x.grad, w.sum(0).expand(4, 8), atol=1e-5)
 
 
-def test_small_or_half_precision_weights_and_sequence_parallelism_stay_with_megatron(
+def test_small_or_half_precision_weights_and_communication_stay_with_megatron(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
@@ -57,5 +57,7 @@ def test_small_or_half_precision_weights_and_sequence_parallelism_stay_with_mega
     linear(x, large[:200], **settings)  # 80,000 numbers
     linear(x.bfloat16(), large.bfloat16(), **settings)
     linear(x, large, **settings | {"sequence_parallel": True})
+    linear(x, large, **settings | {"allreduce_dgrad": True})
+    linear(x, large, **settings | {"grad_output_buffer": []})
     linear(x, large, None, False, False, False)
-    assert calls == ["stock"] * 4
+    assert calls == ["stock"] * 6
