@@ -3,8 +3,10 @@
     python -m benchmarks.batch_bench               # a part of `make bench-scale`
     python -m benchmarks.batch_bench --samples 1000 10000 --tokens 256 --ranks 8 64
 
-From the engines' answers to two updates: batch, plan, log-probs of two policies, two mini-batches. The job's own
-functions on a real Ray; ranks are simulated: a few actors answer for all of them with log-probs of -1.
+From the engines' answers to two updates: batch, plan, log-probs of two policies, two mini-batches, by the job's own
+functions. Ray and the ranks are simulated in this process: what is put is copied once, as into shared memory, and
+forgotten, and ranks answer with log-probs of -1. So what is counted is the driver's own work and the bytes that it
+puts and reads; what Ray's calls cost is in `scale_bench`.
 """
 
 from __future__ import annotations
@@ -13,8 +15,7 @@ import argparse
 import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +25,6 @@ import torch
 from benchmarks.measure import peak_extra_bytes
 from plugin.batch_types import RolloutBatch
 from plugin.cluster import trainer_group
-from plugin.cluster.array_transport import to_arrays
-from plugin.cluster.ray_cluster import cluster
-from plugin.cluster.remote_calls import Messages, Reported
 from plugin.cluster.trainer_actor import RankPart, TrainedStep
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
@@ -36,39 +34,61 @@ from plugin.environments.trajectory import Rollouts
 from plugin.observe.console import Console
 from plugin.ragged import Ragged
 
-HOSTS, RESPONSES, MEGABYTE = 2, 8, 1 << 20
+RESPONSES, MEGABYTE = 8, 1 << 20
 _LENGTHS = ("total_lengths", "response_lengths")
 
 
-class Host:
-    """Answers for many trainer ranks: log-probs of -1 for the samples of a share."""
+class ObjectStore:
+    """Takes objects for the price of a copy, and counts bytes; of a share it keeps the lengths."""
 
-    def call(self, method: str, share: Mapping[str, Any], *arguments: Any) -> Reported:
-        """Everything in one object."""
-        values = np.full(share["response_lengths"].sum(), -1, np.float32)
-        if method == "compute":
-            return Reported({arguments[1]: values}, Messages([], []))
-        return Reported(TrainedStep({}, None, values, None), Messages([], []))
+    def __init__(self) -> None:
+        self._memory = np.zeros(1 << 24, np.uint8)
+        self.put_bytes = self.read_bytes = 0
 
-    def call_apart(self, method: str, share: Mapping[str, Any], *arguments: Any) -> tuple[Any, Any]:
-        """The results in an object of their own."""
+    def put(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """In place of `ray.put`; returns what stands for a reference."""
+        for array in arrays.values():
+            if not isinstance(array, np.ndarray):  # references: two numbers per sample
+                self.put_bytes += 16 * len(array)
+                continue
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            self.put_bytes += flat.nbytes
+            for start in range(0, flat.nbytes, len(self._memory)):
+                part = flat[start : start + len(self._memory)]
+                self._memory[: len(part)] = part
+        return {name: np.array(arrays[name]) for name in _LENGTHS}
+
+    def results(self, calls: list[Any], *_: Any, **__: Any) -> list[Any]:
+        """In place of `wait_for_all`."""
+        for result in calls:
+            found = {"": result.log_probs} if isinstance(result, TrainedStep) else result or {}
+            self.read_bytes += sum(a.nbytes for a in found.values() if a is not None)
+        return calls
+
+
+class Rank:
+    """Answers at once with log-probs of -1 for the samples of a share."""
+
+    def __init__(self) -> None:
+        self.call = SimpleNamespace(remote=self._whole)
+        self.call_apart = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._apart))
+
+    def _whole(self, method: str, share: Mapping[str, Any], *arguments: Any) -> Any:
         values = np.full(share["response_lengths"].sum(), -1, np.float32)
-        column = arguments[2] if method == "compute" else "log_probs"
-        head = None if method == "compute" else TrainedStep({}, None, None, None)
-        part = {**{name: share[name] for name in _LENGTHS}, column: values}
-        return Reported(head, Messages([], [])), part
+        return (
+            {arguments[1]: values} if method == "compute" else TrainedStep({}, None, values, None)
+        )
+
+    def _apart(self, method: str, *_: Any) -> tuple[Any, Any]:
+        return None if method == "compute" else TrainedStep({}, None, None, None), object()
 
 
 class SimulatedTrainer(TrainerGroup):
-    """The job's trainer over ranks that hosts simulate."""
+    """The job's trainer over ranks that answer at once."""
 
     def __init__(self, config: JobConfig, ranks: int) -> None:
-        import ray
-
-        hosts = [ray.remote(Host).options(num_cpus=0).remote() for _ in range(HOSTS)]
-        self.hosts = hosts
         self._config, self._console, self._idle = config, Console(), None
-        self._ranks = [hosts[rank % HOSTS] for rank in range(ranks)]
+        self._ranks = [Rank() for _ in range(ranks)]
         self._parts = [RankPart(rank, True) for rank in range(ranks)]
         self.places = [SimpleNamespace(address="here") for _ in range(ranks)]  # type: ignore[misc]
         sizes = {"hidden_size": 4096, "max_position_embeddings": 1 << 20}
@@ -98,42 +118,6 @@ def rollouts_of(samples: int, tokens: int) -> Rollouts:
     return Rollouts(batch, groups, ones, rewards, np.full(samples, ""), ones, ones < 1)
 
 
-@contextmanager
-def counted_bytes() -> Iterator[dict[str, int]]:
-    """What the driver puts into the object store, and reads of the results of ranks."""
-    import ray
-
-    found = {"put": 0, "read": 0}
-    put, wait = ray.put, trainer_group.wait_for_all
-
-    def counting_put(value: Any) -> Any:
-        found["put"] += _bytes_of(value)
-        return put(value)
-
-    def counting_wait(*arguments: Any, **options: Any) -> list[Any]:
-        results = wait(*arguments, **options)
-        found["read"] += sum(map(_bytes_of, results))
-        return results
-
-    ray.put, trainer_group.wait_for_all = counting_put, counting_wait
-    try:
-        yield found
-    finally:
-        ray.put, trainer_group.wait_for_all = put, wait
-
-
-def _bytes_of(value: Any) -> int:
-    if isinstance(value, TrainedStep):
-        value = {"log_probs": value.log_probs}
-    arrays = value.values() if isinstance(value, Mapping) else ()
-    # A column that is elsewhere is two numbers per sample.
-    return sum(
-        array.nbytes if isinstance(array, np.ndarray) else 16 * len(array)
-        for array in arrays
-        if array is not None
-    )
-
-
 def one_step(config: JobConfig, trainer: SimulatedTrainer, rollouts: Rollouts) -> None:
     """What the training loop does with a rollout."""
     batch = prepare_batch(config, rollouts)
@@ -159,23 +143,21 @@ def measure(samples: int, tokens: int, ranks: int) -> dict[str, float]:
         max_tokens_per_gpu=max(4096, 4 * tokens),
         use_tis=True,
     )
-    trainer = SimulatedTrainer(config, ranks)
-    one_step(config, trainer, rollouts_of(ranks * RESPONSES, 16))  # starts what later ones have
+    store, trainer = ObjectStore(), SimulatedTrainer(config, ranks)
     rollouts = rollouts_of(samples, tokens)
-    size = sum(array.nbytes for array in to_arrays(rollouts).values())
-    with counted_bytes() as passed:
-        thread, process = time.thread_time(), time.process_time()
+    put, wait = ray.put, trainer_group.wait_for_all
+    ray.put, trainer_group.wait_for_all = store.put, store.results
+    try:
+        began = time.process_time()
         memory = peak_extra_bytes(lambda: one_step(config, trainer, rollouts))
-        thread, process = time.thread_time() - thread, time.process_time() - process
-    for host in trainer.hosts:
-        ray.kill(host)
+        seconds = time.process_time() - began
+    finally:
+        ray.put, trainer_group.wait_for_all = put, wait
     return {
-        "thread": thread,
-        "process": process,
+        "seconds": seconds,
         "memory": memory / MEGABYTE,
-        "answers": size / MEGABYTE,
-        "put": passed["put"] / MEGABYTE,
-        "read": passed["read"] / MEGABYTE,
+        "put": store.put_bytes / MEGABYTE,
+        "read": store.read_bytes / MEGABYTE,
     }
 
 
@@ -192,22 +174,17 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     print(
-        "| samples x tokens | ranks | answers | driver's thread | with Ray's | peak memory | put | read |\n"
-        "|---|---|---|---|---|---|---|---|"
+        "| samples x tokens | ranks | processor | peak memory | put | read |\n|---|---|---|---|---|---|"
     )
-    with cluster(JobConfig()) as connected:
-        connected()
-        cases = itertools.product(options.samples, options.tokens, options.ranks)
-        for samples, tokens, ranks in cases:
-            if samples * tokens > options.most:
-                continue
-            row = measure(samples, tokens, ranks)
-            print(
-                f"| {samples:,} x {tokens:,} | {ranks} | {row['answers']:.0f} MB | {row['thread']:.2f} s "
-                f"| {row['process']:.2f} s | {row['memory']:.0f} MB | {row['put']:.0f} MB "
-                f"| {row['read']:.0f} MB |",
-                flush=True,
-            )
+    for samples, tokens, ranks in itertools.product(options.samples, options.tokens, options.ranks):
+        if samples * tokens > options.most:
+            continue
+        row = measure(samples, tokens, ranks)
+        print(
+            f"| {samples:,} x {tokens:,} | {ranks} | {row['seconds']:.2f} s | {row['memory']:.0f} MB "
+            f"| {row['put']:.0f} MB | {row['read']:.0f} MB |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
