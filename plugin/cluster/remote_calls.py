@@ -174,7 +174,7 @@ def wait_for_all(
         if waiting and time.monotonic() > deadline:
             raise ActorLost(
                 f"{', '.join(waiting.values())} did not answer within {timeout:g} s; look for a "
-                "hang there, or raise --step-timeout (--start-timeout while starting)"
+                "hang there, or raise --step-timeout (--start-timeout or --load-timeout at the start)"
             )
     return [results[reference] for reference in references]
 

@@ -166,6 +166,9 @@ def engine_traits(name: str) -> EngineTraits:
     return ENGINES.get(name) or EngineTraits(factory=name, reports_checksums=True)
 
 
+#: Of the memory of a GPU, what vLLM may take where the trainer has it, too (--colocate).
+SHARED_GPU_SHARE = 0.8
+
 _ASKED = "what the job asks of its engines"
 
 

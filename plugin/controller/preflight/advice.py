@@ -12,8 +12,11 @@ import torch
 from plugin.cluster.model_source import ModelSource
 from plugin.config import JobConfig
 from plugin.config.device_defaults import Capabilities, engine_dtype, on_device, trainer_dtype
+from plugin.config.engines import SHARED_GPU_SHARE
 
 _PRETRAINING_LR = 1e-4
+#: Of a rank and an engine on one GPU: assumed, as in `megatron-tis plan`, for each of the two.
+_RESIDENT = 2 * (2 << 30)
 _RECOMPUTE = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 saves most"
 )
@@ -25,18 +28,22 @@ class Machine:
 
     multiplies_bfloat16: whether the CPU has instructions for it
     room: bytes of a rank that weights, gradients and optimizer state leave
+    gpu: bytes of one of its GPUs, 0 without any
     """
 
     on_cuda: bool
     multiplies_bfloat16: bool
     room: int
+    gpu: int = 0
 
     @classmethod
     def here(cls, room: int) -> Machine:
         """The driver's."""
         found = torch.cpu.get_capabilities()
         native = any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-        return cls(torch.cuda.is_available(), native, room)
+        on_cuda = torch.cuda.is_available()
+        gpu = torch.cuda.get_device_properties(0).total_memory if on_cuda else 0
+        return cls(on_cuda, native, room, gpu)
 
 
 def advice(config: JobConfig, policy: ModelSource, machine: Machine | None) -> list[str]:
@@ -49,7 +56,27 @@ def advice(config: JobConfig, policy: ModelSource, machine: Machine | None) -> l
     lines = [_on_microbatches(config), _on_engines(config), _on_learning_rate(config)]
     if machine is not None:
         lines += [_on_dtypes(config, machine), _on_activations(config, policy, machine)]
+        lines += [_on_shared_gpus(config, machine)]
     return [line for line in lines if line is not None]
+
+
+def _on_shared_gpus(config: JobConfig, machine: Machine) -> str | None:
+    """What is left of a GPU beside vLLM, and who needs it."""
+    given = config.vllm_arguments()
+    if not (config.colocate and machine.gpu and config.rollout_engine == "vllm"):
+        return None
+    if "kv_cache_memory_bytes" in given:
+        return None
+    share = float(given.get("gpu_memory_utilization", SHARED_GPU_SHARE))
+    left = (1 - share) * machine.gpu
+    told = (
+        f"--colocate: vLLM takes {share:.0%} of a GPU's {machine.gpu / 2**30:.0f} GiB while it "
+        f"generates (gpu_memory_utilization in --vllm-args), and {left / 2**30:.1f} GiB are left "
+        "for what stays: the CUDA contexts of rank and engine, NCCL's buffers"
+    )
+    if left < _RESIDENT:
+        told += f"; they take about {_RESIDENT >> 30} GiB, so lower it"
+    return told
 
 
 def _on_dtypes(config: JobConfig, machine: Machine) -> str | None:

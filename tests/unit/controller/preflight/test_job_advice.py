@@ -80,3 +80,16 @@ def test_activations_that_do_not_fit_ask_for_recompute_once() -> None:
     }
     assert lines(small, max_tokens_per_gpu=4096, **recompute) == []
     assert lines(None, max_tokens_per_gpu=4096) == []
+
+
+def test_a_job_on_shared_gpus_says_what_vllm_leaves_and_for_whom() -> None:
+    # 80 GiB: 16 are left by default, 2.4 with 0.97, less than two contexts are assumed to take.
+    h100 = Machine(on_cuda=True, multiplies_bfloat16=False, room=1 << 40, gpu=80 << 30)
+    shared: dict[str, Any] = {"colocate": True, "rollout_engine": "vllm"}
+    [told] = lines(h100, **shared)
+    assert "vLLM takes 80% of a GPU's 80 GiB" in told and "16.0 GiB are left" in told
+    assert "CUDA contexts" in told and "lower it" not in told
+    [told] = lines(h100, **shared, vllm_args=("gpu_memory_utilization=0.97",))
+    assert "2.4 GiB are left" in told and told.endswith("they take about 4 GiB, so lower it")
+    assert lines(h100, **shared, vllm_args=("kv_cache_memory_bytes=1000000000",)) == []
+    assert lines(h100, rollout_engine="vllm") == []
