@@ -132,11 +132,13 @@ test-real: venv runs/real_model/model .venv-vllm/ready ## a pretrained model: ra
 test-all: ## every suite that a machine without GPUs runs, one after the other; the audit of the pins needs pypi.org and is left out
 	$(MAKE) lint test test-slow test-environments test-families test-vllm test-adapters test-kernels test-te test-skyrl test-mcore-latest test-real docs
 
-# In an environment of its own: what it needs is no part of what it looks at.
+# In an environment of its own: what it needs is no part of what it looks at. File by file: if one has hashes,
+# pip-audit wants them of all. Strict: what the index knows nothing of is no pin without vulnerabilities.
 audit: ## known vulnerabilities of every pin (asks pypi.org)
 	test -d .venv-audit || $(PYTHON) -m venv .venv-audit
 	.venv-audit/bin/python -m pip install --quiet pip-audit==2.10.1
-	.venv-audit/bin/pip-audit --no-deps --disable-pip $(foreach file,$(AUDITED),-r requirements/$(file).txt)
+	failed=; for file in $(AUDITED); do echo "requirements/$$file.txt"; \
+		.venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements/$$file.txt || failed=1; done; test -z "$$failed"
 
 docs: venv ## the documentation site in site/; broken links are errors
 	$(BIN)/python -m docs.write_reference
@@ -184,8 +186,9 @@ bench-jobs: venv ## of these, whole jobs alone: about 10 minutes
 	$(BIN)/python -m benchmarks --with-peers --only jobs job-growth
 	$(BIN)/python -m benchmarks.job_figure
 
-bench-scale: venv ## what the driver spends per step with up to 256 simulated engines and 512 ranks, some minutes
+bench-scale: venv runs/real_model/model ## what the driver spends per step with up to 256 simulated engines and 512 ranks, some minutes
 	$(BIN)/python -m benchmarks.scale_bench
+	$(BIN)/python -m benchmarks.reward_bench --tokenizer runs/real_model/model
 
 soak: venv ## an hour of asynchronous training with random kills: does every prompt add up?
 	$(BIN)/python -m benchmarks.soak

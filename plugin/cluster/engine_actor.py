@@ -6,12 +6,14 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 
 from plugin.batch_types import with_checked_routes
 from plugin.cluster.array_transport import Arrays, apart
+from plugin.cluster.environment_actor import RemoteEnvironments
 from plugin.cluster.interfaces import set_network
 from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
@@ -77,7 +79,8 @@ class EngineActor(ReportingActor):
                 "its memory to the trainer; give it sleep(level) and wake(part), or drop --colocate"
             )
         self._stream = ResponseStream(self._engine, config.rollout_max_batch)
-        self._server = GroupServer(choose_player(config)(self._stream)).start()
+        player = choose_player(config, partial(RemoteEnvironments, config))
+        self._server = GroupServer(player(self._stream)).start()
         self.health = self._engine.health
         self.submit, self.cancel = self._server.submit, self._server.cancel
 

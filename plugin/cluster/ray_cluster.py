@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from plugin.cluster.interfaces import named_interfaces
-from plugin.cluster.placement import most_cpu_slots, plan_resources
+from plugin.cluster.placement import environment_cpus, most_cpu_slots, plan_resources
 from plugin.cluster.ray_watchdog import RayWatchdog
 from plugin.config import JobConfig
 from plugin.errors import ClusterError, ConfigError
@@ -94,7 +94,7 @@ def cluster(
     def connect() -> None:
         try:
             if config.address is None:
-                sessions.append(_start_private(slots))
+                sessions.append(_start_private(slots + environment_cpus(config)))
             else:
                 _join(config.address, config.network_interface)
         except BaseException as error:

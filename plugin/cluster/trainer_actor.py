@@ -6,10 +6,12 @@ per share returns its results; values that are the same everywhere are returned 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -28,7 +30,7 @@ from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
 from plugin.config.model import DtypeName
 from plugin.errors import CheckpointError
-from plugin.megatron_backend.checkpoint.directory import resolve
+from plugin.megatron_backend.checkpoint.directory import complete_checkpoints, resolve
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
 from plugin.megatron_backend.step.batch_share import BatchShare, with_stage_routes
@@ -84,6 +86,7 @@ class TrainedStep:
         sample on the driver
     live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose
     overflow: skipped for a float16 loss scale that is still being lowered
+    seconds: from the arrival of the share to the end of the step
     """
 
     metrics: dict[str, float]
@@ -91,6 +94,7 @@ class TrainedStep:
     log_probs: Any
     live_routes: list[Tensor] | None
     overflow: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -269,8 +273,10 @@ class TrainerRank(ReportingActor):
         trainer.version, trainer.version_progress = version, progress
         trainer.set_learning_rate(learning_rate)
         watch = self._config.detect_mismatch or self._config.dump_log_probs is not None
+        arrived = self._arrived(share)
+        began = time.monotonic()
         result = trainer.train_step(
-            self._arrived(share),
+            arrived,
             with_log_probs=watch and "rollout_log_probs" in share,
             with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in share,
         )
@@ -282,7 +288,8 @@ class TrainerRank(ReportingActor):
         live_routes = result.live_routes if self._rank == 0 else None
         # The same on every rank; the driver reads those of the first.
         metrics = {} if self._rank else result.metrics
-        return TrainedStep(metrics, skipped, log_probs, live_routes, result.overflow)
+        seconds = time.monotonic() - began
+        return TrainedStep(metrics, skipped, log_probs, live_routes, result.overflow, seconds)
 
     def train_critic(self, share: Arrays, learning_rate: float) -> TrainedStep:
         """One optimizer step of the critic."""
@@ -395,6 +402,8 @@ class TrainerRank(ReportingActor):
         """
         self._saver.finish()
         critic, waiting = self._trainers.get("critic"), Path(root) / _CRITIC_WAITS
+        if self._rank == 0:
+            _move_waiting_critics(Path(root))  # the next one would take its place
         of_critic = None
         if critic is not None:
             of_critic = critic.stage_checkpoint(waiting, step, {}, keep_last=1)
@@ -437,6 +446,15 @@ class TrainerRank(ReportingActor):
         if "critic" in self._trainers:
             self._trainers["critic"].load_checkpoint(_critic_of(resolve(Path(root))))
         return user_state if self._rank == 0 else None
+
+
+def _move_waiting_critics(root: Path) -> None:
+    """Put critics where they belong that a job which died has not moved."""
+    for critic in complete_checkpoints(root / _CRITIC_WAITS):
+        whole = root / critic.name
+        if whole.is_dir() and not (whole / _CRITIC).exists():
+            with contextlib.suppress(OSError):  # it is still found where it is
+                critic.rename(whole / _CRITIC)
 
 
 def _critic_of(checkpoint: Path) -> Path:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from plugin.cluster.placement import (
+    Reservation,
     _numeric,
     check_cluster,
     check_machine,
     on_this_machine,
+    plan_on_cluster,
     plan_resources,
+    reward_places,
     torch_threads,
 )
 from plugin.config import JobConfig
@@ -168,3 +172,49 @@ def test_a_job_that_cannot_share_is_refused_with_what_it_would_take() -> None:
     config = on_this_machine(JobConfig(rollout_engine="sglang"), gpus=1)
     with pytest.raises(ConfigError, match=r"this machine has 1; .* share them with --colocate"):
         check_machine(config, cores=8, gpus=1)
+
+
+def test_a_job_that_may_start_with_fewer_engines_needs_room_for_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 3.0}},
+        {"Alive": False, "Resources": {"CPU": 9.0}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    config = JobConfig(num_rollout_engines=4)
+    with pytest.raises(ClusterError, match=r"4 x .1 CPU. for engines"):
+        plan_on_cluster(config)
+    plan = plan_on_cluster(replace(config, min_rollout_engines=2))
+    assert plan.fewest_engines == 2 and len(plan.engines) == 4
+    with pytest.raises(ClusterError, match=r"3 x .1 CPU. for engines"):
+        plan_on_cluster(replace(config, min_rollout_engines=3))
+    nodes[0]["Resources"] = {"CPU": 5.0}
+    assert plan_on_cluster(replace(config, min_rollout_engines=4)).fewest_engines is None
+
+
+def test_engines_that_are_reserved_one_by_one_have_bundles_of_their_own() -> None:
+    together = Reservation("t", ["all"], [0])
+    assert together.bundle_of_engine(2, 4) == ("all", 8)
+    apart = Reservation("t", ["a", "b"], [0])
+    assert apart.bundle_of_engine(1, 4) == ("b", 0)
+
+
+def test_reward_workers_take_cpus_that_ranks_and_engines_leave() -> None:
+    left = {"a": 3.0, "b": 1.0, "c": 0.5, "d": 40.0}
+    # Half of them, 8 at most; one CPU alone stays for an actor that has to move.
+    assert reward_places("auto", left, 8) == {"a": 1, "d": 8}
+    assert reward_places("auto", {"a": 1.0, "b": 0.0}, 8) == {}
+    # Always on the node with the most left: 2 + 2, then a, a.
+    assert reward_places(4, {"a": 4.0, "b": 2.0}, 8) == {"a": 3, "b": 1}
+    with pytest.raises(ClusterError, match=r"--reward-workers is 7, .* leave 6 CPUs .* lower it"):
+        reward_places(7, {"a": 4.0, "b": 2.9}, 8)
+
+
+def test_one_machine_is_not_starved_by_reward_workers() -> None:
+    config = JobConfig(task_path="own.py:make", reward_workers=40)
+    check_machine(config, cores=8, gpus=0)
+    with pytest.raises(ConfigError, match=r"40: processes on 2 CPU cores, and more than 16"):
+        check_machine(config, cores=2, gpus=0)
