@@ -17,7 +17,7 @@ from plugin.cluster.array_transport import rejoined
 from plugin.cluster.directory_lock import OwnedDirectory
 from plugin.cluster.engine_actor import ANSWERS, BUNDLES, WEIGHTS, EngineActor, answer_parts
 from plugin.cluster.placement import Reservation, ResourcePlan
-from plugin.cluster.remote_calls import EndedCalls, result_of, wait_for_all
+from plugin.cluster.remote_calls import LONGEST_LOOK, EndedCalls, result_of, wait_for_all
 from plugin.cluster.trainer_actor import RankPlace
 from plugin.config import JobConfig
 from plugin.engines.choice import api_key
@@ -99,7 +99,7 @@ class Assignments:
         self._groups: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._last_progress: dict[int, float] = {}
         self._progress: dict[int, int] = {}
-        self._checked = -math.inf
+        self._checked = self._looks_since = -math.inf
         self._open: set[int] = set()
         # (groups, engine); what is no longer true is skipped when it comes up.
         self._by_load: list[tuple[int, int]] = []
@@ -171,11 +171,14 @@ class Assignments:
         now = time.monotonic()
         if now - self._checked < min(_HUNG_CHECK_SECONDS, self._patience):
             return {}
+        if LONGEST_LOOK < now - self._checked < math.inf:
+            self._looks_since = now
         self._checked = now
         sent = {engine: next(iter(mine.values())) for engine, mine in self._groups.items() if mine}
         # One that generates is alive, however long a response takes.
         limit, last = now - self._patience, self._last_progress
-        late = [engine for engine, since in sent.items() if max(since, last.get(engine, 0)) < limit]
+        known = self._looks_since
+        late = [n for n, since in sent.items() if max(since, last.get(n, 0), known) < limit]
         reason = f"generated nothing for {self._patience:g} s (--rollout-timeout)"
         return dict.fromkeys(late, reason)
 
