@@ -175,11 +175,13 @@ def wait_for_all(
     console: Console,
     *,
     timeout: float,
+    option: str = "--step-timeout (--start-timeout while starting)",
     while_waiting: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Results in order; the first failure is raised at once, without waiting for the others.
 
-    names: who is called, for messages; while_waiting: called at a low rate meanwhile
+    names: who is called, for messages; option: the flag that `timeout` follows from
+    while_waiting: called at a low rate meanwhile
     """
     deadline = time.monotonic() + timeout
     waiting = dict(zip(references, names, strict=True))
@@ -198,7 +200,7 @@ def wait_for_all(
         if waiting and time.monotonic() > deadline:
             raise ActorLost(
                 f"{', '.join(waiting.values())} did not answer within {timeout:g} s; look for a "
-                "hang there, or raise --step-timeout (--start-timeout while starting)"
+                f"hang there, or raise {option}"
             )
     return [results[reference] for reference in references]
 

@@ -107,6 +107,11 @@ class OutputFlags(FlagGroup):
         "of what each rank writes",
     )
     keep_checkpoints: int = runtime_flag(2, "checkpoints to keep, the newest", at_least=1)
+    group_journal: bool | None = runtime_flag(
+        None,
+        "write finished groups to the run directory; with --resume they are trained on instead of "
+        "generated again; none = in asynchronous jobs with checkpoints, without routes or kept ids",
+    )
     resume: bool = runtime_flag(
         False, "continue from the newest checkpoint in --run-dir", common_in="train"
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from plugin.cluster.placement import (
+    Reservation,
     _numeric,
     check_cluster,
     check_machine,
+    plan_on_cluster,
     plan_resources,
     reward_places,
     torch_threads,
@@ -136,6 +139,34 @@ def test_an_engine_larger_than_every_node_has_a_bundle_per_gpu() -> None:
     # The GPUs are taken by vLLM's workers, the actor of the engine has none.
     assert plan.engine == {"CPU": 1.0} and plan.bundles_per_engine == 4
     check_cluster(plan, [{"CPU": 4.0, "GPU": 2.0}] * 5)
+
+
+def test_a_job_that_may_start_with_fewer_engines_needs_room_for_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 3.0}},
+        {"Alive": False, "Resources": {"CPU": 9.0}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    config = JobConfig(num_rollout_engines=4)
+    with pytest.raises(ClusterError, match=r"4 x .1 CPU. for engines"):
+        plan_on_cluster(config)
+    plan = plan_on_cluster(replace(config, min_rollout_engines=2))
+    assert plan.fewest_engines == 2 and len(plan.engines) == 4
+    with pytest.raises(ClusterError, match=r"3 x .1 CPU. for engines"):
+        plan_on_cluster(replace(config, min_rollout_engines=3))
+    nodes[0]["Resources"] = {"CPU": 5.0}
+    assert plan_on_cluster(replace(config, min_rollout_engines=4)).fewest_engines is None
+
+
+def test_engines_that_are_reserved_one_by_one_have_bundles_of_their_own() -> None:
+    together = Reservation("t", ["all"], [0])
+    assert together.bundle_of_engine(2, 4) == ("all", 8)
+    apart = Reservation("t", ["a", "b"], [0])
+    assert apart.bundle_of_engine(1, 4) == ("b", 0)
 
 
 def test_reward_workers_take_cpus_that_ranks_and_engines_leave() -> None:
