@@ -194,6 +194,12 @@ class WeightSync:
                 self._engines.finish_loads()
         self._seconds = time.monotonic() - began
 
+    def close(self) -> None:
+        """Let the members of the last group leave it before its store is gone."""
+        if self._group is not None:
+            abort(self._store, self._group, "the job has ended")
+            self._group = None
+
     def _checksum_dtype(self) -> DtypeName | None:
         """The dtype of the checksums that engines report now; None if they do not."""
         config = self._config
@@ -234,7 +240,8 @@ class WeightSync:
         while self._engines.lagging():
             self._engines.poll()
             self._send_to_lagging()
-            time.sleep(_POLL_SECONDS)
+            if self._engines.lagging():  # some have not started yet
+                time.sleep(_POLL_SECONDS)
 
     def _send_to_lagging(self) -> None:
         """Send the newest version to the engines that have started and do not have it."""
@@ -318,13 +325,17 @@ class WeightSync:
         who = (*self._trainer.rank_ids(), *members)
         if self._store is None:
             self._store = open_store(ray.util.get_node_ip_address())
-        if self._group is None or who != self._who:
+        if self._group is not None and who != self._who:
+            abort(self._store, self._group, "its members have changed")
+            self._group = None
+        if self._group is None:
             self._who = who
             self._group = WeightGroup(
                 self._store.host,
                 self._store.port,
                 f"megatron-tis-{secrets.token_hex(6)}",
                 receivers=sum(member.workers for member in members),
+                firsts=tuple(member.first for member in members),
                 timeout=self._config.transfer_patience,
                 **self._senders(members),
             )
@@ -337,7 +348,12 @@ class WeightSync:
             stages, experts = config.pipeline_model_parallel_size, config.expert_model_parallel_size
             traits = config.engine_traits
             servers = traits.asks_servers or traits.starts_servers is not None
-            return {"senders": stages * experts, "per_stage": experts, "coalesces": not servers}
+            if servers:  # which know one sender of a group
+                return {"senders": stages, "to_servers": True}
+            # gloo would also send what one sender has to the others of its lane. With NCCL these
+            # are on other network cards of the same node, all of which a lane then uses.
+            lane = experts if self._trainer.on_gpu else 1
+            return {"senders": stages * experts, "per_stage": experts, "per_lane": lane}
         ranks: dict[str, int] = {}
         for rank, device in enumerate(self._trainer.devices()):
             ranks.setdefault(device, rank)

@@ -45,8 +45,9 @@ from plugin.engines.vllm.startup import AdapterShape, request_with_adapters
 from plugin.errors import TransferError, WeightError
 from plugin.weights import make_receiver
 from plugin.weights.directory import read_directory
-from plugin.weights.group import Membership, NamedTensors, TensorSpec, WeightGroup
+from plugin.weights.group import Membership, WeightGroup
 from plugin.weights.ipc import device_id
+from plugin.weights.tensor_layout import NamedTensors, TensorSpec
 
 
 @dataclass
@@ -128,7 +129,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
             self.received.aborted = str(error)
 
     def _load(self, bucket: NamedTensors) -> None:
-        self.received.specs += [TensorSpec(n, t.dtype, tuple(t.shape)) for n, t in bucket]
+        self.received.specs += [TensorSpec.of(n, t) for n, t in bucket]
         self.received.adapters.update((n, t) for n, t in bucket if is_adapter(n))
         weights = [(n, t) for n, t in bucket if not is_adapter(n)]
         if weights:
