@@ -15,7 +15,7 @@ from typing import Any
 
 from plugin.cluster.array_transport import rejoined
 from plugin.cluster.directory_lock import OwnedDirectory
-from plugin.cluster.engine_actor import ANSWERS, WEIGHTS, EngineActor, answer_parts
+from plugin.cluster.engine_actor import ANSWERS, BUNDLES, WEIGHTS, EngineActor, answer_parts
 from plugin.cluster.placement import Reservation, ResourcePlan
 from plugin.cluster.remote_calls import EndedCalls, result_of, wait_for_all
 from plugin.cluster.trainer_actor import RankPlace
@@ -265,7 +265,7 @@ class EnginePool:
         group, bundle = self._reservation.engines, number * size
         if size > 1:
             bundles = range(bundle, bundle + size)
-            environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, bundles))
+            environment[BUNDLES] = ",".join(map(str, bundles))
         if group is None:
             nodes = self._reservation.trainer_nodes
             group, bundle = self._reservation.trainer, nodes[number % len(nodes)]

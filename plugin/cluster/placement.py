@@ -2,7 +2,8 @@
 
 Trainer ranks are packed: `num_nodes` nodes with `ranks_per_node` ranks each. Engines have bundles
 of their own, or with `--colocate` share the trainer's. An engine of several GPUs has them on one
-node; one that is larger than every node has a bundle per GPU.
+node; one that is larger than every node has a bundle per GPU. Reward workers take CPUs that ranks
+and engines leave, on any node.
 """
 
 from __future__ import annotations
@@ -135,6 +136,12 @@ def check_machine(config: JobConfig, *, cores: int, gpus: int) -> None:
         "with --colocate",
     )
     most = most_cpu_slots(cores)
+    workers = config.reward_workers
+    expect(
+        workers == "auto" or workers <= most,
+        f"--reward-workers {workers}: processes on {cores} CPU cores, and more than {most} would "
+        "starve each other; lower it, or start a Ray cluster and pass --address",
+    )
     expect(
         gpus > 0 or plan.cpu_slots <= most,
         f"{wanted}, {plan.cpu_slots} processes on {cores} CPU cores, and more than {most} would "
@@ -161,15 +168,69 @@ def check_cluster(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> N
                 untaken[:] = [node for node in untaken if node is not fitting[0]]
 
 
-def plan_on_cluster(config: JobConfig) -> ResourcePlan:
-    """The reservations of a job on the cluster that this process has joined, if it has room."""
+def plan_on_cluster(config: JobConfig, *, has_environments: bool = False) -> ResourcePlan:
+    """The reservations of a job on the cluster that this process has joined, if it has room.
+
+    has_environments: whether its task has several turns
+    """
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     largest = max((node.get("GPU", 0.0) for node in nodes), default=0.0)
     plan = plan_resources(config, use_gpus=largest > 0, gpus_of_a_node=largest)
     check_cluster(plan, nodes)
+    left = sum(node.get("CPU", 0.0) for node in nodes) - plan.cpu_slots
+    if has_environments:
+        check_environments(config, left)
+    elif config.reward_workers != "auto" and len(nodes) > 1:
+        check_reward_workers(config.reward_workers, left)
     return plan
+
+
+def environment_cpus(config: JobConfig) -> int:
+    """CPU slots of the environments, if --task-path has any: one for those of each engine."""
+    return config.num_rollout_engines if config.task_path is not None else 0
+
+
+def check_environments(config: JobConfig, left: float) -> None:
+    """A `ClusterError` if ranks and engines leave too few CPUs for the environments."""
+    wanted = environment_cpus(config)
+    if wanted > left:
+        raise ClusterError(
+            f"the environments of --task-path need {wanted} CPUs, one for each engine, and the "
+            f"job's ranks and engines leave {left:g} of the cluster; add nodes, start them with a "
+            "larger --num-cpus, or lower --cpus-per-rank or --num-rollout-engines"
+        )
+
+
+def check_reward_workers(wanted: int, left: float) -> None:
+    """A `ClusterError` if ranks and engines leave fewer than `wanted` CPUs of the cluster."""
+    if wanted > left:
+        raise ClusterError(
+            f"--reward-workers is {wanted}, and the job's ranks and engines leave {left:g} CPUs of "
+            "the cluster; lower it or drop it, add nodes, or lower --cpus-per-rank"
+        )
+
+
+def reward_places(
+    wanted: int | Literal["auto"], left: Mapping[str, float], most: int
+) -> dict[str, int]:
+    """How many reward workers each node gets, by node; nodes without any are left out.
+
+    wanted: "auto" = one for two CPUs, and `most` on a node. The others stay free: actors of a
+        node that is lost must find room
+    left: CPUs that ranks and engines leave on each node
+    """
+    room = {node: max(0, int(cpus)) for node, cpus in left.items()}
+    if wanted == "auto":
+        return {node: min(most, cpus // 2) for node, cpus in room.items() if cpus > 1}
+    check_reward_workers(wanted, sum(room.values()))
+    places: dict[str, int] = {}
+    for _ in range(wanted):
+        node = max(room, key=lambda one: room[one])
+        room[node] -= 1
+        places[node] = places.get(node, 0) + 1
+    return places
 
 
 def _too_small(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> str:
@@ -210,6 +271,26 @@ class Reservation:
                 f"{timeout:g} s; add nodes and start again with --resume"
             )
         self.trainer_nodes = _bundles_by_address(self.trainer, ray.nodes())
+
+    def cpus_left(self, *, by_others: bool) -> dict[str, float]:
+        """CPUs that the job's ranks and engines leave on each living node, by id.
+
+        by_others: only those that nobody else has; what Ray says of them may be a second old
+        """
+        import ray
+        from ray._private.state import available_resources_per_node
+        from ray.util import placement_group_table
+
+        nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        left = {node: resources.get("CPU", 0.0) for node, resources in nodes.items()}
+        for group in (self.trainer, self.engines):
+            table = {} if group is None else placement_group_table(group)
+            for number, bundle in table.get("bundles", {}).items():
+                left[table["bundles_to_node_id"][number]] -= bundle.get("CPU", 0.0)
+        if by_others:
+            free = available_resources_per_node()
+            left = {n: min(cpus, free.get(n, {}).get("CPU", 0.0)) for n, cpus in left.items()}
+        return left
 
     def release(self) -> None:
         """Give the resources back."""

@@ -72,7 +72,9 @@ class LaunchFlags(FlagGroup):
         at_least=0,
     )
     network_interface: str | None = runtime_flag(
-        None, "interface for trainer traffic between nodes; none = loopback, or Ray's with several"
+        None,
+        "interface for traffic of trainer and engines between nodes; none = that of the node's "
+        "address in Ray, without --address loopback",
     )
     seed: int = flag(1234, "seed of weights, prompts and sampling", at_least=0, common_in="eval")
 

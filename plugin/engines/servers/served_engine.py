@@ -118,8 +118,10 @@ def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -
         "middleware": "plugin.engines.vllm.startup.RequireKey",
         **given,
     }
+    # What is on by default has a flag that turns it off.
+    off = [f"--no-{name.replace('_', '-')}" for name, value in given.items() if value is False]
     return ServerCommand(
-        (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options(arguments)),
+        (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options(arguments), *off),
         {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",

@@ -15,6 +15,8 @@ from plugin.cluster.engine_pool import Assignments, EnginePool, _Running
 from plugin.config.engines import TransportTraits
 from plugin.errors import EngineError
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 
 class Call:
     """A call that never ends."""

@@ -21,6 +21,8 @@ from plugin.engines.weight_changes import ProbeAnswer
 from plugin.errors import ActorLost, EngineError, ParallelError, TransferError, WeightError
 from plugin.weights.group import GroupStore, WeightGroup
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 
 class Call:
     """A call that answers what `answer` returns or raises, or never if that is None."""

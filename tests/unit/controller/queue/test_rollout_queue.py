@@ -29,6 +29,8 @@ from tests.parallel.tiny_models import tiny_qwen3
 from tests.unit.engines.tiny_engines import load, loaded_engine
 from tests.unit.environments.played_groups import run_single_turn
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 TASK = CopyDigitsTask(CharacterTokenizer(ALPHABET), seed=1)
 PARAMETERS = SamplingParameters(max_response_length=4, stop_token_ids=TASK.stop_token_ids)
 
@@ -112,7 +114,7 @@ def make_queue(engines: int = 1, **settings: Any) -> tuple[RolloutQueue, DirectE
 
 
 def responses(group: Group) -> list[list[int]]:
-    return [group.rollouts.response(i) for i in range(group.place.start, group.place.stop)]
+    return [group.rollouts.response(i).tolist() for i in range(group.place.start, group.place.stop)]
 
 
 def new_weights(engine: TransformersEngine, version: int) -> None:
