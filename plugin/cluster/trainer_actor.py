@@ -6,10 +6,12 @@ per share returns its results; values that are the same everywhere are returned 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -87,6 +89,7 @@ class TrainedStep:
         sample on the driver
     live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose
     overflow: skipped for a float16 loss scale that is still being lowered
+    seconds: from the arrival of the share to the end of the step
     """
 
     metrics: dict[str, float]
@@ -94,6 +97,7 @@ class TrainedStep:
     log_probs: Any
     live_routes: list[Tensor] | None
     overflow: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -274,8 +278,10 @@ class TrainerRank(ReportingActor):
         trainer.version, trainer.version_progress = version, progress
         trainer.set_learning_rate(learning_rate)
         watch = self._config.detect_mismatch or self._config.dump_log_probs is not None
+        arrived = self._arrived(share)
+        began = time.monotonic()
         result = trainer.train_step(
-            self._arrived(share),
+            arrived,
             with_log_probs=watch and "rollout_log_probs" in share,
             with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in share,
         )
@@ -287,7 +293,8 @@ class TrainerRank(ReportingActor):
         live_routes = result.live_routes if self._rank == 0 else None
         # The same on every rank; the driver reads those of the first.
         metrics = {} if self._rank else result.metrics
-        return TrainedStep(metrics, skipped, log_probs, live_routes, result.overflow)
+        seconds = time.monotonic() - began
+        return TrainedStep(metrics, skipped, log_probs, live_routes, result.overflow, seconds)
 
     def train_critic(self, share: Arrays, learning_rate: float) -> TrainedStep:
         """One optimizer step of the critic."""

@@ -39,6 +39,7 @@ from plugin.engines.vllm.startup import (
     parallel_options,
     request_with_adapters,
     require_interrupts,
+    shared_memory_options,
 )
 from plugin.engines.weight_changes import PausePoint
 from plugin.errors import ConfigError, EngineError, TransferError, WeightError
@@ -78,15 +79,16 @@ class VllmEngine(GeneratesBySteps):
         self._vocab_size = int(hf_config["vocab_size"])
         self._routes = RouteShape.of(hf_config)
         self._workers = config.rollout_num_gpus_per_engine
-        further = parallel_options(self._workers) | config.vllm_arguments()
+        # vLLM on CPU has no memory that it could give up.
+        self._gives_memory = bool(config.colocate) and torch.cuda.is_available()
+        share = shared_memory_options(config.vllm_arguments()) if self._gives_memory else {}
+        further = parallel_options(self._workers) | share | config.vllm_arguments()
         if config.wants_rollout_routes:
             further["enable_return_routed_experts"] = True
         if config.replays_sampling_mask:
             further["return_sampling_mask"] = True
         if self._adapters is not None:
             further |= self._adapters.start_options()
-        # vLLM on CPU has no memory that it could give up.
-        self._gives_memory = config.colocate and torch.cuda.is_available()
         self._awake: set[EnginePart] = {"weights", "cache"}
         if self._gives_memory:
             further["enable_sleep_mode"] = True
