@@ -461,12 +461,18 @@ class EnginePool:
         """A call that a live engine answers at once, whatever its other threads do."""
         return actor.call.remote("ping")
 
-    def receive_weights(self, engine: int, actor: Any, group: WeightGroup, first: int) -> Any:
-        """The call by which an engine receives the newest weights; until then it has none."""
+    def receive_weights(
+        self, engine: int, actor: Any, group: WeightGroup, first: int, *, again: bool = False
+    ) -> Any:
+        """The call by which an engine receives the newest weights; until then it has none.
+
+        again: once more
+        """
         self._engines[engine].version = NO_WEIGHTS
         self._update(engine)
         probe = self._probe_for(engine)
-        return self._call_for_weights(actor, "receive_weights", self._newest, group, first, probe)
+        receive = (actor, "receive_weights", self._newest, group, first, probe)
+        return self._call_for_weights(*receive, *([again] if again else []))
 
     def has_received(self, engine: int, actor: Any, answers: list[ProbeAnswer]) -> None:
         """Note that an engine has the newest weights, unless it was replaced.

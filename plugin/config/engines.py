@@ -125,6 +125,7 @@ ENGINES: dict[str, EngineTraits] = {
         takes_adapters=True,
         partial_rollout_modes=("recompute",),
         keeps_interrupted_routes=False,
+        reports_checksums=True,
         reports_tokens=True,
     ),
     "http": EngineTraits(

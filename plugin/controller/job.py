@@ -253,4 +253,5 @@ def _running(
         with console.phase("waiting for engines"):
             engines.wait_until_ready()
         weights = WeightSync(config, trainer, engines, console)
+        cleanup.callback(weights.close)
         yield config, trainer, engines, weights

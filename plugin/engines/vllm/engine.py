@@ -44,6 +44,7 @@ from plugin.engines.vllm.startup import (
 from plugin.engines.weight_changes import PausePoint
 from plugin.errors import ConfigError, EngineError, TransferError, WeightError
 from plugin.weights.buckets import NO_WEIGHTS
+from plugin.weights.checksums import Checksums, joined
 from plugin.weights.group import WeightGroup
 
 #: vLLM raises lower temperatures to this one without saying so in the answer.
@@ -91,7 +92,7 @@ class VllmEngine(GeneratesBySteps):
         self._awake: set[EnginePart] = {"weights", "cache"}
         if self._gives_memory:
             further["enable_sleep_mode"] = True
-        dtype = engine_dtype(config, cuda=torch.cuda.is_available())
+        self._dtype = dtype = engine_dtype(config, cuda=torch.cuda.is_available())
         self._llm = build_llm(
             *(hf_config, dtype, self._max_batch, self._max_model_len, further),
             one_machine=config.address is None,
@@ -151,6 +152,11 @@ class VllmEngine(GeneratesBySteps):
                 self._use_adapters(self._adapters)
             self._finish_change(version)
             self._weights.end()
+
+    def weight_checksums(self) -> Checksums:
+        """Of the weights that the workers compute with; see `answer_probe`."""
+        engine = self._llm.llm_engine
+        return joined(engine.collective_rpc("weight_checksums", args=(self._dtype,)))
 
     def _use_adapters(self, shape: AdapterShape) -> None:
         for refusal in self._llm.llm_engine.collective_rpc("use_adapters", args=(shape,)):
