@@ -9,15 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from plugin.cluster import remote_calls
 from plugin.cluster.reward_nodes import RewardNodes
 from plugin.config import JobConfig
 from plugin.config.data import parse_rewards
-from plugin.controller.job import run_job
 from plugin.environments.deadline_calls import CallFailure
 from plugin.errors import ClusterError
 from plugin.observe.console import Console
@@ -26,9 +23,7 @@ from plugin.rewards.pool import PoolScorer
 from plugin.rewards.reward_set import RewardSet, Score
 from plugin.rewards.text_rewards import PortableTokenizer, TextSource, TokenResponse
 from plugin.tasks.copy_digits import CharacterTokenizer
-from tests.ray.casualties import AfterSteps, dropped_prompts, kill_one, trained_prompts
-from tests.ray.small_jobs import SIZES, run_small
-from tests.ray.tokenizer_files import save_character_tokenizer
+from tests.ray.small_jobs import run_small
 from tests.unit.rewards.test_code_attacks import FORGERIES
 
 pytestmark = [pytest.mark.hostile, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -145,38 +140,6 @@ def test_what_a_lost_actor_had_is_scored_by_others(
         nodes.close()
 
 
-def test_a_lost_node_takes_no_response_with_it(tmp_path: Path) -> None:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    file = tmp_path / "own.py"
-    file.write_text(OWN)
-    cluster = Cluster()
-    cluster.add_node(num_cpus=2, include_dashboard=False)
-    extra = cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-    try:
-        ray.init(address=cluster.address, log_to_driver=False)
-        nodes = nodes_of(f"{file}:place")
-        asked = Asked(nodes, [response("x", seconds=0.3) for _ in range(40)])
-        before = {score.total for score in asked.wait(8) if isinstance(score, Score)}
-        cluster.remove_node(extra)
-        answers = asked.wait()
-        assert len(answers) == 40 and all(isinstance(a, Score) for a in answers)
-        assert nodes.restarts == 1
-        # Its workers start where there is room: on the node that is left.
-        deadline = time.monotonic() + 60
-        while not all(node.has_started for node in nodes._nodes):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        after = Asked(nodes, [response("x", seconds=0.3) for _ in range(8)]).wait()
-        assert len(before | {score.total for score in after}) <= 2  # type: ignore[union-attr]
-        nodes.close()
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
 def test_forged_programs_earn_nothing_in_an_actor_and_honest_ones_pass(joined: str) -> None:
     nodes = nodes_of("code_tests", isolation=strongest_isolation())
     try:
@@ -212,48 +175,3 @@ def test_more_workers_than_the_cluster_has_cpus_left_are_refused_before_the_star
             task_path=f"{task}:make",
             reward_workers=4,
         )
-
-
-def test_a_job_whose_reward_actor_is_killed_loses_no_group(two_nodes: str, tmp_path: Path) -> None:
-    first = run_small(two_nodes, tmp_path / "first", num_nodes=1, num_rollouts=1, save_hf=True)
-    model = first.run_dir / "model"
-    save_character_tokenizer(model)
-    data, file = tmp_path / "prompts.parquet", tmp_path / "own.py"
-    rows = [{"prompt": f"{i}{i}=", "answer": f"{i}{i}"} for i in range(10)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data)
-    file.write_text(
-        "import os\n"
-        "def place(response, row, *, num_tokens):\n"
-        "    raylet = os.environ.get('RAY_RAYLET_PID')\n"
-        "    if raylet:  # not in the driver, which tries the reward once\n"
-        f"        open({str(tmp_path / 'places')!r}, 'a').write(raylet + ' ')\n"
-        "    return num_tokens / 10\n"
-    )
-    run_dir = tmp_path / "run"
-    config = JobConfig.from_sources(
-        {
-            **SIZES,
-            "num_nodes": 1,
-            "num_rollouts": 40,
-            "address": two_nodes,
-            "run_dir": str(run_dir),
-            "hf_checkpoint": str(model),
-            "prompt_data": str(data),
-            "reward": [f"{file}:place"],
-            "reward_workers": 2,
-            "async_rollouts": True,
-            "use_tis": True,
-        }
-    )
-    with AfterSteps(run_dir, 5, lambda: kill_one("RewardActor")) as killed:
-        result = run_job(config)
-    assert killed.done and len(result.history) == 40
-    trained, last = trained_prompts(run_dir), result.history[-1]
-    assert len(trained) == len(set(trained)) == 160
-    dropped = dropped_prompts(run_dir)
-    assert last["prompts_issued"] == 160 + len(dropped) + last["prompts_under_way"]
-    assert last["dropped_failed"] == last["failed_rewards"] == last["groups_resampled"] == 0
-    assert sorted({*trained, *dropped})[: len(trained)] == list(range(160))[: len(trained)]
-    # As many as there are nodes with workers; the driver's own process is none of their parents.
-    places = set((tmp_path / "places").read_text().split())
-    assert 1 <= len(places) <= 2 and str(os.getpid()) not in places
