@@ -3,21 +3,28 @@
 Trainer ranks are packed: `num_nodes` nodes with `ranks_per_node` ranks each. Engines have bundles
 of their own, or with `--colocate` share the trainer's. An engine of several GPUs has them on one
 node; one that is larger than every node has a bundle per GPU. Reward workers take CPUs that ranks
-and engines leave, on any node.
+and engines leave, on any node. With `--min-rollout-engines` each engine is reserved by itself,
+and those that do not fit yet wait for nodes.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from plugin.config import JobConfig
 from plugin.config.flags import expect
-from plugin.errors import ClusterError
+from plugin.errors import ClusterError, ConfigError
 
 #: How many processes of a job may share the cores of a machine without GPUs.
 _SLOTS_PER_CORE, _FEWEST_SLOTS = 8, 16
+
+_POLL_SECONDS = 0.2
+#: Ray takes this long to place engines on nodes that are there, after the first ones.
+_SETTLING_SECONDS = 5.0
 
 #: Hidden size below which threads lose more to waiting for each other than they gain.
 _SMALLEST_FOR_THREADS = 256
@@ -29,6 +36,7 @@ class ResourcePlan:
 
     rank, engine: what their actors take of the bundles
     bundles_per_engine: more than 1 where engines are larger than a node
+    fewest_engines: without which the job does not start; None = all, which are reserved together
     """
 
     trainer_nodes: list[dict[str, float]]
@@ -36,6 +44,14 @@ class ResourcePlan:
     rank: dict[str, float]
     engine: dict[str, float]
     bundles_per_engine: int = 1
+    fewest_engines: int | None = None
+
+    @property
+    def needed_engines(self) -> list[dict[str, float]]:
+        """The bundles of the engines without which the job does not start."""
+        if self.fewest_engines is None:
+            return self.engines
+        return self.engines[: self.fewest_engines * self.bundles_per_engine]
 
     @property
     def uses_gpus(self) -> bool:
@@ -109,6 +125,31 @@ def most_cpu_slots(cores: int) -> int:
     return max(_FEWEST_SLOTS, _SLOTS_PER_CORE * cores)
 
 
+def on_this_machine(config: JobConfig, *, gpus: int) -> JobConfig:
+    """The configuration with --colocate decided.
+
+    On where a job without `--address` has GPUs for its ranks, but not for the engines beside them,
+    and engines that can give up their memory.
+    """
+    if config.colocate is not None:
+        return config
+    apart = config.unchecked_copy(colocate=False)
+    fits = _gpus_of(plan_resources(apart, use_gpus=True)) <= gpus
+    if config.address is not None or fits or config.world_size > gpus:
+        return apart
+    try:
+        shared = replace(config, colocate=True)
+        plan_resources(shared, use_gpus=True)
+    except ConfigError:
+        return apart  # which is refused, with what it would take
+    return shared
+
+
+def _gpus_of(plan: ResourcePlan) -> float:
+    """The GPUs that a job reserves."""
+    return sum(bundle.get("GPU", 0.0) for bundle in plan.trainer_nodes + plan.engines)
+
+
 def check_machine(config: JobConfig, *, cores: int, gpus: int) -> None:
     """Refuse a job without `--address` that this one machine cannot hold.
 
@@ -129,9 +170,8 @@ def check_machine(config: JobConfig, *, cores: int, gpus: int) -> None:
         f"{', or --rollout-num-gpus-per-engine' if size > 1 else ''}, or start a Ray cluster and "
         "pass --address"
     )
-    needed = sum(bundle.get("GPU", 0.0) for bundle in plan.trainer_nodes + plan.engines)
     expect(
-        needed <= gpus,
+        _gpus_of(plan) <= gpus,
         f"{wanted}, each with a GPU of its own, and this machine has {gpus}; {fix}, or share them "
         "with --colocate",
     )
@@ -157,7 +197,7 @@ def check_cluster(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> N
     left = [dict(node) for node in nodes]
     untaken = list(left)
     # Spread: each trainer bundle needs a node that no other trainer bundle has.
-    for bundles, candidates in ((plan.trainer_nodes, untaken), (plan.engines, left)):
+    for bundles, candidates in ((plan.trainer_nodes, untaken), (plan.needed_engines, left)):
         for bundle in bundles:
             fitting = [n for n in candidates if all(n.get(k, 0.0) >= v for k, v in bundle.items())]
             if not fitting:
@@ -178,10 +218,13 @@ def plan_on_cluster(config: JobConfig, *, has_environments: bool = False) -> Res
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     largest = max((node.get("GPU", 0.0) for node in nodes), default=0.0)
     plan = plan_resources(config, use_gpus=largest > 0, gpus_of_a_node=largest)
+    if plan.engines and (config.min_rollout_engines or math.inf) < config.num_rollout_engines:
+        plan = replace(plan, fewest_engines=config.min_rollout_engines)
     check_cluster(plan, nodes)
-    left = sum(node.get("CPU", 0.0) for node in nodes) - plan.cpu_slots
+    needed = replace(plan, engines=plan.needed_engines)
+    left = sum(node.get("CPU", 0.0) for node in nodes) - needed.cpu_slots
     if has_environments:
-        check_environments(config, left)
+        check_environments(plan.fewest_engines or environment_cpus(config), left)
     elif config.reward_workers != "auto" and len(nodes) > 1:
         check_reward_workers(config.reward_workers, left)
     return plan
@@ -192,9 +235,8 @@ def environment_cpus(config: JobConfig) -> int:
     return config.num_rollout_engines if config.task_path is not None else 0
 
 
-def check_environments(config: JobConfig, left: float) -> None:
+def check_environments(wanted: int, left: float) -> None:
     """A `ClusterError` if ranks and engines leave too few CPUs for the environments."""
-    wanted = environment_cpus(config)
     if wanted > left:
         raise ClusterError(
             f"the environments of --task-path need {wanted} CPUs, one for each engine, and the "
@@ -237,7 +279,7 @@ def _too_small(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> str:
     has = ", ".join(_shown(node) for node in nodes) or "no node"
     engines = ""
     if plan.engines:
-        engines = f" and {len(plan.engines)} x ({_shown(plan.engines[0])}) for engines"
+        engines = f" and {len(plan.needed_engines)} x ({_shown(plan.engines[0])}) for engines"
     return (
         f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} ({has}); the job needs "
         f"{len(plan.trainer_nodes)} x ({_shown(plan.trainer_nodes[0])}) on nodes of their "
@@ -254,11 +296,42 @@ def _shown(resources: Mapping[str, float]) -> str:
 
 @dataclass
 class Reservation:
-    """Placement groups of a running job; `trainer_nodes` is ordered by node address."""
+    """Placement groups of a running job.
+
+    engines: one with the bundles of all engines, or one for each; none where they have no bundles
+    trainer_nodes: ordered by node address
+    """
 
     trainer: Any
-    engines: Any | None
+    engines: list[Any]
     trainer_nodes: list[int]
+
+    def bundle_of_engine(self, number: int, bundles_per_engine: int) -> tuple[Any, int]:
+        """An engine's placement group, and its first bundle in it."""
+        if len(self.engines) == 1:
+            return self.engines[0], number * bundles_per_engine
+        return self.engines[number], 0
+
+    def placed_engines(self) -> list[int]:
+        """Of the groups in `engines`, those that have nodes."""
+        from ray.util import placement_group_table
+
+        table = placement_group_table()
+        states = [table.get(group.id.hex(), {}).get("state") for group in self.engines]
+        return [number for number, state in enumerate(states) if state == "CREATED"]
+
+    def wait_for_engines(self, fewest: int, timeout: float) -> bool:
+        """Wait until so many groups have nodes, and shortly for the others; whether they have."""
+        deadline = time.monotonic() + timeout
+        while (placed := len(self.placed_engines())) < fewest:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        settled = time.monotonic() + _SETTLING_SECONDS
+        while placed < len(self.engines) and time.monotonic() < settled:
+            time.sleep(_POLL_SECONDS)
+            placed = len(self.placed_engines())
+        return True
 
     def wait_for_nodes(self, timeout: float) -> None:
         """Wait until the trainer's bundles have nodes again after one has left the cluster."""
@@ -296,9 +369,8 @@ class Reservation:
         """Give the resources back."""
         from ray.util import remove_placement_group
 
-        for group in (self.trainer, self.engines):
-            if group is not None:
-                remove_placement_group(group)
+        for group in (self.trainer, *self.engines):
+            remove_placement_group(group)
 
 
 def reserve(plan: ResourcePlan, timeout: float) -> Reservation:
@@ -308,15 +380,22 @@ def reserve(plan: ResourcePlan, timeout: float) -> Reservation:
 
     strategy = "STRICT_SPREAD" if len(plan.trainer_nodes) > 1 else "STRICT_PACK"
     trainer = placement_group(plan.trainer_nodes, strategy=strategy)
-    engines = placement_group(plan.engines, strategy="PACK") if plan.engines else None
-    reservation = Reservation(trainer, engines, [])
-    for group in (trainer, engines):
-        if group is not None and not group.wait(timeout_seconds=timeout):
-            reservation.release()
-            raise ClusterError(
-                "the cluster is large enough but did not free the job's resources within "
-                f"{timeout:g} s; wait for other jobs to end, or raise --start-timeout"
-            )
+    size = len(plan.engines) if plan.fewest_engines is None else plan.bundles_per_engine
+    of_engines = [plan.engines[i : i + size] for i in range(0, len(plan.engines), max(1, size))]
+    # The trainer's comes first: engines that take what is there must not leave it without.
+    reservation = Reservation(trainer, [], [])
+    in_time = trainer.wait(timeout_seconds=timeout)
+    if in_time:
+        reservation.engines += [placement_group(some, strategy="PACK") for some in of_engines]
+        in_time = reservation.wait_for_engines(
+            plan.fewest_engines or len(reservation.engines), timeout
+        )
+    if not in_time:
+        reservation.release()
+        raise ClusterError(
+            "the cluster is large enough but did not free the job's resources within "
+            f"{timeout:g} s; wait for other jobs to end, or raise --start-timeout"
+        )
     reservation.trainer_nodes = _bundles_by_address(trainer, ray.nodes())
     return reservation
 

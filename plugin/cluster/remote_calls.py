@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Literal, TextIO, TypeVar, cast
 
 import torch
@@ -21,6 +22,7 @@ from plugin.cluster.placement import torch_threads
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, MegatronTisError, ParallelError, SenderLost
 from plugin.observe.console import Console, PrintedLines, capture_warnings
+from plugin.rewards.sandbox import die_with_the_caller
 
 _POLL_SECONDS = 0.05
 #: Between two questions for all open calls, see `EndedCalls`.
@@ -30,6 +32,9 @@ _MESSAGES = "megatron_tis_messages"
 #: Longer than a process on a busy machine stays without its turn.
 SILENCE_SECONDS = 30.0
 _HEARTBEAT_SECONDS = 1.0
+#: A driver that has not looked at the clock for longer was stopped itself (Ctrl-Z, a frozen
+#: container): what it waits for had no chance to answer it, and gets its time again.
+LONGEST_LOOK = 15.0
 
 Who = TypeVar("Who")
 
@@ -63,10 +68,22 @@ class Reported:
     messages: Messages
 
 
+def _die_with_the_raylet() -> None:
+    """Have the kernel end this worker of Ray with its raylet; Linux only.
+
+    A worker ends by itself when it notices, but one that is stopped would keep its memory and its
+    device for ever.
+    """
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{os.getppid()}/comm").read_text() == "raylet\n":
+            die_with_the_caller()
+
+
 class ReportingActor:
     """Base of the job's actors. The driver calls every method through `call`."""
 
     def __init__(self) -> None:
+        _die_with_the_raylet()
         self._warnings: list[str] = []
         self._printed: list[str] = []
         self._taking = threading.Lock()
@@ -158,16 +175,19 @@ def wait_for_all(
     console: Console,
     *,
     timeout: float,
+    option: str = "--step-timeout (--start-timeout or --load-timeout at the start)",
     while_waiting: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Results in order; the first failure is raised at once, without waiting for the others.
 
-    names: who is called, for messages; while_waiting: called at a low rate meanwhile
+    names: who is called, for messages; option: the flag that `timeout` follows from
+    while_waiting: called at a low rate meanwhile
     """
     deadline = time.monotonic() + timeout
     waiting = dict(zip(references, names, strict=True))
     calls, results, last = EndedCalls(references), {}, 0.0
     while waiting:
+        looked = time.monotonic()
         pause = _POLL_SECONDS if while_waiting else min(5.0, max(0.0, deadline - time.monotonic()))
         for reference, ended in calls.take(pause).items():
             results[reference] = result_of(reference, waiting.pop(reference), console, ended)
@@ -175,10 +195,12 @@ def wait_for_all(
         if while_waiting is not None and time.monotonic() - last >= _POLL_SECONDS:
             last = time.monotonic()
             while_waiting()
+        if time.monotonic() - looked > LONGEST_LOOK:
+            deadline += time.monotonic() - looked
         if waiting and time.monotonic() > deadline:
             raise ActorLost(
                 f"{', '.join(waiting.values())} did not answer within {timeout:g} s; look for a "
-                "hang there, or raise --step-timeout (--start-timeout while starting)"
+                f"hang there, or raise {option}"
             )
     return [results[reference] for reference in references]
 
@@ -229,6 +251,8 @@ class Heartbeat(Generic[Who]):
         now = time.monotonic()
         if now - self._checked < min(_HEARTBEAT_SECONDS, SILENCE_SECONDS):
             return []
+        if now - self._checked > LONGEST_LOOK:
+            self._asked.clear()
         self._checked = now
         calls = {call: who for who, (call, _) in self._asked.items()}
         if calls:

@@ -6,13 +6,16 @@ per share returns its results; values that are the same everywhere are returned 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +31,7 @@ from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
 from plugin.config.model import DtypeName
 from plugin.errors import CheckpointError
-from plugin.megatron_backend.checkpoint.directory import resolve
+from plugin.megatron_backend.checkpoint.directory import complete_checkpoints, resolve
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
 from plugin.megatron_backend.step.batch_share import BatchShare, with_stage_routes
@@ -37,6 +40,8 @@ from plugin.weights.buckets import BUCKET_BYTES, pack_buckets
 from plugin.weights.checksums import Checksums, with_checksums
 from plugin.weights.group import Membership, WeightGroup, open_store
 from plugin.weights.ipc import device_id
+from plugin.weights.lane import bucket_sizes
+from plugin.weights.manifest import Manifest
 
 if TYPE_CHECKING:
     from plugin.megatron_backend.offloading import TrainerPart
@@ -84,6 +89,7 @@ class TrainedStep:
         sample on the driver
     live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose
     overflow: skipped for a float16 loss scale that is still being lowered
+    seconds: from the arrival of the share to the end of the step
     """
 
     metrics: dict[str, float]
@@ -91,6 +97,7 @@ class TrainedStep:
     log_probs: Any
     live_routes: list[Tensor] | None
     overflow: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,7 @@ class TrainerRank(ReportingActor):
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
         set_cuda_environment(config)
         self._membership = Membership()
+        self._manifests: dict[Any, Manifest] = {}
         import_megatron()
         # While other actors still import theirs, and before `join`, which waits for all of them.
         import plugin.megatron_backend.trainer  # noqa: F401
@@ -198,6 +206,7 @@ class TrainerRank(ReportingActor):
         uses_engine = decided.transformer_impl == "transformer_engine"
         layout = sequence_layout(config, transformer_engine=uses_engine)
         weights = source.directory or source.random_weights()
+        self._manifests.clear()
         if name == "critic":
             from plugin.megatron_backend.critic import CriticTrainer
 
@@ -269,8 +278,10 @@ class TrainerRank(ReportingActor):
         trainer.version, trainer.version_progress = version, progress
         trainer.set_learning_rate(learning_rate)
         watch = self._config.detect_mismatch or self._config.dump_log_probs is not None
+        arrived = self._arrived(share)
+        began = time.monotonic()
         result = trainer.train_step(
-            self._arrived(share),
+            arrived,
             with_log_probs=watch and "rollout_log_probs" in share,
             with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in share,
         )
@@ -282,7 +293,8 @@ class TrainerRank(ReportingActor):
         live_routes = result.live_routes if self._rank == 0 else None
         # The same on every rank; the driver reads those of the first.
         metrics = {} if self._rank else result.metrics
-        return TrainedStep(metrics, skipped, log_probs, live_routes, result.overflow)
+        seconds = time.monotonic() - began
+        return TrainedStep(metrics, skipped, log_probs, live_routes, result.overflow, seconds)
 
     def train_critic(self, share: Arrays, learning_rate: float) -> TrainedStep:
         """One optimizer step of the critic."""
@@ -315,16 +327,16 @@ class TrainerRank(ReportingActor):
         from plugin.megatron_backend.hf_weights.export import sends_own_part
 
         trainer, groups = self._trainers["policy"], self._groups
+        manifest = None
         if group.ipc_ranks:
             exported = trainer.export_hf_weights()
             number, sends = self._rank, self._rank in group.ipc_ranks
         else:
-            if self._config.syncs_adapters:
-                exported = trainer.export_adapters(with_base=with_base, round_bytes=BUCKET_BYTES)
-            else:
-                exported = trainer.export_own_part(round_bytes=BUCKET_BYTES)
-            number = groups.pp_rank * groups.ep_size + groups.ep_rank
-            sends = sends_own_part(groups)
+            part = self._own_part(group, with_base)
+            exported, manifest = part(), self._manifest(part, group, with_base)
+            number, sends = groups.pp_rank * groups.ep_size + groups.ep_rank, sends_own_part(groups)
+            if group.to_servers:
+                number, sends = groups.pp_rank, sends and groups.ep_rank == 0
         try:
             if not sends:
                 return None
@@ -332,12 +344,30 @@ class TrainerRank(ReportingActor):
             if checksum_dtype is not None:
                 exported = with_checksums(exported, getattr(torch, checksum_dtype), sums)
             with self._membership.of(group, lambda: make_sender(group, number)) as sender:
-                nbytes, messages = sender.send(version, exported)
+                nbytes, messages = sender.send(version, exported, manifest)
                 return SentPart(number, nbytes, messages, sums)
         finally:
             # Also after an error: the others of the stage would wait in the next gather.
             for _ in exported:
                 pass
+
+    def _own_part(self, group: WeightGroup, with_base: bool) -> Callable[..., Iterator[Any]]:
+        """What this rank sends, by another export at every call."""
+        trainer, size = self._trainers["policy"], BUCKET_BYTES
+        if self._config.syncs_adapters:
+            return partial(trainer.export_adapters, with_base=with_base, round_bytes=size)
+        gathers = group.to_servers
+        return partial(trainer.export_own_part, round_bytes=size, gathers_experts=gathers)
+
+    def _manifest(
+        self, part: Callable[..., Iterator[Any]], group: WeightGroup, with_base: bool
+    ) -> Manifest:
+        """That of what this rank sends, made once for a model; a collective with adapters."""
+        known, key = self._manifests, (group.to_servers, group.lanes, with_base)
+        if key not in known:
+            sizes = bucket_sizes(group.lanes, on_gpu=torch.cuda.is_available())
+            known[key] = Manifest.of(part(described=True), *sizes)
+        return known[key]
 
     def export_weights(
         self, checksum_dtype: DtypeName | None = None
@@ -395,6 +425,8 @@ class TrainerRank(ReportingActor):
         """
         self._saver.finish()
         critic, waiting = self._trainers.get("critic"), Path(root) / _CRITIC_WAITS
+        if self._rank == 0:
+            _move_waiting_critics(Path(root))  # the next one would take its place
         of_critic = None
         if critic is not None:
             of_critic = critic.stage_checkpoint(waiting, step, {}, keep_last=1)
@@ -437,6 +469,15 @@ class TrainerRank(ReportingActor):
         if "critic" in self._trainers:
             self._trainers["critic"].load_checkpoint(_critic_of(resolve(Path(root))))
         return user_state if self._rank == 0 else None
+
+
+def _move_waiting_critics(root: Path) -> None:
+    """Put critics where they belong that a job which died has not moved."""
+    for critic in complete_checkpoints(root / _CRITIC_WAITS):
+        whole = root / critic.name
+        if whole.is_dir() and not (whole / _CRITIC).exists():
+            with contextlib.suppress(OSError):  # it is still found where it is
+                critic.rename(whole / _CRITIC)
 
 
 def _critic_of(checkpoint: Path) -> Path:

@@ -68,7 +68,8 @@ class EngineTraits:
     starts_servers: the software of the servers that it starts (`--rollout-server`'s names)
     reports_checksums: has `weight_checksums` (--verify-weights)
     linear_attention: runs models that have such layers
-    reports_tokens: its `progress` grows with every token, not with whole responses only
+    reports_tokens: its `progress` grows with every token, not with whole responses only; a client
+        of servers finds those that generate none itself
     """
 
     factory: str
@@ -124,6 +125,7 @@ ENGINES: dict[str, EngineTraits] = {
         takes_adapters=True,
         partial_rollout_modes=("recompute",),
         keeps_interrupted_routes=False,
+        reports_checksums=True,
         reports_tokens=True,
     ),
     "http": EngineTraits(
@@ -134,6 +136,7 @@ ENGINES: dict[str, EngineTraits] = {
         reports_route_weights=False,
         partial_rollout_modes=("recompute",),
         weight_transports=("directory",),
+        reports_tokens=True,
     ),
     "sglang": EngineTraits(
         "plugin.engines.servers.served_engine:make_sglang_engine",
@@ -145,6 +148,7 @@ ENGINES: dict[str, EngineTraits] = {
         tensor_parallel=True,
         weight_transports=("broadcast", "directory"),
         starts_servers="sglang",
+        reports_tokens=True,
     ),
     "vllm_server": EngineTraits(
         "plugin.engines.servers.served_engine:make_vllm_engine",
@@ -157,6 +161,7 @@ ENGINES: dict[str, EngineTraits] = {
         tensor_parallel=True,
         weight_transports=("directory",),
         starts_servers="vllm",
+        reports_tokens=True,
     ),
 }
 
@@ -165,6 +170,9 @@ def engine_traits(name: str) -> EngineTraits:
     """The traits of a built-in engine; a user's own has the defaults, and may have checksums."""
     return ENGINES.get(name) or EngineTraits(factory=name, reports_checksums=True)
 
+
+#: Of the memory of a GPU, what vLLM may take where the trainer has it, too (--colocate).
+SHARED_GPU_SHARE = 0.8
 
 _ASKED = "what the job asks of its engines"
 

@@ -20,8 +20,9 @@ from plugin.engines.servers.answers import (
     token_ids,
 )
 from plugin.engines.servers.calls import MalformedAnswer, ServerCall
-from plugin.weights.broadcast import group_backend
-from plugin.weights.group import TensorSpec, WeightGroup
+from plugin.weights.group import WeightGroup
+from plugin.weights.lane import group_backend
+from plugin.weights.tensor_layout import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class VllmDialect:
     """
 
     shape: ResponseShape
+    #: Metrics that change while the server generates, or reads prompts.
+    progress_metrics: ClassVar = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
     load_method: ClassVar = ("reload_weights", "weights_path")
 
     def generation(self, request: GenerationRequest, parameters: SamplingParameters) -> ServerCall:
@@ -143,6 +146,14 @@ class SglangDialect:
     """SGLang's native server, which can also join a process group with the trainer."""
 
     shape: ResponseShape
+    #: As of `VllmDialect`. The counters move as responses end, the others every few steps.
+    progress_metrics: ClassVar = (
+        "sglang:generation_tokens_total",
+        "sglang:prompt_tokens_total",
+        "sglang:num_used_tokens",
+        "sglang:token_usage",
+        "sglang:gen_throughput",
+    )
 
     def generation(self, request: GenerationRequest, parameters: SamplingParameters) -> ServerCall:
         sampling = {
@@ -232,7 +243,7 @@ class SglangDialect:
             "master_port": group.port,
             "rank_offset": rank,
             "world_size": 1 + group.receivers,
-            "group_name": group.sender_name(sender),
+            "group_name": group.lane_name(sender),
             "backend": group_backend(),
         }
         return ServerCall("/init_weights_update_group", payload, check=_update_succeeded)

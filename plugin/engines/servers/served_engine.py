@@ -76,6 +76,7 @@ def sglang_command(config: JobConfig, model: str, port: int, max_model_len: int)
         "random_seed": config.seed,
         "context_length": max_model_len,
         "max_running_requests": config.rollout_max_batch,
+        "enable_metrics": True,
         "enable_return_routed_experts": config.wants_rollout_routes,
         # With the key, which everybody could read among the arguments.
         "config": str(Path(model) / _SETTINGS),
@@ -113,7 +114,6 @@ def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -
         "max_model_len": max_model_len,
         "max_num_seqs": max_batch,
         "enable_return_routed_experts": config.wants_rollout_routes,
-        "disable_log_stats": True,
         "worker_extension_cls": "plugin.engines.vllm.weights.WorkerExtension",
         "middleware": "plugin.engines.vllm.startup.RequireKey",
         **given,
@@ -192,7 +192,7 @@ class ServedEngine(HttpEngine):
             directory=directory,
             log=Path(config.run_dir or directory) / f"{name.replace(' ', '_')}.log",
         )
-        self.server.wait_until_ready(config.start_timeout)
+        self.server.wait_until_ready(config.load_patience)
 
     @contextlib.contextmanager
     def _alive(self) -> Iterator[None]:
@@ -217,9 +217,13 @@ class ServedEngine(HttpEngine):
             super().receive_weights(version, group, first)
 
     def step(self) -> list[Finished]:
-        """As `HttpEngine.step`."""
+        """As `HttpEngine.step`; `ServerEnded` also if the server generates nothing."""
         with self._alive():
-            return super().step()
+            finished = super().step()
+        [only] = self.pool.servers
+        if only.is_silent:
+            raise ServerEnded("the server has requests and has generated nothing for too long")
+        return finished
 
     def probe(
         self, request: GenerationRequest, parameters: SamplingParameters

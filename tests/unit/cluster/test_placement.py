@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from plugin.cluster.placement import (
+    Reservation,
     _numeric,
     check_cluster,
     check_machine,
+    on_this_machine,
+    plan_on_cluster,
     plan_resources,
     reward_places,
     torch_threads,
@@ -136,6 +140,66 @@ def test_an_engine_larger_than_every_node_has_a_bundle_per_gpu() -> None:
     # The GPUs are taken by vLLM's workers, the actor of the engine has none.
     assert plan.engine == {"CPU": 1.0} and plan.bundles_per_engine == 4
     check_cluster(plan, [{"CPU": 4.0, "GPU": 2.0}] * 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "shared"),
+    [
+        ({}, 1, True),  # a rank and an engine, one GPU
+        ({}, 2, False),
+        ({}, 0, False),  # slots of a CPU are not scarce
+        ({"tensor_model_parallel_size": 8, "rollout_engine": "vllm"}, 8, True),
+        ({"colocate": False}, 1, False),
+        ({"colocate": True}, 8, True),
+        # Engines that cannot give their memory back, and jobs whose engines never rest.
+        ({"rollout_engine": "sglang"}, 1, False),
+        ({"async_rollouts": True, "use_tis": True}, 1, False),
+        ({"tensor_model_parallel_size": 2}, 1, False),  # not even the ranks fit
+        ({"address": "auto"}, 1, False),  # a cluster has other machines
+    ],
+)
+def test_engines_share_the_trainers_gpus_where_there_are_none_beside_them(
+    given: dict[str, Any], gpus: int, shared: bool
+) -> None:
+    config = on_this_machine(JobConfig(**given), gpus=gpus)
+    assert config.colocate is shared
+    if shared:
+        check_machine(config, cores=8, gpus=gpus)
+        assert config.weight_transport == "ipc"
+
+
+def test_a_job_that_cannot_share_is_refused_with_what_it_would_take() -> None:
+    config = on_this_machine(JobConfig(rollout_engine="sglang"), gpus=1)
+    with pytest.raises(ConfigError, match=r"this machine has 1; .* share them with --colocate"):
+        check_machine(config, cores=8, gpus=1)
+
+
+def test_a_job_that_may_start_with_fewer_engines_needs_room_for_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 3.0}},
+        {"Alive": False, "Resources": {"CPU": 9.0}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    config = JobConfig(num_rollout_engines=4)
+    with pytest.raises(ClusterError, match=r"4 x .1 CPU. for engines"):
+        plan_on_cluster(config)
+    plan = plan_on_cluster(replace(config, min_rollout_engines=2))
+    assert plan.fewest_engines == 2 and len(plan.engines) == 4
+    with pytest.raises(ClusterError, match=r"3 x .1 CPU. for engines"):
+        plan_on_cluster(replace(config, min_rollout_engines=3))
+    nodes[0]["Resources"] = {"CPU": 5.0}
+    assert plan_on_cluster(replace(config, min_rollout_engines=4)).fewest_engines is None
+
+
+def test_engines_that_are_reserved_one_by_one_have_bundles_of_their_own() -> None:
+    together = Reservation("t", ["all"], [0])
+    assert together.bundle_of_engine(2, 4) == ("all", 8)
+    apart = Reservation("t", ["a", "b"], [0])
+    assert apart.bundle_of_engine(1, 4) == ("b", 0)
 
 
 def test_reward_workers_take_cpus_that_ranks_and_engines_leave() -> None:

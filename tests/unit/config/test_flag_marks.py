@@ -52,11 +52,13 @@ def test_the_flags_that_may_change_on_resume() -> None:
         "async_save",
         *(
             "start_timeout",
+            "load_timeout",
             "step_timeout",
             "weight_timeout",
             "ray_timeout",
             "rollout_timeout",
             "max_restarts",
+            "group_journal",
             "min_rollout_engines",
             "network_interface",
         ),

@@ -34,7 +34,7 @@ from tests.unit.controller.queue.test_rollout_queue import DirectEngines
 from tests.unit.engines.tiny_engines import loaded_engine
 from tests.unit.rewards.test_rewards import PARAMETERS
 
-pytestmark = pytest.mark.hostile
+pytestmark = [pytest.mark.hostile, pytest.mark.usefixtures("jumping_clock")]
 
 
 OWN = """

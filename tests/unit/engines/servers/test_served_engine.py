@@ -32,6 +32,8 @@ from tests.unit.engines.servers.misbehaving_server import STOP, TOKENS
 from tests.unit.engines.servers.stand_in_sglang import install
 from tests.unit.engines.tiny_engines import load
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 PARAMETERS = SamplingParameters(max_response_length=4, stop_token_ids=(STOP,))
 ROOT = str(Path(__file__).parents[4])
 REQUESTS = [GenerationRequest((10, 11), (7, 8))]
