@@ -44,14 +44,14 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "opsm_delta": {"opsm_delta": 100.0, "use_opsm": True},
     "rollout_temperature": {"rollout_temperature": 2.0},
 }  # fmt: skip
-#: Honored with fields of the batch: tests/unit/loss/test_sampling_mask_replay.py.
-WITH_FIELDS = {"rollout_top_p"}
+#: Honored with fields of the batch: test_sampling_mask_replay.py and test_score_centering.py in tests/unit/loss.
+WITH_FIELDS = {"rollout_top_p", "use_score_centering"}
 OBSERVING = {"get_mismatch_metrics", "recompute_loss_function"}
 BAD_VALUES = {
     "allgather_cp": True,
     "qkv_format": "bshd",
-    "use_score_centering": True,
     "custom_pg_loss_reducer_function_path": "own.reducer",
+    "skip_actor_forward_only": True,
     "true_on_policy_mode": True,
 }
 
