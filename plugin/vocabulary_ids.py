@@ -258,11 +258,22 @@ def _check_pair(
             f"{list(log_probs.shape)}; both are [response, k] per sample, ids are integers"
         )
     may_lack = ids_name == HEAD_IDS
+    unmasked = columns["loss_masks"].values != 0
+    if may_lack:
+        finite = log_probs.abs() <= _LARGEST_LOG_PROB
+        wrong_value = (ids >= 0) & ~finite & unmasked[:, None]
+        for place in wrong_value.nonzero()[:1].tolist():
+            sample, position = columns[ids_name].place_of(place[0])
+            raise BatchError(
+                f"{log_probs_name} of sample {numbers[sample]} is {float(log_probs[tuple(place)])} "
+                f"at position {position}, where the loss mask is 1; it must be finite. Mask the "
+                f"token or repair the {source} that reports it"
+            )
     faults = _faults(ids, log_probs, vocabulary, may_lack)
     if may_lack:
         faults.append((_not_kept(ids, kept_rows(columns)), "are not all among the kept ids"))
     for wrong, problem in faults:
-        bad = wrong & (columns["loss_masks"].values != 0)
+        bad = wrong & unmasked
         if bool(bad.any()):
             place = int(bad.nonzero()[0])
             column: Ragged = columns[ids_name]
@@ -304,7 +315,5 @@ def _faults(
         (mass > _MOST_MASS, "have probabilities that add up to more than 1"),
     ]
     if may_lack:
-        finite = log_probs.abs() <= _LARGEST_LOG_PROB
-        faults.append(((found & ~finite).any(dim=1), "have a log-prob that is not finite"))
         faults.append((~found.any(dim=1), "are all absent"))
     return faults

@@ -219,17 +219,19 @@ def loss_config_of(args: Any) -> LossConfig:
         return args
     check_slime_flags(args)
     centers = getattr(args, "use_score_centering", False)
-    topk = {"score_centering_topk": getattr(args, "score_centering_top_k", None) or 128}
+    topk = int(getattr(args, "score_centering_top_k", None) or 128)
     if hasattr(args, "policy_loss"):
         config = LossConfig.from_namespace(args)
-        return replace(config, **topk) if centers and not config.score_centering_topk else config
+        if centers and not config.score_centering_topk:
+            config = replace(config, score_centering_topk=topk)
+        return config
     found = {
         name: getattr(args, name)
         for name in LossConfig.setting_names()
         if getattr(args, name, None) is not None
     }
     if centers:
-        found |= topk
+        found["score_centering_topk"] = topk
     estimator = found.pop("advantage_estimator", None)
     named = getattr(args, "pg_loss_type", None) or estimator
     if estimator == "gspo" and named == "ppo":

@@ -165,7 +165,9 @@ def test_every_float_field_of_the_table_is_checked_where_unmasked(name: str) -> 
     value: Any = math.nan if FIELDS[name].shape == "scalar" else torch.tensor([-0.5, 0, math.nan])
     good = batch.columns[name][0]
     if FIELDS[name].shape == "topk":
-        value = torch.stack([torch.full((3,), -2.0), value], dim=1)
+        # The last sampler's head has one id, the first.
+        other = torch.full((3,), -2.0)
+        value = torch.stack([value, other] if "rollout" in name else [other, value], dim=1)
     with pytest.raises(BatchError, match=f"{name} of sample 1 is nan"):
         batch.with_column(name, [good, value]).check()
     if FIELDS[name].shape == "response":
@@ -209,8 +211,8 @@ def test_a_teachers_ids_are_different_ones_of_one_distribution(
         ([7, 12], [-1.0, -2.0], "contain an id outside the vocabulary of 12"),
         ([7, -2], [-1.0, -2.0], "contain an id outside the vocabulary of 12"),
         ([7, 1], [-0.1, -0.2], "add up to more than 1 at position 2"),
-        ([7, 1], [-1.0, math.nan], "have a log-prob that is not finite"),
-        ([7, 1], [-1.0, -math.inf], "have a log-prob that is not finite"),
+        ([7, 1], [-1.0, math.nan], "rollout_topk_log_probs of sample 1 is nan at position 2"),
+        ([7, 1], [-1.0, -math.inf], "rollout_topk_log_probs of sample 1 is -inf at position 2"),
         ([-1, -1], [-1.0, -2.0], "are all absent at position 2"),
         ([5, -1], [-1.0, -2.0], "are not all among the kept ids at position 2"),
     ],

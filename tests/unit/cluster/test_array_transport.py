@@ -184,6 +184,9 @@ def routed_answer(first: int) -> Rollouts:
             routed_experts=torch.full((total, 6, 1), number, dtype=torch.int8)
             + torch.arange(6, dtype=torch.int8)[:, None],
             sampling_mask=Ragged(torch.tensor([number, number, 99]), [1, 2]),
+            head=SamplerHead(
+                torch.tensor([[number, -1], [99, number]]).int(), torch.full((2, 2), -1.0)
+            ),
         )
 
     samples = iter(range(first, first + 7))

@@ -242,7 +242,7 @@ def test_low_var_kl_is_not_bounded_before_its_weight() -> None:
         (["--use_tiss"], "did you mean --use-tis?"),
         (["--eps-clip-hihg=0.28"], "did you mean --eps-clip-high?"),
         (["--qkv-format", "bshd"], "--qkv-format is bshd: "),
-        (["--use-score-centering"], "--use-score-centering is True: "),
+        (["--skip-actor-forward-only"], "--skip-actor-forward-only is True: "),
     ],
 )
 def test_the_check_of_slimes_flags_does_not_pass_over(
@@ -255,4 +255,5 @@ def test_the_check_of_slimes_flags_does_not_pass_over(
 def test_the_check_of_slimes_flags_does_not_refuse_their_other_flags() -> None:
     others = ["--rollout-stop", "x", "--custom-generate-function-path", "a.b", "--lr", "1e-6"]
     others += ["--disable-grpo-std-normalization", "--use-opsm", "--rollout-top-k", "20"]
+    others += ["--use-score-centering"]
     assert check_flags(others) == 0

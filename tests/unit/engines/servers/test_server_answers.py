@@ -188,8 +188,8 @@ def test_both_servers_are_asked_for_their_likeliest_ids_and_understood() -> None
         head = dialect.parse(body, REQUEST, HEADED, 1).head
         assert head is not None
         assert head.ids.tolist() == [[3, 5], [9, 1], [7, -1]]
-        numbers = [[-0.4, -1.5], [-0.2, -2.0], [-0.1, 0.0]]
-        assert head.log_probs.tolist() == pytest.approx(torch.tensor(numbers).tolist())
+        numbers = torch.tensor([[-0.4, -1.5], [-0.2, -2.0], [-0.1, 0.0]])
+        assert torch.equal(head.log_probs, numbers)
 
 
 @pytest.mark.parametrize(
