@@ -179,7 +179,7 @@ def _weights(
         weights = -torch.where(candidates.mask, slope, 0.0)
         if chain is not None:
             weights = weights * chain.weights_of_tokens(args, candidates)
-    return weights.view(len(head.cur), -1)
+    return weights.view(head.cur.shape[0], head.cur.shape[1] + 1)
 
 
 def _candidates(inputs: LossInputs, head: Head, tails: Tails, config: LossConfig) -> LossInputs:

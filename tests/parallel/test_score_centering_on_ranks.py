@@ -28,7 +28,7 @@ K = 6
 MASK = "plugin.ppo_utils.geometric_mask_function"
 CENTERED = {"score_centering_topk": K}
 PROBLEMS: dict[str, dict[str, Any]] = {
-    "icepop": {**CENTERED, "policy_loss": "icepop", "icepop_ratio_low": 0.5},
+    "reinforce": {**CENTERED, "policy_loss": "reinforce"},
     "tis and mask": {
         **CENTERED,
         "policy_loss": "reinforce",
@@ -95,7 +95,7 @@ def test_a_centered_step_is_that_of_one_process(run_ranks: RunRanks, name: str) 
     if not _in_one_process:
         whole = {"micro_batch_size": 64, "fused_lm_head": "off"}
         uncut = {key: {**p, **whole} for key, p in PROBLEMS.items()}
-        uncut["not centered"] = {**uncut["icepop"], "score_centering_topk": 0}
+        uncut["not centered"] = {**uncut["reinforce"], "score_centering_topk": 0}
         _in_one_process.update(run_ranks(centered_steps, 1, start, uncut, False)[0])
     plain = _in_one_process["not centered"].steps[0]
     cut = {key: {**p, **ONE_BY_ONE, "fused_lm_head": "off"} for key, p in PROBLEMS.items()}
@@ -110,4 +110,4 @@ def test_a_centered_step_is_that_of_one_process(run_ranks: RunRanks, name: str) 
         assert metrics["score_centering/size"] > 0.01
         assert 0.05 < metrics["score_centering/head_mass"] < 1
         assert (metrics["padding_microbatch_share"] > 0) == (name == "DP2")
-    assert found["icepop"].steps[0].grad_norm != pytest.approx(plain.grad_norm, rel=0.005)
+    assert found["reinforce"].steps[0].grad_norm != pytest.approx(plain.grad_norm, rel=0.05)
