@@ -7,11 +7,11 @@ SEED ?= 1234
 PYTHON_LATEST ?= $(or $(wildcard $(shell pyenv prefix 3.12 2>/dev/null)/bin/python3.12),python3.12)
 BIN := .venv/bin
 # Requirement files that are pins only.
-AUDITED := cpu mcore-latest vllm adapters skyrl real kernels
+AUDITED := cpu gpu-vllm mcore-latest vllm adapters skyrl real kernels te
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test test-mcore-latest lint format train bench lock clean
-.PHONY: train-real train-math evidence evidence-math precision bench-jobs bench-jobs-real bench-scale docs venv-gpu venv-gpu-mcore-latest test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels test-real test-all audit soak
+.PHONY: train-real train-math evidence evidence-math precision bench-jobs bench-jobs-real bench-scale docs venv-gpu test-environments lock-gpu test-te test-gpu test-slow test-families test-adapters test-skyrl test-vllm test-kernels test-real test-all audit soak
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -49,25 +49,21 @@ test-families: venv ## every model family on every layout against transformers; 
 
 # Transformer Engine and flash-attn are compiled against the torch that is installed: hence no build isolation, and a CUDA
 # toolkit (nvcc) is needed. torch has to be a CUDA build: choose pip's index (PIP_INDEX_URL) where the default has none.
-define gpu_environment
-	$(1) -m venv $(2)
-	$(2)/bin/python -m pip install --quiet --upgrade pip
-	$(2)/bin/python -m pip install --quiet torch==$(3) setuptools wheel ninja pybind11 packaging
-	$(2)/bin/python -m pip install --quiet -r $(4)
-	$(2)/bin/python -m pip install --quiet --no-build-isolation -r $(5)
-	$(2)/bin/python -m pip install --quiet --no-deps --editable .
-	@touch $(2)/ready
-endef
+# Transformer Engine reads cuDNN's headers, which are in torch's packages and in no toolkit; flash-attn would compile every
+# kernel for four architectures.
+CUDA_ARCHS ?= 80;90
+venv-gpu: .venv-gpu/ready ## build .venv-gpu: CUDA torch, vLLM, Transformer Engine, flash-attn (needs nvcc, compiles for a while)
 
-venv-gpu: .venv-gpu/ready ## build .venv-gpu: CUDA torch, Transformer Engine, flash-attn (needs nvcc, compiles for a while)
-
-.venv-gpu/ready: requirements/gpu.txt requirements/cpu.txt setup.py
-	$(call gpu_environment,$(PYTHON),.venv-gpu,$(TORCH),requirements/cpu.txt,requirements/gpu.txt)
-
-venv-gpu-mcore-latest: .venv-gpu-mcore-latest/ready ## the same for the newest Megatron-Core (Python 3.12)
-
-.venv-gpu-mcore-latest/ready: requirements/gpu-mcore-latest.txt requirements/mcore-latest.txt setup.py
-	$(call gpu_environment,$(PYTHON_LATEST),.venv-gpu-mcore-latest,2.14.1,requirements/mcore-latest.txt,requirements/gpu-mcore-latest.txt)
+.venv-gpu/ready: requirements/gpu.txt requirements/gpu-vllm.txt setup.py
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet --upgrade pip
+	.venv-gpu/bin/python -m pip install --quiet torch==$(TORCH) setuptools wheel ninja pybind11 packaging
+	.venv-gpu/bin/python -m pip install --quiet -r requirements/gpu-vllm.txt
+	CPLUS_INCLUDE_PATH="$$(echo $(CURDIR)/.venv-gpu/lib/python3*/site-packages/nvidia/cudnn/include)$${CPLUS_INCLUDE_PATH:+:$$CPLUS_INCLUDE_PATH}" \
+		FLASH_ATTN_CUDA_ARCHS="$(CUDA_ARCHS)" \
+		.venv-gpu/bin/python -m pip install --quiet --no-build-isolation -r requirements/gpu.txt
+	.venv-gpu/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
 
 test-gpu: ## what this machine's GPUs can hold, in .venv-gpu; says of every file it skipped why
 	@test -e .venv-gpu/ready || { echo "make venv-gpu builds the environment of the GPU suites; run it first"; exit 1; }
@@ -113,6 +109,14 @@ test-vllm: .venv-vllm/ready ## rollouts from vLLM: in the job's process and from
 test-kernels: .venv-kernels/ready ## Triton kernels: binaries for sm_80, sm_90 and sm_100, results in the interpreter; no GPU needed
 	.venv-kernels/bin/python -m pytest tests/unit/logprobs/kernels -rs -m ""
 
+# Transformer Engine without its libraries, on top of .venv.
+.venv-te/ready: requirements/te.txt .venv/ready
+	$(call overlay_environment,.venv-te,$(PYTHON),.venv,requirements/te.txt)
+	@touch $@
+
+test-te: .venv-te/ready ## Transformer Engine's own Python: kernels it would choose, marks of its weights, exports; no GPU needed
+	.venv-te/bin/python -m pytest tests/te -rs
+
 # A pretrained model and its task, on top of .venv; the model is converted once and kept below runs/.
 .venv-real/ready: requirements/real.txt .venv/ready
 	$(call overlay_environment,.venv-real,$(PYTHON),.venv,requirements/real.txt)
@@ -126,13 +130,15 @@ test-real: venv runs/real_model/model .venv-vllm/ready ## a pretrained model: ra
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest tests/real -o tmp_path_retention_policy=failed
 
 test-all: ## every suite that a machine without GPUs runs, one after the other; the audit of the pins needs pypi.org and is left out
-	$(MAKE) lint test test-slow test-families test-vllm test-adapters test-kernels test-skyrl test-mcore-latest test-real docs
+	$(MAKE) lint test test-slow test-environments test-families test-vllm test-adapters test-kernels test-te test-skyrl test-mcore-latest test-real docs
 
-# In an environment of its own: what it needs is no part of what it looks at.
+# In an environment of its own: what it needs is no part of what it looks at. File by file: if one has hashes,
+# pip-audit wants them of all. Strict: what the index knows nothing of is no pin without vulnerabilities.
 audit: ## known vulnerabilities of every pin (asks pypi.org)
 	test -d .venv-audit || $(PYTHON) -m venv .venv-audit
 	.venv-audit/bin/python -m pip install --quiet pip-audit==2.10.1
-	.venv-audit/bin/pip-audit --no-deps --disable-pip $(foreach file,$(AUDITED),-r requirements/$(file).txt)
+	failed=; for file in $(AUDITED); do echo "requirements/$$file.txt"; \
+		.venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r requirements/$$file.txt || failed=1; done; test -z "$$failed"
 
 docs: venv ## the documentation site in site/; broken links are errors
 	$(BIN)/python -m docs.write_reference
@@ -180,11 +186,23 @@ bench-jobs: venv ## of these, whole jobs alone: about 10 minutes
 	$(BIN)/python -m benchmarks --with-peers --only jobs job-growth
 	$(BIN)/python -m benchmarks.job_figure
 
-bench-scale: venv ## what the driver spends per step with up to 256 simulated engines and 512 ranks, some minutes
+bench-scale: venv runs/real_model/model ## what the driver spends per step with up to 256 simulated engines and 512 ranks, some minutes
 	$(BIN)/python -m benchmarks.scale_bench
+	$(BIN)/python -m benchmarks.reward_bench --tokenizer runs/real_model/model
 
 soak: venv ## an hour of asynchronous training with random kills: does every prompt add up?
 	$(BIN)/python -m benchmarks.soak
+
+# uv: it reads the metadata of packages alone; pip would download gigabytes.
+.venv-environments/ready: requirements/environments.txt .venv/ready
+	$(call overlay_environment,.venv-environments,$(PYTHON),.venv,requirements/environments.txt)
+	@touch $@
+
+test-environments: .venv-environments/ready ## every documented environment resolves, with the pins it is documented with
+	.venv-environments/bin/python -m pytest tests/unit/test_environments_resolve.py -m slow -rs
+
+lock-gpu: .venv-environments/ready ## write the versions that go with vLLM and this torch to requirements/gpu-vllm.txt
+	.venv-environments/bin/python requirements/lock_gpu.py $(TORCH)
 
 lock: venv ## write the pins of the current .venv, with hashes, to requirements/cpu.txt
 	$(BIN)/python -m pip freeze --exclude-editable | $(BIN)/python requirements/lock.py

@@ -48,7 +48,8 @@ setup(
         ],
         "math": ["math-verify>=0.9"],
         "gpu": ["transformer-engine[core_cu13,pytorch]>=2.9,<2.12", "flash-attn<=2.8.3"],
-        "vllm": ["vllm"],
+        # vLLM asks for one torch exactly: 0.32 for the 2.13.0 that the extra `gpu` is built for here.
+        "vllm": ["vllm>=0.32,<0.33"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
     },
     entry_points={"console_scripts": ["megatron-tis = plugin.cli:main"]},

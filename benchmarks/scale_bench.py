@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -173,8 +173,8 @@ def measure(engines: int, ranks: int, steps: int) -> dict[str, float]:
     )
     SimulatedPool.hosts = hosts
     console = Console()
-    nothing: Any = SimpleNamespace()
-    pool = SimulatedPool(config, {}, nothing, nothing, console)
+    plan: Any = SimpleNamespace(fewest_engines=None)
+    pool = SimulatedPool(config, {}, plan, cast(Any, None), console)
     pool.wait_until_ready()
     task = CopyDigitsTask(CharacterTokenizer(ALPHABET), seed=1)
     queue = RolloutQueue(task, pool, SamplingParameters(max_response_length=TOKENS), config)

@@ -3,29 +3,33 @@
     python -m benchmarks.soak                      # what `make soak` runs: an hour
     python -m benchmarks.soak --minutes 5 --seconds-between-kills 20
 
-Starts `megatron-tis train` as a user would, kills or freezes a process of any kind (engine, trainer rank, driver, Ray's
-raylet and GCS) at random times, goes on with `--resume` where the job ends by that, ends it as Ctrl-C would, and prints
-what became of every prompt, how memory grew and how fast it went.
+Starts `megatron-tis train` as a user would and every minute kills, freezes or pauses a process of a random kind: engine,
+trainer rank, reward worker, driver, the process that waits for it, Ray's raylet, GCS and agents. Where the job ends by
+that, it goes on with `--resume`. Ends the job as Ctrl-C would, and prints what became of every prompt, which processes
+outlived a job, how memory grew and how fast it went. It signals descendants of the job that it started, nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import random
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
+from plugin.config import JobConfig
 from plugin.observe.run_record import read_prompts, read_run
+from plugin.tasks.copy_digits import CopyDigitsTask
 
 ENGINES = 2
 JOB = [
@@ -34,66 +38,120 @@ JOB = [
     *("--rollout-batch-size", "8", "--n-samples-per-prompt", "4"),
     *("--num-rollouts", "1000000", "--save-interval", "10", "--rollout-timeout", "30"),
     *("--step-timeout", "120", "--ray-timeout", "20"),
+    *("--task-path", "benchmarks.soak:task", "--reward-workers", "1", "--reward-timeout", "20"),
     # Kills are not progress: on a slow machine several can hit the same engine before it has answered once.
     *("--max-restarts", "20"),
     *("--use-tis", "--rollout-quantization", "int8", "--lr", "1e-4"),
 ]
+#: Role -> how the name of its program, module or Ray actor begins.
 ROLES = {
     "engine": "ray::EngineActor",
     "trainer rank": "ray::TrainerRank",
+    "reward worker": "plugin.rewards.pool",
     "raylet": "raylet",
     "GCS": "gcs_server",
+    "Ray's agents": ("ray::DashboardAgent", "ray::RuntimeEnvAgent"),
 }
-#: An engine is lost most often: there are most of them.
-ATTACKS = (
-    *(("engine", signal.SIGKILL),) * 3,
-    *(("engine", signal.SIGSTOP),) * 2,
-    *(("trainer rank", signal.SIGKILL),) * 2,
-    ("trainer rank", signal.SIGSTOP),
-    ("driver", signal.SIGKILL),
-    ("raylet", signal.SIGKILL),
-    ("raylet", signal.SIGSTOP),
-    ("GCS", signal.SIGKILL),
-    ("GCS", signal.SIGSTOP),
+How = Literal["killed", "frozen", "paused"]
+#: All of them happen before one happens again. What is paused goes on after `PAUSE_SECONDS`, which no deadline of the
+#: job is shorter than. Nobody but the user can tell a frozen driver from one that was stopped on purpose.
+ATTACKS: tuple[tuple[str, How], ...] = (
+    *(("engine", "killed"), ("engine", "killed"), ("engine", "frozen"), ("engine", "paused")),
+    *(("trainer rank", "killed"), ("trainer rank", "frozen"), ("trainer rank", "paused")),
+    *(("reward worker", "killed"), ("reward worker", "frozen")),
+    *(("driver", "killed"), ("driver", "paused"), ("command", "killed")),
+    *(("raylet", "killed"), ("raylet", "frozen"), ("raylet", "paused")),
+    *(("GCS", "killed"), ("GCS", "frozen"), ("GCS", "paused")),
+    ("Ray's agents", "killed"),
 )
+PAUSE_SECONDS = 5.0
 #: Starts in a row that end before their first step.
 MOST_FAILED_STARTS = 3
 #: At the end, in which what the last attack did is found and mended.
 QUIET_SECONDS = 120.0
 SAMPLE_SECONDS = 10.0
+#: What is left of a job so long after its end stays for good; Ray's agents take a minute.
+LINGER_SECONDS = 90.0
+#: From a start to its first step, on a busy machine.
+START_SECONDS = 600.0
 MEGABYTE = 1 << 20
+
+
+def task(config: JobConfig, tokenizer: Any) -> CopyDigitsTask:
+    """The built-in task, as a user's own: its rewards are computed in a worker."""
+    return CopyDigitsTask(tokenizer, seed=config.seed)
 
 
 @dataclass
 class Watch:
     """What was done to the job and what it used.
 
-    memory: (seconds, process id, MB) per role, every few seconds
+    attacks: how often, by role and way
     resumed: how often the job ended and was resumed
+    memory: (seconds, process id, MB) per role, every few seconds
+    family: the processes of the job that runs
+    ended: families of jobs that ended, and when
+    outlived: names of processes that were still there long after their job
+    longest_stall: seconds without a step, restarts of the job included
     """
 
-    kills: Counter[str] = field(default_factory=Counter)
+    attacks: Counter[str] = field(default_factory=Counter)
     resumed: int = 0
     memory: dict[str, list[tuple[float, int, float]]] = field(default_factory=dict)
+    family: set[psutil.Process] = field(default_factory=set)
+    ended: list[tuple[float, set[psutil.Process]]] = field(default_factory=list)
+    outlived: list[str] = field(default_factory=list)
+    longest_stall: float = 0.0
+
+
+def name_of(process: psutil.Process) -> str:
+    """Its actor, its module (after `-m`) or its program."""
+    words = process.cmdline() or [process.name()]
+    module = words.index("-m") + 1 if "-m" in words[:3] else 0
+    return Path(words[module]).name
 
 
 def members(job: psutil.Process) -> dict[str, list[psutil.Process]]:
-    """The job's processes by role; the process that the user started waits for the driver, its only child."""
-    found: dict[str, list[psutil.Process]] = {"driver": [], **{role: [] for role in ROLES}}
+    """The job's processes by role; `job` waits for the driver, its only child."""
+    found: dict[str, list[psutil.Process]] = {role: [] for role in ROLES}
     try:
-        found["driver"] = job.children()
+        found |= {"command": [job], "driver": job.children()}
         family = job.children(recursive=True)
     except psutil.Error:
-        return found
+        return {"command": [], "driver": [], **found}
     for process in family:
         try:
-            title = Path(" ".join(process.cmdline()[:1])).name
+            name = name_of(process)
         except psutil.Error:
             continue
-        for role, name in ROLES.items():
-            if title.startswith(name):
+        for role, beginnings in ROLES.items():
+            if name.startswith(beginnings):
                 found[role].append(process)
     return found
+
+
+def note_family(job: psutil.Process, watch: Watch) -> None:
+    """Adds processes that have come since the last look."""
+    with contextlib.suppress(psutil.Error):
+        watch.family |= {job, *job.children(recursive=True)}
+
+
+def end_family(watch: Watch) -> None:
+    """The job has ended: what it has left behind is looked at later."""
+    watch.ended.append((time.monotonic(), watch.family))
+    watch.family = set()
+
+
+def note_outlived(watch: Watch) -> None:
+    """Names and ends what outlived its job by `LINGER_SECONDS`."""
+    while watch.ended and time.monotonic() > watch.ended[0][0] + LINGER_SECONDS:
+        for process in watch.ended.pop(0)[1]:
+            try:
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    watch.outlived.append(f"{name_of(process)} ({process.status()})")
+                    process.kill()
+            except psutil.Error:
+                continue
 
 
 def sample_memory(job: psutil.Process, watch: Watch, seconds: float) -> None:
@@ -107,29 +165,59 @@ def sample_memory(job: psutil.Process, watch: Watch, seconds: float) -> None:
             watch.memory.setdefault(role, []).append((seconds, process.pid, used))
 
 
-def kill_something(job: psutil.Process, watch: Watch, draw: random.Random) -> None:
-    """Kills or freezes one process, if the chosen role has one that runs."""
-    role, how = draw.choice(ATTACKS)
-    running = [p for p in members(job)[role] if p.is_running()]
-    running = [p for p in running if p.status() != psutil.STATUS_STOPPED]
-    if running:
-        os.kill(draw.choice(running).pid, how)
-        watch.kills[f"{role} {'frozen' if how == signal.SIGSTOP else 'killed'}"] += 1
+def attack(job: psutil.Process, role: str, how: How, draw: random.Random) -> tuple[int, str] | None:
+    """Kills, freezes or pauses one process of a role; its id and name, or None if none runs."""
+    try:
+        running = [p for p in members(job)[role] if p.status() not in ("stopped", "zombie")]
+        if not running:
+            return None
+        target = draw.choice(running)
+        name = name_of(target)
+        # psutil checks that the number still belongs to this process.
+        target.send_signal(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    except psutil.Error:
+        return None
+    if how == "paused":
+        threading.Timer(PAUSE_SECONDS, resume_process, (target,)).start()
+    return target.pid, name
+
+
+def resume_process(process: psutil.Process) -> None:
+    """Lets a paused process go on, if it is still there."""
+    with contextlib.suppress(psutil.Error):
+        process.resume()
+
+
+def attack_something(
+    job: psutil.Process, watch: Watch, deck: list[tuple[str, How]], draw: random.Random
+) -> str | None:
+    """Attacks what comes next in `deck`, which is refilled when it is empty; says what was done."""
+    if not deck:
+        deck += ATTACKS
+        draw.shuffle(deck)
+    note_family(job, watch)
+    role, how = deck.pop()
+    done = attack(job, role, how, draw)
+    if done is None:
+        return None
+    watch.attacks[f"{role} {how}"] += 1
+    return f"{role} {how}: process {done[0]}, {done[1]}"
 
 
 def start(run_dir: Path, *more: str) -> subprocess.Popen[bytes]:
     """The job, which adds to its log."""
     command = [sys.executable, "-m", "plugin", "train", "--run-dir", str(run_dir), *JOB, *more]
-    with (run_dir.parent / f"{run_dir.name}.log").open("a") as log:
+    with log_of(run_dir).open("a") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
 def resume(run_dir: Path, watch: Watch) -> subprocess.Popen[bytes]:
     """The job again after it has ended, with its first step made; it may need several starts."""
     for _ in range(MOST_FAILED_STARTS):
+        end_family(watch)
         watch.resumed += 1
         process = start(run_dir, "--resume")
-        wait_for_step(process, run_dir, steps_made(run_dir) + 1)
+        wait_for_step(process, run_dir, steps_made(run_dir) + 1, watch)
         if process.poll() is None:
             break
     return process
@@ -138,33 +226,57 @@ def resume(run_dir: Path, watch: Watch) -> subprocess.Popen[bytes]:
 def run(minutes: float, between: float, run_dir: Path, seed: int) -> tuple[Watch, float, int]:
     """Runs the job for so long: what was done to it, how long it took, and its exit code."""
     process, watch, draw = start(run_dir), Watch(), random.Random(seed)
-    wait_for_step(process, run_dir, 1)  # start-up is not part of the hour
+    deck: list[tuple[str, How]] = []
+    wait_for_step(process, run_dir, 1, watch)  # start-up is not part of the hour
     began = time.monotonic()
-    next_kill, next_sample = began + between, began
+    next_attack, next_sample = began + between, began
+    size, stepped = 0, began
     while (now := time.monotonic()) < began + minutes * 60:
         if process.poll() is not None:
             process = resume(run_dir, watch)
             if process.poll() is not None:
                 break
-            next_kill = time.monotonic() + between
+            next_attack = time.monotonic() + between
         job = psutil.Process(process.pid)
         # It is to end by Ctrl-C, not by the last attack.
-        if now >= next_kill and now < began + minutes * 60 - QUIET_SECONDS:
-            kill_something(job, watch, draw)
-            next_kill += between
+        if now >= next_attack and now < began + minutes * 60 - QUIET_SECONDS:
+            said = attack_something(job, watch, deck, draw)
+            if said is not None:
+                note(run_dir, f"{(now - began) / 60:.1f} min: {said}")
+                next_attack = time.monotonic() + between
         if now >= next_sample:
+            note_family(job, watch)
             sample_memory(job, watch, now - began)
+            note_outlived(watch)
             next_sample += SAMPLE_SECONDS
             show_progress(now - began, minutes * 60, run_dir, watch)
+        if (grown := (run_dir / "metrics.jsonl").stat().st_size) != size:
+            watch.longest_stall = max(watch.longest_stall, time.monotonic() - stepped)
+            size, stepped = grown, time.monotonic()
         time.sleep(0.2)
     elapsed = time.monotonic() - began
-    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    if process.poll() is None:
+        note_family(psutil.Process(process.pid), watch)
     # As Ctrl-C, which a process in the background of a shell never sees.
     process.send_signal(signal.SIGTERM)
     code = process.wait(timeout=300)
-    _, left = psutil.wait_procs(family, timeout=120)
-    print(f"\nended with exit code {code}; {len(left)} processes left behind")
+    end_family(watch)
+    while watch.ended:
+        time.sleep(1)
+        note_outlived(watch)
+    print(f"\nended with exit code {code}")
     return watch, elapsed, code
+
+
+def log_of(run_dir: Path) -> Path:
+    """What the job prints, and the attacks between."""
+    return run_dir.parent / f"{run_dir.name}.log"
+
+
+def note(run_dir: Path, text: str) -> None:
+    """Writes a line of the soak into the log of the job."""
+    with log_of(run_dir).open("a") as log:
+        log.write(f"\n[soak] {time.strftime('%H:%M:%S')} {text}\n")
 
 
 def steps_made(run_dir: Path) -> int:
@@ -173,10 +285,17 @@ def steps_made(run_dir: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, steps: int) -> None:
+def wait_for_step(
+    process: subprocess.Popen[bytes], run_dir: Path, steps: int, watch: Watch
+) -> None:
     """Waits until the run has so many lines of metrics, or the job has ended."""
+    deadline = time.monotonic() + START_SECONDS
     while steps_made(run_dir) < steps and process.poll() is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no step within {START_SECONDS:g} s; see {log_of(run_dir)}")
         time.sleep(0.2)
+    if process.poll() is None:
+        note_family(psutil.Process(process.pid), watch)
 
 
 def show_progress(seconds: float, total: float, run_dir: Path, watch: Watch) -> None:
@@ -184,7 +303,7 @@ def show_progress(seconds: float, total: float, run_dir: Path, watch: Watch) -> 
     steps = steps_made(run_dir)
     done = int(30 * seconds / total)
     bar = "#" * done + "." * (30 - done)
-    text = f"[{bar}] {seconds / 60:5.1f} min  {steps} steps  {sum(watch.kills.values())} kills"
+    text = f"[{bar}] {seconds / 60:5.1f} min  {steps} steps  {watch.attacks.total()} attacks"
     print("\r" + text, end="", file=sys.stderr, flush=True)
 
 
@@ -192,7 +311,7 @@ def prompt_account(run_dir: Path) -> dict[str, Any]:
     """What became of the prompts, from prompts.jsonl, against the counters of the last step."""
     rollouts = read_prompts(run_dir)
     last = read_run(run_dir).steps[-1]
-    log = (run_dir.parent / f"{run_dir.name}.log").read_text(errors="replace")
+    log = log_of(run_dir).read_text(errors="replace")
     trained = [index for rollout in rollouts for index in rollout["trained"]]
     dropped: Counter[str] = Counter()
     for rollout in rollouts:
@@ -247,7 +366,7 @@ def summary(watch: Watch, elapsed: float, run_dir: Path) -> str:
         "| | |",
         "|---|---|",
         f"| time | {elapsed / 60:.0f} minutes after start-up |",
-        *(f"| {what} | {count} times |" for what, count in sorted(watch.kills.items())),
+        *(f"| {what} | {count} times |" for what, count in sorted(watch.attacks.items())),
         f"| restarts | {account['engine_restarts']} of engines, {account['trainer_restarts']} of the trainer, "
         f"{watch.resumed} of the job (`--resume`) |",
         f"| prompts issued | {account['issued']} |",
@@ -255,6 +374,9 @@ def summary(watch: Watch, elapsed: float, run_dir: Path) -> str:
         f"| dropped | {account['dropped']['stale']} too old, {account['dropped']['failed']} failed |",
         f"| under way at the end | {account['under_way_at_the_end']} |",
         f"| adds up | {'yes' if account['adds_up'] else 'NO'} |",
+        f"| longest time without a step | {watch.longest_stall:.0f} s |",
+        f"| processes that outlived their job by {LINGER_SECONDS:g} s | "
+        f"{', '.join(watch.outlived) or 'none'} |",
         f"| steps that count | {account['steps']} ({rate:.1f} a minute; {account['steps_computed']} were computed, "
         "the others after a checkpoint that a rank's death sent the job back to) |",
     ]
@@ -279,7 +401,8 @@ def main() -> int:
         options.minutes, options.seconds_between_kills, options.run_dir, options.seed
     )
     print(summary(watch, elapsed, options.run_dir))
-    return 0 if code == 130 and prompt_account(options.run_dir)["adds_up"] else 1
+    adds_up = prompt_account(options.run_dir)["adds_up"]
+    return 0 if code == 130 and adds_up and not watch.outlived else 1
 
 
 if __name__ == "__main__":

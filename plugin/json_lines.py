@@ -18,6 +18,8 @@ from typing import Any
 
 #: Of a file of settings, and of what the anchors in one may stand for.
 _MOST_BYTES, _MOST_YAML_NODES = 64 << 20, 100_000
+#: Of one line: no sample is that long.
+_MOST_LINE_BYTES = 256 << 20
 
 
 def require_file(path: Path) -> None:
@@ -81,7 +83,11 @@ def read_json_lines(path: Path) -> Iterator[JsonLine]:
     offset = 0
     require_file(path)
     with open(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
+        for number, raw in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES + 1), b""), 1):
+            if len(raw) > _MOST_LINE_BYTES:
+                limit = f"longer than {_MOST_LINE_BYTES >> 20} MB; nothing after it is read"
+                yield JsonLine(number, len(raw), None, limit)
+                return
             text = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if text.strip():
                 value, problem = _parse(text, offset + len(raw) - len(text), path)

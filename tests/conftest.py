@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,17 @@ class _Schedule(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     return _Schedule(config, log)
+
+
+@pytest.fixture
+def jumping_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock is set forth and back by hours whenever somebody reads it.
+
+    A deadline by this clock passes at once, or never: modules that test deadlines use this fixture.
+    """
+    hours, read = itertools.cycle((0.0, 6.0, -6.0)), time.time
+    monkeypatch.setattr(time, "time", lambda: read() + 3600 * next(hours))
+    monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
 
 
 @pytest.fixture(scope="session")

@@ -41,9 +41,11 @@ NIGHTLY_SUITES = (
     Suite("vllm", "make test-vllm", 60),
     Suite("adapters", "make test-adapters", 30),
     Suite("kernels", "make test-kernels", 20),
+    Suite("te", "make test-te", 20),
     Suite("skyrl", "make test-skyrl", 45),
     Suite("mcore-latest", "make test-mcore-latest", 90),
     Suite("real", "make test-real", 60),
+    Suite("environments", "make test-environments", 15),
     Suite("audit", "make audit", 15),
 )
 

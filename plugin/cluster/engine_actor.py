@@ -6,12 +6,15 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 
 from plugin.batch_types import with_checked_routes
 from plugin.cluster.array_transport import Arrays, apart
+from plugin.cluster.environment_actor import RemoteEnvironments
+from plugin.cluster.interfaces import set_network
 from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
 from plugin.engines.choice import make_engine
@@ -27,6 +30,9 @@ from plugin.weights.group import WeightGroup
 
 #: Ray's concurrency groups: a thread each for loading weights and for waiting for groups.
 WEIGHTS, ANSWERS = "weights", "answers"
+
+#: Where the pool names to vLLM the bundles of an engine that is larger than a node.
+BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
 
 
 def answer_parts(config: JobConfig) -> int:
@@ -54,6 +60,12 @@ class EngineActor(ReportingActor):
     ) -> None:
         super().__init__()
         os.environ.update(environment)  # before anything looks for GPUs
+        if config.network_interface is not None or BUNDLES not in environment:
+            # vLLM would hand the names on to workers of nodes where they may be others.
+            import ray
+
+            address = ray.util.get_node_ip_address()
+            set_network(config, address, gloo_stays_here=config.address is None)
         self.use_threads(config, "engine", hf_config)
         self._reads_views = config.engine_traits.reads_views
         self._interrupts = config.partial_rollouts
@@ -67,7 +79,8 @@ class EngineActor(ReportingActor):
                 "its memory to the trainer; give it sleep(level) and wake(part), or drop --colocate"
             )
         self._stream = ResponseStream(self._engine, config.rollout_max_batch)
-        self._server = GroupServer(choose_player(config)(self._stream)).start()
+        player = choose_player(config, partial(RemoteEnvironments, config))
+        self._server = GroupServer(player(self._stream)).start()
         self.health = self._engine.health
         self.submit, self.cancel = self._server.submit, self._server.cancel
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import heapq
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plugin.cluster.array_transport import rejoined
+from plugin.cluster.assignments import Assignments
 from plugin.cluster.directory_lock import OwnedDirectory
-from plugin.cluster.engine_actor import ANSWERS, WEIGHTS, EngineActor, answer_parts
+from plugin.cluster.engine_actor import ANSWERS, BUNDLES, WEIGHTS, EngineActor, answer_parts
 from plugin.cluster.placement import Reservation, ResourcePlan
 from plugin.cluster.remote_calls import EndedCalls, result_of, wait_for_all
 from plugin.cluster.trainer_actor import RankPlace
@@ -36,11 +36,8 @@ from plugin.weights.group import WeightGroup
 
 _IDLE_SECONDS = 0.2
 _LOAD_POLL_SECONDS = 0.05
-_HUNG_CHECK_SECONDS = 1.0
 #: How often engines that have groups are asked for their progress.
 _PROGRESS_SECONDS = 10.0
-#: Entries of a heap that may be outdated, besides four per engine.
-_OUTDATED_LOADS = 64
 
 
 @dataclass
@@ -84,107 +81,6 @@ class Probed:
     engine: int
     actor: Any
     answers: list[ProbeAnswer]
-
-
-class Assignments:
-    """Which engine has which group, and since when; which engines may get more.
-
-    patience: seconds without progress after which an engine that has groups counts as hung
-    """
-
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
-        self._engine_of: dict[int, int] = {}
-        # Engine -> its groups with the time when they were sent, the oldest first.
-        self._groups: defaultdict[int, dict[int, float]] = defaultdict(dict)
-        self._last_progress: dict[int, float] = {}
-        self._progress: dict[int, int] = {}
-        self._checked = -math.inf
-        self._open: set[int] = set()
-        # (groups, engine); what is no longer true is skipped when it comes up.
-        self._by_load: list[tuple[int, int]] = []
-
-    def load(self, engine: int) -> int:
-        """How many groups an engine has."""
-        return len(self._groups[engine])
-
-    def set_open(self, engine: int, is_open: bool) -> None:
-        """Set whether an engine may get groups."""
-        if is_open and engine not in self._open:
-            self._open.add(engine)
-            self._note_load(engine)
-        elif not is_open:
-            self._open.discard(engine)
-
-    def least_loaded(self) -> tuple[int, int] | None:
-        """The open engine with the fewest groups, of several the first, and how many it has."""
-        while self._by_load:
-            load, engine = self._by_load[0]
-            if engine in self._open and load == self.load(engine):
-                return engine, load
-            heapq.heappop(self._by_load)
-        return None
-
-    def _note_load(self, engine: int) -> None:
-        if engine in self._open:
-            heapq.heappush(self._by_load, (self.load(engine), engine))
-        if len(self._by_load) > _OUTDATED_LOADS + 4 * len(self._open):
-            self._by_load = [(self.load(engine), engine) for engine in self._open]
-            heapq.heapify(self._by_load)
-
-    def add(self, engine: int, groups: Iterable[int]) -> None:
-        """Note that groups were sent to an engine."""
-        now = time.monotonic()
-        for group in groups:
-            self._engine_of[group] = engine
-            self._groups[engine][group] = now
-        self._note_load(engine)
-
-    def remove_answered(self, engine: int, groups: Iterable[int]) -> None:
-        """Note that an engine has answered groups."""
-        self._last_progress[engine] = time.monotonic()
-        for group in groups:
-            owner = self._engine_of.pop(group, None)
-            if owner is not None:
-                del self._groups[owner][group]
-        self._note_load(engine)
-
-    def note_progress(self, engine: int, progress: int) -> None:
-        """Note how many tokens an engine has generated, now and then."""
-        if progress != self._progress.get(engine):
-            self._progress[engine] = progress
-            self._last_progress[engine] = time.monotonic()
-
-    def remove_lost(self, engine: int) -> list[int]:
-        """Remove and return the groups of an engine that is gone."""
-        lost = list(self._groups.pop(engine, ()))
-        for group in lost:
-            del self._engine_of[group]
-        self._note_load(engine)
-        return lost
-
-    def hung(self) -> dict[int, str]:
-        """Engines without progress for too long, with the reason to replace them.
-
-        Looks at all engines once a second at most.
-        """
-        now = time.monotonic()
-        if now - self._checked < min(_HUNG_CHECK_SECONDS, self._patience):
-            return {}
-        self._checked = now
-        sent = {engine: next(iter(mine.values())) for engine, mine in self._groups.items() if mine}
-        # One that generates is alive, however long a response takes.
-        limit, last = now - self._patience, self._last_progress
-        late = [engine for engine, since in sent.items() if max(since, last.get(engine, 0)) < limit]
-        reason = f"generated nothing for {self._patience:g} s (--rollout-timeout)"
-        return dict.fromkeys(late, reason)
-
-    def clear(self) -> None:
-        """Forget every group."""
-        self._engine_of.clear()
-        self._groups.clear()
-        for engine in self._open:
-            self._note_load(engine)
 
 
 class EnginePool:
@@ -239,7 +135,7 @@ class EnginePool:
         # Engines on the trainer's devices move in step with all ranks beside them.
         self._fewest = config.num_rollout_engines
         if not config.colocate:
-            self._fewest = min(self._fewest, config.min_rollout_engines)
+            self._fewest = min(self._fewest, config.min_rollout_engines or 1)
         self._retries: dict[int, float] = {}  # absent engines without an actor, and when to try
         # Those that do not have the newest weights, where they get them from ranks.
         self._lagging: set[int] = set()
@@ -247,6 +143,25 @@ class EnginePool:
         for number in range(config.num_rollout_engines):
             self._engines.append(self._start(number))
             self._watch_start(number)
+        self._start_without(self._unplaced())
+
+    def _unplaced(self) -> list[int]:
+        """Numbers of the engines for which the cluster has no room yet."""
+        if self._plan.fewest_engines is None:
+            return []
+        placed = self._reservation.placed_engines()
+        return [number for number in range(len(self._engines)) if number not in placed]
+
+    def _start_without(self, engines: Sequence[int]) -> None:
+        """Begin without engines; Ray starts them as soon as there is room for them."""
+        for number in engines:
+            self._engines[number].is_absent, self._engines[number].deadline = True, math.inf
+            self._update(number)
+        if engines:
+            self._console.warn(
+                f"the cluster has room for {len(self)} of {len(self._engines)} engines (at least "
+                f"--min-rollout-engines {self._fewest}); the others join when it has more"
+            )
 
     def __len__(self) -> int:
         """How many engines are there, or about to be."""
@@ -262,11 +177,12 @@ class EnginePool:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         size, environment = self._plan.bundles_per_engine, dict(self._secrets)
-        group, bundle = self._reservation.engines, number * size
-        if size > 1:
-            bundles = range(bundle, bundle + size)
-            environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, bundles))
-        if group is None:
+        if self._reservation.engines:
+            group, bundle = self._reservation.bundle_of_engine(number, size)
+            if size > 1:
+                bundles = range(bundle, bundle + size)
+                environment[BUNDLES] = ",".join(map(str, bundles))
+        else:
             nodes = self._reservation.trainer_nodes
             group, bundle = self._reservation.trainer, nodes[number % len(nodes)]
             if "GPU" in self._plan.rank:  # those of the ranks beside it
@@ -314,7 +230,8 @@ class EnginePool:
         present = self._present
         calls = [self._engines[number].actor.call.remote("health") for number in present]
         names = [f"engine {number}" for number in present]
-        healths = wait_for_all(calls, names, self._console, timeout=self._config.start_timeout)
+        limits: Any = {"timeout": self._config.start_timeout, "option": "--start-timeout"}
+        healths = wait_for_all(calls, names, self._console, **limits)
         for number in present:
             self._engines[number].starting = None
             self._update(number)
@@ -515,6 +432,11 @@ class EnginePool:
         engine = self._engines[probed.engine]
         engine.is_verified |= engine.actor is probed.actor
 
+    @property
+    def all_verified(self) -> bool:
+        """Whether every engine has shown that it computes with the trainer's weights."""
+        return self.probe is None or all(self._engines[n].is_verified for n in self._present)
+
     def _note_probed(self, number: int, actor: Any, answers: list[ProbeAnswer]) -> None:
         if answers:
             self._probed.append(Probed(number, actor, answers))
@@ -608,7 +530,7 @@ class EnginePool:
             return
         if self._engines[number].is_absent:
             self._engines[number].is_absent = False
-            self._console.log(f"engine {number} is back: {len(self)} of {len(self._engines)}")
+            self._console.log(f"engine {number} has joined: {len(self)} of {len(self._engines)}")
             self._load(number)
         self._update(number)
 
@@ -684,7 +606,9 @@ class EnginePool:
         for number, call in calls.items():
             name = f"engine {number}"
             try:
-                [found[number]] = wait_for_all([call], [name], self._console, timeout=patience)
+                [found[number]] = wait_for_all(
+                    [call], [name], self._console, timeout=patience, option="--rollout-timeout"
+                )
             except ParallelError as error:
                 self.replace_unless_done(number, actors[number], str(error))
         return found
@@ -719,6 +643,13 @@ class EnginePool:
         for number in loading:
             self._lost += self._assignments.remove_lost(number)
             self._cancel(number)
+
+    def cancel_groups(self) -> None:
+        """Have every engine drop the groups that it has, which are not waited for."""
+        for number in self._present:
+            if self._assignments.load(number):
+                self._assignments.remove_lost(number)
+                self._cancel(number)
 
     def _forget_weights(self) -> None:
         self._loads.clear()

@@ -2,13 +2,17 @@
 
 Trainer ranks are packed: `num_nodes` nodes with `ranks_per_node` ranks each. Engines have bundles
 of their own, or with `--colocate` share the trainer's. An engine of several GPUs has them on one
-node; one that is larger than every node has a bundle per GPU.
+node; one that is larger than every node has a bundle per GPU. Reward workers take CPUs that ranks
+and engines leave, on any node. With `--min-rollout-engines` each engine is reserved by itself,
+and those that do not fit yet wait for nodes.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from plugin.config import JobConfig
@@ -17,6 +21,10 @@ from plugin.errors import ClusterError
 
 #: How many processes of a job may share the cores of a machine without GPUs.
 _SLOTS_PER_CORE, _FEWEST_SLOTS = 8, 16
+
+_POLL_SECONDS = 0.2
+#: Ray takes this long to place engines on nodes that are there, after the first ones.
+_SETTLING_SECONDS = 5.0
 
 #: Hidden size below which threads lose more to waiting for each other than they gain.
 _SMALLEST_FOR_THREADS = 256
@@ -28,6 +36,7 @@ class ResourcePlan:
 
     rank, engine: what their actors take of the bundles
     bundles_per_engine: more than 1 where engines are larger than a node
+    fewest_engines: without which the job does not start; None = all, which are reserved together
     """
 
     trainer_nodes: list[dict[str, float]]
@@ -35,6 +44,14 @@ class ResourcePlan:
     rank: dict[str, float]
     engine: dict[str, float]
     bundles_per_engine: int = 1
+    fewest_engines: int | None = None
+
+    @property
+    def needed_engines(self) -> list[dict[str, float]]:
+        """The bundles of the engines without which the job does not start."""
+        if self.fewest_engines is None:
+            return self.engines
+        return self.engines[: self.fewest_engines * self.bundles_per_engine]
 
     @property
     def uses_gpus(self) -> bool:
@@ -135,6 +152,12 @@ def check_machine(config: JobConfig, *, cores: int, gpus: int) -> None:
         "with --colocate",
     )
     most = most_cpu_slots(cores)
+    workers = config.reward_workers
+    expect(
+        workers == "auto" or workers <= most,
+        f"--reward-workers {workers}: processes on {cores} CPU cores, and more than {most} would "
+        "starve each other; lower it, or start a Ray cluster and pass --address",
+    )
     expect(
         gpus > 0 or plan.cpu_slots <= most,
         f"{wanted}, {plan.cpu_slots} processes on {cores} CPU cores, and more than {most} would "
@@ -150,7 +173,7 @@ def check_cluster(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> N
     left = [dict(node) for node in nodes]
     untaken = list(left)
     # Spread: each trainer bundle needs a node that no other trainer bundle has.
-    for bundles, candidates in ((plan.trainer_nodes, untaken), (plan.engines, left)):
+    for bundles, candidates in ((plan.trainer_nodes, untaken), (plan.needed_engines, left)):
         for bundle in bundles:
             fitting = [n for n in candidates if all(n.get(k, 0.0) >= v for k, v in bundle.items())]
             if not fitting:
@@ -161,22 +184,78 @@ def check_cluster(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> N
                 untaken[:] = [node for node in untaken if node is not fitting[0]]
 
 
-def plan_on_cluster(config: JobConfig) -> ResourcePlan:
-    """The reservations of a job on the cluster that this process has joined, if it has room."""
+def plan_on_cluster(config: JobConfig, *, has_environments: bool = False) -> ResourcePlan:
+    """The reservations of a job on the cluster that this process has joined, if it has room.
+
+    has_environments: whether its task has several turns
+    """
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     largest = max((node.get("GPU", 0.0) for node in nodes), default=0.0)
     plan = plan_resources(config, use_gpus=largest > 0, gpus_of_a_node=largest)
+    if plan.engines and (config.min_rollout_engines or math.inf) < config.num_rollout_engines:
+        plan = replace(plan, fewest_engines=config.min_rollout_engines)
     check_cluster(plan, nodes)
+    needed = replace(plan, engines=plan.needed_engines)
+    left = sum(node.get("CPU", 0.0) for node in nodes) - needed.cpu_slots
+    if has_environments:
+        check_environments(plan.fewest_engines or environment_cpus(config), left)
+    elif config.reward_workers != "auto" and len(nodes) > 1:
+        check_reward_workers(config.reward_workers, left)
     return plan
+
+
+def environment_cpus(config: JobConfig) -> int:
+    """CPU slots of the environments, if --task-path has any: one for those of each engine."""
+    return config.num_rollout_engines if config.task_path is not None else 0
+
+
+def check_environments(wanted: int, left: float) -> None:
+    """A `ClusterError` if ranks and engines leave too few CPUs for the environments."""
+    if wanted > left:
+        raise ClusterError(
+            f"the environments of --task-path need {wanted} CPUs, one for each engine, and the "
+            f"job's ranks and engines leave {left:g} of the cluster; add nodes, start them with a "
+            "larger --num-cpus, or lower --cpus-per-rank or --num-rollout-engines"
+        )
+
+
+def check_reward_workers(wanted: int, left: float) -> None:
+    """A `ClusterError` if ranks and engines leave fewer than `wanted` CPUs of the cluster."""
+    if wanted > left:
+        raise ClusterError(
+            f"--reward-workers is {wanted}, and the job's ranks and engines leave {left:g} CPUs of "
+            "the cluster; lower it or drop it, add nodes, or lower --cpus-per-rank"
+        )
+
+
+def reward_places(
+    wanted: int | Literal["auto"], left: Mapping[str, float], most: int
+) -> dict[str, int]:
+    """How many reward workers each node gets, by node; nodes without any are left out.
+
+    wanted: "auto" = one for two CPUs, and `most` on a node. The others stay free: actors of a
+        node that is lost must find room
+    left: CPUs that ranks and engines leave on each node
+    """
+    room = {node: max(0, int(cpus)) for node, cpus in left.items()}
+    if wanted == "auto":
+        return {node: min(most, cpus // 2) for node, cpus in room.items() if cpus > 1}
+    check_reward_workers(wanted, sum(room.values()))
+    places: dict[str, int] = {}
+    for _ in range(wanted):
+        node = max(room, key=lambda one: room[one])
+        room[node] -= 1
+        places[node] = places.get(node, 0) + 1
+    return places
 
 
 def _too_small(plan: ResourcePlan, nodes: Sequence[Mapping[str, float]]) -> str:
     has = ", ".join(_shown(node) for node in nodes) or "no node"
     engines = ""
     if plan.engines:
-        engines = f" and {len(plan.engines)} x ({_shown(plan.engines[0])}) for engines"
+        engines = f" and {len(plan.needed_engines)} x ({_shown(plan.engines[0])}) for engines"
     return (
         f"the cluster has {len(nodes)} node{'s' if len(nodes) != 1 else ''} ({has}); the job needs "
         f"{len(plan.trainer_nodes)} x ({_shown(plan.trainer_nodes[0])}) on nodes of their "
@@ -193,11 +272,42 @@ def _shown(resources: Mapping[str, float]) -> str:
 
 @dataclass
 class Reservation:
-    """Placement groups of a running job; `trainer_nodes` is ordered by node address."""
+    """Placement groups of a running job.
+
+    engines: one with the bundles of all engines, or one for each; none where they have no bundles
+    trainer_nodes: ordered by node address
+    """
 
     trainer: Any
-    engines: Any | None
+    engines: list[Any]
     trainer_nodes: list[int]
+
+    def bundle_of_engine(self, number: int, bundles_per_engine: int) -> tuple[Any, int]:
+        """An engine's placement group, and its first bundle in it."""
+        if len(self.engines) == 1:
+            return self.engines[0], number * bundles_per_engine
+        return self.engines[number], 0
+
+    def placed_engines(self) -> list[int]:
+        """Of the groups in `engines`, those that have nodes."""
+        from ray.util import placement_group_table
+
+        table = placement_group_table()
+        states = [table.get(group.id.hex(), {}).get("state") for group in self.engines]
+        return [number for number, state in enumerate(states) if state == "CREATED"]
+
+    def wait_for_engines(self, fewest: int, timeout: float) -> bool:
+        """Wait until so many groups have nodes, and shortly for the others; whether they have."""
+        deadline = time.monotonic() + timeout
+        while (placed := len(self.placed_engines())) < fewest:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        settled = time.monotonic() + _SETTLING_SECONDS
+        while placed < len(self.engines) and time.monotonic() < settled:
+            time.sleep(_POLL_SECONDS)
+            placed = len(self.placed_engines())
+        return True
 
     def wait_for_nodes(self, timeout: float) -> None:
         """Wait until the trainer's bundles have nodes again after one has left the cluster."""
@@ -211,13 +321,32 @@ class Reservation:
             )
         self.trainer_nodes = _bundles_by_address(self.trainer, ray.nodes())
 
+    def cpus_left(self, *, by_others: bool) -> dict[str, float]:
+        """CPUs that the job's ranks and engines leave on each living node, by id.
+
+        by_others: only those that nobody else has; what Ray says of them may be a second old
+        """
+        import ray
+        from ray._private.state import available_resources_per_node
+        from ray.util import placement_group_table
+
+        nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+        left = {node: resources.get("CPU", 0.0) for node, resources in nodes.items()}
+        for group in (self.trainer, self.engines):
+            table = {} if group is None else placement_group_table(group)
+            for number, bundle in table.get("bundles", {}).items():
+                left[table["bundles_to_node_id"][number]] -= bundle.get("CPU", 0.0)
+        if by_others:
+            free = available_resources_per_node()
+            left = {n: min(cpus, free.get(n, {}).get("CPU", 0.0)) for n, cpus in left.items()}
+        return left
+
     def release(self) -> None:
         """Give the resources back."""
         from ray.util import remove_placement_group
 
-        for group in (self.trainer, self.engines):
-            if group is not None:
-                remove_placement_group(group)
+        for group in (self.trainer, *self.engines):
+            remove_placement_group(group)
 
 
 def reserve(plan: ResourcePlan, timeout: float) -> Reservation:
@@ -227,15 +356,22 @@ def reserve(plan: ResourcePlan, timeout: float) -> Reservation:
 
     strategy = "STRICT_SPREAD" if len(plan.trainer_nodes) > 1 else "STRICT_PACK"
     trainer = placement_group(plan.trainer_nodes, strategy=strategy)
-    engines = placement_group(plan.engines, strategy="PACK") if plan.engines else None
-    reservation = Reservation(trainer, engines, [])
-    for group in (trainer, engines):
-        if group is not None and not group.wait(timeout_seconds=timeout):
-            reservation.release()
-            raise ClusterError(
-                "the cluster is large enough but did not free the job's resources within "
-                f"{timeout:g} s; wait for other jobs to end, or raise --start-timeout"
-            )
+    size = len(plan.engines) if plan.fewest_engines is None else plan.bundles_per_engine
+    of_engines = [plan.engines[i : i + size] for i in range(0, len(plan.engines), max(1, size))]
+    # The trainer's comes first: engines that take what is there must not leave it without.
+    reservation = Reservation(trainer, [], [])
+    in_time = trainer.wait(timeout_seconds=timeout)
+    if in_time:
+        reservation.engines += [placement_group(some, strategy="PACK") for some in of_engines]
+        in_time = reservation.wait_for_engines(
+            plan.fewest_engines or len(reservation.engines), timeout
+        )
+    if not in_time:
+        reservation.release()
+        raise ClusterError(
+            "the cluster is large enough but did not free the job's resources within "
+            f"{timeout:g} s; wait for other jobs to end, or raise --start-timeout"
+        )
     reservation.trainer_nodes = _bundles_by_address(trainer, ray.nodes())
     return reservation
 

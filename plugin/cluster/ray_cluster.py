@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from plugin.cluster.placement import most_cpu_slots, plan_resources
+from plugin.cluster.interfaces import named_interfaces
+from plugin.cluster.placement import environment_cpus, most_cpu_slots, plan_resources
 from plugin.cluster.ray_watchdog import RayWatchdog
 from plugin.config import JobConfig
 from plugin.errors import ClusterError, ConfigError
@@ -93,9 +94,9 @@ def cluster(
     def connect() -> None:
         try:
             if config.address is None:
-                sessions.append(_start_private(slots))
+                sessions.append(_start_private(slots + environment_cpus(config)))
             else:
-                _join(config.address)
+                _join(config.address, config.network_interface)
         except BaseException as error:
             failures.append(error)
         tried.set()
@@ -279,18 +280,20 @@ def check_address(address: str) -> None:
         raise ConfigError(_no_cluster(address, error)) from error
 
 
-def _join(address: str) -> None:
+def _join(address: str, interface: str | None) -> None:
     import ray
 
     if ray.is_initialized():
         return
     check_address(address)
+    # Also for workers that an engine starts itself.
+    named = {} if interface is None else named_interfaces(interface)
     try:
         ray.init(
             address=address,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            runtime_env={"env_vars": actor_environment(os.environ)},
+            runtime_env={"env_vars": actor_environment({**os.environ, **named})},
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ClusterError(_no_cluster(address, error)) from error

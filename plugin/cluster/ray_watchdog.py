@@ -7,6 +7,9 @@ or a minute after the GCS has. So a thread looks, and says what it found before 
 
 from __future__ import annotations
 
+import functools
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +24,7 @@ _LONGEST_TICK = 1.0
 class RayWatchdog:
     """Watches the Ray that this process is connected to, from `start` to `stop`.
 
-    timeout: seconds that the GCS may be silent; processes of a private Ray may be stopped for half
+    timeout: seconds that the GCS may be silent; Ray's processes here may be stopped for half
     lost: called with the cause, once, from the watchdog's thread; does not return in a job
     """
 
@@ -68,7 +71,7 @@ class RayWatchdog:
 
     def look(self, seconds: float) -> str | None:
         """What is wrong with Ray, if anything; `seconds` have passed since the last look."""
-        processes = private_processes()
+        processes = watched_processes()
         for name, pid in processes.items():
             if _state(pid) in ("", "Z", "X"):
                 return f"Ray's {name} (process {pid}) died; it was killed, or memory was short"
@@ -89,19 +92,40 @@ class RayWatchdog:
         return None
 
 
-def private_processes() -> dict[str, int]:
-    """The processes of a Ray that this process started, by name, as far as the job needs them."""
+def watched_processes() -> dict[str, int]:
+    """Ray's processes on this machine that the job needs, by name.
+
+    Those that this process started; of a cluster that it joined, the raylet of this machine.
+    """
     import ray._private.worker
 
     node = ray._private.worker._global_node
     if node is None:
         return {}
     names = {"raylet": "raylet", "gcs_server": "GCS"}
-    return {
+    started = {
         names[kind]: infos[0].process.pid
         for kind, infos in node.all_processes.items()
         if kind in names and infos
     }
+    return started or _raylet_behind(node.raylet_socket_name)
+
+
+@functools.cache
+def _raylet_behind(path: str) -> dict[str, int]:
+    """The process that listens on Ray's socket; none where its number cannot be known.
+
+    The kernel accepts the connection and tells the number, also for a process that is frozen.
+    """
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(1.0)
+        try:
+            connection.connect(path)
+            about = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        except (OSError, AttributeError):  # not there, or not Linux
+            return {}
+    pid = struct.unpack("3i", about)[0]
+    return {"raylet": pid} if pid > 0 else {}  # 0: it is in other namespaces
 
 
 def _state(pid: int) -> str:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Literal, TextIO, TypeVar, cast
 
 import torch
@@ -21,6 +22,7 @@ from plugin.cluster.placement import torch_threads
 from plugin.config import JobConfig
 from plugin.errors import ActorLost, MegatronTisError, ParallelError, SenderLost
 from plugin.observe.console import Console, PrintedLines, capture_warnings
+from plugin.rewards.sandbox import die_with_the_caller
 
 _POLL_SECONDS = 0.05
 #: Between two questions for all open calls, see `EndedCalls`.
@@ -63,10 +65,22 @@ class Reported:
     messages: Messages
 
 
+def _die_with_the_raylet() -> None:
+    """Have the kernel end this worker of Ray with its raylet; Linux only.
+
+    A worker ends by itself when it notices, but one that is stopped would keep its memory and its
+    device for ever.
+    """
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{os.getppid()}/comm").read_text() == "raylet\n":
+            die_with_the_caller()
+
+
 class ReportingActor:
     """Base of the job's actors. The driver calls every method through `call`."""
 
     def __init__(self) -> None:
+        _die_with_the_raylet()
         self._warnings: list[str] = []
         self._printed: list[str] = []
         self._taking = threading.Lock()
@@ -129,6 +143,10 @@ class EndedCalls:
         self._open[call] = call.future()
         self._open[call].add_done_callback(lambda _: self._ended.put(call))
 
+    def wake(self) -> None:
+        """Have a `take` that waits return, from another thread."""
+        self._ended.put(None)
+
     def take(self, wait_seconds: float = 0.0) -> dict[Any, Future[Any]]:
         """Calls that have ended since the last time, for `result_of`; waits for the first."""
         self._sweep()
@@ -154,11 +172,13 @@ def wait_for_all(
     console: Console,
     *,
     timeout: float,
+    option: str = "--step-timeout (--start-timeout while starting)",
     while_waiting: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Results in order; the first failure is raised at once, without waiting for the others.
 
-    names: who is called, for messages; while_waiting: called at a low rate meanwhile
+    names: who is called, for messages; option: the flag that `timeout` follows from
+    while_waiting: called at a low rate meanwhile
     """
     deadline = time.monotonic() + timeout
     waiting = dict(zip(references, names, strict=True))
@@ -174,7 +194,7 @@ def wait_for_all(
         if waiting and time.monotonic() > deadline:
             raise ActorLost(
                 f"{', '.join(waiting.values())} did not answer within {timeout:g} s; look for a "
-                "hang there, or raise --step-timeout (--start-timeout while starting)"
+                f"hang there, or raise {option}"
             )
     return [results[reference] for reference in references]
 

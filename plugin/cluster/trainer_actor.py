@@ -6,13 +6,9 @@ per share returns its results; values that are the same everywhere are returned 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import math
 import os
 import shutil
-import socket
-import struct
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -26,12 +22,13 @@ from torch import Tensor
 
 from plugin.cluster.array_transport import Arrays, fetched, from_arrays
 from plugin.cluster.directory_lock import OwnedDirectory
+from plugin.cluster.interfaces import set_network
 from plugin.cluster.model_source import ModelSource
 from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
 from plugin.config.model import DtypeName
 from plugin.errors import CheckpointError
-from plugin.megatron_backend.checkpoint.directory import resolve
+from plugin.megatron_backend.checkpoint.directory import complete_checkpoints, resolve
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
 from plugin.megatron_backend.step.batch_share import BatchShare, with_stage_routes
@@ -52,24 +49,10 @@ _CRITIC, _CRITIC_WAITS = "critic", ".critic"
 PolicyName = str
 _TEACHER = "teacher/"
 
-#: Linux's question for the address of an interface (netdevice(7)).
-_SIOCGIFADDR = 0x8915
-
 
 def teacher_policy(name: str) -> PolicyName:
     """The ranks' name for a teacher."""
     return f"{_TEACHER}{name}"
-
-
-def interface_of(address: str) -> str | None:
-    """The name of this machine's interface with the IPv4 address `address`, if there is one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
 
 
 @dataclass(frozen=True)
@@ -174,7 +157,8 @@ class TrainerRank(ReportingActor):
         from plugin.megatron_backend.parallel_groups import init_parallel
 
         self._rank = rank
-        self._choose_interfaces(meets_in_a_file=rendezvous.startswith("file:"))
+        stays_here = rendezvous.startswith("file:")
+        set_network(self._config, self.place().address, gloo_stays_here=stays_here)
         # Ray shows each actor its own GPU only.
         os.environ["LOCAL_RANK"] = "0"
         config = self._config
@@ -195,24 +179,6 @@ class TrainerRank(ReportingActor):
         self._reports = first and self._groups.is_last_stage
         return RankPart(self._groups.dp_rank, self._reports)
 
-    def _choose_interfaces(self, *, meets_in_a_file: bool) -> None:
-        """Set the interfaces of gloo and NCCL, unless the environment already names them.
-
-        gloo would take the one that this machine's name resolves to, which often is loopback.
-        """
-        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        chosen = self._config.network_interface
-        if chosen is not None:
-            os.environ.update(dict.fromkeys(names, chosen))
-            return
-        found = interface_of(self.place().address)
-        # NCCL chooses once per process, and weights may go to engines on other nodes.
-        gloo = "lo" if meets_in_a_file else found
-        nccl = "lo" if self._config.address is None else found
-        for name, value in (("GLOO_SOCKET_IFNAME", gloo), ("NCCL_SOCKET_IFNAME", nccl)):
-            if value is not None:
-                os.environ.setdefault(name, value)
-
     def fitting_tokens(self) -> int | None:
         """Tokens of a microbatch that fit into memory, if the budget is to be chosen."""
         return self._trainers["policy"].fitting_tokens
@@ -228,10 +194,11 @@ class TrainerRank(ReportingActor):
         config = self._config
         if name == "policy":
             self.use_threads(config, "rank", source.hf_config)
-        uses_engine = on_this_device(config).transformer_impl == "transformer_engine"
+        hf_config, groups = source.as_config(), self._groups
+        decided = on_this_device(config, hf_config)
+        uses_engine = decided.transformer_impl == "transformer_engine"
         layout = sequence_layout(config, transformer_engine=uses_engine)
         weights = source.directory or source.random_weights()
-        hf_config, groups = source.as_config(), self._groups
         if name == "critic":
             from plugin.megatron_backend.critic import CriticTrainer
 
@@ -431,6 +398,8 @@ class TrainerRank(ReportingActor):
         """
         self._saver.finish()
         critic, waiting = self._trainers.get("critic"), Path(root) / _CRITIC_WAITS
+        if self._rank == 0:
+            _move_waiting_critics(Path(root))  # the next one would take its place
         of_critic = None
         if critic is not None:
             of_critic = critic.stage_checkpoint(waiting, step, {}, keep_last=1)
@@ -473,6 +442,15 @@ class TrainerRank(ReportingActor):
         if "critic" in self._trainers:
             self._trainers["critic"].load_checkpoint(_critic_of(resolve(Path(root))))
         return user_state if self._rank == 0 else None
+
+
+def _move_waiting_critics(root: Path) -> None:
+    """Put critics where they belong that a job which died has not moved."""
+    for critic in complete_checkpoints(root / _CRITIC_WAITS):
+        whole = root / critic.name
+        if whole.is_dir() and not (whole / _CRITIC).exists():
+            with contextlib.suppress(OSError):  # it is still found where it is
+                critic.rename(whole / _CRITIC)
 
 
 def _critic_of(checkpoint: Path) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plugin.errors import ConfigError
 from plugin.observe.html_page import refuse_overwriting, write_page
-from plugin.observe.run_record import read_run
+from plugin.observe.run_record import read_run, require_content
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     refuse_overwriting(output, args.force or single)
     try:
         records = [read_run(path) for path in args.run_dirs]
+        require_content(records)
         write_page(output, report_html(records), force=True)
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}") from error

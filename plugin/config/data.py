@@ -198,7 +198,8 @@ class RewardFlags(FlagGroup):
     )
     reward_workers: int | Literal["auto"] = runtime_flag(
         "auto",
-        "processes that compute rewards; auto = one per core, 8 at most, for --prompt-data, and "
+        "processes that compute rewards, with --address on any node; auto = one per core (on a "
+        "cluster half of the CPUs that are free on each node), 8 at most, for --prompt-data, and "
         "none for --task-path, whose rewards then are computed on the driver",
         at_least=1,
         needs=_PROMPTS,

@@ -17,11 +17,16 @@ Config = TypeVar("Config", bound=TrainerConfig)
 class Capabilities:
     """What a rank's device and packages can do.
 
+    transformer_engine: Transformer Engine's layers, of the model that is built
+    compute_capability: of the device, such as (9, 0); None = not known
+    no_engine_because: why they are not, where more is known than that something is missing
     gradient_fusion: APEX's extension that adds weight gradients to their float32 buffer
     """
 
     cuda: bool = False
     transformer_engine: bool = False
+    compute_capability: tuple[int, int] | None = None
+    no_engine_because: str | None = None
     gradient_fusion: bool = False
 
 
@@ -41,7 +46,7 @@ def on_device(config: Config, found: Capabilities) -> Config:
     )
     layers = config.transformer_impl
     if layers == "auto":
-        # Its attention has no float32 kernel for packed rows.
+        # In float32 its attention has no kernel for packed rows: it would hold all their scores.
         usable = found.cuda and found.transformer_engine and dtype != "float32"
         layers = "transformer_engine" if usable else "local"
     expect(
@@ -86,10 +91,11 @@ def engine_dtype(config: JobConfig, *, cuda: bool) -> DtypeName:
 def _check_transformer_engine(config: TrainerConfig, dtype: str, found: Capabilities) -> None:
     if config.transformer_impl != "transformer_engine":
         return
+    missing = found.no_engine_because or "at least one is missing here"
     expect(
         found.cuda and found.transformer_engine,
         "--transformer-impl transformer_engine needs CUDA and the transformer_engine package, "
-        "and at least one is missing here; use --transformer-impl auto or local",
+        f"and {missing}; use --transformer-impl auto or local",
     )
     expect(
         dtype != "float32",
@@ -107,3 +113,12 @@ def cuda_environment(config: TrainerConfig) -> dict[str, str]:
         # is overlapped with.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return variables
+
+
+def nccl_environment(config: JobConfig) -> dict[str, str]:
+    """NCCL's variables that ranks and engines have to agree on, unless already set.
+
+    On a node NCCL hands memory over in one of two ways, and its members fail or hang if they
+    choose differently. SGLang's servers choose the older one where the variable is not set.
+    """
+    return {"NCCL_CUMEM_ENABLE": "0"} if config.server_dialect == "sglang" else {}

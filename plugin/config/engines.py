@@ -68,7 +68,8 @@ class EngineTraits:
     starts_servers: the software of the servers that it starts (`--rollout-server`'s names)
     reports_checksums: has `weight_checksums` (--verify-weights)
     linear_attention: runs models that have such layers
-    reports_tokens: its `progress` grows with every token, not with whole responses only
+    reports_tokens: its `progress` grows with every token, not with whole responses only; a client
+        of servers finds those that generate none itself
     """
 
     factory: str
@@ -134,6 +135,7 @@ ENGINES: dict[str, EngineTraits] = {
         reports_route_weights=False,
         partial_rollout_modes=("recompute",),
         weight_transports=("directory",),
+        reports_tokens=True,
     ),
     "sglang": EngineTraits(
         "plugin.engines.servers.served_engine:make_sglang_engine",
@@ -145,6 +147,7 @@ ENGINES: dict[str, EngineTraits] = {
         tensor_parallel=True,
         weight_transports=("broadcast", "directory"),
         starts_servers="sglang",
+        reports_tokens=True,
     ),
     "vllm_server": EngineTraits(
         "plugin.engines.servers.served_engine:make_vllm_engine",
@@ -157,6 +160,7 @@ ENGINES: dict[str, EngineTraits] = {
         tensor_parallel=True,
         weight_transports=("directory",),
         starts_servers="vllm",
+        reports_tokens=True,
     ),
 }
 

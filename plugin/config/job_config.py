@@ -148,6 +148,21 @@ class JobConfig(
         return self.hf_checkpoint is not None or self.save_interval is not None
 
     @property
+    def bulk_of_groups(self) -> str | None:
+        """What groups have that stays with the engines, if anything."""
+        if self.wants_rollout_routes:
+            return "routes of experts"
+        return "ids kept by truncated sampling" if self.replays_sampling_mask else None
+
+    @property
+    def keeps_group_journal(self) -> bool:
+        """Whether finished groups are written to the run directory."""
+        if self.group_journal is not None:
+            return self.group_journal
+        can_resume = self.save_interval is not None or self.saves_at_end
+        return self.async_rollouts and can_resume and self.bulk_of_groups is None
+
+    @property
     def longest_response_seconds(self) -> float:
         """How long a response may take that is as long as allowed and as slow as allowed."""
         longest = max(self.max_response_length, self.eval_max_response_length or 0)
@@ -165,12 +180,13 @@ class JobConfig(
             return self.rollout_timeout
         # While an environment works, its responses get no tokens.
         patience = _PATIENCE + (self.environment_timeout if self.task_path else 0.0)
-        if self.engine_traits.reports_tokens:
-            return patience
-        if self.server_dialect is None:
-            return patience + self.longest_response_seconds
-        # Servers that hang are found by the deadline of a request, which is then made again.
-        return patience + self.request_patience * (1 + self.rollout_request_retries)
+        reports = self.engine_traits.reports_tokens
+        return patience if reports else patience + self.longest_response_seconds
+
+    @property
+    def server_silence(self) -> float:
+        """Seconds that a server with requests, and with metrics, may generate nothing."""
+        return min(self.rollout_timeout or _PATIENCE, self.request_patience)
 
     @property
     def transfer_patience(self) -> float:
@@ -256,7 +272,15 @@ class JobConfig(
         )
         if self.truncates_sampling and not self.replays_sampling_mask:
             self._accept_bias_of_truncation()
+<<<<<<< HEAD
         self._check_centered_sampling()
+=======
+        expect(
+            not (self.group_journal and self.bulk_of_groups),
+            f"--group-journal: groups have {self.bulk_of_groups}, which stay with the engines and "
+            "end with them; drop it, a resumed run generates such groups again",
+        )
+>>>>>>> main
 
     @property
     def replays_sampling_mask(self) -> bool:

@@ -72,7 +72,9 @@ class LaunchFlags(FlagGroup):
         at_least=0,
     )
     network_interface: str | None = runtime_flag(
-        None, "interface for trainer traffic between nodes; none = loopback, or Ray's with several"
+        None,
+        "interface for traffic of trainer and engines between nodes; none = that of the node's "
+        "address in Ray, without --address loopback",
     )
     seed: int = flag(1234, "seed of weights, prompts and sampling", at_least=0, common_in="eval")
 
@@ -105,6 +107,11 @@ class OutputFlags(FlagGroup):
         "of what each rank writes",
     )
     keep_checkpoints: int = runtime_flag(2, "checkpoints to keep, the newest", at_least=1)
+    group_journal: bool | None = runtime_flag(
+        None,
+        "write finished groups to the run directory; with --resume they are trained on instead of "
+        "generated again; none = in asynchronous jobs with checkpoints, without routes or kept ids",
+    )
     resume: bool = runtime_flag(
         False, "continue from the newest checkpoint in --run-dir", common_in="train"
     )

@@ -35,10 +35,11 @@ class RolloutFlags(FlagGroup):
         common_in="train eval",
     )
     num_rollout_engines: int = flag(1, "engines; prompts are distributed over them", at_least=1)
-    min_rollout_engines: int = runtime_flag(
-        1,
-        "the job goes on with so many engines while others cannot be restarted, and takes those "
-        "back when the cluster has room again; with --colocate all are needed",
+    min_rollout_engines: int | None = runtime_flag(
+        None,
+        "the job starts and goes on with so many engines while there is no room for the others, "
+        "and takes these when the cluster has it; none = it starts with all and goes on with 1; "
+        "with --colocate all are needed",
         at_least=1,
     )
     rollout_num_gpus_per_engine: int = flag(
@@ -140,7 +141,7 @@ class RolloutFlags(FlagGroup):
             "number such as every:10",
         )
         expect(
-            self.min_rollout_engines <= self.num_rollout_engines,
+            (self.min_rollout_engines or 1) <= self.num_rollout_engines,
             f"--min-rollout-engines is {self.min_rollout_engines} with --num-rollout-engines "
             f"{self.num_rollout_engines}; lower the first or raise the second",
         )
@@ -207,6 +208,13 @@ class SamplingFlags(FlagGroup):
         "with a spread of rewards are trained on, the others are sampled again for the next "
         "rollout; none = no more than needed",
         at_least=1,
+    )
+    abort_surplus_groups: bool = flag(
+        False,
+        "train on the first --rollout-batch-size groups with a spread of rewards that are finished "
+        "and abort the others of the round, whose prompts are sampled again; faster, but batches "
+        "depend on timing and short responses come first",
+        needs=needs_flag("over_sampling_batch_size"),
     )
     overlong_filtering: bool = flag(
         False,

@@ -14,6 +14,7 @@ from typing import Any
 from plugin.cluster.engine_pool import EnginePool
 from plugin.cluster.placement import plan_on_cluster, reserve
 from plugin.cluster.ray_cluster import cluster, object_stores, spill_directory
+from plugin.cluster.reward_nodes import RewardNodes
 from plugin.cluster.trainer_actor import teacher_policy
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
@@ -35,9 +36,11 @@ from plugin.controller.run_directory import (
 )
 from plugin.controller.training_loop import TrainingLoop
 from plugin.controller.weight_sync import WeightSync
+from plugin.environments.multi_turn import OpeningPrompts
 from plugin.observe.console import Console
 from plugin.observe.run_files import RunFiles, new_run_dir
-from plugin.rewards.scorers import make_scorer
+from plugin.rewards.pool import PoolScorer
+from plugin.rewards.scorers import Scorer, make_scorer
 
 
 @dataclass
@@ -130,9 +133,8 @@ def _run_in(
 
     try:
         with (
-            # Its processes start while Ray does.
-            contextlib.closing(make_scorer(config, parts.task)) as scorer,
-            _running(config, parts, run_dir, console, connected, interrupts) as running,
+            contextlib.closing(_scorer(config, parts, console)) as scorer,
+            _running(config, parts, run_dir, console, connected, interrupts, scorer) as running,
         ):
             config, trainer, engines, weights = running
             console.log(
@@ -160,6 +162,13 @@ def _run_in(
         finish()
 
 
+def _scorer(config: JobConfig, parts: JobParts, console: Console) -> Scorer:
+    """Who scores; on this machine its processes start while Ray does, on a cluster after that."""
+    if config.address is None:
+        return make_scorer(config, parts.task)
+    return make_scorer(config, parts.task, functools.partial(RewardNodes, console))
+
+
 @contextlib.contextmanager
 def _running(
     config: JobConfig,
@@ -168,6 +177,7 @@ def _running(
     console: Console,
     connected: Callable[[], None],
     interrupts: Interrupts,
+    scorer: Scorer,
 ) -> Iterator[tuple[JobConfig, TrainerGroup, EnginePool, WeightSync]]:
     """Start the ranks and engines of a job, and end them whatever happens.
 
@@ -177,7 +187,8 @@ def _running(
         connected()
     # The handler comes after Ray's own, which ends the process without a word.
     with interrupts.handled(), contextlib.ExitStack() as cleanup:
-        plan = plan_on_cluster(config)
+        has_environments = isinstance(parts.task, OpeningPrompts)
+        plan = plan_on_cluster(config, has_environments=has_environments)
         needed = rollout_bytes(config, parts.route_shape)
         machine = RayMachine.here(spill_directory())
         for warning in store_warnings(config, needed, object_stores(), machine):
@@ -185,6 +196,9 @@ def _running(
         config = config.unchecked_copy(rollout_dtype=engine_dtype(config, cuda=plan.uses_gpus))
         reservation = reserve(plan, config.start_timeout)
         cleanup.callback(reservation.release)
+        if isinstance(scorer, PoolScorer) and isinstance(scorer.pool, RewardNodes):
+            by_others = config.reward_workers == "auto"
+            scorer.pool.begin(reservation.cpus_left(by_others=by_others))
         trainer = TrainerGroup(config, plan, reservation, console)
         cleanup.callback(trainer.close)
         # Servers write their logs there.

@@ -22,7 +22,8 @@ class LocalEngine:
 
     def __init__(self, engine: RolloutEngine, config: JobConfig) -> None:
         stream = ResponseStream(engine, config.rollout_max_batch)
-        self._server = GroupServer(choose_player(config)(stream))
+        self._player = choose_player(config)(stream)
+        self._server = GroupServer(self._player)
 
     def __len__(self) -> int:
         return 1
@@ -36,6 +37,11 @@ class LocalEngine:
     ) -> None:
         """Have the engine generate groups, by their numbers."""
         self._server.submit(requests, parameters)
+
+    def cancel_groups(self) -> None:
+        """Drop the groups that the engine has."""
+        self._server.cancel(0)
+        self._player.abort()
 
     def receive(self, *, wait_seconds: float) -> tuple[list[Rollouts], list[int]]:
         """The next groups that are done; generates until there are some, and loses none."""

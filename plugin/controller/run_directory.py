@@ -7,9 +7,11 @@ settings of the run so far, and its checkpoints.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,19 @@ def changed_settings(run_dir: Path, config: JobConfig) -> Iterator[str]:
     for name in sorted(set(before) & set(now) - harmless):
         if before[name] != now[name]:
             yield f"--{name.replace('_', '-')} was {before[name]}, is {now[name]}"
+
+
+def group_key(config: JobConfig, data: PromptDataset | None) -> str:
+    """Differs between runs whose prompts have other groups; the number of engines may change."""
+    settings = plain_settings(config.as_dict())
+    counted = {f.name: settings[f.name] for f in fields(config) if _changes_groups(f)}
+    prompts = "" if data is None else data.fingerprint
+    return hashlib.sha256(f"{json.dumps(counted, sort_keys=True)}{prompts}".encode()).hexdigest()
+
+
+def _changes_groups(setting: Field[Any]) -> bool:
+    harmless = setting.metadata["may_change_on_resume"]
+    return not harmless and setting.name != "num_rollout_engines"
 
 
 def find_checkpoint(root: Path, name: str | None, option: str = "--resume-from") -> Path | None:

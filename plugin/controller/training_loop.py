@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from plugin.controller.evaluation import Evaluations, Evaluator, describe
 from plugin.controller.interrupts import Interrupts
 from plugin.controller.passes import CriticSteps, LogProbPasses, Teachers
 from plugin.controller.preflight.job_checks import JobParts
+from plugin.controller.queue.group_journal import GroupJournal, remove_journal
 from plugin.controller.queue.groups import Group, joined, reward_parts
 from plugin.controller.queue.rollout_queue import RolloutQueue
 from plugin.controller.run_directory import (
@@ -31,17 +33,28 @@ from plugin.controller.run_directory import (
     RunCheckpoints,
     evaluation_scores,
     find_checkpoint,
+    group_key,
     warn_of_other_rows,
 )
 from plugin.controller.shared_devices import OwnDevices, SharedDevices, Turn
 from plugin.controller.step_records import StepRecords, readable_samples
 from plugin.controller.weight_sync import WeightSync
 from plugin.controller.weight_verification import WeightVerification
-from plugin.errors import ActorLost, MegatronTisError, ParallelError
+from plugin.errors import (
+    ActorLost,
+    BatchError,
+    FindingError,
+    MegatronTisError,
+    ParallelError,
+    TrainingError,
+)
 from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
 from plugin.observe.console import Console
 from plugin.observe.run_files import RunFiles
 from plugin.rewards.scorers import Scorer, scorer_for
+
+#: What ends a job because of the groups it has, which a resumed one must not train on.
+_OF_GROUPS = (BatchError, FindingError, TrainingError)
 
 
 @dataclass
@@ -90,7 +103,13 @@ class TrainingLoop:
         self._devices: SharedDevices | OwnDevices = OwnDevices()
         if config.colocate:
             self._devices = SharedDevices(trainer, engines, config.colocate_sleep_level)
-        self._queue = RolloutQueue(parts.task, engines, parts.sampling, config, console.log, scorer)
+        self._journal = self._make_journal() if config.keeps_group_journal else None
+        if self._journal is None or not config.resumes:
+            remove_journal(files.run_dir)
+        self._queue = RolloutQueue(
+            *(parts.task, engines, parts.sampling, config, console.log, scorer),
+            journal=self._journal,
+        )
         self._start_of_queue = self._queue.state()
         self._checkpoints = checkpoints
         self._at = Position()
@@ -118,9 +137,22 @@ class TrainingLoop:
             raise
         except ParallelError:
             raise  # the ranks, or some of them, are gone
-        except MegatronTisError:
+        except MegatronTisError as error:
+            if self._journal is not None and isinstance(error, _OF_GROUPS):
+                self._journal.replace([])
             self._finish_save_of_ended_job()
             raise
+
+    def _make_journal(self) -> GroupJournal:
+        config = self._config
+        return GroupJournal(
+            self._files.run_dir,
+            group_key(config, self._parts.data),
+            # The batch in training, those before it that groups may be as old as, and the next.
+            config.staleness_limit + 2,
+            self._console.warn,
+            proven=lambda: self._engines.all_verified,
+        )
 
     def _train(self, interrupts: Interrupts) -> None:
         """Run the remaining rollouts, surviving lost engines and trainer ranks."""
@@ -216,6 +248,8 @@ class TrainingLoop:
         self._queue.pump()
         generated = time.monotonic()
         self._verification.check(self._at.version, self._at.updates)
+        if self._journal is not None:
+            self._journal.write()
         rollouts, masked = joined(groups), {}
         if config.max_token_staleness is not None:
             oldest = self._at.version - config.max_token_staleness
@@ -426,15 +460,18 @@ class TrainingLoop:
         chosen = find_checkpoint(self._checkpoints.root, self._config.resume_from)
         if chosen is not None:
             self._checkpoints.add_until(chosen)
-        self._go_back_to_checkpoint()
+        self._go_back_to_checkpoint(finished=self._journal.read() if self._journal else ())
         if chosen is not None and self._config.resume_from is not None:
             for path in set_aside_later(chosen):
                 self._console.log(f"a checkpoint after {chosen.name} is kept as {path}")
 
-    def _go_back_to_checkpoint(self, *, keeps_groups: bool = False) -> None:
+    def _go_back_to_checkpoint(
+        self, *, keeps_groups: bool = False, finished: Sequence[Group] = ()
+    ) -> None:
         """Load the run's newest checkpoint, or start over if there is none yet.
 
         keeps_groups: of engines that the trainer did not take with it
+        finished: groups of the journal
         """
         state: dict[str, Any] = {"position": {}, "queue": self._start_of_queue}
         newest = self._checkpoints.newest()
@@ -444,8 +481,13 @@ class TrainingLoop:
         self._at = Position(**state["position"])
         # A version names one set of weights: what was sent after the checkpoint keeps its number.
         self._at.version = max(self._at.version, self._weights.version + 1)
+        last = max((group.last_version for group in finished), default=-1)
+        if self._config.async_rollouts and last > self._at.version:
+            self._at.version = last + 1
         kept = self._queue.restore(
-            state["queue"], keep_for=self._at.version if keeps_groups else None
+            state["queue"],
+            keep_for=self._at.version if keeps_groups or finished else None,
+            finished=finished,
         )
         self._records.go_back(self._at.updates)
         self._evaluations.go_back(self._at.rollouts)

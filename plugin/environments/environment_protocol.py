@@ -1,8 +1,8 @@
 """What a multi-turn task is: conversations that an environment continues and scores.
 
 A task of several turns is named with `--task-path` like any other, called as `factory(config,
-tokenizer)`, and returns an object with the members of `MultiTurnTask`. It runs in the engines'
-processes; the driver only asks it for the first messages.
+tokenizer)`, and returns an object with the members of `MultiTurnTask`. Its environments run in
+processes of their own, one for each engine; driver and engines only ask it for the first messages.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ answered, and replies join the engine's batch as they are asked for.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,9 @@ from plugin.engines.protocol import (
 )
 from plugin.engines.response_stream import ResponseStream
 from plugin.environments.conversation import ChatRenderer, Conversation, kept_thinking
-from plugin.environments.deadline_calls import CallFailure, DeadlineCalls
-from plugin.environments.environment_protocol import (
-    Ending,
-    Environment,
-    MultiTurnTask,
-    Step,
-)
+from plugin.environments.deadline_calls import CallFailure
+from plugin.environments.environment_calls import EnvironmentCalls, LocalEnvironments, Method
+from plugin.environments.environment_protocol import Ending, MultiTurnTask, Step
 from plugin.environments.group_server import PlayedGroup, Player, SingleTurnPlayer
 from plugin.environments.trajectory import Trajectory, failed
 from plugin.errors import BatchError
@@ -78,14 +75,15 @@ class OpeningPrompts:
 class _Episode:
     """One trajectory while it is played.
 
-    environment, conversation: set when the episode begins
+    number: of its environment
+    conversation: set when the episode begins
     result: the trajectory, once there is one
     """
 
+    number: int
     index: int
     seed: int
     parameters: SamplingParameters
-    environment: Environment | None = None
     conversation: Conversation = field(init=False)
     result: Trajectory | None = None
 
@@ -93,21 +91,28 @@ class _Episode:
 class MultiTurnPlayer:
     """A `Player` of conversations; each continues as soon as its own environment has answered.
 
-    Environments are called in threads. One that takes its time holds up its own episode; the engine
-    generates the replies of the others meanwhile. Over an engine that answers whole batches, all
+    Nothing waits for a call of an environment but its own episode: the engine generates the replies
+    of the others meanwhile. Over an engine that answers whole batches, all
     open conversations get their next reply in one call, then all environments take their step.
     """
 
     def __init__(
-        self, stream: ResponseStream, *, task: MultiTurnTask, tokenizer: Any, config: JobConfig
+        self,
+        stream: ResponseStream,
+        *,
+        task: MultiTurnTask,
+        tokenizer: Any,
+        config: JobConfig,
+        environments: EnvironmentCalls | None = None,
     ) -> None:
         self._stream, self._task, self._config = stream, task, config
         self._renderer = renderer_of(task, tokenizer, config)
         self._groups: dict[int, list[_Episode]] = {}
         self._ready: list[_Episode] = []
-        self._calls = DeadlineCalls(
-            seconds=config.environment_timeout, threads=config.environment_threads
+        self._calls: EnvironmentCalls = environments or LocalEnvironments(
+            task, seconds=config.environment_timeout, threads=config.environment_threads
         )
+        self._numbers = itertools.count()
         #: What becomes of the result of a call; none for those of `close`.
         self._awaited: dict[int, tuple[_Episode, str, Callable[[_Episode, Any], None]]] = {}
 
@@ -125,11 +130,14 @@ class MultiTurnPlayer:
 
     def begin(self, group: int, request: GenerationRequest, parameters: SamplingParameters) -> None:
         """Start the environments of a group."""
-        episodes = [_Episode(request.prompt_index, seed, parameters) for seed in request.seeds]
+        episodes = [
+            _Episode(next(self._numbers), request.prompt_index, seed, parameters)
+            for seed in request.seeds
+        ]
         self._groups[group] = episodes
         for episode in episodes:
-            start = partial(self._task.environment, episode.index, episode.seed)
-            self._call(episode, start, "starting the environment", self._on_start)
+            what = "starting the environment"
+            self._call(episode, what, self._on_start, "start", episode.index, episode.seed)
 
     def step(self) -> list[PlayedGroup]:
         """Advance every episode that can continue; returns the groups that are done."""
@@ -149,11 +157,7 @@ class MultiTurnPlayer:
     def abort(self) -> None:
         """Drop what is open and close its environments."""
         self._stream.abort()
-        # What is being started has to be closed.
-        starting = {
-            n: awaited for n, awaited in self._awaited.items() if awaited[2] == self._on_start
-        }
-        self._awaited = starting
+        self._awaited.clear()
         for group in self._groups.values():
             for episode in group:
                 if episode.result is None:
@@ -189,18 +193,13 @@ class MultiTurnPlayer:
             if answer.finish_reason == "length":
                 self._score(episode, "reply_cut")
             else:
-                assert episode.environment is not None
                 history = tuple(episode.conversation.messages)
-                step = partial(episode.environment.step, reply, history)
-                self._call(episode, step, "the environment's step", self._on_step)
+                what = "the environment's step"
+                self._call(episode, what, self._on_step, "step", reply, history)
 
     # -- environments
 
-    def _on_start(self, episode: _Episode, environment: Environment) -> None:
-        episode.environment = environment
-        if episode.result is not None:  # aborted meanwhile
-            self._end(episode, episode.result)
-            return
+    def _on_start(self, episode: _Episode, _: None) -> None:
         messages = self._task.messages(episode.index)
         chat = Conversation(messages, self._renderer, self._task.stop_token_ids)
         episode.conversation = chat
@@ -232,9 +231,7 @@ class MultiTurnPlayer:
                 self._score(episode, "max_context")
 
     def _score(self, episode: _Episode, ending: Ending) -> None:
-        assert episode.environment is not None
-        reward = partial(episode.environment.reward, ending)
-        self._call(episode, reward, "the environment's reward", self._on_reward)
+        self._call(episode, "the environment's reward", self._on_reward, "reward", ending)
 
     def _on_reward(self, episode: _Episode, reward: Any) -> None:
         value = as_reward(reward) if isinstance(reward, (int, float)) else None
@@ -250,19 +247,19 @@ class MultiTurnPlayer:
     def _end(self, episode: _Episode, result: Trajectory) -> None:
         """Record the result and close the environment, whose failure to do so changes nothing."""
         episode.result = result
-        close = getattr(episode.environment, "close", None)
-        if close is not None:
-            self._calls.submit(close)
+        self._calls.submit(episode.number, "close")
 
     def _call(
         self,
         episode: _Episode,
-        call: Callable[[], Any],
         what: str,
         then: Callable[[_Episode, Any], None],
+        method: Method,
+        *arguments: Any,
     ) -> None:
-        """Make a call in a thread and pass its result to `then`; a failure ends the episode."""
-        self._awaited[self._calls.submit(call)] = (episode, what, then)
+        """Call an environment and pass its result to `then`; a failure ends the episode."""
+        number = self._calls.submit(episode.number, method, *arguments)
+        self._awaited[number] = (episode, what, then)
 
     def _collect(self, wait_seconds: float) -> None:
         for number, result in self._calls.finished(wait_seconds):
@@ -290,10 +287,14 @@ class MultiTurnPlayer:
             self._end(episode, failed(f"{type(error).__name__}: {error}"))
 
 
-def choose_player(config: JobConfig) -> Callable[[ResponseStream], Player]:
+def choose_player(
+    config: JobConfig, make_environments: Callable[[], EnvironmentCalls] | None = None
+) -> Callable[[ResponseStream], Player]:
     """How an engine's actor turns requests into trajectories: in one turn, or in several.
 
-    Only a task of the user's own can have several; its code is loaded in the process that plays it.
+    Only a task of the user's own can have several. The process that plays it renders its messages.
+
+    make_environments: starts what its environments run in; none = threads of this process
     """
     if config.task_path is None:
         return SingleTurnPlayer
@@ -301,4 +302,7 @@ def choose_player(config: JobConfig) -> Callable[[ResponseStream], Player]:
     task = load_task(config, tokenizer)
     if not isinstance(task, MultiTurnTask):
         return SingleTurnPlayer
-    return partial(MultiTurnPlayer, task=task, tokenizer=tokenizer, config=config)
+    environments = None if make_environments is None else make_environments()
+    return partial(
+        MultiTurnPlayer, task=task, tokenizer=tokenizer, config=config, environments=environments
+    )

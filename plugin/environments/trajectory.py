@@ -113,10 +113,10 @@ class Rollouts:
         trajectory = np.repeat(np.arange(len(self)), self.samples)[versions.sample_index]
         return versions.values.numpy()[counts].astype(np.int64), trajectory[counts]
 
-    def response(self, trajectory: int) -> list[int]:
-        """The token ids of a trajectory's last response."""
+    def response(self, trajectory: int) -> Integers:
+        """The token ids of a trajectory's last response, a view."""
         end, length = self._last_responses
-        return self._tokens[end[trajectory] - length[trajectory] : end[trajectory]].tolist()
+        return self._tokens[end[trajectory] - length[trajectory] : end[trajectory]]
 
     @cached_property
     def _tokens(self) -> Integers:

@@ -97,7 +97,7 @@ class RankModel:
         device: torch.device | None = None,
     ) -> None:
         """`pipeline`: runs the schedules; `device`: where batches go; None = the defaults."""
-        config = on_this_device(config)
+        config = on_this_device(config, hf_config)
         self.config, self.hf_config, self.groups, self.layout = config, hf_config, groups, layout
         self.pipeline = pipeline or Pipeline(groups)
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,6 +8,7 @@
     samples.jsonl    one object per rollout: a few samples with their texts and rewards
     findings.jsonl   what the mismatch detectors found, one object per finding
     events.out.*     TensorBoard
+    groups.*.journal groups that are scored and not trained on, for a resumed run
     report.html      written at the end, or by `megatron-tis report`
     lock             held by the job that writes here
 
@@ -35,11 +36,14 @@ from plugin.errors import ConfigError
 from plugin.observe.html_report import write_report
 from plugin.observe.metric_table import REQUIRED_METRICS
 
+#: Groups that are scored and not trained on, see `plugin.controller.queue.group_journal`.
+JOURNAL_FILES = "groups.[0-9]*.journal"
 #: All that a run writes besides `checkpoints/`, `model/` and `models/`, as patterns.
 RUN_FILES = (
     *("config.yaml", "config.[0-9]*.yaml", "config.yaml.partial", "report.html"),
     *("metrics.jsonl", "prompts.jsonl", "samples.jsonl", "findings.jsonl", "events.out.tfevents.*"),
     "engine_[0-9]*.log",
+    JOURNAL_FILES,
 )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,17 @@ def read_run(run_dir: str | Path) -> RunRecord:
         record.findings = list(_read_lines(findings, record.problems))
     record.config = _read_config(path / "config.yaml", record.problems)
     return record
+
+
+def require_content(records: Sequence[RunRecord]) -> None:
+    """Raise a `ConfigError` if no run holds anything to tell: that is no healthy run."""
+    if any(record.steps or record.evaluations or record.findings for record in records):
+        return
+    first = records[0]
+    cause = "the job failed before its first step, or has just started"
+    raise ConfigError(
+        f"{first.path}: no step was recorded: {first.problems[0] if first.problems else cause}"
+    )
 
 
 def read_prompts(run_dir: str | Path) -> list[dict[str, Any]]:

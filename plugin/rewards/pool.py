@@ -1,4 +1,4 @@
-"""Worker processes that compute rewards while the driver does something else.
+"""Worker processes on one machine that compute rewards while the job does something else.
 
 A thread per process gives it one response at a time and waits for the answer. A process that does
 not answer in time, or dies, is replaced; that costs the response it was working on. Both ends of
@@ -48,7 +48,7 @@ class RewardSource(Protocol):
     def timed_out(self, given: Any) -> Score | None: ...
 
 
-class _Results:
+class Results:
     """The scores for one scorer, until it drops what it has submitted."""
 
     def __init__(self) -> None:
@@ -57,14 +57,28 @@ class _Results:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
+    """A response to score, and where its score goes."""
+
     ticket: int
     given: Any
-    results: _Results
+    results: Results
+
+
+class Pool(Protocol):
+    """Workers, wherever they are."""
+
+    def enqueue(self, ticket: int, given: Any, results: Results) -> None:
+        """Have `given` scored by the next free worker; never waits."""
+        ...
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing."""
+        ...
 
 
 class RewardPool:
-    """Rewards in the background.
+    """Rewards in the background, on this machine.
 
     source: what the workers load
     seconds: time limit per response
@@ -74,7 +88,8 @@ class RewardPool:
     def __init__(
         self, source: RewardSource, *, workers: int, seconds: float, memory_mb: int
     ) -> None:
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._starts: queue.SimpleQueue[CallFailure | None] = queue.SimpleQueue()
         self._workers = [_Worker(source, seconds, memory_mb) for _ in range(workers)]
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), daemon=True)
@@ -83,9 +98,13 @@ class RewardPool:
         for thread in self._threads:
             thread.start()
 
-    def enqueue(self, ticket: int, given: Any, results: _Results) -> None:
+    def enqueue(self, ticket: int, given: Any, results: Results) -> None:
         """Have `given` scored by the next free worker; never waits."""
-        self._jobs.put(_Job(ticket, given, results))
+        self._jobs.put(Job(ticket, given, results))
+
+    def first_start(self) -> CallFailure | None:
+        """Wait until a worker has loaded the rewards; returns why it has not. To be called once."""
+        return self._starts.get()
 
     @property
     def restarts(self) -> int:
@@ -110,7 +129,7 @@ class RewardPool:
         self.close()
 
     def _serve(self, worker: _Worker) -> None:
-        worker.start()
+        self._starts.put(worker.start())
         while (job := self._jobs.get()) is not None:
             if not job.results.dropped:
                 job.results.done.put((job.ticket, worker.score(job.given)))
@@ -123,19 +142,13 @@ class PoolScorer:
     Several may share a pool; whoever has made it closes it.
     """
 
-    def __init__(self, pool: RewardPool) -> None:
-        self.pool, self._results, self._tickets = pool, _Results(), itertools.count()
+    def __init__(self, pool: Pool) -> None:
+        self.pool, self._results, self._tickets = pool, Results(), itertools.count()
 
     def enqueue(self, given: Any) -> int:
         """A ticket for the score of what the source's `score` takes; never waits."""
         ticket = next(self._tickets)
         self.pool.enqueue(ticket, given, self._results)
-        return ticket
-
-    def fail(self, reason: str) -> int:
-        """A ticket for a response that cannot be scored."""
-        ticket = next(self._tickets)
-        self._results.done.put((ticket, CallFailure(reason)))
         return ticket
 
     def finished(self, *, wait_seconds: float = 0.0) -> list[tuple[int, Score | CallFailure]]:
@@ -151,7 +164,7 @@ class PoolScorer:
     def forget(self) -> None:
         """Drop what was submitted; a worker finishes the response that it is working on."""
         self._results.dropped = True
-        self._results = _Results()
+        self._results = Results()
 
     def close(self) -> None:
         self.pool.close()

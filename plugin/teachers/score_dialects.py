@@ -18,6 +18,8 @@ from plugin.engines.servers.calls import MalformedAnswer, ServerCall
 
 #: Of one position; servers round their log-probs.
 _MOST_PROBABILITY = 1.01
+#: Digits of an id; Python refuses to read a number of thousands.
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,9 @@ SCORE_DIALECTS: dict[str, type[VllmScores] | type[SglangScores]] = {
 
 def _vllm_entries(row: Any, position: int) -> dict[int, Any]:
     """id -> log-prob of one position."""
-    if not isinstance(row, dict) or not all(str(key).isdecimal() for key in row):
+    if not isinstance(row, dict) or not all(
+        key.isdecimal() and len(key) <= _MOST_DIGITS for key in row
+    ):
         raise MalformedAnswer(f"the log-probs at position {position} are {shown(row)}")
     entries = {int(key): field(entry, "logprob") for key, entry in row.items()}
     if len(entries) != len(row):

@@ -1,11 +1,7 @@
-"""Jobs with vLLM on GPUs: weights reach its workers by broadcast over NCCL, through the object store, and by CUDA IPC after sleep.
-
-vLLM pins a torch of its own and is not part of `make venv-gpu`: without it these are skipped.
-"""
+"""Jobs with vLLM on GPUs: weights reach its workers by broadcast over NCCL, through the object store, and by CUDA IPC after sleep."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -14,10 +10,7 @@ from tests.vllm_rollouts.small_job import check_steps, train
 
 NUM_GPUS = 4
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-    pytest.mark.timeout(1500),
-]
+pytestmark = pytest.mark.timeout(1500)
 
 #: As with vLLM in bfloat16 on CPU.
 BF16_MISMATCH = 1e-2

@@ -1,6 +1,7 @@
 """Two machines on one: network namespaces with addresses of their own, a Ray node in each, and a link to cut.
 
-Needs root and `ip` (iproute2). The file system is shared, as on a cluster with a network file system.
+Needs root and `ip` (iproute2). The file system is shared, as on a cluster with a network file system. As on a stock
+Debian, each machine's own name is 127.0.1.1 to it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -37,15 +39,20 @@ class Network:
     def __init__(self, directory: Path) -> None:
         tag = f"{os.getpid() % 0xFFFF:04x}"
         self.names = [f"mtis-{tag}-{side}" for side in "ab"]
-        self._links = [f"mt{tag}{side}" for side in "ab"]
+        #: The interface of each machine.
+        self.links = [f"mt{tag}{side}" for side in "ab"]
         #: Of a range that is kept for benchmarks of networks, and so is nobody's own.
         self.addresses = ["198.18.77.1", "198.18.77.2"]
         self.directory = directory
-        first, second = self._links
+        first, second = self.links
         for name in self.names:
             _ip("netns", "add", name)
+            # What `ip netns exec` shows instead of /etc/hosts.
+            _own_files(name).mkdir(parents=True)
+            names = f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n"
+            (_own_files(name) / "hosts").write_text(names)
         _ip("link", "add", first, "netns", self.names[0], "type", "veth", "peer", second, "netns", self.names[1])  # fmt: skip
-        for name, link, address in zip(self.names, self._links, self.addresses, strict=True):
+        for name, link, address in zip(self.names, self.links, self.addresses, strict=True):
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", link)
             _ip("-n", name, "link", "set", link, "up")
             _ip("-n", name, "link", "set", "lo", "up")
@@ -104,10 +111,10 @@ class Network:
 
     def cut(self) -> None:
         """Take the link down: packets are lost, and nobody is told."""
-        _ip("-n", self.names[1], "link", "set", self._links[1], "down")
+        _ip("-n", self.names[1], "link", "set", self.links[1], "down")
 
     def mend(self) -> None:
-        _ip("-n", self.names[1], "link", "set", self._links[1], "up")
+        _ip("-n", self.names[1], "link", "set", self.links[1], "up")
 
     def processes(self, side: int) -> list[int]:
         """The processes of a machine."""
@@ -134,6 +141,7 @@ class Network:
             time.sleep(0.1)
         for name in self.names:
             _ip("netns", "delete", name)
+            shutil.rmtree(_own_files(name))
 
 
 @contextlib.contextmanager
@@ -144,6 +152,10 @@ def two_machines(directory: Path) -> Iterator[Network]:
         yield network
     finally:
         network.close()
+
+
+def _own_files(name: str) -> Path:
+    return Path("/etc/netns", name)
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from plugin.observe.run_record import read_run
-from tests.ray.casualties import logged_steps
+from tests.ray.casualties import logged_steps, workers
 
 pytestmark = [pytest.mark.hostile, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -97,6 +97,42 @@ def test_a_second_ctrl_c_ends_at_once_and_still_prints_the_summary(
     output = job.communicate(timeout=60)[0]
     assert job.returncode == 130, output
     assert re.search(r"reward .* steps; report:", output), output
+
+
+def test_an_engine_that_is_stopped_does_not_outlive_a_driver_that_is_killed(
+    tmp_path: Path, temporary: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    job = start(run_dir, temporary)
+    wait_for_steps(job, run_dir, 2)
+    [engine] = workers("EngineActor", job.pid)
+    engine.suspend()
+    psutil.Process(job.pid).children()[0].kill()
+    assert "the driver was killed" in job.communicate(timeout=120)[0]
+    assert psutil.wait_procs([engine], timeout=30)[1] == []
+
+
+def test_a_raylet_that_freezes_on_a_cluster_ends_the_job_within_its_deadline(
+    tmp_path: Path, temporary: Path
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster, run_dir = Cluster(), tmp_path / "run"
+    raylet = None
+    try:
+        node = cluster.add_node(num_cpus=3, include_dashboard=False)
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        job = start(run_dir, temporary, "--address", cluster.address, "--ray-timeout", "20")
+        wait_for_steps(job, run_dir, 2)
+        raylet.suspend()
+        began = time.monotonic()
+        output = job.communicate(timeout=120)[0]
+        assert time.monotonic() - began < 30
+        assert job.returncode == 1 and "Ray's raylet was stopped" in output.splitlines()[-1], output
+    finally:
+        if raylet is not None:
+            raylet.resume()
+        cluster.shutdown()
 
 
 @pytest.mark.parametrize(

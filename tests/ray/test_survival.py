@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,8 +18,9 @@ import pytest
 
 from plugin.commands.eval import evaluate
 from plugin.controller.job import JobResult
+from plugin.controller.queue.group_journal import journal_files, read_file
 from plugin.controller.weight_sync import WeightSync
-from plugin.errors import EngineError, ParallelError
+from plugin.errors import ClusterError, EngineError, ParallelError
 from plugin.observe.console import Console
 from plugin.observe.run_record import read_run
 from tests.ray.casualties import (
@@ -162,6 +164,22 @@ def test_an_asynchronous_job_accounts_for_every_prompt_through_kills(
 
 
 @pytest.mark.slow
+def test_a_job_that_aborts_surplus_groups_accounts_for_every_prompt(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    settings = RESUMABLE | {"over_sampling_batch_size": 12, "abort_surplus_groups": True}
+    more = {"num_rollout_engines": 2, "rollout_max_batch": 8}
+    result = run_small(two_nodes, tmp_path / "run", **settings, **more)
+    last, trained = result.history[-1], trained_prompts(tmp_path / "run")
+    assert len(set(trained)) == len(trained) == last["prompts_trained"] == 10 * 4
+    assert not set(trained) & set(dropped_prompts(tmp_path / "run"))
+    assert last["groups_surplus"] > 0
+    dropped = sum(last[f"dropped_{cause}"] for cause in ("stale", "failed", "uniform"))
+    assert last["prompts_issued"] == 10 * 4 + dropped + last["prompts_under_way"]
+    assert all(step["staleness"] == 0 for step in result.history)
+
+
+@pytest.mark.slow
 def test_a_hung_engine_is_found_by_its_deadline(two_nodes: str, tmp_path: Path) -> None:
     frozen: list[int] = []
     freeze = AfterSteps(
@@ -219,9 +237,11 @@ def test_a_lost_rank_without_checkpoints_ends_the_job_with_advice(
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def _command(run_dir: Path, *extra: str, rollouts: int) -> list[str]:
+def _command(
+    run_dir: Path, *extra: str, rollouts: int, settings: dict[str, Any] = RESUMABLE
+) -> list[str]:
     """`run_small` as a command of its own process."""
-    sizes = {**SIZES, **RESUMABLE, "num_rollouts": rollouts, "run_dir": run_dir}
+    sizes = {**SIZES, **settings, "num_rollouts": rollouts, "run_dir": run_dir}
     flags = []
     for name, value in sizes.items():
         flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
@@ -269,6 +289,50 @@ def test_a_run_resumed_after_kill_9_of_the_driver_repeats_the_unbroken_one(
     assert trained == trained_prompts(unbroken.run_dir) and len(set(trained)) == 10 * 4
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, [process.cmdline() for process in alive]
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_resumed_after_kill_9_of_the_driver_trains_on_its_finished_groups(
+    two_nodes: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, rollouts = tmp_path / "run", 14
+    settings = {**ONE_NODE, "save_interval": 3, "async_rollouts": True, "use_tis": True}
+    settings |= {"max_weight_staleness": 2, "num_rollout_engines": 2}
+    driver = subprocess.Popen(_command(run_dir, rollouts=1000, settings=settings))
+    while logged_steps(run_dir / "metrics.jsonl") < 7:
+        assert driver.poll() is None, "the job ended before it could be killed"
+        time.sleep(0.02)
+    driver.kill()
+    driver.wait()
+    before = trained_prompts(run_dir)
+    finished = {group.index for group in _finished_groups(run_dir)}
+    assert len(finished) >= 4, "groups were ahead of the trainer"
+    capsys.readouterr()
+    result = run_small(two_nodes, run_dir, **settings | {"num_rollouts": rollouts}, resume=True)
+    text = "".join(capsys.readouterr())
+    said = re.search(r"goes on after rollout (\d+) of 14, keeps (\d+)", text)
+    assert said is not None, text
+    at, kept = int(said[1]), int(said[2])
+    trained = trained_prompts(run_dir)
+    # The prompts up to the checkpoint are those of before; the next batch was all there.
+    assert trained[: at * 4] == before[: at * 4]
+    assert set(trained[at * 4 : (at + min(1, kept // 4)) * 4]) <= finished
+    last = result.history[-1]
+    assert len(set(trained)) == len(trained) == last["prompts_trained"] == rollouts * 4
+    dropped = sum(last[f"dropped_{cause}"] for cause in ("stale", "failed", "uniform"))
+    assert last["prompts_issued"] == rollouts * 4 + dropped + last["prompts_under_way"]
+    # A version names one set of weights: those of the checkpoint are newer than every kept group.
+    resumed = next(step for step in result.history if step["rollout"] == at)
+    assert resumed["weight_version"] > at and resumed["staleness"] > 0
+
+
+def _finished_groups(run_dir: Path) -> list[Any]:
+    """The groups in the journal of a run."""
+    found = []
+    for path in journal_files(run_dir):
+        key = json.loads(path.read_bytes().partition(b"\n")[0])["key"]
+        found += read_file(path, key)
+    return found
 
 
 @pytest.mark.slow
@@ -344,6 +408,36 @@ def _node_with_engine(nodes: list[Any]) -> Any:
         if workers("EngineActor", raylet) or workers("TrainerRank", raylet):
             return node
     raise AssertionError("the actors are all on the first node")
+
+
+@pytest.mark.slow
+def test_a_job_starts_with_the_engines_there_is_room_for_and_takes_the_others_as_nodes_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    cluster.add_node(num_cpus=2, include_dashboard=False)  # room for the rank and one engine
+    cluster.wait_for_nodes()
+    run_dir, sizes = tmp_path / "run", {"num_nodes": 1, "num_rollout_engines": 2}
+    try:
+        with pytest.raises(ClusterError, match=r"2 x .1 CPU. for engines"):
+            run_small(cluster.address, tmp_path / "all", num_rollouts=1, **sizes)
+        with AfterSteps(run_dir, 3, lambda: cluster.add_node(num_cpus=1)) as arrival:
+            result = run_small(
+                cluster.address, run_dir, num_rollouts=60, min_rollout_engines=1, **sizes
+            )
+        assert arrival.done
+    finally:
+        cluster.shutdown()
+    said = "".join(capsys.readouterr())
+    assert "room for 1 of 2 engines" in said and "engine 1 has joined: 2 of 2" in said
+    engines = [step["rollout_engines"] for step in result.history]
+    assert engines[:3] == [1, 1, 1] and engines[-1] == 2
+    assert trained_prompts(run_dir) == list(range(60 * 4))
+    last = result.history[-1]
+    assert last["engine_restarts"] == 0
+    assert last["prompts_issued"] == last["prompts_trained"] == 60 * 4
 
 
 @pytest.mark.slow

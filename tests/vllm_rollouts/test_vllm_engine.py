@@ -104,6 +104,17 @@ def long_prompt_request() -> GenerationRequest:
     return GenerationRequest(tuple(10 + i % 80 for i in range(300)), (1, 2))
 
 
+def test_prompts_that_are_too_many_for_one_step_are_read_one_after_the_other() -> None:
+    # A part of a prompt ends with a draw that vLLM takes back, which no generator on CPU can.
+    engine = vllm_engine(vllm_config(), vllm_args=("max_num_batched_tokens=512",))
+    load(engine, hf_state_dict(vllm_config(), 0))
+    requests = [
+        GenerationRequest((first, *long_prompt_request().prompt), (1,)) for first in range(10, 14)
+    ]
+    answers = engine.generate(requests, PARAMETERS)
+    check_generations(requests, answers, PARAMETERS)
+
+
 def largest_error(engine: VllmEngine, seed: int) -> float:
     model, request = hf_model(vllm_config(), seed), long_prompt_request()
     return max(

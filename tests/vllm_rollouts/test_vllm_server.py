@@ -124,6 +124,21 @@ def test_a_served_teacher_scores_tokens_as_transformers_does(engine: HttpEngine,
         )
 
 
+def test_the_server_shows_by_its_metrics_that_it_generates(
+    engine: HttpEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(engine, hf_state_dict(vllm_config(), 0), 0)
+    [server] = engine.pool.servers
+    seen = set()
+    engine._watch._interval = 0.02
+    monkeypatch.setattr(engine._watch, "_looked", lambda: seen.add(server.progress))
+    long = GenerationRequest((10, 11), (1,))
+    engine.generate([long], SamplingParameters(max_response_length=400))
+    assert server.reports_progress
+    # One response, so counters of whole responses would move once.
+    assert len(seen) > 3, seen
+
+
 def test_the_same_seed_gives_the_same_response(engine: HttpEngine) -> None:
     load(engine, hf_state_dict(vllm_config(), 0))
     parameters = SamplingParameters(max_response_length=8)

@@ -208,12 +208,6 @@ def check_patience(config: JobConfig) -> None:
         f"{config.max_response_length} at --least-response-speed {config.least_response_speed:g} "
         f"takes {needed:g} s; raise the timeout or the speed, or drop the timeout",
     )
-    patience = config.engine_patience
-    expect(
-        patience >= config.request_patience,
-        f"--rollout-timeout {patience:g}: servers report whole responses only, and one may take "
-        f"{config.request_patience:g} s (--rollout-request-timeout); raise it, or drop it",
-    )
 
 
 def _check_answer_size(config: JobConfig, policy: ModelSource) -> None:

@@ -69,6 +69,11 @@ class Group:
         return int(self.rollouts.oldest_version[self.place].min())
 
     @property
+    def last_version(self) -> int:
+        """The newest weights that sampled one of its tokens; -1 if all are masked."""
+        return int(self.rollouts.newest_version[self.place].max())
+
+    @property
     def newest_version(self) -> int:
         """Minimum over responses of their newest weight version."""
         return int(self.rollouts.newest_version[self.place].min())

@@ -12,7 +12,8 @@ results of the rounds before it, and the batch is the first groups by number. An
 its share of a round at once and nothing else until it has answered, so that what is generated
 together follows from the round alone, and rounding with it. With dynamic sampling the groups of a
 round that have no reward spread are dropped when the round is complete, and the next round refills
-them; asynchronous rollouts drop and refill them as they arrive.
+them; asynchronous rollouts drop and refill them as they arrive. With --abort-surplus-groups a batch
+does depend on timing: it is the first groups that are finished.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 
 from plugin.config import JobConfig
 from plugin.controller.queue.dynamic_sampling import DynamicSampling
+from plugin.controller.queue.group_journal import GroupJournal
 from plugin.controller.queue.groups import Attempt, Group, GroupScoring
 from plugin.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.environments.trajectory import Rollouts
@@ -56,6 +58,7 @@ class Engines(Protocol):
         self, engine: int, requests: Mapping[int, GenerationRequest], parameters: SamplingParameters
     ) -> None: ...
     def receive(self, *, wait_seconds: float) -> tuple[list[Rollouts], list[int]]: ...
+    def cancel_groups(self) -> None: ...
 
 
 @dataclass
@@ -87,6 +90,7 @@ class RolloutQueue:
 
     log: prints a message for a person
     scorer: who computes the rewards; none = the task, on this thread
+    journal: keeps scored groups for a resumed run; none = nothing does
     """
 
     task: Task
@@ -96,6 +100,7 @@ class RolloutQueue:
     log: Callable[[str], None] = print
     scorer: Scorer | None = None
     counts: QueueCounts = field(default_factory=QueueCounts)
+    journal: GroupJournal | None = None
     _waiting: deque[Attempt] = field(default_factory=deque)
     _in_flight: dict[int, Attempt] = field(default_factory=dict)  # by number, at engines
     _ready: dict[int, Group] = field(default_factory=dict)  # by number
@@ -109,6 +114,8 @@ class RolloutQueue:
     _ahead: set[int] = field(default_factory=set)
     _taking: int | None = None  # version for which `take` waits
     _stale: list[Group] = field(default_factory=list)  # dropped while it waits
+    # Answers of an earlier part of the run, by the attempts that were sent together.
+    _known: dict[tuple[tuple[int, int], ...], list[Group]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._sampling = DynamicSampling(self.config, lambda text: self.log(text))
@@ -121,11 +128,16 @@ class RolloutQueue:
         version: of the trainer's weights; drops groups more than the staleness limit behind
         """
         self._batch_is_out = False
+        if self.journal is not None:
+            self.journal.begin_batch()
         wanted = self.config.rollout_batch_size
         self._taking, self._stale = version, []
         for group in list(self._ready.values()):
             self._drop_if_stale(group)
         while len(self._ready) < wanted or self._round_is_open():
+            if self._may_abort_round():
+                self._abort_round()
+                break
             self._issue()
             self._collect(wait=True)
             self._require_progress(version)
@@ -221,18 +233,31 @@ class RolloutQueue:
             "ahead": sorted(self._ahead),
         }
 
-    def restore(self, state: dict[str, Any], *, keep_for: int | None = None) -> int:
+    def restore(
+        self,
+        state: dict[str, Any],
+        *,
+        keep_for: int | None = None,
+        finished: Sequence[Group] = (),
+    ) -> int:
         """Go back to `state`: resample what was under way then, and drop everything later.
 
         Returns how many groups are kept.
 
         keep_for: version of the weights to come; groups that are running, or finished and young
             enough for it, are kept, and prompts of `state` that they do not answer wait behind
+        finished: groups of an earlier part of the run, from its journal, of which those are kept
+            that were not trained on before `state`
         """
         if keep_for is None:
             self._ready.clear()
             self._in_flight.clear()
             self._scoring.clear()
+        young = [group for group in finished if not self._is_stale(group, keep_for or 0)]
+        untrained = [group for group in young if not _is_settled(group.index, state)]
+        self._known = _shipments(untrained, keep_for) if self._in_rounds else {}
+        if not self._in_rounds:
+            self._ready |= {group.index: group for group in untrained}
         self._ready = {i: g for i, g in self._ready.items() if not self._is_stale(g, keep_for or 0)}
         kept = {*self._ready, *self._in_flight, *(one.index for one in self._scoring.attempts)}
         pending: dict[int, int] = dict(state["pending"])
@@ -246,7 +271,11 @@ class RolloutQueue:
         self._dropped.clear()
         self._batch_is_out, self._taking = False, None
         self._begin_rollout()
-        return len(kept)
+        known = [group for groups in self._known.values() for group in groups]
+        # What a restart of the trainer keeps is in the journal, as far as its engines are proven.
+        if self.journal is not None and (finished or keep_for is None):
+            self.journal.replace([*self._ready.values(), *known])
+        return len(kept) + len(known)
 
     def _begin_rollout(self) -> None:
         self._sampling.begin_rollout()
@@ -263,6 +292,26 @@ class RolloutQueue:
             return False
         out = self._in_flight or self._waiting or self._scoring
         return bool(out) or len(self._ready) < self._limit()
+
+    def _may_abort_round(self) -> bool:
+        """Whether the batch is there before all groups of its round are."""
+        if not (self.config.abort_surplus_groups and self._in_rounds):
+            return False
+        useful = sum(self._sampling.has_reward_spread(group) for group in self._ready.values())
+        return useful >= self.config.rollout_batch_size
+
+    def _abort_round(self) -> None:
+        """Drop groups without a spread of rewards, and abort those that are not finished."""
+        self._drop_uniform(
+            [i for i, group in self._ready.items() if not self._sampling.has_reward_spread(group)]
+        )
+        aborted = [*self._in_flight.values(), *self._scoring.attempts]
+        self.counts.surplus += len(aborted)
+        self.engines.cancel_groups()
+        self._scoring.withdraw(aborted)
+        self._in_flight.clear()
+        again = [Attempt(one.index, one.failures) for one in aborted]
+        self._waiting = deque(sorted([*again, *self._waiting]))
 
     def _limit(self) -> int:
         """How many groups may be under way.
@@ -322,6 +371,11 @@ class RolloutQueue:
         return index
 
     def _send(self, engine: int, attempts: list[Attempt]) -> None:
+        known = self._known.pop(tuple((one.index, one.failures) for one in attempts), None)
+        if known is not None:
+            for group in known:
+                self._add_ready(group)
+            return
         requests: dict[int, GenerationRequest] = {}
         for attempt in attempts:
             index, failures = attempt.index, attempt.failures
@@ -382,11 +436,17 @@ class RolloutQueue:
             dropped = [group.index] if self._sampling.drops_on_arrival(group) else []
         elif not self._round_is_open():
             dropped = self._sampling.drop_from_round(list(self._ready.values()))
-        if dropped:
-            self.counts.dropped_uniform += len(dropped)
-            self._dropped.setdefault("uniform", []).extend(dropped)
-            for index in dropped:
-                del self._ready[index]
+        self._drop_uniform(dropped)
+        # What is dropped on arrival stays so; what a round drops, the same round drops again.
+        if self.journal is not None and (self._in_rounds or not dropped):
+            self.journal.add(group)
+
+    def _drop_uniform(self, indices: Sequence[int]) -> None:
+        if indices:
+            self.counts.dropped_uniform += len(indices)
+            self._dropped.setdefault("uniform", []).extend(indices)
+        for index in indices:
+            del self._ready[index]
 
     def _count_failed_reward(self, error: str) -> None:
         """Raise after max(8, batch size) failed groups in a row."""
@@ -463,3 +523,22 @@ class RolloutQueue:
             return group.weight_version < version - self.config.staleness_limit
         # Older tokens are masked; the others of the response are trained on.
         return group.newest_version < version - limit
+
+
+def _is_settled(index: int, state: Mapping[str, Any]) -> bool:
+    """Whether a prompt was trained on, or dropped, before the queue was in `state`."""
+    ahead = state.get("ahead", ())
+    issued = index < state["counts"]["issued"] - len(ahead) or index in ahead
+    return issued and index not in dict(state["pending"])
+
+
+def _shipments(
+    groups: Sequence[Group], version: int | None
+) -> dict[tuple[tuple[int, int], ...], list[Group]]:
+    """The groups that were sampled with `version`, by what was sent together; whole ones only."""
+    found: dict[tuple[tuple[int, int], ...], list[Group]] = {}
+    for group in groups:
+        if group.weight_version == group.newest_version == version:
+            mates = tuple((mate.index, mate.failures) for mate in group.attempt.sent_with)
+            found.setdefault(mates, []).append(group)
+    return {mates: whole for mates, whole in found.items() if len(whole) == len(mates)}

@@ -72,8 +72,21 @@ class ServerSession:
         """Close the connections."""
         await self._http.close()
 
-    async def call(self, url: str, call: ServerCall, timeout: float) -> Any:
-        """The parsed JSON of a checked answer; None if the answer is empty."""
+    async def call(self, url: str, call: ServerCall, timeout: float | None) -> Any:
+        """The parsed JSON of a checked answer; None if the answer is empty.
+
+        timeout: seconds; None = the caller has a deadline of its own
+        """
+        body = parse_json(await self._answer(url, call, timeout))
+        call.check(body)
+        return body
+
+    async def text(self, url: str, path: str, timeout: float) -> str:
+        """What a server answers to GET."""
+        answer = await self._answer(url, ServerCall(path, method="GET"), timeout)
+        return answer.decode(errors="replace")
+
+    async def _answer(self, url: str, call: ServerCall, timeout: float | None) -> bytearray:
         try:
             # The deadline covers a body that trickles: a timeout per read would never end.
             async with asyncio.timeout(timeout):
@@ -90,9 +103,7 @@ class ServerSession:
             if status >= 500 or status in _RETRIABLE:
                 raise ServerTrouble(f"HTTP {status}: {start}")
             raise CallRefused(f"HTTP {status} to {call.path}: {start}")
-        body = parse_json(text)
-        call.check(body)
-        return body
+        return text
 
     async def _exchange(self, url: str, call: ServerCall) -> tuple[int, bytearray]:
         request = self._http.request(

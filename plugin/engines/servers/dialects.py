@@ -49,6 +49,8 @@ class VllmDialect:
     """
 
     shape: ResponseShape
+    #: Metrics that change while the server generates, or reads prompts.
+    progress_metrics: ClassVar = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
     load_method: ClassVar = ("reload_weights", "weights_path")
 
     def generation(self, request: GenerationRequest, parameters: SamplingParameters) -> ServerCall:
@@ -148,6 +150,14 @@ class SglangDialect:
     """SGLang's native server, which can also join a process group with the trainer."""
 
     shape: ResponseShape
+    #: As of `VllmDialect`. The counters move as responses end, the others every few steps.
+    progress_metrics: ClassVar = (
+        "sglang:generation_tokens_total",
+        "sglang:prompt_tokens_total",
+        "sglang:num_used_tokens",
+        "sglang:token_usage",
+        "sglang:gen_throughput",
+    )
 
     def generation(self, request: GenerationRequest, parameters: SamplingParameters) -> ServerCall:
         sampling = {

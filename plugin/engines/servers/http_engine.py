@@ -29,6 +29,7 @@ from plugin.engines.response_stream import GeneratesBySteps
 from plugin.engines.servers.calls import ServerSession
 from plugin.engines.servers.dialects import DIALECTS, Dialect, ResponseShape
 from plugin.engines.servers.pool import Server, ServerPool
+from plugin.engines.servers.progress import WATCH_SECONDS, ServerWatch
 from plugin.engines.servers.responses import ServerResponses
 from plugin.engines.servers.updates import ServerUpdates
 from plugin.engines.transformers.weight_loader import weight_ledger
@@ -94,11 +95,21 @@ class HttpEngine(GeneratesBySteps):
             dialect,
             self.pool,
             timeout=config.request_patience,
+            silence=config.server_silence,
+            is_final=config.rollout_request_timeout is not None,
             retries=config.rollout_request_retries,
             backoff=_BACKOFF_SECONDS,
         )
         self._events = asyncio.new_event_loop()
+        self._looks = 0
+        self._watch = ServerWatch(
+            self.pool,
+            dialect.progress_metrics,
+            self._count_look,
+            interval=min(WATCH_SECONDS, config.engine_patience / 4),
+        )
         self._connection: tuple[ServerSession, asyncio.Event, asyncio.Task[None]] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._new: list[tuple[int, GenerationRequest, SamplingParameters]] = []
         self._groups: set[asyncio.Task[None]] = set()
         self._finished: list[Finished] = []
@@ -119,6 +130,19 @@ class HttpEngine(GeneratesBySteps):
         self.updates.receive(version, group, first)
 
     # -- generation
+
+    @property
+    def progress(self) -> int:  # type: ignore[override]
+        """Grows as long as this client is alive; see `EngineTraits.reports_tokens`.
+
+        What it waits for has deadlines of its own: every request, and every update of weights.
+        """
+        if self.pool.is_updating:
+            self._count_look()
+        return self._looks
+
+    def _count_look(self) -> None:
+        self._looks += 1
 
     @property
     def running(self) -> int:
@@ -191,6 +215,7 @@ class HttpEngine(GeneratesBySteps):
             end = asyncio.Event()
             await self.updates.revive_due(session)
             reviver = asyncio.create_task(self.updates.keep_reviving(session, end))
+            self._watching = asyncio.create_task(self._watch.keep_looking(session))
             self._connection = (session, end, reviver)
         session = self._connection[0]
         for ticket, request, parameters in self._new:
@@ -208,9 +233,10 @@ class HttpEngine(GeneratesBySteps):
                 group_task.result()
 
     async def _disconnect(self) -> None:
-        for task in self._groups:
+        ending = [*self._groups, *([self._watching] if self._watching else [])]
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._groups, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         self._groups.clear()
         if self._connection is not None:
             session, end, reviver = self._connection

@@ -48,6 +48,9 @@ class Server:
     updating: held while its weights change
     workers: broadcast: of the server, which receive weights; 0 while it does not answer
     reloaded: got its weights between two versions, and has answered no probe since
+    reports_progress: whether its metrics tell that it generates; None while that is not known
+    progress, progressed_at: these metrics, and when they last changed (`time.monotonic`)
+    is_silent: whether they stayed as they were for too long while it had requests
     """
 
     url: str
@@ -63,6 +66,10 @@ class Server:
     updating: threading.Lock = field(default_factory=threading.Lock, repr=False)
     workers: int = 0
     reloaded: bool = False
+    reports_progress: bool | None = None
+    progress: tuple[str, ...] = ()
+    progressed_at: float = 0.0
+    is_silent: bool = False
 
 
 class FailedCall(Exception):

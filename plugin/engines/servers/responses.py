@@ -12,6 +12,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -41,6 +42,7 @@ from plugin.engines.servers.pool import (
     ServerPool,
     WeightsChanged,
 )
+from plugin.engines.servers.progress import while_it_generates
 from plugin.engines.servers.updates import version_of
 from plugin.errors import ConfigError
 from plugin.ragged import Ragged
@@ -53,7 +55,7 @@ _TOKENS_OF_A_PREFIX = 16
 class ServerResponses:
     """Asks the servers of a pool for responses.
 
-    timeout: seconds for one response to its last byte
+    timeout, silence, is_final: seconds for one response, see `while_it_generates`
     retries, backoff: see `ServerPool.ask`
     """
 
@@ -63,11 +65,18 @@ class ServerResponses:
         pool: ServerPool,
         *,
         timeout: float,
+        silence: float,
+        is_final: bool,
         retries: int,
         backoff: float,
     ) -> None:
         self._dialect, self._pool = dialect, pool
         self._timeout, self._retries, self._backoff = timeout, retries, backoff
+        self._limits: dict[str, Any] = {
+            "timeout": timeout,
+            "silence": silence,
+            "is_final": is_final,
+        }
         self._testing = asyncio.Lock()
 
     async def ask_for_group(
@@ -183,7 +192,8 @@ class ServerResponses:
         call = self._dialect.generation(request, parameters)
         version = version_of(label)
         try:
-            body = await session.call(server.url, call, self._timeout)
+            asked = session.call(server.url, call, None)
+            body = await while_it_generates(server, asked, **self._limits)
             generation = self._dialect.parse(body, request, parameters, version)
         except (ServerTrouble, CallRefused, MalformedAnswer):
             if server.interrupted_at == label:

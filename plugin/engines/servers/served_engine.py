@@ -76,6 +76,7 @@ def sglang_command(config: JobConfig, model: str, port: int, max_model_len: int)
         "random_seed": config.seed,
         "context_length": max_model_len,
         "max_running_requests": config.rollout_max_batch,
+        "enable_metrics": True,
         "enable_return_routed_experts": config.wants_rollout_routes,
         # With the key, which everybody could read among the arguments.
         "config": str(Path(model) / _SETTINGS),
@@ -114,13 +115,14 @@ def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -
         "max_model_len": max_model_len,
         "max_num_seqs": max_batch,
         "enable_return_routed_experts": config.wants_rollout_routes,
-        "disable_log_stats": True,
         "worker_extension_cls": "plugin.engines.vllm.weights.WorkerExtension",
         "middleware": "plugin.engines.vllm.startup.RequireKey",
         **given,
     }
+    # What is on by default has a flag that turns it off.
+    off = [f"--no-{name.replace('_', '-')}" for name, value in given.items() if value is False]
     return ServerCommand(
-        (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options(arguments)),
+        (sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options(arguments), *off),
         {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -216,9 +218,13 @@ class ServedEngine(HttpEngine):
             super().receive_weights(version, group, first)
 
     def step(self) -> list[Finished]:
-        """As `HttpEngine.step`."""
+        """As `HttpEngine.step`; `ServerEnded` also if the server generates nothing."""
         with self._alive():
-            return super().step()
+            finished = super().step()
+        [only] = self.pool.servers
+        if only.is_silent:
+            raise ServerEnded("the server has requests and has generated nothing for too long")
+        return finished
 
     def probe(
         self, request: GenerationRequest, parameters: SamplingParameters

@@ -36,6 +36,8 @@ _LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 _BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
 #: Of keys and values on CPU, in bytes.
 _SMALLEST_CACHE, _LARGEST_CACHE = 64 << 20, 4 << 30
+#: Of the prompts that are read together on CPU: vLLM's own default.
+_TOKENS_OF_A_STEP = 4096
 #: The ranks of adapters that vLLM makes room for.
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -178,7 +180,8 @@ def cpu_options(
     """No compilation, and room for the keys and values of a full batch; then what the user gives.
 
     vLLM would reserve 92 % of the machine's memory. A compiled graph would keep the packed weights
-    that it was traced with.
+    that it was traced with. A prompt is read in one piece: behind a part of one vLLM takes back
+    what was drawn from the request's generator, which fails on CPU.
     """
     heads = int(hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"])
     element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
@@ -187,7 +190,11 @@ def cpu_options(
     wanted = max(_SMALLEST_CACHE, 2 * row, min(row * max_batch, _LARGEST_CACHE))
     # A size would win over the user's share.
     cache = {} if "gpu_memory_utilization" in given else {"kv_cache_memory_bytes": wanted}
-    return {"enforce_eager": True, **cache, **given}
+    whole_prompts = {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_TOKENS_OF_A_STEP, max_model_len),
+    }
+    return {"enforce_eager": True, **whole_prompts, **cache, **given}
 
 
 def head_size(hf_config: Mapping[str, Any]) -> int:

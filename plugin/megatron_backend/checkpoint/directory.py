@@ -51,6 +51,8 @@ USE_ANOTHER = "resume from another, --resume-from step_<number>"
 
 _STEP_NAME = re.compile(r"step_(\d{7,})")
 _BLOCK = 1 << 22
+#: Characters of a marker: longer than any name of a file.
+_MOST_MARKER = 1000
 #: Of renameat2(2).
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -253,7 +255,8 @@ def resolve(directory: Path) -> Path:
     if is_checkpoint(directory):
         return directory
     complete = complete_checkpoints(directory)
-    leftovers = incomplete_saves(directory)
+    # What is left of a checkpoint that was being removed or replaced is no save.
+    leftovers = [path for path in incomplete_saves(directory) if path.name.count(".") == 1]
     if not complete:
         also = f" (only {leftovers[0].name}, of a save that did not finish)" if leftovers else ""
         raise CheckpointError(
@@ -287,7 +290,10 @@ def resolve(directory: Path) -> Path:
 
 def _read_marker(root: Path, name: str) -> str | None:
     marker = root / name
-    return marker.read_text(errors="replace").strip() if marker.is_file() else None
+    if not marker.is_file():
+        return None
+    with marker.open(errors="replace") as file:
+        return file.read(_MOST_MARKER).strip()  # whatever takes its place may have no end
 
 
 def write_json(path: Path, content: Any) -> None:

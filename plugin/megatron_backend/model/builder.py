@@ -28,11 +28,14 @@ from plugin.megatron_backend.model.device_settings import (
     ddp_settings,
     on_this_device,
     transformer_settings,
-    warn_of_local_layers,
 )
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.family_layers import fit_to_family, layer_spec
-from plugin.megatron_backend.model.layout_rules import check_layout, split_arguments
+from plugin.megatron_backend.model.layout_rules import (
+    check_layout,
+    split_arguments,
+    with_engine_for,
+)
 from plugin.megatron_backend.model.rope import rope_factor
 from plugin.megatron_backend.model.rotary_embedding import scale_rotation
 from plugin.megatron_backend.parallel_groups import ParallelGroups
@@ -59,7 +62,7 @@ def build_model(
 
     overrides: arguments of Megatron's `TransformerConfig` for which there is no flag
     """
-    requested, config = config.transformer_impl, on_this_device(config)
+    config = on_this_device(config, hf_config)
     arguments = transformer_arguments(hf_config, config, groups) | overrides
     check_layout(hf_config.model_type, arguments)
     if config.moe_router_fusion:
@@ -72,8 +75,6 @@ def build_model(
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     use_te = config.transformer_impl == "transformer_engine"
-    if torch.cuda.is_available() and not use_te and requested == "auto" and groups.rank == 0:
-        warn_of_local_layers()
     return [
         _build_chunk(hf_config, transformer, groups, number, use_te)
         for number in range(groups.num_chunks)
@@ -92,7 +93,7 @@ def transformer_arguments(
     """
     arguments = family_of(hf_config).transformer_arguments(hf_config)
     found = capabilities() if found is None else found
-    config = on_device(config, found)
+    config = on_device(config, with_engine_for(hf_config, config, found))
     # The fused RoPE of packed rows supports neither of these, nor a factor (YaRN).
     special = arguments.get("multi_latent_attention") or arguments.get("rotary_interleaved")
     fuses_rope = not special and rope_factor(hf_config) == 1.0
@@ -220,7 +221,7 @@ def wrap_with_ddp(
     chunks: Sequence[GPTModel], config: TrainerConfig, groups: ParallelGroups
 ) -> list[DistributedDataParallel]:
     """Stock Megatron DDP around each chunk, with its gradient buffers."""
-    ddp_config = DistributedDataParallelConfig(**ddp_settings(on_this_device(config)))
+    ddp_config = DistributedDataParallelConfig(**ddp_settings(on_device(config, capabilities())))
     wrapped = [
         DistributedDataParallel(
             config=chunk.config,
@@ -245,6 +246,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Stock Megatron Adam over DDP-wrapped chunks, state kept per rank or sharded over DP ranks."""
     params_dtype = chunks[0].config.params_dtype
+    config = on_device(config, capabilities())
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -254,8 +256,8 @@ def build_optimizer(
         adam_beta2=config.adam_beta2,
         adam_eps=config.adam_eps,
         clip_grad=config.clip_grad,
-        use_distributed_optimizer=bool(on_this_device(config).use_distributed_optimizer),
-        overlap_param_gather=bool(on_this_device(config).overlap_param_gather),
+        use_distributed_optimizer=bool(config.use_distributed_optimizer),
+        overlap_param_gather=bool(config.overlap_param_gather),
         bf16=params_dtype is torch.bfloat16,
         fp16=params_dtype is torch.float16,
         loss_scale=config.loss_scale,

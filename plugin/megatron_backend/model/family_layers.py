@@ -64,11 +64,6 @@ def layer_spec(
     use_te: bool,
 ) -> TransformerBlockSubmodules:
     """The layers of one chunk: Megatron's spec, changed as the family needs it."""
-    if config.linear_attention_freq and use_te:
-        raise ConfigError(
-            f"{hf_config.model_type} with Transformer Engine: Megatron-Core's gated delta rule "
-            "takes no packed rows there; use --transformer-impl local"
-        )
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=use_te,
@@ -111,6 +106,8 @@ def fit_to_family(model: GPTModel, hf_config: Any, groups: ParallelGroups, use_t
         _fit_latent_attention(model, hf_config, groups, use_te, family.latent_norm_eps)
     else:
         model.rotary_pos_emb = _rotary_embedding(hf_config, config, groups)
+    if use_te:
+        _unmark_whole_weights(model)
     if config.num_moe_experts and groups.etp_size != groups.tp_size:
         _reduce_over_expert_ranks(model)
     if config.num_moe_experts and config.add_bias_linear and not use_te:
@@ -121,6 +118,19 @@ def fit_to_family(model: GPTModel, hf_config: Any, groups: ParallelGroups, use_t
             # The factor is rounded to the embeddings' precision, as in pretraining.
             lambda _module, _inputs, output: output * output.new_tensor(scale)
         )
+
+
+def _unmark_whole_weights(model: GPTModel) -> None:
+    """Take the mark of a tensor parallel weight off those that every rank holds whole; in place.
+
+    Transformer Engine marks the weights of every linear layer. Megatron would count these in the
+    gradient norm once per rank, and an export would join the ranks' copies.
+    """
+    for module in model.modules():
+        # "duplicated" to Megatron's class; those for experts are classes of their own.
+        if type(module) is multi_latent_attention.TELinear and module.parallel_mode is None:
+            for parameter in module.parameters():
+                parameter.tensor_model_parallel, parameter.partition_dim = False, -1
 
 
 def _reduce_over_expert_ranks(model: GPTModel) -> None:

@@ -6,9 +6,11 @@ Nothing here imports Megatron, so that the driver has its answer before anything
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from plugin.config import TrainerConfig
+from plugin.config.device_defaults import Capabilities
 from plugin.errors import ConfigError
 from plugin.megatron_backend.model.families import family_of
 from plugin.megatron_backend.model.rope import check_rope
@@ -28,6 +30,66 @@ def check_model(hf_config: Any, config: TrainerConfig) -> None:
     layout = {name: getattr(config, name) for name in _SIZES} | split_arguments(config)
     variable = config.virtual_pipeline_model_parallel_size is None
     check_layout(hf_config.model_type, arguments | layout | {"variable_seq_lengths": variable})
+    fault = engine_fault(hf_config.model_type, arguments, config)
+    if config.transformer_impl == "transformer_engine" and fault is not None:
+        raise ConfigError(
+            f"--transformer-impl transformer_engine: {fault}; use --transformer-impl auto or local"
+        )
+
+
+def with_engine_for(hf_config: Any, config: TrainerConfig, found: Capabilities) -> Capabilities:
+    """`found`, without Transformer Engine's layers if they cannot compute the model so cut."""
+    arguments = family_of(hf_config).transformer_arguments(hf_config)
+    capability = found.compute_capability
+    fault = engine_fault(hf_config.model_type, arguments, config, capability)
+    if not found.transformer_engine or fault is None:
+        return found
+    return replace(found, transformer_engine=False, no_engine_because=fault)
+
+
+def engine_fault(
+    model_type: str,
+    arguments: Mapping[str, Any],
+    config: TrainerConfig,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
+    """Why Transformer Engine (2.11) cannot compute a model's packed rows; None if it can.
+
+    `make test-te` compares these rules with Transformer Engine's own choice of a kernel.
+
+    arguments: of Megatron's `TransformerConfig`, those that the model decides
+    capability: of the device, where it is known
+    """
+    if arguments.get("multi_latent_attention") and capability and capability < (9, 0):
+        return (
+            f"it has kernels for packed rows with the latent attention of {model_type} from "
+            "compute capability 9.0 (H100) on"
+        )
+    if arguments.get("softmax_type", "vanilla") != "vanilla":
+        return f"it has no attention for packed rows with the sinks of {model_type}"
+    if arguments.get("linear_attention_freq"):
+        return f"Megatron-Core's gated delta rule of {model_type} takes no packed rows there"
+    if context_exchange(config, arguments) is None:
+        return None
+    size, tp_size = config.context_parallel_size, config.tensor_model_parallel_size
+    for name in ("num_attention_heads", "num_query_groups"):
+        heads = arguments[name] // tp_size
+        if heads % size:
+            return (
+                f"with sliding windows its context parallel ranks share the heads, and the {heads} "
+                f"({name}) of a tensor parallel rank of {model_type} cannot be divided by "
+                f"--context-parallel-size {size}"
+            )
+    return None
+
+
+def context_exchange(config: TrainerConfig, arguments: Mapping[str, Any]) -> str | None:
+    """Megatron's `cp_comm_type` on Transformer Engine; None = its default, keys and values in turn.
+
+    That one knows no sliding windows: with them ranks exchange heads instead.
+    """
+    windows = config.context_parallel_size > 1 and arguments.get("window_size") is not None
+    return "a2a" if windows else None
 
 
 def check_layout(model_type: str, arguments: Mapping[str, Any]) -> None:

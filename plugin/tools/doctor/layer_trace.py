@@ -44,6 +44,8 @@ from plugin.megatron_backend.trainer import MegatronTrainer
 _PARTS = ("attention", "middle", "mlp")
 #: Tokens of a sequence that are read as a prompt before the others are decoded.
 PROMPT_LENGTH = 4
+#: How many times smaller a file may be than its arrays.
+_MOST_COMPRESSED = 100
 
 
 @dataclass
@@ -125,10 +127,10 @@ def load_trace(path: Path, hf_config: Any) -> LayerTrace:
         raise BatchError(f"{path} has no array `tokens`; found {', '.join(content) or 'nothing'}")
     tokens = content.pop("tokens").reshape(-1).long()
     lengths = content.pop("lengths", torch.tensor([len(tokens)])).reshape(-1).long()
-    if int(lengths.sum()) != len(tokens) or bool((lengths < 2).any()):
+    if not len(tokens) or int(lengths.sum()) != len(tokens) or bool((lengths < 2).any()):
         raise BatchError(
-            f"{path}: lengths {lengths.tolist()} of {len(tokens)} tokens; sequences have at least "
-            "2 tokens and fill the file"
+            f"{path}: lengths {lengths[:20].tolist()} of {len(tokens)} tokens; sequences have at "
+            "least 2 tokens and fill the file"
         )
     if int(tokens.min()) < 0 or int(tokens.max()) >= hf_config.vocab_size:
         raise BatchError(f"{path}: tokens outside 0..{hf_config.vocab_size - 1}, the vocabulary")
@@ -163,6 +165,9 @@ def _read(path: Path) -> dict[str, Tensor]:
         require_file(path)
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as archive:
+                whole = sum(member.file_size for member in archive.zip.infolist())
+                if whole > _MOST_COMPRESSED * path.stat().st_size:
+                    raise ValueError(f"it unpacks to {whole} bytes, which no hidden states do")
                 return {name: torch.from_numpy(archive[name]) for name in archive.files}
         import safetensors.torch
 

@@ -12,7 +12,7 @@ from plugin.errors import ConfigError
 from plugin.observe.console import text_table
 from plugin.observe.findings import finding_text
 from plugin.observe.learning import run_findings
-from plugin.observe.run_record import RunRecord, read_run, steps_text
+from plugin.observe.run_record import RunRecord, read_run, require_content, steps_text
 from plugin.tools.compare.comparison import DumpDetection
 from plugin.tools.compare.dump_reading import open_dump
 
@@ -22,6 +22,7 @@ _STAGE = re.compile(r"chain/(\d+)_(.+)/(removed|weighted|weight)")
 def diagnose(run_dir: str | Path) -> dict[str, Any]:
     """Findings of a run (one entry per kind), facts worth a line, and what could not be read."""
     record = read_run(run_dir)
+    require_content([record])
     findings = run_findings(record)
     config = record.job_config()
     if config is not None and config.dump_log_probs and not config.detect_mismatch:

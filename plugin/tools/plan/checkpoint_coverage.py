@@ -102,15 +102,17 @@ def require_coverage(claims: Claims, hf_config: Any, names: Iterable[str] | None
 
 #: Sizes of a model, and the largest that is planned: every layer of the whole model is walked over.
 _LARGEST = {
-    "num_hidden_layers": 10_000,
+    "num_hidden_layers": 1_000,
     "max_position_embeddings": 1 << 31,
     **dict.fromkeys(
         (
             *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
             *("num_attention_heads", "num_key_value_heads", "head_dim"),
-            *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
         ),
         1 << 24,
+    ),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 4_096
     ),
 }
 

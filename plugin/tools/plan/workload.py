@@ -18,6 +18,7 @@ import torch
 from plugin.batch_types import RolloutBatch, route_dtype
 from plugin.config import JobConfig, TrainerConfig
 from plugin.config.device_defaults import trainer_dtype
+from plugin.config.flags import expect
 from plugin.controller.preflight.resource_checks import WeightCounts, count_weights, least_bytes
 from plugin.errors import ConfigError
 from plugin.json_lines import read_settings
@@ -31,6 +32,8 @@ from plugin.tools.plan.meta_kernels import even_routes
 from plugin.vocabulary_ids import HEAD_IDS, HEAD_LOG_PROBS, TOPK_IDS, TOPK_LOG_PROBS
 
 _DEFAULT_SIGMA = 0.8
+#: Of an optimizer step; each is placed, as the driver would.
+_MOST_SAMPLES = 1_000_000
 #: No sample has more tokens than this has digits for.
 _NUMBER = re.compile("[0-9]{1,12}")
 _FORM = "one line per sample with the tokens of prompt and response, such as: 310 1840"
@@ -61,6 +64,12 @@ def sample_lengths(config: JobConfig, source: str | None, longest: int) -> Sampl
     longest: positions of the model
     """
     count = config.global_batch_size or config.responses_per_rollout
+    expect(
+        max(count, config.micro_batch_size) <= _MOST_SAMPLES,
+        f"an optimizer step has {count:,} samples in microbatches of {config.micro_batch_size:,}, "
+        f"and {_MOST_SAMPLES:,} are planned at most; lower --global-batch-size, "
+        "--rollout-batch-size, --n-samples-per-prompt or --micro-batch-size",
+    )
     if source is None or source.startswith("lognormal"):
         prompts, responses = _lognormal(config, source, count)
     else:
@@ -210,6 +219,11 @@ def full_microbatch(config: JobConfig, lengths: SampleLengths, longest: int) -> 
     if most >= budget:
         return np.array([most], np.int64)
     samples = max(1, round(budget / float(lengths.totals.mean())), -(-budget // longest))
+    expect(
+        samples <= _MOST_SAMPLES,
+        f"--max-tokens-per-gpu {config.max_tokens_per_gpu:,} holds {samples:,} samples, and "
+        f"{_MOST_SAMPLES:,} are planned at most; lower it",
+    )
     cuts = np.arange(samples + 1) * budget // samples
     return np.diff(cuts)
 

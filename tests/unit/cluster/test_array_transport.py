@@ -105,7 +105,7 @@ def test_rollouts_come_back_grouped() -> None:
         False,
     ]
     assert returned.oldest_version[[0, 2]].tolist() == [1, 2]
-    assert returned.response(2) == one.samples[0].tokens[-2:].tolist()
+    assert returned.response(2).tolist() == one.samples[0].tokens[-2:].tolist()
     for name, values in sent.batch.columns.items():
         for mine, theirs in zip(values, returned.batch.columns[name], strict=True):
             assert torch.equal(mine, theirs), name

@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 
+from plugin.cluster import assignments as assignments_module
 from plugin.cluster import engine_pool
-from plugin.cluster.engine_pool import Assignments, EnginePool, _Running
+from plugin.cluster.assignments import Assignments
+from plugin.cluster.engine_pool import EnginePool, _Running
 from plugin.config.engines import TransportTraits
 from plugin.errors import EngineError
+
+pytestmark = pytest.mark.usefixtures("jumping_clock")
 
 
 class Call:
@@ -54,7 +58,8 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> EnginePool:
     )  # fmt: skip
     monkeypatch.setattr(engine_pool, "api_key", lambda _: None)
     console: Any = SimpleNamespace(log=lambda _: None, warn=lambda _: None)
-    made: Any = EnginePool(config, {}, SimpleNamespace(), SimpleNamespace(), console)  # type: ignore[arg-type]
+    plan: Any = SimpleNamespace(fewest_engines=None)
+    made: Any = EnginePool(config, {}, plan, SimpleNamespace(), console)  # type: ignore[arg-type]
     for number, engine in enumerate(made._engines):
         engine.starting = None
         made._update(number)
@@ -75,12 +80,26 @@ def test_the_groups_of_an_engine_that_is_replaced_for_any_reason_come_back_as_lo
     assert pool.receive(wait_seconds=0) == ([], [])
 
 
+def test_canceled_groups_are_dropped_at_their_engines_and_are_not_lost_but_gone(
+    pool: EnginePool,
+) -> None:
+    pool.send(0, {3: "a", 4: "b"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    era = pool._engines[0].era
+    pool.cancel_groups()
+    assert loads(pool) == {0: 0, 1: 0} and pool.receive(wait_seconds=0) == ([], [])
+    assert pool._engines[0].era > era and not pool._collects
+    assert pool._engines[1].era == era, "an engine without groups is left alone"
+    pool.send(0, {5: "c"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    assert pool._engines[0].collects
+
+
 def test_an_engine_that_is_silent_for_too_long_is_replaced(
     pool: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=1000.0)
     time = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda _: None)
     monkeypatch.setattr(engine_pool, "time", time)
+    monkeypatch.setattr(assignments_module, "time", time)
     pool.send(0, {3: "a"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
     clock.now += 4.0
     pool.send(1, {7: "c"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
@@ -105,7 +124,7 @@ def test_a_frozen_engine_on_shared_devices_does_not_get_the_time_of_a_start(
     given = []
     pool._config.start_timeout = 300.0  # type: ignore[misc]
     monkeypatch.setattr(
-        engine_pool, "wait_for_all", lambda *_, timeout: given.append(timeout) or [None]
+        engine_pool, "wait_for_all", lambda *_, timeout, **__: given.append(timeout) or [None]
     )
     pool.sleep(1)
     assert given == [5.0, 5.0]
@@ -154,3 +173,39 @@ def test_only_engines_that_were_getting_weights_lose_their_groups_with_the_train
     pool._loads[Call()] = 1, pool._engines[1].actor
     pool.keep_groups()
     assert pool.receive(wait_seconds=0) == ([], [7]) and loads(pool) == {0: 1, 1: 0}
+
+
+def test_a_job_that_starts_with_fewer_engines_takes_each_when_it_has_started(
+    pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    pool._console = SimpleNamespace(log=said.append, warn=said.append)  # type: ignore[assignment]
+    plan: Any = SimpleNamespace(fewest_engines=1)
+    reservation: Any = SimpleNamespace(placed_engines=lambda: [0])
+    pool._plan, pool._reservation = plan, reservation
+    late = pool._engines[1] = pool._start(1)
+    pool._watch_start(1)
+    pool._start_without(pool._unplaced())
+    assert len(pool) == 1 and pool.least_loaded() == (0, 0) and not pool._lost
+    assert "room for 1 of 2 engines" in said[0]
+    pool.poll()
+    assert late.deadline == math.inf, "it may take as long as the node does"
+    pool.begin_version(3)
+    loaded: list[int] = []
+    monkeypatch.setattr(EnginePool, "_load", lambda self, number: loaded.append(number))
+    monkeypatch.setattr(engine_pool, "result_of", lambda *_: None)
+    pool._end_start(late.starting, Future())
+    assert len(pool) == 2 and loaded == [1] and said[1] == "engine 1 has joined: 2 of 2"
+    pool.send(0, {3: "a"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    assert pool.least_loaded() == (1, 0)
+    assert pool.restarts == 0
+
+
+def test_all_engines_are_verified_once_each_has_shown_its_weights(pool: EnginePool) -> None:
+    assert pool.all_verified, "nothing is asked of them"
+    pool.probe = object()  # type: ignore[assignment]
+    assert not pool.all_verified
+    pool._engines[0].is_verified = True
+    assert not pool.all_verified
+    pool._engines[1].is_absent = True
+    assert pool.all_verified

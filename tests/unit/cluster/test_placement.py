@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from plugin.cluster import trainer_actor
-from plugin.cluster.placement import _numeric, check_cluster, plan_resources, torch_threads
+from plugin.cluster.placement import (
+    Reservation,
+    _numeric,
+    check_cluster,
+    check_machine,
+    plan_on_cluster,
+    plan_resources,
+    reward_places,
+    torch_threads,
+)
 from plugin.config import JobConfig
 from plugin.errors import ClusterError, ConfigError
 
@@ -133,36 +141,47 @@ def test_an_engine_larger_than_every_node_has_a_bundle_per_gpu() -> None:
     check_cluster(plan, [{"CPU": 4.0, "GPU": 2.0}] * 5)
 
 
-@pytest.mark.parametrize(
-    ("given", "file", "gloo", "nccl"),
-    [
-        # Ranks on one node; engines may be elsewhere unless Ray is private.
-        ({}, True, "lo", "lo"),
-        ({"address": "auto"}, True, "lo", "own0"),
-        ({"address": "auto"}, False, "own0", "own0"),
-        ({"address": "auto", "network_interface": "ib0"}, False, "ib0", "ib0"),
-    ],
-)
-def test_ranks_talk_over_the_interface_of_rays_address_unless_told_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], file: bool, gloo: str, nccl: str
+def test_a_job_that_may_start_with_fewer_engines_needs_room_for_these(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(trainer_actor, "interface_of", lambda address: "own0")
-    rank = object.__new__(trainer_actor.TrainerRank)
-    rank._config = JobConfig().unchecked_copy(**given)
-    monkeypatch.setattr(rank, "place", lambda: trainer_actor.RankPlace("10.0.0.7", "node", 0))
-    rank._choose_interfaces(meets_in_a_file=file)
-    assert tuple(os.environ[name] for name in names) == (gloo, nccl)
-    # What the user has set stays, unless a flag says otherwise.
-    monkeypatch.setenv(names[0], "mine")
-    rank._choose_interfaces(meets_in_a_file=file)
-    assert os.environ[names[0]] == given.get("network_interface", "mine")
-    for name in names:
-        monkeypatch.delenv(name)
+    import ray
+
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 3.0}},
+        {"Alive": False, "Resources": {"CPU": 9.0}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    config = JobConfig(num_rollout_engines=4)
+    with pytest.raises(ClusterError, match=r"4 x .1 CPU. for engines"):
+        plan_on_cluster(config)
+    plan = plan_on_cluster(replace(config, min_rollout_engines=2))
+    assert plan.fewest_engines == 2 and len(plan.engines) == 4
+    with pytest.raises(ClusterError, match=r"3 x .1 CPU. for engines"):
+        plan_on_cluster(replace(config, min_rollout_engines=3))
+    nodes[0]["Resources"] = {"CPU": 5.0}
+    assert plan_on_cluster(replace(config, min_rollout_engines=4)).fewest_engines is None
 
 
-def test_an_interface_is_found_by_its_address() -> None:
-    assert trainer_actor.interface_of("127.0.0.1") == "lo"
-    assert trainer_actor.interface_of("203.0.113.9") is None
+def test_engines_that_are_reserved_one_by_one_have_bundles_of_their_own() -> None:
+    together = Reservation("t", ["all"], [0])
+    assert together.bundle_of_engine(2, 4) == ("all", 8)
+    apart = Reservation("t", ["a", "b"], [0])
+    assert apart.bundle_of_engine(1, 4) == ("b", 0)
+
+
+def test_reward_workers_take_cpus_that_ranks_and_engines_leave() -> None:
+    left = {"a": 3.0, "b": 1.0, "c": 0.5, "d": 40.0}
+    # Half of them, 8 at most; one CPU alone stays for an actor that has to move.
+    assert reward_places("auto", left, 8) == {"a": 1, "d": 8}
+    assert reward_places("auto", {"a": 1.0, "b": 0.0}, 8) == {}
+    # Always on the node with the most left: 2 + 2, then a, a.
+    assert reward_places(4, {"a": 4.0, "b": 2.0}, 8) == {"a": 3, "b": 1}
+    with pytest.raises(ClusterError, match=r"--reward-workers is 7, .* leave 6 CPUs .* lower it"):
+        reward_places(7, {"a": 4.0, "b": 2.9}, 8)
+
+
+def test_one_machine_is_not_starved_by_reward_workers() -> None:
+    config = JobConfig(task_path="own.py:make", reward_workers=40)
+    check_machine(config, cores=8, gpus=0)
+    with pytest.raises(ConfigError, match=r"40: processes on 2 CPU cores, and more than 16"):
+        check_machine(config, cores=2, gpus=0)

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from plugin.cli import main
-from plugin.config import TrainerConfig
+from plugin.config import JobConfig, TrainerConfig
 from plugin.config.flags import read_yaml
 from plugin.config.import_paths import load_function
 from plugin.errors import ConfigError, HookLoadError, WeightError
@@ -26,6 +27,7 @@ from plugin.megatron_backend.lora.targets import (
 )
 from plugin.observe.html_page import refuse_overwriting, write_page
 from plugin.tasks.row_files import open_rows
+from plugin.tools.plan.workload import SampleLengths, full_microbatch, sample_lengths
 
 pytestmark = [pytest.mark.hostile, pytest.mark.timeout(60)]
 
@@ -64,6 +66,19 @@ def test_a_config_of_gigabytes_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "config.yaml").open("wb") as file:
         file.truncate(1 << 40)
     assert "more than 64 MB" in refusal(tmp_path / "config.yaml")
+
+
+def test_a_line_of_terabytes_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("plugin.json_lines._MOST_LINE_BYTES", 1 << 20)
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.write(b'{"step": 1, "reward": 0.5, "loss": 0.0}\n')
+        file.truncate(1 << 40)
+    lines = list(read_json_lines(tmp_path / "metrics.jsonl"))
+    assert [line.number for line in lines] == [1, 2] and "longer than 1 MB" in lines[1].problem
+    assert main(["report", str(tmp_path)]) == 0
+    assert "line 2 is skipped: longer than" in capsys.readouterr().err
 
 
 def test_anchors_do_not_multiply_without_end(tmp_path: Path) -> None:
@@ -112,6 +127,45 @@ def test_numbers_of_400_digits_in_a_run_are_no_traceback(
     assert main([command, str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert huge not in printed and (command != "samples" or "reward inf (a -inf)" in printed)
+
+
+@pytest.mark.parametrize("command", ["report", "doctor"])
+def test_a_run_of_which_nothing_is_readable_is_no_healthy_run(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for metrics in ("", "\0\0\0", '{"reward": 1}\n'):
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+        (tmp_path / "config.yaml").write_text("a: [")
+        assert main([command, str(tmp_path)]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"megatron-tis: {tmp_path}: no step was recorded: ")
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("command", ["report", "doctor"])
+def test_a_run_without_readable_settings_is_told_with_what_is_missing(
+    tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5, "loss": 0.0}\n')
+    (tmp_path / "config.yaml").write_text("a: [")
+    assert main([command, str(tmp_path)]) == 0
+    output = capsys.readouterr()
+    assert "config.yaml: not readable (" in output.out + output.err
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"global_batch_size": 10**9}, {"rollout_batch_size": 10**12}, {"micro_batch_size": 10**12}],
+)
+def test_a_step_of_billions_of_samples_is_not_planned(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="1,000,000 are planned at most"):
+        sample_lengths(JobConfig().unchecked_copy(**sizes), None, 4096)
+
+
+def test_a_microbatch_of_quadrillions_of_tokens_is_not_planned() -> None:
+    config, one = JobConfig().unchecked_copy(max_tokens_per_gpu=10**15), np.array([4])
+    with pytest.raises(ConfigError, match="1,000,000 are planned at most"):
+        full_microbatch(config, SampleLengths(one, one), 4096)
 
 
 def test_steps_of_5000_digits_are_refused(

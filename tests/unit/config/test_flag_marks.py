@@ -57,6 +57,7 @@ def test_the_flags_that_may_change_on_resume() -> None:
             "ray_timeout",
             "rollout_timeout",
             "max_restarts",
+            "group_journal",
             "min_rollout_engines",
             "network_interface",
         ),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plugin.batch_types import RolloutSample
-from plugin.cluster.trainer_actor import _critic_of
+from plugin.cluster.trainer_actor import _critic_of, _move_waiting_critics
 from plugin.config import JobConfig
 from plugin.controller.batch import prepare_batch
 from plugin.controller.passes import with_gae
@@ -67,3 +67,19 @@ def test_a_critic_is_found_in_its_checkpoint_or_where_it_waits(tmp_path: Path) -
     assert _critic_of(checkpoint) == waiting
     (checkpoint / "critic").mkdir(parents=True)
     assert _critic_of(checkpoint) == checkpoint / "critic"
+
+
+def test_a_critic_that_waits_after_a_kill_is_moved_before_the_next_save_prunes_it(
+    tmp_path: Path,
+) -> None:
+    for step in (4, 8, 12):
+        (tmp_path / f".critic/step_{step:07d}").mkdir(parents=True)
+    (tmp_path / "step_0000004").mkdir()
+    (tmp_path / "step_0000008/critic").mkdir(parents=True)
+    _move_waiting_critics(tmp_path)
+    assert (tmp_path / "step_0000004/critic").is_dir()
+    # One whose checkpoint has a critic already, or was never published, stays.
+    assert {path.name for path in (tmp_path / ".critic").iterdir()} == {
+        "step_0000008",
+        "step_0000012",
+    }

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +17,7 @@ from plugin.cluster import ray_watchdog
 from plugin.cluster.ray_watchdog import RayWatchdog
 from plugin.controller.driver_process import DriverEnd
 
-pytestmark = pytest.mark.hostile
+pytestmark = [pytest.mark.hostile, pytest.mark.usefixtures("jumping_clock")]
 
 DRIVER = """
 import os, signal, sys, time
@@ -83,7 +85,7 @@ def test_a_driver_does_not_survive_the_process_that_waits_for_it() -> None:
 def raylet(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
     """A process that stands in for Ray's."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    monkeypatch.setattr(ray_watchdog, "private_processes", lambda: {"raylet": process.pid})
+    monkeypatch.setattr(ray_watchdog, "watched_processes", lambda: {"raylet": process.pid})
     yield process
     process.kill()
     process.wait()
@@ -123,6 +125,26 @@ def test_a_control_service_that_is_silent_is_not_waited_for(
     assert watchdog.look(2.0) == "Ray's GCS did not answer for 60 s (--ray-timeout)"
     watchdog._node_is_dead = True
     assert "did not answer Ray's health checks" in str(answering(watchdog, 0.1))
+
+
+def test_the_raylet_of_a_cluster_that_was_joined_is_watched_even_when_it_is_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray._private.worker
+
+    listen = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(9); print(flush=True); s.accept()"
+    path = tmp_path / "raylet"
+    process = subprocess.Popen([sys.executable, "-c", listen, path], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None and process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        for name, found in ((str(path), {"raylet": process.pid}), (str(tmp_path / "none"), {})):
+            node = SimpleNamespace(all_processes={}, raylet_socket_name=name)
+            monkeypatch.setattr(ray._private.worker, "_global_node", node)
+            assert ray_watchdog.watched_processes() == found
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("code", [-9, -11, 1])

@@ -17,7 +17,7 @@ from plugin.controller.interrupts import Interrupts, ignored_interrupts
 from plugin.errors import ClusterError
 from plugin.observe.console import Console
 
-pytestmark = pytest.mark.hostile
+pytestmark = [pytest.mark.hostile, pytest.mark.usefixtures("jumping_clock")]
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from plugin.observe.run_files import RunFiles
 from plugin.observe.run_record import read_run
 from tests.full_disk import largest_file
 
-pytestmark = pytest.mark.hostile
+pytestmark = [pytest.mark.hostile, pytest.mark.usefixtures("jumping_clock")]
 
 
 def job(run_dir: Path, **settings: Any) -> JobConfig:

@@ -20,6 +20,8 @@ from plugin.controller.weight_sync import WeightSync
 from plugin.errors import ActorLost, EngineError, ParallelError, TransferError, WeightError
 from plugin.weights.group import GroupStore, WeightGroup
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 
 class Call:
     """A call that answers what `answer` returns or raises, or never if that is None."""

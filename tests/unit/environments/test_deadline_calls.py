@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from plugin.environments.deadline_calls import CallFailure, run_calls
+
+pytestmark = pytest.mark.usefixtures("jumping_clock")
 
 
 def test_results_come_in_the_order_of_the_calls() -> None:

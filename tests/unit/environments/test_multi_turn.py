@@ -38,6 +38,8 @@ from tests.unit.environments.conversations import (
 )
 from tests.unit.environments.played_groups import run_multi_turn
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 
 def run(
     engine: Any, requests: list[GenerationRequest], make: Callable[[int, int], Any], **flags: Any

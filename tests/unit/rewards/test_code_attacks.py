@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,7 +20,20 @@ from plugin.rewards.code_tests import code_tests, directory_prefix, strongest_is
 from plugin.rewards.pool import PoolScorer, RewardPool
 from plugin.rewards.reward_set import RewardInput, RewardSet
 
-pytestmark = pytest.mark.hostile
+pytestmark = [pytest.mark.hostile, pytest.mark.usefixtures("jumping_clock")]
+
+SYSTEM_PYTHON = "/usr/bin/python3"
+
+
+@pytest.fixture(autouse=True)
+def python_of_nobody(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's Python where the user nobody cannot read the one that runs the tests, as below /root."""
+    given = getattr(request.node, "callspec", None)
+    if given is None or given.params.get("isolation") != "user" or os.getuid() != 0:
+        return
+    if not _probe("user") and os.path.exists(SYSTEM_PYTHON):
+        monkeypatch.setattr(sys, "executable", SYSTEM_PYTHON)
+
 
 ADD = "assert add(2, 3) == 5"
 ALWAYS = "class E{base}:\n    def __eq__(s, o): return True\n    def __ne__(s, o): return False\n    __hash__ = None\n"
@@ -108,6 +123,15 @@ def test_a_program_that_forges_its_tests_earns_nothing(kind: str) -> None:
     assert code_tests(program, {}, label=tests, timeout=20) == 0.0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", sandbox.ISOLATION[1:])
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_a_forger_earns_nothing_in_a_weaker_isolation_either(kind: str, isolation: str) -> None:
+    _need(isolation)
+    program, tests = FORGERIES[kind]
+    assert code_tests(program, {}, label=tests, timeout=20, isolation=isolation) == 0.0
+
+
 HONEST = """
 import collections, math, numpy
 class Stack:
@@ -174,11 +198,15 @@ assert point() == (1, 2) and huge() == 7 ** 10_000
 @pytest.mark.parametrize("isolation", sandbox.ISOLATION)
 def test_an_honest_program_passes_tests_of_every_documented_form(isolation: str) -> None:
     _need(isolation)
-    assert code_tests(HONEST, {}, label=HONEST_TESTS, timeout=60, isolation=isolation) == 1.0
+    program, tests = HONEST, HONEST_TESTS
+    if sys.executable == SYSTEM_PYTHON:
+        program = re.sub(r", numpy$|^def (mean|largest).*$", "", program, flags=re.MULTILINE)
+        tests = re.sub(r"^.*mean.*$", "", tests, flags=re.MULTILINE)
+    assert code_tests(program, {}, label=tests, timeout=60, isolation=isolation) == 1.0
     for line in ("assert Stack() == Stack()", "assert add(2) == 4", "raise SystemExit(0)"):
-        label = HONEST_TESTS + line
+        label = tests + line
         if isolation == strongest_isolation():
-            assert code_tests(HONEST, {}, label=label, timeout=60, isolation=isolation) == 0.0
+            assert code_tests(program, {}, label=label, timeout=60, isolation=isolation) == 0.0
 
 
 def _need(isolation: str) -> None:
@@ -240,18 +268,16 @@ def test_nothing_that_a_program_starts_outlives_it(isolation: str, ending: str) 
     assert _marked() == []
 
 
-def test_a_program_cannot_signal_read_or_see_the_job(tmp_path: Path) -> None:
-    _need("namespaces")
-    (tmp_path / "secret").write_text("key")
-    program = """
+REACH = """
 import os, socket
-def reached(pid, secret):
+def reached(pid, secret, port):
     found = []
     for what, act in {
         "signals": lambda: os.kill(pid, 0), "processes": lambda: os.listdir("/proc/1"), "environment": lambda: os.environ["SECRET"],
         "files": lambda: open(secret).read(), "root": lambda: open("/etc/shadow").read(), "system": lambda: open("/usr/x", "w"),
         "python": lambda: open(os.path.join(os.path.dirname(os.__file__), "x"), "w"), "home": lambda: os.listdir(os.path.expanduser("~root/.ssh")),
-        "network": lambda: socket.create_connection(("127.0.0.1", 22), 1), "user": lambda: os.setuid(0),
+        "network": lambda: socket.create_connection(("127.0.0.1", port), 1), "user": lambda: os.setuid(0),
+        "job's environment": lambda: open(f"/proc/{pid}/environ").read(), "job's memory": lambda: open(f"/proc/{pid}/mem", "rb"),
     }.items():
         try: act()
         except (OSError, KeyError): continue
@@ -262,8 +288,22 @@ def alive(pid):
     except OSError: return False
     return True
 """  # fmt: skip
-    label = f"assert reached({os.getpid()}, {str(tmp_path / 'secret')!r}) == []"
-    assert code_tests(program, {}, label=label, timeout=20) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("isolation", "within_reach"), [("namespaces", []), ("user", ["processes", "network"])]
+)
+def test_a_program_cannot_signal_or_read_the_job(
+    isolation: str, within_reach: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _need(isolation)
+    monkeypatch.setenv("SECRET", "key")
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "secret").chmod(0o600)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        given = (os.getpid(), str(tmp_path / "secret"), server.getsockname()[1])
+        label = f"assert reached{given} == {within_reach}"
+        assert code_tests(REACH, {}, label=label, timeout=20, isolation=isolation) == 1.0
 
 
 BOMBS = {
@@ -286,6 +326,49 @@ def test_a_program_that_asks_for_everything_gets_its_limits(kind: str) -> None:
     began = time.monotonic()
     assert code_tests(BOMBS[kind], {}, label=label, timeout=1.0) == 0.0
     assert time.monotonic() - began < 10
+
+
+FIVE_CHILDREN = """
+import os, time
+filled, fill = os.pipe()
+for _ in range(5):
+    if os.fork() == 0:
+        held = b"x" * (MEGABYTES << 20)
+        os.write(fill, b".")
+        time.sleep(60)
+for _ in range(5):
+    os.read(filled, 1)
+time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("isolation", sandbox.ISOLATION)
+@pytest.mark.parametrize(("megabytes", "earned"), [(250, 0.0), (50, 1.0)])
+def test_the_processes_of_a_program_share_one_limit_of_memory(
+    isolation: str, megabytes: int, earned: float
+) -> None:
+    _need(isolation)
+    program = FIVE_CHILDREN.replace("MEGABYTES", str(megabytes))
+    label = "assert True"
+    assert code_tests(program, {}, label=label, timeout=20, isolation=isolation) == earned
+
+
+HIDDEN_MEMORY = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+def can_be_had():
+    # System V memory and queues stay when nobody has them mapped; 0o1600: new, for its owner
+    had = [name for name, made in {"shared": libc.shmget(0, 1 << 20, 0o1600), "queue": libc.msgget(0, 0o1600)}.items() if made != -1]
+    try: return had + ["file", os.memfd_create("x")]
+    except OSError: return had
+"""  # fmt: skip
+
+
+@pytest.mark.parametrize("isolation", sandbox.ISOLATION)
+def test_memory_that_no_limit_counts_cannot_be_had(isolation: str) -> None:
+    _need(isolation)
+    label = "assert can_be_had() == []"
+    assert code_tests(HIDDEN_MEMORY, {}, label=label, timeout=20, isolation=isolation) == 1.0
 
 
 @pytest.mark.parametrize("isolation", sandbox.ISOLATION)

@@ -11,6 +11,8 @@ from plugin.rewards.reward_set import RewardInput
 from tests.hostile_server import ATTACKS, Attack, hostile, redirects
 from tests.unit.rewards.test_built_in_rewards import rewards
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 SECONDS = 1.0
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from plugin.config import JobConfig
@@ -22,14 +25,16 @@ from plugin.rewards.pool import PoolScorer, RewardPool
 from plugin.rewards.reward_set import RewardInput, RewardSet, Score
 from plugin.rewards.sandbox import _descendants
 from plugin.rewards.scorers import TextScorer
+from plugin.rewards.text_rewards import PortableTokenizer, TextSource, TokenResponse
 from plugin.tasks.copy_digits import CharacterTokenizer
 from plugin.tasks.prompt_data import DatasetTask, PromptDataset
+from plugin.tasks.protocol import Prompt
 from tests.parallel.tiny_models import tiny_qwen3
 from tests.unit.controller.queue.test_rollout_queue import DirectEngines
 from tests.unit.engines.tiny_engines import loaded_engine
 from tests.unit.rewards.test_rewards import PARAMETERS
 
-pytestmark = pytest.mark.hostile
+pytestmark = [pytest.mark.hostile, pytest.mark.usefixtures("jumping_clock")]
 
 
 OWN = """
@@ -65,6 +70,10 @@ def torch_free(response, row):
 """
 
 
+#: As many tokens as the model.
+TOKENIZER = CharacterTokenizer("".join(map(chr, range(48, 47 + tiny_qwen3().vocab_size))))
+
+
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("rewards") / "own.py"
@@ -75,13 +84,19 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def pool(own: str) -> Iterator[RewardPool]:
     chosen = RewardSet(parse_rewards((f"{own}:spoiled:2", f"{own}:torch_free")))
-    with RewardPool(chosen, workers=2, seconds=3.0, memory_mb=256) as running:
+    tokenizer = PortableTokenizer.of(TOKENIZER)
+    source = TextSource(chosen, tokenizer, (TOKENIZER.eos_token_id,))
+    with RewardPool(source, workers=2, seconds=3.0, memory_mb=256) as running:
         yield running
 
 
 def ask(pool: RewardPool, *rows: dict[str, Any]) -> list[Score | CallFailure]:
+    return answers_of(pool, [TokenResponse(b"", row) for row in rows])
+
+
+def answers_of(pool: RewardPool, responses: list[Any]) -> list[Score | CallFailure]:
     box = PoolScorer(pool)
-    tickets = [box.enqueue(RewardInput("text", row)) for row in rows]
+    tickets = [box.enqueue(response) for response in responses]
     found: dict[int, Score | CallFailure] = {}
     while len(found) < len(tickets):
         found |= dict(box.finished(wait_seconds=60))
@@ -125,7 +140,7 @@ def test_a_hanging_reward_is_killed_with_what_it_has_started(
 def test_rewards_run_several_at_once_and_submitting_never_waits(pool: RewardPool) -> None:
     ask(pool, {}, {})
     box, other = PoolScorer(pool), PoolScorer(pool)
-    left = {box.enqueue(RewardInput("text", {"kind": "slow"})) for _ in range(6)}
+    left = {box.enqueue(TokenResponse(b"", {"kind": "slow"})) for _ in range(6)}
     assert box.finished() == []
     processes: set[float] = set()
     while left:
@@ -199,10 +214,8 @@ def queue_over(
 
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"{i}=", **row}) for i, row in enumerate(rows)))
-    # As many tokens as the model.
-    tokenizer = CharacterTokenizer("".join(map(chr, range(48, 47 + tiny_qwen3().vocab_size))))
-    data = PromptDataset(file, tokenizer, shuffle=False)
-    task = DatasetTask(data, tokenizer, RewardSet(parse_rewards(("length_penalty",)), constants={"max_response_length": 4}))  # fmt: skip
+    data = PromptDataset(file, TOKENIZER, shuffle=False)
+    task = DatasetTask(data, TOKENIZER, RewardSet(parse_rewards(("length_penalty",)), constants={"max_response_length": 4}))  # fmt: skip
     config = JobConfig(rollout_batch_size=4, n_samples_per_prompt=2, **settings)
     said: list[str] = []
     engines = DirectEngines([loaded_engine()])
@@ -257,20 +270,37 @@ def test_a_reward_that_fails_for_every_row_ends_the_job_with_its_error(
         queue.take(0)
 
 
-def test_tokens_without_a_text_cost_their_group_only(
-    pool: RewardPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    queue, said = queue_over([{}] * 9, pool, tmp_path, max_error_reschedule_attempts=0)
-    real, left = CharacterTokenizer.decode, [1, 1]
+def test_tokens_without_a_text_cost_their_response_only(pool: RewardPool) -> None:
+    ids = array("i", [TOKENIZER.vocab_size])
+    bad, good = answers_of(pool, [TokenResponse(ids.tobytes(), {}), TokenResponse(b"", {})])
+    assert isinstance(bad, CallFailure) and isinstance(good, Score)
+    assert "BatchError: the tokenizer failed: IndexError: " in bad.reason
 
-    def decode(self: CharacterTokenizer, tokens: list[int]) -> str:
-        if left:
-            raise IndexError(f"no token {left.pop()}")
-        return real(self, tokens)
 
-    monkeypatch.setattr(CharacterTokenizer, "decode", decode)
-    assert [group.index for group in queue.take(0)] == [1, 2, 3, 4]
-    assert "the tokenizer failed: IndexError: no token 1" in said[0]
+def test_the_worker_turns_token_ids_into_the_text_without_its_end(own: str, tmp_path: Path) -> None:
+    file = tmp_path / "shown.py"
+    file.write_text(
+        "def seen(response, row, *, prompt, num_tokens, truncated):\n"
+        "    return float((response, prompt, num_tokens, truncated) == (':;', '2=', 3, True))\n"
+    )
+    chosen = RewardSet(parse_rewards((f"{file}:seen",)))
+    end = TOKENIZER.eos_token_id
+    with RewardPool(
+        TextSource(chosen, PortableTokenizer.of(TOKENIZER), (end,)),
+        workers=1,
+        seconds=20,
+        memory_mb=64,
+    ) as pool:
+        prompt = Prompt(tuple(TOKENIZER.encode("2=")))
+        task = SimpleNamespace(asks_prompt=True)
+        scorer = TextScorer(task, pool)  # type: ignore[arg-type]
+        ids = [*TOKENIZER.encode(":;"), end]
+        for response in (ids, np.array(ids), np.array(ids, np.int32)):
+            scorer.submit(prompt, response, truncated=True)
+        found: list[Any] = []
+        while len(found) < 3:
+            found += scorer.finished(wait_seconds=60)
+    assert [score for _, score in found] == [Score(1.0, {"seen": 1.0})] * 3
 
 
 PROGRAMS: dict[str, Callable[[Path], str]] = {

@@ -1,6 +1,7 @@
 """A teacher on loopback, in the dialect of vLLM or SGLang, that misbehaves on demand.
 
-Its log-probs are those of a fixed table: the log-softmax of `logits[last token]`.
+Its log-probs are those of a fixed table: the log-softmax of `logits[last token]`. vLLM's fields are those of 0.32
+(`tests/vllm_rollouts/test_stand_ins.py`), SGLang's those of `GenerateReqInput` and `meta_info` of v0.5.18.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from plugin.tasks.copy_digits import CharacterTokenizer
 from plugin.teachers.http_teacher import HttpTeacher
 from tests.unit.teachers.stand_in_teacher import VOCAB, StandInTeacher
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 TOKENIZER = CharacterTokenizer("abcdefghijk")
 PROMPTS, RESPONSES = (2, 1, 3), (3, 0, 4)
 

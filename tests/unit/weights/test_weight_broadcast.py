@@ -26,6 +26,8 @@ from plugin.weights.group import (
     open_store,
 )
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 FIRST_STAGE = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.arange(3, dtype=torch.bfloat16)}
 LAST_STAGE = {
     "c": torch.arange(1000.0),

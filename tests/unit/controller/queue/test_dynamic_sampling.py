@@ -71,6 +71,10 @@ class InAnyOrder(DirectEngines):
         self.chunks.append(tuple(request.prompt_index for request in requests.values()))
         super().send(engine, requests, parameters)
 
+    def cancel_groups(self) -> None:
+        super().cancel_groups()
+        self.single.clear()
+
     def receive(self, *, wait_seconds: float) -> tuple[list[Rollouts], list[int]]:
         self.work()
         assert not self.lost
@@ -106,6 +110,33 @@ def adds_up(queue: RolloutQueue) -> bool:
         values["prompts_issued"]
         == values["prompts_trained"] + dropped + values["prompts_under_way"]
     )
+
+
+def test_a_round_ends_with_the_first_useful_groups_where_that_is_asked_for() -> None:
+    sizes = {"over_sampling_batch_size": 8, "abort_surplus_groups": True}
+    patient, _ = make_queue({1, 6}, over_sampling_batch_size=8)
+    assert taken(patient) == [0, 2, 3, 4]
+    seen = set()
+    for order in range(6):
+        queue, direct = make_queue({1, 6}, order=order, **sizes)
+        batch = taken(queue)
+        seen.add(tuple(batch))
+        assert len(batch) == 4 and not {1, 6} & set(batch) and batch == sorted(batch)
+        dropped = queue.take_dropped().get("uniform", [])
+        others = sorted(set(range(8)) - set(batch) - set(dropped))
+        assert not queue._in_flight and [one.index for one in queue._waiting] == others
+        assert queue.counts.surplus == len(others) and adds_up(queue)
+        assert not direct.waiting and not direct.single, "the engines have nothing left to do"
+        # The others are sampled again, before new prompts.
+        direct.chunks.clear()
+        taken(queue)
+        assert set(others) <= set(direct.chunks[0]) and adds_up(queue)
+    assert len(seen) > 1, "batches depend on timing, which is why there is a flag"
+
+
+def test_aborting_a_round_needs_one_with_more_groups_than_the_batch() -> None:
+    with pytest.raises(ConfigError, match="--abort-surplus-groups"):
+        JobConfig.from_sources({"abort_surplus_groups": True, "dynamic_sampling": True})
 
 
 def test_groups_with_equal_rewards_are_dropped_and_other_prompts_take_their_place() -> None:

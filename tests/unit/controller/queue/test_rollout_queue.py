@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugin.batch_types import RolloutSample
-from plugin.cluster import engine_pool
-from plugin.cluster.engine_pool import Assignments
+from plugin.cluster import assignments
+from plugin.cluster.assignments import Assignments
 from plugin.config import JobConfig
 from plugin.controller.batch import describe_batch, prepare_batch, without_old_tokens
+from plugin.controller.local_engine import LocalEngine
 from plugin.controller.queue.groups import Attempt, Group, joined
 from plugin.controller.queue.rollout_queue import RolloutQueue
 from plugin.engines.protocol import GenerationRequest, SamplingParameters
@@ -28,6 +29,8 @@ from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTas
 from tests.parallel.tiny_models import tiny_qwen3
 from tests.unit.engines.tiny_engines import load, loaded_engine
 from tests.unit.environments.played_groups import run_single_turn
+
+pytestmark = pytest.mark.usefixtures("jumping_clock")
 
 TASK = CopyDigitsTask(CharacterTokenizer(ALPHABET), seed=1)
 PARAMETERS = SamplingParameters(max_response_length=4, stop_token_ids=TASK.stop_token_ids)
@@ -67,6 +70,11 @@ class DirectEngines:
         self.sent[shipment] = list(requests)
         self.assignments.add(engine, requests)
         self.waiting.append((shipment, engine, dict(requests), parameters))
+
+    def cancel_groups(self) -> None:
+        self.waiting.clear()
+        self.arrived.clear()
+        self.assignments.clear()
 
     def work(self, engine: int | None = None) -> None:
         for item in [w for w in self.waiting if engine is None or w[1] == engine]:
@@ -112,7 +120,7 @@ def make_queue(engines: int = 1, **settings: Any) -> tuple[RolloutQueue, DirectE
 
 
 def responses(group: Group) -> list[list[int]]:
-    return [group.rollouts.response(i) for i in range(group.place.start, group.place.stop)]
+    return [group.rollouts.response(i).tolist() for i in range(group.place.start, group.place.stop)]
 
 
 def new_weights(engine: TransformersEngine, version: int) -> None:
@@ -310,7 +318,7 @@ def test_an_engine_that_is_starting_gets_no_requests() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time by which engines count as hung; it stands still."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(engine_pool, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(assignments, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
@@ -535,3 +543,15 @@ def test_age_counts_unmasked_tokens() -> None:
     assert described["staleness"] == pytest.approx(10 / 6)
     assert described["staleness_max"] == 3
     assert described["interrupted_share"] == 0.5
+
+
+def test_an_engine_drops_what_it_generates_when_its_groups_are_canceled() -> None:
+    engine = loaded_engine()
+    local = LocalEngine(cast(Any, engine), JobConfig(rollout_max_batch=4))
+    local.send(0, {i: GenerationRequest((1, 2), (i,), i) for i in range(6)}, PARAMETERS)
+    assert local._server.step() == [] and engine.running > 0
+    local.cancel_groups()
+    assert engine.running == 0 and len(local._server) == 0
+    local.send(0, {7: GenerationRequest((1, 2), (7,), 7)}, PARAMETERS)
+    [answer], _ = local.receive(wait_seconds=1)
+    assert answer.groups.tolist() == [7]

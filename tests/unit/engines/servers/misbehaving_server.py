@@ -1,4 +1,8 @@
-"""A small inference server on loopback that misbehaves on demand, in the dialect of vLLM or SGLang."""
+"""A small inference server on loopback that misbehaves on demand, in the dialect of vLLM or SGLang.
+
+vLLM's fields and paths are those of 0.32, against which `tests/vllm_rollouts/test_stand_ins.py` holds them; of SGLang see
+`stand_in_weights.py`.
+"""
 
 from __future__ import annotations
 

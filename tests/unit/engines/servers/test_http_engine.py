@@ -42,6 +42,8 @@ from tests.unit.engines.servers.misbehaving_server import (
 )
 from tests.unit.engines.tiny_engines import http_engine, load
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 PARAMETERS = SamplingParameters(max_response_length=4, stop_token_ids=(STOP,))
 ONE = [GenerationRequest((10, 11), (7,))]
 NAN = float("nan")

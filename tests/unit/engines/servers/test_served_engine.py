@@ -32,6 +32,8 @@ from tests.unit.engines.servers.misbehaving_server import STOP, TOKENS
 from tests.unit.engines.servers.stand_in_sglang import install
 from tests.unit.engines.tiny_engines import load
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 PARAMETERS = SamplingParameters(max_response_length=4, stop_token_ids=(STOP,))
 ROOT = str(Path(__file__).parents[4])
 REQUESTS = [GenerationRequest((10, 11), (7, 8))]
@@ -211,13 +213,33 @@ def test_vllm_on_cpu_has_a_bounded_cache_unless_the_user_gives_a_share_or_a_size
     shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"hidden_size": 64}
     chosen = cpu_options(shape, "bfloat16", 4, 1 << 20, {})
-    assert chosen == {"enforce_eager": True, "kv_cache_memory_bytes": 4 * 512 << 20}
+    assert chosen["enforce_eager"] and chosen["kv_cache_memory_bytes"] == 4 * 512 << 20
     largest = cpu_options(shape, "bfloat16", 1024, 1 << 20, {})
     assert largest["kv_cache_memory_bytes"] == 4 << 30
     share = cpu_options(shape, "bfloat16", 4, 512, {"gpu_memory_utilization": 0.1})
-    assert share == {"enforce_eager": True, "gpu_memory_utilization": 0.1}
+    assert share["gpu_memory_utilization"] == 0.1 and "kv_cache_memory_bytes" not in share
     size = cpu_options(shape, "bfloat16", 4, 512, {"kv_cache_memory_bytes": 7})
     assert size["kv_cache_memory_bytes"] == 7
+
+
+def test_vllm_on_cpu_reads_a_prompt_in_one_piece_unless_the_user_says_otherwise() -> None:
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64}
+    for longest, room in ((512, 4096), (8192, 8192)):
+        chosen = cpu_options(shape, "float32", 4, longest, {})
+        assert chosen["enable_chunked_prefill"] is False
+        assert chosen["max_num_batched_tokens"] == room
+    assert cpu_options(shape, "float32", 4, 512, {"enable_chunked_prefill": True})[
+        "enable_chunked_prefill"
+    ]
+
+
+def test_what_a_vllm_server_does_by_default_can_be_turned_off(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 64}'
+    )
+    config = JobConfig().unchecked_copy(vllm_args=("async_scheduling=False",))
+    arguments = vllm_command(config, str(tmp_path), 1, 512).command
+    assert {"--no-async-scheduling", "--no-enable-chunked-prefill"} <= set(arguments)
 
 
 def test_a_silent_server_is_ended(tmp_path: Path) -> None:

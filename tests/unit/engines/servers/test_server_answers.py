@@ -41,7 +41,7 @@ from tests.unit.engines.servers.good_answers import (
 from tests.unit.engines.servers.misbehaving_server import TOKENS, Handler, MisbehavingServer
 from tests.unit.engines.tiny_engines import http_engine, load
 
-pytestmark = pytest.mark.hostile
+pytestmark = [pytest.mark.hostile, pytest.mark.usefixtures("jumping_clock")]
 
 
 HUGE = "9" * 400

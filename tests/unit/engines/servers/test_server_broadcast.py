@@ -21,6 +21,8 @@ from tests.unit.engines.servers.misbehaving_server import STOP
 from tests.unit.engines.servers.stand_in_weights import ReceivingServer
 from tests.unit.engines.tiny_engines import http_engine
 
+pytestmark = pytest.mark.usefixtures("jumping_clock")
+
 CONFIG = tiny_qwen3()
 PARAMETERS = SamplingParameters(max_response_length=8, stop_token_ids=(STOP,))
 REQUESTS = [GenerationRequest((1, 2), (0, 1))]

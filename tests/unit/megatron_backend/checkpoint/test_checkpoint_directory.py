@@ -125,6 +125,24 @@ def test_a_marker_that_leads_nowhere_gives_the_newest_checkpoint_and_a_warning(
     assert "which is no complete checkpoint" in caplog.text
 
 
+def test_what_a_killed_removal_leaves_is_no_save_that_did_not_finish(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, 1)
+    for name in ("step_0000000.removed.incomplete", "step_0000001.replaced.incomplete"):
+        (tmp_path / name).mkdir()
+    assert resolve(tmp_path).name == "step_0000001" and caplog.text == ""
+    prune(tmp_path, None)
+    assert names(tmp_path) == ["latest", "step_0000001"]
+
+
+def test_a_marker_of_terabytes_is_not_read(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    with (tmp_path / "latest").open("wb") as file:
+        file.truncate(1 << 40)
+    assert resolve(tmp_path).name == "step_0000001"
+
+
 @pytest.mark.parametrize("kind", ["missing", "file", "empty"])
 def test_a_path_without_checkpoints_is_an_error(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "somewhere"

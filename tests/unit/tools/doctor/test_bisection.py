@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from plugin.cli import main
 from plugin.commands import doctor as doctor_command
 from plugin.errors import BatchError, ConfigError
 from plugin.tools.doctor.bisection import Bisection, bisect, judge, jump_of
@@ -172,6 +176,57 @@ def test_tokens_and_lengths_of_a_file_have_to_fit(tmp_path: Path) -> None:
         load_trace(tmp_path / "c.npz", HF)
     with pytest.raises(ConfigError, match=r"'.pt'; hidden states are"):
         load_trace(tmp_path / "d.pt", HF)
+
+
+def _archive(path: Path, **arrays: Any) -> None:
+    np.savez(path, **arrays)
+
+
+def _cut(path: Path, to: int) -> None:
+    save_trace(trace(), path)
+    path.write_bytes(path.read_bytes()[:to])
+
+
+#: what is wrong with a file of hidden states -> its suffix, and what makes it
+BROKEN: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a directory": ("npz", Path.mkdir),
+    "a pipe": ("npz", os.mkfifo),
+    "a device": ("safetensors", lambda path: path.symlink_to("/dev/zero")),
+    "missing": ("npz", lambda path: None),
+    "empty": ("safetensors", Path.touch),
+    "text": ("safetensors", lambda path: path.write_text("layers.0.output: 1")),
+    "a header of exabytes": ("safetensors", lambda path: path.write_bytes(b"\xff" * 7 + b"\x7f{}")),
+    "cut off": ("safetensors", lambda path: _cut(path, 300)),
+    "a cut off archive": ("npz", lambda path: _cut(path, 300)),
+    "objects": ("npz", lambda path: _archive(path, tokens=np.array([{}], dtype=object))),
+    "texts": ("npz", lambda path: _archive(path, tokens=np.array(["1", "2"]))),
+    "nothing": ("npz", _archive),
+    "no tokens": ("npz", lambda path: _archive(path, tokens=np.zeros(0), lengths=np.zeros(0))),
+    "numbers that are no ids": ("npz", lambda path: _archive(path, tokens=np.full(5, np.nan))),
+    "a million lengths": ("npz", lambda path: _archive(path, tokens=np.ones(9), lengths=np.ones(1_000_000))),
+    "compressed zeros": ("npz", lambda path: np.savez_compressed(path, tokens=np.zeros((1 << 28,), np.int8))),
+}  # fmt: skip
+
+
+@pytest.mark.hostile
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_file_of_hidden_states_is_one_line_in_little_memory(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suffix, make = BROKEN[what]
+    file = tmp_path / f"states.{suffix}"
+    make(file)
+    tracemalloc.start()
+    try:
+        assert main(["doctor", "--bisect", "--hidden-states", str(file)]) == 2
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+    output = capsys.readouterr()
+    [line] = output.err.splitlines()
+    assert line.startswith("megatron-tis: ") and str(file) in line and len(line) < 600
+    assert output.out == ""
 
 
 def test_table_and_page_point_at_the_layer() -> None:
