@@ -6,6 +6,7 @@ per share returns its results; values that are the same everywhere are returned 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil

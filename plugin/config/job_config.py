@@ -152,6 +152,8 @@ class JobConfig(
         """What groups have that stays with the engines, if anything."""
         if self.wants_rollout_routes:
             return "routes of experts"
+        if self.score_centering_topk:
+            return "the likeliest ids of their samplers"
         return "ids kept by truncated sampling" if self.replays_sampling_mask else None
 
     @property
@@ -272,15 +274,12 @@ class JobConfig(
         )
         if self.truncates_sampling and not self.replays_sampling_mask:
             self._accept_bias_of_truncation()
-<<<<<<< HEAD
         self._check_centered_sampling()
-=======
         expect(
             not (self.group_journal and self.bulk_of_groups),
             f"--group-journal: groups have {self.bulk_of_groups}, which stay with the engines and "
             "end with them; drop it, a resumed run generates such groups again",
         )
->>>>>>> main
 
     @property
     def replays_sampling_mask(self) -> bool:
