@@ -299,7 +299,9 @@ class IdGradients(NamedTuple):
             slope = probability * (log_prob + rows.entropy[:, None])
             values = values - slope * grad_entropy.float()[:, None] * scale
         values = torch.where(self.busy[span, None], values, 0.0)
-        out.scatter_(1, columns, values.to(out.dtype))
+        # Not scatter_: on CPU it copies all of a bfloat16 `out` first.
+        row = torch.arange(len(out), device=out.device)[:, None].expand_as(columns)
+        out.index_put_((row, columns), values.to(out.dtype))
 
 
 def top_ids(
