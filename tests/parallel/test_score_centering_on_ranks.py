@@ -104,10 +104,12 @@ def test_a_centered_step_is_that_of_one_process(run_ranks: RunRanks, name: str) 
     }
     found = run_ranks(centered_steps, layout.ranks, start, cut, True, **layout.sizes)[0]
     for problem, outcome in found.items():
-        different = differences(outcome, _in_one_process[problem.split(",")[0]], "qwen3")
+        # Without a log-prob pass the old log-probs are this pass's, and differences of perplexities round by 2e-5.
+        expected = _in_one_process[problem.split(",")[0]]
+        different = differences(outcome, expected, "qwen3", tolerance=1e-4)
         assert not different, f"{problem}: {different[:5]}"
         metrics = outcome.steps[0].metrics
         assert metrics["score_centering/size"] > 0.01
         assert 0.05 < metrics["score_centering/head_mass"] < 1
         assert (metrics["padding_microbatch_share"] > 0) == (name == "DP2")
-    assert found["reinforce"].steps[0].grad_norm != pytest.approx(plain.grad_norm, rel=0.05)
+    assert found["reinforce"].steps[0].grad_norm != pytest.approx(plain.grad_norm, rel=1e-3)
