@@ -7,6 +7,9 @@ in turns, and the median of each counts.
 `python -m benchmarks.generation_bench --hf-checkpoint DIR [--engines "transformers engine" vllm generate]` measures a
 model of one's own: the seconds of prompts and of a decode step, beside vLLM (in an environment that has it),
 transformers' `generate` and what the machine needs at least.
+
+`--long 512 4096 32768` measures one of many tokens: what a token of a prompt of this length, and a step after it, cost
+our engine, and the memory that both take. Without --hf-checkpoint a tiny model, which has positions for it.
 """
 
 from __future__ import annotations
@@ -15,15 +18,18 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.measure import peak_extra_bytes
 from plugin.config import JobConfig
 from plugin.config.model import DtypeName
+from plugin.engines.choice import bytes_per_position
 from plugin.engines.protocol import Finished, GenerationRequest, RolloutEngine, SamplingParameters
 from plugin.engines.transformers.decode_batch import left_padded
 from plugin.engines.transformers.engine import TransformersEngine
@@ -32,6 +38,7 @@ from plugin.weights.buckets import pack_buckets
 SHORTEST, LONGEST = 16, 512
 STOP = LONGEST + 1
 SAMPLES_PER_PROMPT = 4
+_STEPS = 16
 
 
 class EndingEngine(TransformersEngine):
@@ -100,7 +107,15 @@ def make_requests(prompts: int, quick: bool) -> list[GenerationRequest]:
 def make_engine(max_batch: int) -> EndingEngine:
     """A small Qwen3 with random weights."""
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config = tiny_config(1024)
+    engine = EndingEngine(config.to_dict(), max_batch=max_batch)
+    load_weights(engine, Qwen3ForCausalLM(config))
+    return engine
+
+
+def tiny_config(positions: int) -> Qwen3Config:
+    """A Qwen3 of 4 layers."""
+    return Qwen3Config(
         vocab_size=1024,
         hidden_size=256,
         intermediate_size=768,
@@ -108,11 +123,8 @@ def make_engine(max_batch: int) -> EndingEngine:
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=positions,
     )
-    engine = EndingEngine(config.to_dict(), max_batch=max_batch)
-    load_weights(engine, Qwen3ForCausalLM(config))
-    return engine
 
 
 def load_weights(engine: RolloutEngine, model: torch.nn.Module) -> None:
@@ -158,6 +170,40 @@ def measure_engines(
     return results | {"floor": step_floor(model, rows)}
 
 
+def measure_long(
+    checkpoint: str | None, dtype: DtypeName, lengths: Sequence[int], rows: int
+) -> Iterator[dict[str, float]]:
+    """For each length of prompts: milliseconds of a prompt token and of a step, and MiB in use."""
+    if checkpoint is None:
+        torch.manual_seed(0)
+        model: Any = Qwen3ForCausalLM(tiny_config(max(lengths) + 64)).to(getattr(torch, dtype))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype))
+    engine = TransformersEngine(model.config.to_dict(), dtype=dtype, max_batch=rows)
+    run = _run_of(engine, model.eval())
+    draw = torch.Generator().manual_seed(0)
+    run([(1, 2, 3)] * rows, 2)
+    for length in lengths:
+        shape = (rows, length)
+        prompts = [
+            tuple(row)
+            for row in torch.randint(model.config.vocab_size, shape, generator=draw).tolist()
+        ]
+        seconds = []
+        for tokens in (1, 1 + _STEPS):
+            began = time.process_time()
+            used = peak_extra_bytes(partial(run, prompts, tokens))
+            seconds.append(time.process_time() - began)
+        width = bytes_per_position(model.config.to_dict(), dtype)
+        yield {
+            "tokens of a prompt": length,
+            "ms per prompt token": 1e3 * seconds[0] / (rows * length),
+            "ms per step": 1e3 * (seconds[1] - seconds[0]) / _STEPS,
+            "MiB at most": used / 2**20,
+            "MiB of keys and values": rows * length * width / 2**20,
+        }
+
+
 def step_floor(model: Any, rows: int) -> dict[str, float]:
     """Milliseconds that a step's matrix products and the reading of its weights take at least."""
     dtype = model.dtype
@@ -166,6 +212,10 @@ def step_floor(model: Any, rows: int) -> dict[str, float]:
     left, right = torch.randn(1024, 1024).to(dtype), torch.randn(1024, 1024).to(dtype)
     words = torch.ones(2**27, dtype=torch.int32)
     product, reading = _fastest(lambda: left @ right), _fastest(words.max)
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # faster in float32 on AMD's CPUs
+        packed = torch.ops.mkldnn._reorder_linear_weight(right, None)
+        multiply = partial(torch.ops.mkldnn._linear_pointwise, left, packed, None, "none", [], "")
+        product = min(product, _fastest(multiply))
     return {
         "products": 1e3 * product * rows * numbers / 1024**3,
         "weights read once": 1e3 * reading * numbers * dtype.itemsize / words.nbytes,
@@ -235,16 +285,24 @@ _WAYS = {"transformers engine": _ours, "vllm": _vllm, "generate": _generate}
 def main() -> None:
     """Print a table for a model directory."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generation_bench")
-    parser.add_argument("--hf-checkpoint", required=True)
+    parser.add_argument("--hf-checkpoint", help="model directory; none = a tiny model, for --long")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=24, help="tokens after the first")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--engines", nargs="+", choices=list(_WAYS), default=list(_WAYS)[::2])
+    parser.add_argument("--long", nargs="+", type=int, help="tokens of prompts; see above")
     options = parser.parse_args()
+    if options.hf_checkpoint is None and options.long is None:
+        parser.error("--hf-checkpoint is needed, or --long")
     torch.set_num_threads(options.threads)
     for dtype in options.dtype:
+        if options.long is not None:
+            print(f"{dtype}, {options.rows} rows, {options.threads} threads, processor time")
+            for row in measure_long(options.hf_checkpoint, dtype, options.long, options.rows):
+                print("  " + ", ".join(f"{what} {value:.4g}" for what, value in row.items()))
+            continue
         print(f"{dtype}, {options.rows} rows, {options.threads} threads, milliseconds")
         sizes = (options.rows, options.length, options.repeats)
         results = measure_engines(options.hf_checkpoint, dtype, *sizes, options.engines)

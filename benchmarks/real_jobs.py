@@ -59,7 +59,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="real_jobs_") as root:
         rows_file = Path(root) / "rows.jsonl"
         count = batch.prompts * (2 + max(batch.steps + 1, len(kinds)))
-        rows_file.write_text("".join(json.dumps(row) + "\n" for row in _rows(count)))
+        rows_file.write_text("".join(json.dumps(row) + "\n" for row in sums(count)))
         found = [
             row | {"dtype": dtype}
             for dtype in dtypes
@@ -72,7 +72,7 @@ def measure(
     }
 
 
-def _rows(count: int) -> Iterator[dict[str, Any]]:
+def sums(count: int) -> Iterator[dict[str, Any]]:
     """Sums in the words of examples/real_model."""
     from examples.real_model.make_data import messages
 

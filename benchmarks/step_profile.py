@@ -38,7 +38,8 @@ PHASES = {
     "seconds_waiting": "waiting for responses (ranks idle)",
     "seconds_preparing": "driver: preparing the batch",
     "seconds_log_probs": "log-prob passes, transport to the ranks included",
-    "seconds_training": "update, transport to the ranks included",
+    "seconds_training": "update",
+    "seconds_transport": "the batch to the ranks, and results back",
     "seconds_values": "value pass",
     "seconds_critic": "update of the critic",
 }
@@ -86,6 +87,8 @@ def job_table(metrics: str) -> str:
     """Markdown: medians over the steps of a job's metrics.jsonl but the first, which starts up."""
     steps = [json.loads(line) for line in metrics.splitlines()]
     steps = [step for step in steps[1:] or steps if "seconds" in step]
+    for step in steps:  # recorded as a part of the update
+        step["seconds_training"] -= step.get("seconds_transport", 0.0)
     rows = {
         label: statistics.median(step.get(name, 0.0) for step in steps)
         for name, label in PHASES.items()
@@ -224,7 +227,7 @@ def _print_operators(step: Callable[[], Any]) -> None:
         step()
     seconds: defaultdict[str, float] = defaultdict(float)
     for event in found.key_averages():
-        if event.key.startswith("aten::"):
+        if event.key.startswith(("aten::", "mkldnn::")):
             kind = next(k for k, names in OPERATORS.items() if any(n in event.key for n in names))
             seconds[kind] += event.self_cpu_time_total / 1e6
     print("\n| operators of one step | seconds |\n|---|---|")

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -86,6 +87,7 @@ class TrainedStep:
         sample on the driver
     live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose
     overflow: skipped for a float16 loss scale that is still being lowered
+    seconds: from the arrival of the share to the end of the step
     """
 
     metrics: dict[str, float]
@@ -93,6 +95,7 @@ class TrainedStep:
     log_probs: Any
     live_routes: list[Tensor] | None
     overflow: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -273,8 +276,10 @@ class TrainerRank(ReportingActor):
         trainer.version, trainer.version_progress = version, progress
         trainer.set_learning_rate(learning_rate)
         watch = self._config.detect_mismatch or self._config.dump_log_probs is not None
+        arrived = self._arrived(share)
+        began = time.monotonic()
         result = trainer.train_step(
-            self._arrived(share),
+            arrived,
             with_log_probs=watch and "rollout_log_probs" in share,
             with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in share,
         )
@@ -286,7 +291,8 @@ class TrainerRank(ReportingActor):
         live_routes = result.live_routes if self._rank == 0 else None
         # The same on every rank; the driver reads those of the first.
         metrics = {} if self._rank else result.metrics
-        return TrainedStep(metrics, skipped, log_probs, live_routes, result.overflow)
+        seconds = time.monotonic() - began
+        return TrainedStep(metrics, skipped, log_probs, live_routes, result.overflow, seconds)
 
     def train_critic(self, share: Arrays, learning_rate: float) -> TrainedStep:
         """One optimizer step of the critic."""

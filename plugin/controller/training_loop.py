@@ -159,7 +159,8 @@ class TrainingLoop:
         if self._config.resumes:
             self._resume()
         else:
-            self._send_weights(wait=True)
+            with self._console.phase("sending the first weights"):
+                self._send_weights(wait=True)
         self._engines.require_version(self._at.version)
         if self._config.async_rollouts:
             self._trainer.while_waiting(self._queue.pump)
@@ -380,6 +381,7 @@ class TrainingLoop:
             described = described | of_critic
             if self._at.rollouts < self._config.num_critic_only_rollouts:
                 rate = 0.0
+        called = time.monotonic()
         trained = self._trainer.train(batch, self._at.version, progress, rate)
         self._at.updates += 1
         self._at.skipped += trained.skipped is not None
@@ -396,6 +398,7 @@ class TrainingLoop:
             "lr": rate,
             "tokens_per_second": tokens / max(now - began, 1e-9),
             "seconds_training": now - started,
+            "seconds_transport": now - called - trained.seconds,
             "seconds": now - began,
             **self._queue.metrics(),
             **epoch,

@@ -24,6 +24,9 @@ _SOURCES = {
     "sglang": ("srt/server_args.py", "ServerArgs"),
 }
 
+#: Of keys and values of vLLM on CPU, in bytes.
+_SMALLEST_CACHE, _LARGEST_CACHE = 64 << 20, 4 << 30
+
 
 def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> RolloutEngine:
     """Build the engine in this process; its weights come with `load_weights`.
@@ -169,3 +172,21 @@ def with_architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
         config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
     return config
+
+
+def head_size(hf_config: Mapping[str, Any]) -> int:
+    """Channels of an attention head."""
+    heads = int(hf_config["num_attention_heads"])
+    return int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads)
+
+
+def bytes_per_position(hf_config: Mapping[str, Any], dtype: str) -> int:
+    """Of the keys and values of one token in all layers."""
+    heads = int(hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"])
+    element = 4 if dtype == "float32" else 2
+    return 2 * int(hf_config["num_hidden_layers"]) * heads * head_size(hf_config) * element
+
+
+def cpu_cache_bytes(row: int, max_batch: int) -> int:
+    """What vLLM on CPU is given for keys and values, where a whole response has `row` bytes."""
+    return max(_SMALLEST_CACHE, 2 * row, min(row * max_batch, _LARGEST_CACHE))

@@ -8,7 +8,8 @@ Megatron-Core takes from Transformer Engine.
 Each entry of `SHIMS` says what it stands in for, which upstream code makes it necessary, when it is
 missing, and what would allow the entry's removal. The patches are process-wide attributes rather
 than a torch function mode: a mode is per thread (Ray runs actor methods on other threads) and slows
-down every torch call. Each patch changes only calls that would raise on a machine without CUDA.
+down every torch call. Each patch changes only calls that would raise on a machine without CUDA, or
+that are slow there (`gloo_device`, `float32_products`).
 """
 
 from __future__ import annotations
@@ -267,6 +268,13 @@ def _share_gloo_device() -> None:
     distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc]
 
 
+def _multiply_by_onednn() -> None:
+    from plugin.megatron_backend.cpu_products import has_slow_products, use_onednn_products
+
+    if has_slow_products():
+        use_onednn_products()
+
+
 SHIMS: tuple[Shim, ...] = (
     Shim(
         name="factories",
@@ -347,6 +355,14 @@ SHIMS: tuple[Shim, ...] = (
         removed_when="torch lets the groups of a process share a device",
         missing=_lacks_cuda,
         install=_share_gloo_device,
+    ),
+    Shim(
+        name="float32_products",
+        stands_in_for="torch's float32 matrix products in Megatron's linear layers, on AMD's CPUs",
+        cause="torch multiplies with MKL, which uses AVX-512 on Intel's CPUs only",
+        removed_when="torch multiplies float32 with oneDNN there, as it does bfloat16",
+        missing=_lacks_cuda,
+        install=_multiply_by_onednn,
     ),
 )
 

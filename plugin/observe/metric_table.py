@@ -118,6 +118,9 @@ SECTIONS: tuple[Section, ...] = (
             ),
             _bookkeeping("seconds", "wall-clock time of the step", "s"),
             _bookkeeping("seconds_training", "of these, the update of policy and critic", "s"),
+            _bookkeeping(
+                "seconds_transport", "of that, the batch to the ranks and results back", "s"
+            ),
             _bookkeeping("seconds_waiting", "waiting for the rollout", "s"),
             _bookkeeping("seconds_preparing", "advantages, masks and checks of the batch", "s"),
             _bookkeeping("seconds_log_probs", "log-prob passes of trainer and other models", "s"),

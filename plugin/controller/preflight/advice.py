@@ -5,6 +5,7 @@ What cannot work is refused elsewhere; what only measuring can tell is `megatron
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +13,12 @@ import torch
 from plugin.cluster.model_source import ModelSource
 from plugin.config import JobConfig
 from plugin.config.device_defaults import Capabilities, engine_dtype, on_device, trainer_dtype
+from plugin.controller.preflight.resource_checks import Room
+from plugin.engines.choice import bytes_per_position, cpu_cache_bytes
 
 _PRETRAINING_LR = 1e-4
+#: Of a GPU's memory, what vLLM takes by default.
+_SHARE_OF_VLLM = 0.9
 _RECOMPUTE = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 saves most"
 )
@@ -24,15 +29,15 @@ class Machine:
     """Where the ranks will run.
 
     multiplies_bfloat16: whether the CPU has instructions for it
-    room: bytes of a rank that weights, gradients and optimizer state leave
+    room: what models leave of its memory
     """
 
     on_cuda: bool
     multiplies_bfloat16: bool
-    room: int
+    room: Room
 
     @classmethod
-    def here(cls, room: int) -> Machine:
+    def here(cls, room: Room) -> Machine:
         """The driver's."""
         found = torch.cpu.get_capabilities()
         native = any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
@@ -49,6 +54,7 @@ def advice(config: JobConfig, policy: ModelSource, machine: Machine | None) -> l
     lines = [_on_microbatches(config), _on_engines(config), _on_learning_rate(config)]
     if machine is not None:
         lines += [_on_dtypes(config, machine), _on_activations(config, policy, machine)]
+        lines.append(_on_cache(config, policy, machine))
     return [line for line in lines if line is not None]
 
 
@@ -93,15 +99,58 @@ def _on_activations(config: JobConfig, policy: ModelSource, machine: Machine) ->
     capabilities = Capabilities(cuda=machine.on_cuda, transformer_engine=machine.on_cuda)
     decided = on_device(config, capabilities)
     needed = tokens * activation_bytes_per_token(policy.as_config(), decided)
-    if needed <= machine.room:
+    if needed <= machine.room.rank:
         return None
     fix = "raise --context-parallel-size or --tensor-model-parallel-size"
     if config.recompute_granularity != "full":
         fix = _RECOMPUTE
     return (
         f"a microbatch of {tokens} tokens has about {needed / 2**30:.1f} GiB of activations, and a "
-        f"rank has {machine.room / 2**30:.1f} GiB for them; {fix}; megatron-tis plan computes it"
+        f"rank has {machine.room.rank / 2**30:.1f} GiB for them; {fix}; megatron-tis plan computes "
+        "it"
     )
+
+
+def _on_cache(config: JobConfig, policy: ModelSource, machine: Machine) -> str | None:
+    """On the keys and values of all responses that an engine of this process may have at once."""
+    if config.rollout_engine not in ("transformers", "vllm"):
+        return None
+    width = bytes_per_position(policy.hf_config, engine_dtype(config, cuda=machine.on_cuda))
+    width //= config.rollout_num_gpus_per_engine
+    positions = policy.hf_config["max_position_embeddings"]
+    longest = min(config.longest_sample, positions)
+    rows = config.rollout_max_batch
+    if not config.async_rollouts:
+        rows = min(rows, math.ceil(config.responses_per_rollout / config.num_rollout_engines))
+    room, more = machine.room.engine, ""
+    if config.rollout_engine == "vllm":
+        context = width * min(config.max_context_length or positions, positions)
+        room, more = _room_in_vllm(config, context, machine)
+        if room > machine.room.engine:
+            return (
+                f"vLLM takes {room / 2**30:.1f} GiB for keys and values, and the ranks and its "
+                f"weights leave {machine.room.engine / 2**30:.1f} GiB; lower {more}"
+            )
+        more = f"raise {more}, or "
+    fitting = max(1, room // (width * longest))
+    if rows <= fitting:
+        return None
+    return (
+        f"the keys and values of {rows} responses of up to {longest} tokens have "
+        f"{rows * longest * width / 2**30:.1f} GiB, and an engine has {room / 2**30:.1f} GiB for "
+        f"them; {more}lower --rollout-max-batch to {fitting}"
+    )
+
+
+def _room_in_vllm(config: JobConfig, row: int, machine: Machine) -> tuple[int, str]:
+    """Bytes that vLLM reserves for keys and values, and what changes that."""
+    given = config.vllm_arguments()
+    if machine.on_cuda or "gpu_memory_utilization" in given:
+        share = float(given.get("gpu_memory_utilization", _SHARE_OF_VLLM))
+        room = int(share * machine.room.memory) - machine.room.weights
+        return room, "--vllm-args gpu_memory_utilization"
+    reserved = cpu_cache_bytes(row, config.rollout_max_batch)
+    return int(given.get("kv_cache_memory_bytes", reserved)), "--vllm-args kv_cache_memory_bytes"
 
 
 def _on_engines(config: JobConfig) -> str | None:

@@ -25,7 +25,7 @@ import torch
 
 from plugin.cluster.model_source import ModelSource
 from plugin.config import JobConfig
-from plugin.config.device_defaults import Capabilities, on_device
+from plugin.config.device_defaults import Capabilities, engine_dtype, on_device
 from plugin.errors import ConfigError
 from plugin.megatron_backend.hf_weights.files import HfDirectory
 from plugin.megatron_backend.model.families import is_extra_layer
@@ -42,6 +42,19 @@ class LeastBytes:
     @property
     def total(self) -> int:
         return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of a GPU, or of this machine without one, and what is left of them.
+
+    rank: beside its `LeastBytes`; engine: beside its `weights` and, without GPUs, the ranks
+    """
+
+    memory: int
+    rank: int
+    engine: int
+    weights: int
 
 
 @dataclass(frozen=True)
@@ -101,8 +114,8 @@ def refuse_what_cannot_fit(least: LeastBytes, memory: int, where: str) -> None:
     )
 
 
-def check_memory(config: JobConfig, policy: ModelSource) -> int | None:
-    """Bytes of a rank that weights, gradients and optimizer state leave; refuses less than 0.
+def check_memory(config: JobConfig, policy: ModelSource) -> Room | None:
+    """What weights, gradients and optimizer state leave; refuses less than 0 of a rank.
 
     None where this machine does not tell: for the built-in model, and on a cluster.
     """
@@ -116,15 +129,23 @@ def check_memory(config: JobConfig, policy: ModelSource) -> int | None:
         for name, shape in HfDirectory(Path(policy.directory)).shapes().items()
         if name not in tied and not is_extra_layer(name, described)
     }
-    least = least_bytes(count_weights(shapes), config, on_cuda=on_cuda)
+    counts = count_weights(shapes)
+    least = least_bytes(counts, config, on_cuda=on_cuda)
+    element = 4 if engine_dtype(config, cuda=on_cuda) == "float32" else 2
+    weights = (counts.dense + counts.experts) * element
     if on_cuda:
         memory = torch.cuda.get_device_properties(0).total_memory
         refuse_what_cannot_fit(least, memory, "on its GPU")
-        return memory - least.total
+        of_engine = weights // config.rollout_num_gpus_per_engine
+        return Room(memory, memory - least.total, memory - of_engine, of_engine)
     ranks = config.ranks_per_node
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-    refuse_what_cannot_fit(least, memory, f"of this machine's memory for each of its {ranks} ranks")
-    return memory - least.total
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    refuse_what_cannot_fit(
+        least, memory // ranks, f"of this machine's memory for each of its {ranks} ranks"
+    )
+    weights *= 2  # an engine on CPU has them as they arrive, and packed
+    left = (memory - ranks * least.total) // config.num_rollout_engines - weights
+    return Room(memory, memory // ranks - least.total, max(0, left), weights)
 
 
 #: Of the driver and of Ray's own processes without any actor, and for each actor; as seen, doubled.

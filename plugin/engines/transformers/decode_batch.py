@@ -1,5 +1,8 @@
 """The rows of a KV cache that decode together: rows join, read one token per step, and leave.
 
+Contexts are read side by side in one row, without padding and without a mask: attention goes by
+runs of contexts of equal length, and everything else in a model works token by token.
+
 A padded cache makes every row as expensive as the longest one. Rows are kept in the order of their
 length, so rows of similar length are a block, and a block attends to its own positions only. Keys
 that several query heads share are not repeated in memory.
@@ -7,18 +10,24 @@ that several query heads share are not repeated in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from plugin.engines.transformers.growing_cache import Rows
+
 #: Rows that have left are taken out of the cache, which copies it, when they are so many of all.
 _SHARE_OF_EMPTY_ROWS = 1 / 8
+#: Tokens that are read in one pass, unless one context is longer: activations grow with them.
+_READ_AT_ONCE = 8192
 _ATTENTION = "megatron_tis_decode"
 #: A row at least this long, compared with the longest of its block, belongs to it.
 _SHORTEST_OF_BLOCK = 0.6
+_LAST = torch.tensor([-1])
 
 
 class Block(NamedTuple):
@@ -27,6 +36,13 @@ class Block(NamedTuple):
     begin: int
     end: int
     start: int
+
+
+class Run(NamedTuple):
+    """So many contexts of equal length, one after the other."""
+
+    contexts: int
+    length: int
 
 
 def blocks_of(lengths: Tensor, positions: int) -> list[Block]:
@@ -45,20 +61,45 @@ def blocks_of(lengths: Tensor, positions: int) -> list[Block]:
     return blocks
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Any, Sequence[Block] | None], Tensor]
+def masks_of(blocks: Sequence[Block], lengths: Tensor, like: Tensor) -> list[Tensor | None]:
+    """What is added to the scores of a block's rows [rows, 1, 1, positions]: -inf before a row
+    begins. None where all rows of the block are equally long.
+
+    like: has the dtype and device of the masks
+    """
+    masks: list[Tensor | None] = []
+    for begin, end, _ in blocks:
+        longest = int(lengths[begin])
+        before = torch.arange(longest) < longest - lengths[begin:end, None]
+        mask = torch.zeros(before.shape).masked_fill_(before, -torch.inf)[:, None, None]
+        masks.append(mask.to(like.device, like.dtype) if bool(before.any()) else None)
+    return masks
+
+
+def runs_of(lengths: Tensor) -> list[Run]:
+    """Neighbors of equal length. Example: 7, 7 and 3 are a run of two and a run of one."""
+    return [Run(len(list(equal)), length) for length, equal in groupby(lengths.tolist())]
+
+
+Forward = Callable[..., Tensor]
+"""(tokens [B, S], positions [B, S], cache, places [n], and what attention needs to know, see
+`DecodeBatch`) -> logits [B, n, V] of these places."""
 
 
 class DecodeBatch:
     """Rows of different lengths, longest first, all of which end at the cache's last position.
 
-    forward: tokens [B, S], mask [B, past + S], positions [B, S], cache, blocks of rows of similar
-        length (None where the cache has no such rows) -> logits [B, V] of the last
+    forward: runs the model; attention gets `runs` where contexts are read and `blocks` with their
+        `masks` where every row reads a token, or without `packs` an `attention_mask` [B, past + S]
     new_cache: makes an empty cache
+    packs: whether every layer attends with `decode_attention` over a `GrowingLayer`. Otherwise
+        contexts are padded on the left, and no rows join others: layers that forget positions
+        cannot be aligned
     owners: [B] who each row belongs to, -1 where it has left
     """
 
-    def __init__(self, forward: Forward, new_cache: Callable[[], Any]) -> None:
-        self._forward, self._new_cache = forward, new_cache
+    def __init__(self, forward: Forward, new_cache: Callable[[], Any], *, packs: bool) -> None:
+        self._forward, self._new_cache, self._packs = forward, new_cache, packs
         self.clear()
 
     def clear(self) -> None:
@@ -70,8 +111,8 @@ class DecodeBatch:
 
     @property
     def is_open(self) -> bool:
-        """Whether rows can be added: layers that forget positions cannot be aligned."""
-        return self._cache is None or all(hasattr(layer, "join") for layer in self._cache.layers)
+        """Whether rows can be added."""
+        return self._packs or self._cache is None
 
     @property
     def rows(self) -> Tensor:
@@ -80,48 +121,100 @@ class DecodeBatch:
 
     def join(
         self, contexts: Sequence[Sequence[int]], copies: Tensor, owners: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """Read every context once and add `copies` [n] rows of each; rows that have left go.
 
         owners: [m] of the new rows, in the order of the contexts
-        Returns logits [m, V], and the mask [n, longest] of what was read: padding in front.
+        Returns logits [m, V], and the places of each context's tokens among all that were read.
         """
-        tokens, mask = left_padded(contexts)
-        cache, positions = self._new_cache(), (mask.cumsum(1) - 1).clamp(min=0)
-        logits = self._forward(tokens, mask, positions, cache, None)
+        lengths = torch.tensor([len(context) for context in contexts])
         sources = torch.arange(len(copies)).repeat_interleave(copies)
-        given = logits[sources.to(logits.device)]
-        lengths = mask.sum(1)[sources]
-        if self._cache is None:
-            order = lengths.argsort(descending=True, stable=True)
-            cache.batch_select_indices(sources[order].to(logits.device))
-            self._cache, self._mask = cache, mask[sources[order]]
-            self.owners, self._lengths = owners[order], lengths[order]
+        old = self.rows
+        of_rows = torch.cat([self._lengths[old], lengths[sources]])
+        order = of_rows.argsort(descending=True, stable=True)
+        if self._packs:
+            # Where each of the rows, and then the copies of each context, come to stand.
+            stay, *come = order.argsort().split([len(old), *copies.tolist()])
+            logits, places, caches = self._read_packed(contexts, lengths)
+            self._fill(old, stay, caches, come)
         else:
-            rows, start = self.rows, self._first_used()
-            lengths = torch.cat([self._lengths[rows], lengths])
-            order = lengths.argsort(descending=True, stable=True)
-            # Where each of the rows, and then each of the sources, comes to stand.
-            places = order.argsort().to(logits.device).split([len(rows), len(sources)])
-            which = (rows.to(logits.device), sources.to(logits.device))
-            for ours, theirs in zip(self._cache.layers, cache.layers, strict=True):
-                ours.join(start, theirs, which, places)
-            self._mask = _aligned_masks(self._mask[rows, start:], mask[sources])[order]
-            self.owners = torch.cat([self.owners[rows], owners])[order]
-            self._lengths = lengths[order]
-        return given, mask
+            logits, places = self._begin_padded(contexts, sources[order])
+        self.owners = torch.cat([self.owners[old], owners])[order]
+        self._lengths = of_rows[order]
+        return logits[sources.to(logits.device)], places
+
+    def _read_packed(
+        self, contexts: Sequence[Sequence[int]], lengths: Tensor
+    ) -> tuple[Tensor, list[Tensor], list[ReadContexts]]:
+        """Logits [n, V] and places as `join` returns them, and the caches of all passes."""
+        by_length = lengths.argsort(descending=True, stable=True)
+        logits, caches = [], []
+        for members in passes_of(by_length, lengths):
+            read = ReadContexts(self._new_cache(), runs_of(lengths[members]), members)
+            tokens = torch.tensor([token for i in members.tolist() for token in contexts[i]])
+            positions = torch.cat([torch.arange(n) for n in lengths[members].tolist()])
+            ends = lengths[members].cumsum(0) - 1
+            logits.append(
+                self._forward(tokens[None], positions[None], read.cache, ends, runs=read.runs)[0]
+            )
+            caches.append(read)
+        back = by_length.argsort()
+        places = torch.arange(int(lengths.sum())).split(lengths[by_length].tolist())
+        given = torch.cat(logits)[back.to(logits[0].device)]
+        return given, [places[i] for i in back.tolist()], caches
+
+    def _fill(
+        self, old: Tensor, stay: Tensor, caches: Sequence[ReadContexts], come: Sequence[Tensor]
+    ) -> None:
+        """Take a cache with the rows `old` at `stay`, and at `come` the copies of each context."""
+        filled = self._new_cache()
+        start = self._positions - int(self._lengths[old].max()) if len(old) else 0
+        for number, layer in enumerate(filled.layers):
+            parts = [part for read in caches for part in read.rows(number, come)]
+            if len(old):
+                mine = self._cache.layers[number]
+                index = old.to(mine.device)
+                keys, values = (x[index, :, start:] for x in (mine.keys, mine.values))
+                parts.append(Rows(keys, values, stay.to(mine.device)))
+                self._cache.layers[number] = None
+            layer.fill(parts)
+        self._cache = filled
+
+    def _begin_padded(
+        self, contexts: Sequence[Sequence[int]], rows: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """As `_read_packed`; the cache holds the contexts `rows` [m], in that order."""
+        tokens, mask = left_padded(contexts)
+        self._cache, positions = self._new_cache(), (mask.cumsum(1) - 1).clamp(min=0)
+        logits = self._forward(tokens, positions, self._cache, _LAST, attention_mask=mask)[:, -1]
+        self._cache.batch_select_indices(rows.to(logits.device))
+        self._mask = mask[rows]
+        read = torch.arange(mask.numel()).view_as(mask)
+        return logits, [row[own] for row, own in zip(read, mask, strict=True)]
 
     def read(self, tokens: Tensor) -> Tensor:
         """Read one more token [n] per row that has not left; returns logits [n, V]."""
         rows = self.rows
         given = torch.zeros(len(self.owners), dtype=torch.int64)
         given[rows] = tokens
-        self._mask = torch.cat([self._mask, self._mask.new_ones(len(given), 1)], dim=1)
+        further = self._blocks() if self._packs else self._longer_mask()
         positions = self._lengths[:, None]
-        blocks = blocks_of(self._lengths + 1, self._mask.shape[1]) if self.is_open else None
-        logits = self._forward(given[:, None], self._mask, positions, self._cache, blocks)
+        logits = self._forward(given[:, None], positions, self._cache, _LAST, **further)[:, -1]
         self._lengths += 1
         return logits if len(rows) == len(given) else logits[rows.to(logits.device)]
+
+    @property
+    def _positions(self) -> int:
+        return self._cache.get_seq_length()
+
+    def _blocks(self) -> dict[str, Any]:
+        lengths = self._lengths + 1
+        blocks = blocks_of(lengths, self._positions + 1)
+        return {"blocks": blocks, "masks": masks_of(blocks, lengths, self._cache.layers[0].keys)}
+
+    def _longer_mask(self) -> dict[str, Any]:
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(self._mask), 1)], dim=1)
+        return {"attention_mask": self._mask}
 
     def leave(self, owners: Tensor) -> None:
         """Have the rows of `owners` [n] leave."""
@@ -134,21 +227,51 @@ class DecodeBatch:
         elif len(self.owners) - len(rows) > _SHARE_OF_EMPTY_ROWS * len(self.owners):
             device = getattr(self._cache.layers[0], "device", None)
             self._cache.batch_select_indices(rows.to(device))
-            self.owners, self._mask = self.owners[rows], self._mask[rows]
-            self._lengths = self._lengths[rows]
-
-    def _first_used(self) -> int:
-        """The first position that a row which has not left can see."""
-        return int(self._mask.shape[1] - self._lengths[self.rows].max())
+            self.owners, self._lengths = self.owners[rows], self._lengths[rows]
+            if not self._packs:
+                self._mask = self._mask[rows]
 
 
-def _aligned_masks(first: Tensor, second: Tensor) -> Tensor:
-    """[n + m, longest] of two masks, ending at the same position."""
-    longest = max(first.shape[1], second.shape[1])
-    padded = [
-        torch.nn.functional.pad(mask, (longest - mask.shape[1], 0)) for mask in (first, second)
-    ]
-    return torch.cat(padded)
+class ReadContexts(NamedTuple):
+    """Contexts that went through the model in one pass, in the order of their length.
+
+    cache: keys and values of all of them as one row
+    members: [n] the contexts' numbers
+    """
+
+    cache: Any
+    runs: list[Run]
+    members: Tensor
+
+    def rows(self, number: int, come: Sequence[Tensor]) -> Iterator[Rows]:
+        """Those of layer `number`, which then forgets them; `come`: the places of all contexts."""
+        layer, self.cache.layers[number] = self.cache.layers[number], None
+        sizes = [count * length for count, length in self.runs]
+        states = zip(layer.keys[0].split(sizes, 1), layer.values[0].split(sizes, 1), strict=True)
+        members = self.members.split([count for count, _ in self.runs])
+        for run, mine, parts in zip(self.runs, members, states, strict=True):
+            places = [come[i] for i in mine.tolist()]
+            sources = torch.arange(run.contexts).repeat_interleave(
+                torch.tensor([len(place) for place in places])
+            )
+            # [heads, tokens, D] -> [contexts, heads, length, D]
+            keys, values = (x.unflatten(1, run).transpose(0, 1) for x in parts)
+            index = sources.to(keys.device)
+            yield Rows(keys[index], values[index], torch.cat(places).to(keys.device))
+
+
+def passes_of(order: Tensor, lengths: Tensor) -> list[Tensor]:
+    """Contexts of `lengths` [n] in this order, cut into passes of at most `_READ_AT_ONCE` tokens
+    or one context."""
+    passes: list[list[int]] = []
+    tokens = _READ_AT_ONCE
+    for number in order.tolist():
+        tokens += int(lengths[number])
+        if tokens > _READ_AT_ONCE:
+            passes.append([])
+            tokens = int(lengths[number])
+        passes[-1].append(number)
+    return [torch.tensor(numbers) for numbers in passes]
 
 
 def left_padded(contexts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -181,28 +304,43 @@ def decode_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    blocks: Sequence[Block] | None = None,
+    *,
+    blocks: Sequence[Block] = (),
+    masks: Sequence[Tensor | None] = (),
+    runs: Sequence[Run] = (),
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """[B, 1, H, V] of `query` [B, H, 1, D] over `key` [B, H / groups, positions, D] and `value`
+    """[B, S, H, V] of `query` [B, H, S, D] over `key` [B, H / groups, positions, D] and `value`
     [B, H / groups, positions, V].
 
-    Without `blocks`, and for several new tokens: torch's fused attention.
+    With blocks, S is 1; with runs, B is 1. With neither: torch's fused attention.
     """
-    if blocks is None or query.shape[2] != 1:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    if blocks:
+        return _attend_by_blocks(query, key, value, blocks, masks, scaling), None
+    if runs:
+        return _attend_by_runs(query, key, value, runs, scaling), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, **kwargs
+    )
+
+
+def _attend_by_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Sequence[Block],
+    masks: Sequence[Tensor | None],
+    scaling: float | None,
+) -> Tensor:
     rows, heads, _, size = query.shape
     # Query heads that share keys are several queries of one head: on CUDA no fused kernel takes a
     # mask and fewer key heads, and the one on CPU is up to 20x slower with them (bfloat16).
     query = query.reshape(rows, key.shape[1], -1, size)
     result = query.new_empty(*query.shape[:-1], value.shape[-1])
-    for begin, end, start in blocks:
-        mask = None if attention_mask is None else attention_mask[begin:end, :, :, start:]
+    for (begin, end, start), mask in zip(blocks, masks, strict=True):
         result[begin:end] = scaled_dot_product_attention(
             query[begin:end],
             key[begin:end, :, start:],
@@ -210,4 +348,20 @@ def decode_attention(
             attn_mask=mask,
             scale=scaling,
         )
-    return result.view(rows, 1, heads, -1), None
+    return result.view(rows, 1, heads, -1)
+
+
+def _attend_by_runs(
+    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scaling: float | None
+) -> Tensor:
+    sizes = [count * length for count, length in runs]
+    results = []
+    for run, *parts in zip(runs, *(x[0].split(sizes, 1) for x in (query, key, value)), strict=True):
+        # [heads, tokens, D] -> [contexts, heads, length, D]
+        q, k, v = (x.unflatten(1, run).transpose(0, 1) for x in parts)
+        shared = q.shape[1] != k.shape[1]
+        result = scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=shared
+        )
+        results.append(result.transpose(1, 2).flatten(0, 1))
+    return torch.cat(results)[None]

@@ -1,14 +1,14 @@
 """The `transformers` engine: continuous batching with a KV cache and exact log-probs, CPU or GPU.
 
-Prompts are padded on the left and read once however many responses they get; responses join and
-leave between two decode steps. Low precision or int8 weights make it disagree with the trainer the
-way a real engine does. New weights may come between two decode steps; each token is stamped with
-the version that sampled it.
+Prompts are read once however many responses they get, and without padding where attention keeps
+every position; responses join and leave between two decode steps. Low precision or int8 weights
+make it disagree with the trainer the way a real engine does. New weights may come between two
+decode steps; each token is stamped with the version that sampled it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ from plugin.engines.protocol import (
     SamplingParameters,
 )
 from plugin.engines.response_stream import GeneratesBySteps
-from plugin.engines.transformers.decode_batch import Block, DecodeBatch, use_decode_attention
+from plugin.engines.transformers.decode_batch import DecodeBatch, use_decode_attention
 from plugin.engines.transformers.linear_layers import PackedLinears, quantize_linears
 from plugin.engines.transformers.response_table import ResponseTable, RouteRecorder
 from plugin.engines.transformers.sampling import draw, kept_ids, sampling_log_probs
@@ -85,7 +85,7 @@ class TransformersEngine(GeneratesBySteps):
     ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from plugin.engines.transformers.growing_cache import growing_cache
+        from plugin.engines.transformers.growing_cache import growing_cache, grows
 
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         config = AutoConfig.for_model(**hf_config)
@@ -94,10 +94,9 @@ class TransformersEngine(GeneratesBySteps):
         )
         if quantization == "int8":
             quantize_linears(model)
-        self._takes_blocks = use_decode_attention(model)
+        packs = use_decode_attention(model) and grows(growing_cache(model.config))
         self._model = model.eval().requires_grad_(False).to(self._device)
         self._packed = PackedLinears(self._model)
-        self._last_position = torch.tensor([-1], device=self._device)
         weights = WeightLoader(self._model, int8=quantization == "int8", lora_scale=lora_scale)
         super().__init__(name, weights)
         self._memory = SleepingModel(self._model)
@@ -106,7 +105,9 @@ class TransformersEngine(GeneratesBySteps):
         self._pause_point = PausePoint(waits=interrupts is not None)
         self._membership = Membership()
         self._staged: tuple[int, list[bytes | np.ndarray]] = (NO_WEIGHTS, [])
-        self._batch = DecodeBatch(self._forward, lambda: growing_cache(self._model.config))
+        self._batch = DecodeBatch(
+            self._forward, lambda: growing_cache(self._model.config), packs=packs
+        )
         self._table = ResponseTable(SamplingParameters(max_response_length=1), max_batch)
         self._joining: list[tuple[int, GenerationRequest, SamplingParameters]] = []
         self._last_read = torch.empty(0, dtype=torch.int64)
@@ -232,14 +233,14 @@ class TransformersEngine(GeneratesBySteps):
             # All that was read so far, with the new weights; routes recorded before stay.
             self._batch.clear()
             ones = torch.ones_like(slots)
-            logits, _ = self._batch.join(self._table.contexts(slots), ones, slots)
+            logits, places = self._batch.join(self._table.contexts(slots), ones, slots)
+            last = torch.stack([mine[-1] for mine in places])
         else:
+            last = self._batch.rows
             logits = self._batch.read(self._table.last_tokens(slots))
         if self._recorder is None:
             return [], [(slots, logits)]
-        routes = self._recorder.take(len(self._batch.owners)).of_last_token()
-        rows = self._batch.rows
-        self._table.add_response_routes(slots, type(routes)(*(part[rows] for part in routes)))
+        self._table.add_response_routes(slots, self._recorder.take().at(last))
         closing = torch.isin(slots, self._last_read)
         self._batch.leave(slots[closing])
         going_on = (slots[~closing], logits[(~closing).to(logits.device)])
@@ -252,9 +253,9 @@ class TransformersEngine(GeneratesBySteps):
         self._joining.clear()
         copies = torch.tensor([len(request.seeds) for request in requests])
         prompts = [request.prompt for request in requests]
-        logits, mask = self._batch.join(prompts, copies, torch.cat(slots))
+        logits, places = self._batch.join(prompts, copies, torch.cat(slots))
         if self._recorder is not None:
-            self._table.add_prompt_routes(slots, self._recorder.take(len(prompts)), mask)
+            self._table.add_prompt_routes(slots, self._recorder.take(), places)
         return torch.cat(slots), logits
 
     def _sample(self, slots: Tensor, logits: Tensor) -> list[Finished]:
@@ -283,24 +284,19 @@ class TransformersEngine(GeneratesBySteps):
         return draw(distribution, self._table.uniforms(slots).to(self._device))
 
     def _forward(
-        self,
-        tokens: Tensor,
-        mask: Tensor,
-        positions: Tensor,
-        cache: Any,
-        blocks: Sequence[Block] | None,
+        self, tokens: Tensor, positions: Tensor, cache: Any, places: Tensor, **attention: Any
     ) -> Tensor:
-        """[B, V] after `tokens` [B, S], the last S columns of `mask` [B, past + S]."""
-        further = {"blocks": blocks} if self._takes_blocks and blocks is not None else {}
+        """[B, n, V] after `places` [n] of `tokens` [B, S]; see `DecodeBatch`."""
+        mask = attention.pop("attention_mask", None)
         output = self._model(
             input_ids=tokens.to(self._device),
-            attention_mask=mask.to(self._device),
+            attention_mask=None if mask is None else mask.to(self._device),
             position_ids=positions.to(self._device),
             past_key_values=cache,
             use_cache=True,
             # As an index, not as the number 1: the slice that a number takes has strides for which
             # `matmul` copies the LM head once per row.
-            logits_to_keep=self._last_position,
-            **further,
+            logits_to_keep=places.to(self._device),
+            **attention,
         )
-        return output.logits[:, -1]
+        return output.logits

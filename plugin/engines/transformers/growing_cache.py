@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import DynamicCache
@@ -12,6 +12,14 @@ from transformers.cache_utils import DynamicLayer
 #: Positions that a buffer has to spare when it is made, or a share of those it holds if that is
 #: more: a copy then costs as much as few of the steps until the next one, at any length.
 _LEAST_ROOM, _SHARE_OF_ROOM = 64, 1 / 8
+
+
+class Rows(NamedTuple):
+    """Keys and values [n, heads, positions, D] of rows, and where [n] each comes to stand."""
+
+    keys: Tensor
+    values: Tensor
+    places: Tensor
 
 
 class GrowingLayer(DynamicLayer):
@@ -54,28 +62,13 @@ class GrowingLayer(DynamicLayer):
         )
         self.keys, self.values = self._keys[..., :length, :], self._values[..., :length, :]
 
-    def join(
-        self,
-        start: int,
-        other: GrowingLayer,
-        which: tuple[Tensor, Tensor],
-        places: tuple[Tensor, Tensor],
-    ) -> None:
-        """Keep rows from position `start` on, and add rows of `other`.
-
-        which: the rows [n] that stay, and those [m] of `other`; places: where each comes to stand
-        All end at the last position; what is shorter gets zeros in front.
-        """
-        length = max(self.get_seq_length() - start, other.get_seq_length())
-        capacity = _capacity(length)
-        self._keys, self._values = (
-            _aligned(
-                ((mine[which[0], :, start:], places[0]), (theirs[which[1]], places[1])),
-                length,
-                capacity,
-            )
-            for mine, theirs in ((self.keys, other.keys), (self.values, other.values))
-        )
+    def fill(self, parts: Sequence[Rows]) -> None:
+        """Hold these rows, all of which end at the last position; shorter ones get zeros before."""
+        first, length = parts[0].keys, max(part.keys.shape[-2] for part in parts)
+        self.dtype, self.device, self.is_initialized = first.dtype, first.device, True
+        keys = [(part.keys, part.places) for part in parts]
+        values = [(part.values, part.places) for part in parts]
+        self._keys, self._values = (_aligned(states, length) for states in (keys, values))
         self.keys, self.values = self._keys[..., :length, :], self._values[..., :length, :]
 
 
@@ -83,11 +76,11 @@ def _capacity(length: int) -> int:
     return length + max(_LEAST_ROOM, int(length * _SHARE_OF_ROOM))
 
 
-def _aligned(parts: Sequence[tuple[Tensor, Tensor]], length: int, capacity: int) -> Tensor:
+def _aligned(parts: Sequence[tuple[Tensor, Tensor]], length: int) -> Tensor:
     """A buffer [rows, heads, capacity, D] with states [n, heads, positions, D] at places [n]."""
     first = parts[0][0]
     rows = sum(len(places) for _, places in parts)
-    buffer = first.new_empty(rows, first.shape[1], capacity, first.shape[-1])
+    buffer = first.new_empty(rows, first.shape[1], _capacity(length), first.shape[-1])
     for states, places in parts:
         begin = length - states.shape[-2]
         # A masked position counts for nothing only if it is finite.
@@ -112,3 +105,8 @@ def growing_cache(config: Any) -> DynamicCache:
         GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
     ]
     return cache
+
+
+def grows(cache: DynamicCache) -> bool:
+    """Whether every layer of a `growing_cache` keeps every position."""
+    return all(isinstance(layer, GrowingLayer) for layer in cache.layers)

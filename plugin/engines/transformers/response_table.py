@@ -25,21 +25,21 @@ from plugin.ragged import Ragged
 
 
 class RecordedRoutes(NamedTuple):
-    """Experts and float32 weights, both [..., moe_layers, topk]."""
+    """Experts and float32 weights, both [tokens, moe_layers, topk]."""
 
     experts: Tensor
     weights: Tensor
 
-    def of_last_token(self) -> RecordedRoutes:
-        """[B, 1, ...] of [B, S, ...]."""
-        return RecordedRoutes(self.experts[:, -1:], self.weights[:, -1:])
+    def at(self, places: Tensor | slice) -> RecordedRoutes:
+        """Those of some tokens [n]."""
+        return RecordedRoutes(self.experts[places], self.weights[places])
 
 
 class RouteRecorder:
     """Hooks the routers of a transformers MoE model, in layer order.
 
-    Each forward pass of [B, S] tokens leaves two [B * S, topk] tensors per router; `take` stacks
-    them.
+    Each forward pass of [B, S] tokens leaves two [B * S, topk] tensors per router; `take` joins
+    those of all passes since the last call.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,7 +50,7 @@ class RouteRecorder:
                 "--use-rollout-routing-replay"
             )
         self._dtype = route_dtype(int(routers[0].num_experts))  # type: ignore[arg-type]
-        self._last: list[RecordedRoutes | None] = [None] * len(routers)
+        self._passes: list[list[RecordedRoutes]] = [[] for _ in routers]
         self._handles = [
             router.register_forward_hook(self._hook(number))
             for number, router in enumerate(routers)
@@ -60,21 +60,25 @@ class RouteRecorder:
         def record(_module: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> None:
             # logits, weights of the chosen experts as they are mixed, chosen experts
             _, weights, experts = output
-            self._last[number] = RecordedRoutes(
-                experts.detach().to("cpu", self._dtype), weights.detach().to("cpu", torch.float32)
+            self._passes[number].append(
+                RecordedRoutes(
+                    experts.detach().to("cpu", self._dtype),
+                    weights.detach().to("cpu", torch.float32),
+                )
             )
 
         return record
 
-    def take(self, batch: int) -> RecordedRoutes:
-        """[B, S, moe_layers, topk] routes of the latest forward pass."""
-        missing = [number for number, routes in enumerate(self._last) if routes is None]
+    def take(self) -> RecordedRoutes:
+        """[tokens, moe_layers, topk] routes of the forward passes since the last call."""
+        missing = [number for number, passes in enumerate(self._passes) if not passes]
         if missing:
             raise EngineError(f"router {missing[0]} did not run in the last forward pass")
-        by_layer = [routes for routes in self._last if routes is not None]
-        self._last = [None] * len(self._last)
-        stacked = [torch.stack(parts, dim=1) for parts in zip(*by_layer, strict=True)]
-        return RecordedRoutes(*(part.view(batch, -1, *part.shape[1:]) for part in stacked))
+        by_layer = [
+            RecordedRoutes(*map(torch.cat, zip(*passes, strict=True))) for passes in self._passes
+        ]
+        self._passes = [[] for _ in self._passes]
+        return RecordedRoutes(*(torch.stack(parts, dim=1) for parts in zip(*by_layer, strict=True)))
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -156,17 +160,17 @@ class ResponseTable:
         return ~stopped & (self._lengths[slots] < self.parameters.max_response_length)
 
     def add_prompt_routes(
-        self, slots: Sequence[Tensor], routes: RecordedRoutes, mask: Tensor
+        self, slots: Sequence[Tensor], routes: RecordedRoutes, places: Sequence[Tensor]
     ) -> None:
-        """`routes` [n, S, layers, topk] of n prompts, whose slots are `slots`; `mask` [n, S]."""
-        for mine, experts, weights, kept in zip(slots, *routes, mask, strict=True):
+        """`routes` of prompts whose slots are `slots`, and which tokens are each prompt's."""
+        for mine, own in zip(slots, places, strict=True):
             for slot in mine.tolist():
-                self._owners[slot].routes.append(RecordedRoutes(experts[kept], weights[kept]))
+                self._owners[slot].routes.append(routes.at(own))
 
     def add_response_routes(self, slots: Tensor, routes: RecordedRoutes) -> None:
-        """`routes` [len(slots), 1, layers, topk] of the tokens just read."""
-        for slot, experts, weights in zip(slots.tolist(), *routes, strict=True):
-            self._owners[slot].routes.append(RecordedRoutes(experts, weights))
+        """`routes` [len(slots), layers, topk] of the tokens just read."""
+        for number, slot in enumerate(slots.tolist()):
+            self._owners[slot].routes.append(routes.at(slice(number, number + 1)))
 
     def add_kept_ids(self, slots: Tensor, kept: Sequence[Tensor]) -> None:
         """One entry of ids for each of `slots`, of the tokens about to be added."""

@@ -18,7 +18,12 @@ from typing import Any
 
 import torch
 
-from plugin.engines.choice import with_architecture
+from plugin.engines.choice import (
+    bytes_per_position,
+    cpu_cache_bytes,
+    head_size,
+    with_architecture,
+)
 from plugin.engines.servers.process_guard import mapped_files, remove_with_this_process
 from plugin.errors import ConfigError
 
@@ -34,8 +39,6 @@ IN_PROCESS_ENVIRONMENT = {
 _LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 #: Where the pool names the bundles of an engine that is larger than a node.
 _BUNDLES = "VLLM_RAY_BUNDLE_INDICES"
-#: Of keys and values on CPU, in bytes.
-_SMALLEST_CACHE, _LARGEST_CACHE = 64 << 20, 4 << 30
 #: Of the prompts that are read together on CPU: vLLM's own default.
 _TOKENS_OF_A_STEP = 4096
 #: The ranks of adapters that vLLM makes room for.
@@ -183,11 +186,7 @@ def cpu_options(
     that it was traced with. A prompt is read in one piece: behind a part of one vLLM takes back
     what was drawn from the request's generator, which fails on CPU.
     """
-    heads = int(hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"])
-    element = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-    width = 2 * int(hf_config["num_hidden_layers"]) * heads * head_size(hf_config) * element
-    row = width * max_model_len
-    wanted = max(_SMALLEST_CACHE, 2 * row, min(row * max_batch, _LARGEST_CACHE))
+    wanted = cpu_cache_bytes(bytes_per_position(hf_config, dtype) * max_model_len, max_batch)
     # A size would win over the user's share.
     cache = {} if "gpu_memory_utilization" in given else {"kv_cache_memory_bytes": wanted}
     whole_prompts = {
@@ -195,12 +194,6 @@ def cpu_options(
         "max_num_batched_tokens": max(_TOKENS_OF_A_STEP, max_model_len),
     }
     return {"enforce_eager": True, **whole_prompts, **cache, **given}
-
-
-def head_size(hf_config: Mapping[str, Any]) -> int:
-    """Channels of an attention head."""
-    heads = int(hf_config["num_attention_heads"])
-    return int(hf_config.get("head_dim") or int(hf_config["hidden_size"]) // heads)
 
 
 @dataclass(frozen=True)

@@ -91,11 +91,14 @@ def test_the_profile_of_a_job_adds_up_to_its_steps() -> None:
         "seconds_waiting": 5.0,
         "seconds_preparing": 0.5,
         "seconds_training": 4.0,
+        "seconds_transport": 1.5,
         "seconds_weight_sync": 0.25,
     }
     table = step_profile.job_table("\n".join(map(json.dumps, (first, second, second))))
     found = dict(line.strip("| ").split(" | ") for line in table.splitlines()[2:])
-    assert found["driver: the rest"] == "0.500"  # 10 - 5 - 0.5 - 4
+    assert found["update"] == "2.500"  # what is recorded of it has the transport
+    assert found["the batch to the ranks, and results back"] == "1.500"
+    assert found["driver: the rest"] == "0.500"  # 10 - 5 - 0.5 - 2.5 - 1.5
     assert found["**whole step**"] == "10.000"
     assert found["weight sync before it (engines idle)"] == "0.250"
 

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from plugin.cluster import assignments as assignments_module
-from plugin.cluster import engine_pool
+from plugin.cluster import engine_pool, remote_calls
 from plugin.cluster.assignments import Assignments
 from plugin.cluster.engine_pool import EnginePool, _Running
+from plugin.cluster.remote_calls import Messages, Reported, wait_for_all
 from plugin.config.engines import TransportTraits
-from plugin.errors import EngineError
+from plugin.errors import ActorLost, EngineError
+from plugin.observe.console import Console
 
 pytestmark = pytest.mark.usefixtures("jumping_clock")
 
@@ -25,6 +27,16 @@ class Call:
 
     def future(self) -> Future[Any]:
         return Future()
+
+
+class FutureCall(Call):
+    """A call that ends when `ended` does."""
+
+    def __init__(self, ended: Future[Any]) -> None:
+        self._ended = ended
+
+    def future(self) -> Future[Any]:
+        return self._ended
 
 
 def loads(pool: EnginePool) -> dict[int, int]:
@@ -106,6 +118,47 @@ def test_an_engine_that_is_silent_for_too_long_is_replaced(
     clock.now += 1.5
     assert pool.receive(wait_seconds=0) == ([], [3])
     assert loads(pool) == {0: 0, 1: 1}
+
+
+def test_engines_get_their_time_again_after_the_driver_was_stopped(
+    pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    time = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda _: None)
+    monkeypatch.setattr(engine_pool, "time", time)
+    monkeypatch.setattr(assignments_module, "time", time)
+    pool.send(0, {3: "a"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    for seconds, lost in ((0, []), (3600, []), (4.5, []), (1, [3])):
+        clock.now += seconds
+        assert pool.receive(wait_seconds=0) == ([], lost)
+
+
+@pytest.mark.parametrize("was_stopped", [True, False])
+def test_calls_get_their_time_again_after_the_driver_was_stopped(
+    was_stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, ended = SimpleNamespace(now=1000.0), Future[Any]()
+    looks = iter([3600.0] if was_stopped else [10.0] * 7)
+
+    def look() -> None:
+        if (seconds := next(looks, None)) is None:
+            ended.set_result(Reported("done", Messages([], [])))
+        else:
+            clock.now += seconds
+
+    reference: Any = FutureCall(ended)
+    monkeypatch.setattr(remote_calls, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(remote_calls.EndedCalls, "_sweep", lambda self: None)
+    monkeypatch.setattr(remote_calls, "_POLL_SECONDS", 0.001)
+
+    def wait() -> list[Any]:
+        return wait_for_all([reference], ["rank 0"], Console(), timeout=60, while_waiting=look)
+
+    if was_stopped:
+        assert wait() == ["done"]
+    else:
+        with pytest.raises(ActorLost, match="rank 0 did not answer within 60 s"):
+            wait()
 
 
 def test_a_group_that_is_sent_again_belongs_to_its_new_engine() -> None:

@@ -18,7 +18,14 @@ from plugin.engines.protocol import (
     SamplingParameters,
 )
 from plugin.engines.response_stream import ResponseStream
-from plugin.engines.transformers.decode_batch import blocks_of, decode_attention
+from plugin.engines.transformers import decode_batch
+from plugin.engines.transformers.decode_batch import (
+    blocks_of,
+    decode_attention,
+    masks_of,
+    passes_of,
+    runs_of,
+)
 from plugin.engines.transformers.engine import TransformersEngine
 from plugin.environments.group_server import GroupServer, SingleTurnPlayer
 from plugin.errors import EngineError
@@ -332,7 +339,11 @@ def test_blocks_attend_to_what_the_whole_padded_cache_gives(value_size: int) -> 
     mask = (torch.arange(size) >= size - lengths[:, None])[:, None, None]
     blocks = blocks_of(lengths, size)
     assert len(blocks) == 4
-    found, _ = decode_attention(torch.nn.Module(), query, key, value, mask, blocks, 0.3)
+    masks = masks_of(blocks, lengths, key)
+    assert [mask is None for mask in masks] == [False, True, True, True]
+    found, _ = decode_attention(
+        torch.nn.Module(), query, key, value, None, blocks=blocks, masks=masks, scaling=0.3
+    )
     whole = torch.nn.functional.scaled_dot_product_attention(
         query,
         key.repeat_interleave(3, dim=1),
@@ -341,3 +352,73 @@ def test_blocks_attend_to_what_the_whole_padded_cache_gives(value_size: int) -> 
         scale=0.3,
     )
     assert torch.allclose(found, whole.transpose(1, 2), atol=1e-6)
+
+
+@pytest.mark.parametrize("value_size", [8, 5])
+def test_contexts_side_by_side_attend_to_themselves_alone(value_size: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    lengths = [5, 5, 3, 1]
+    query = torch.randn(1, 6, sum(lengths), 8, generator=draw)
+    key = torch.randn(1, 2, sum(lengths), 8, generator=draw)
+    value = torch.randn(1, 2, sum(lengths), value_size, generator=draw)
+    runs = runs_of(torch.tensor(lengths))
+    assert runs == [(2, 5), (1, 3), (1, 1)]
+    found, _ = decode_attention(torch.nn.Module(), query, key, value, None, runs=runs, scaling=0.3)
+    sample = torch.arange(4).repeat_interleave(torch.tensor(lengths))
+    own = (sample[:, None] == sample).tril()
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key.repeat_interleave(3, dim=1),
+        value.repeat_interleave(3, dim=1),
+        attn_mask=own,
+        scale=0.3,
+    )
+    assert torch.allclose(found, whole.transpose(1, 2), atol=1e-6)
+
+
+def read_by(engine: TransformersEngine, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    """Shapes of what goes through the model until every request has a token."""
+    shapes: list[list[int]] = []
+    embedding: Any = engine.model.get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda _m, args, _o: shapes.append([*args[0].shape]))
+    engine.generate(requests, SamplingParameters(max_response_length=1))
+    handle.remove()
+    return shapes
+
+
+def test_prompts_are_read_without_padding_in_passes_of_a_bounded_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = loaded_engine()
+    # 3 + 8 + 1 tokens, however many responses they get.
+    assert read_by(engine, REQUESTS) == [[1, 12]]
+    expected = engine.generate(REQUESTS, PARAMETERS)
+    monkeypatch.setattr(decode_batch, "_READ_AT_ONCE", 4)
+    assert read_by(engine, REQUESTS) == [[1, 8], [1, 4]]
+    for mine, theirs in zip(engine.generate(REQUESTS, PARAMETERS), expected, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            assert isinstance(a, Generation) and isinstance(b, Generation)
+            assert torch.equal(a.tokens, b.tokens)
+
+
+def test_a_pass_has_as_many_contexts_as_fit_or_one_that_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_batch, "_READ_AT_ONCE", 10)
+    lengths = torch.tensor([3, 11, 6, 4])
+    passes = passes_of(torch.tensor([1, 2, 3, 0]), lengths)
+    assert [one.tolist() for one in passes] == [[1], [2, 3], [0]]
+
+
+def test_reading_a_prompt_asks_for_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        masks.append(kwargs.get("attn_mask"))
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(decode_batch, "scaled_dot_product_attention", watched)
+    engine = loaded_engine()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    engine.generate(REQUESTS, SamplingParameters(max_response_length=1))
+    assert len(masks) == 3 * 4 and all(mask is None for mask in masks)  # prompts x layers
