@@ -175,7 +175,7 @@ def wait_for_all(
     console: Console,
     *,
     timeout: float,
-    option: str = "--step-timeout (--start-timeout while starting)",
+    option: str = "--step-timeout (--start-timeout or --load-timeout at the start)",
     while_waiting: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Results in order; the first failure is raised at once, without waiting for the others.

@@ -66,7 +66,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> EnginePool:
     monkeypatch.setattr(EnginePool, "_start", start)
     config: Any = SimpleNamespace(
         engine_patience=5.0, num_rollout_engines=2, max_restarts=3, transport_traits=TransportTraits("objects"),
-        rollout_api_key_env=None, colocate=False, min_rollout_engines=1, start_timeout=9.0, wants_rollout_routes=False,
+        rollout_api_key_env=None, colocate=False, min_rollout_engines=1, start_timeout=9.0, load_patience=9.0, wants_rollout_routes=False,
     )  # fmt: skip
     monkeypatch.setattr(engine_pool, "api_key", lambda _: None)
     console: Any = SimpleNamespace(log=lambda _: None, warn=lambda _: None)
@@ -175,7 +175,7 @@ def test_a_frozen_engine_on_shared_devices_does_not_get_the_time_of_a_start(
     pool: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = []
-    pool._config.start_timeout = 300.0  # type: ignore[misc]
+    pool._config.load_patience = 300.0  # type: ignore[misc]
     monkeypatch.setattr(
         engine_pool, "wait_for_all", lambda *_, timeout, **__: given.append(timeout) or [None]
     )
