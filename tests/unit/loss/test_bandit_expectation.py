@@ -151,7 +151,7 @@ def test_score_centering_leaves_the_covariance_under_the_sampler() -> None:
         CUR, TRAIN, ROLLOUT, policy_loss="reinforce", score_centering_topk=4
     )
     torch.testing.assert_close(gradient, expected_of(a - (q * a).sum()), rtol=1e-4, atol=1e-6)
-    assert 0.05 < relative_error(gradient)
+    assert relative_error(gradient) > 0.05
     # With a weight that is not cut off nothing is left to center.
     centered = {
         "policy_loss": "reinforce",
