@@ -8,8 +8,8 @@ the model under the same path:
 
     megatron-tis train --task-path examples/calculator_tool_task.py:CalculatorTask --hf-checkpoint /models/qwen3-8b \
       --preserve-all-thinking --max-turns 6 --max-context-length 16384 --max-response-length 4096 --address auto \
-      --num-nodes 4 --num-gpus-per-node 8 --tensor-model-parallel-size 4 --num-rollout-engines 8 \
-      --max-tokens-per-gpu 16384 --train-dtype bfloat16 --rollout-dtype bfloat16 --rollout-batch-size 256
+      --num-nodes 4 --num-gpus-per-node 8 --tensor-model-parallel-size 4 --rollout-engine vllm --num-rollout-engines 8 \
+      --max-tokens-per-gpu auto --train-dtype bfloat16 --rollout-dtype bfloat16 --rollout-batch-size 256
 """
 
 from __future__ import annotations

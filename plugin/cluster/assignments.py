@@ -8,6 +8,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 
+from plugin.cluster.remote_calls import LONGEST_LOOK
+
 _HUNG_CHECK_SECONDS = 1.0
 #: Entries of a heap that may be outdated, besides four per engine.
 _OUTDATED_LOADS = 64
@@ -26,7 +28,7 @@ class Assignments:
         self._groups: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._last_progress: dict[int, float] = {}
         self._progress: dict[int, int] = {}
-        self._checked = -math.inf
+        self._checked = self._looks_since = -math.inf
         self._open: set[int] = set()
         # (groups, engine); what is no longer true is skipped when it comes up.
         self._by_load: list[tuple[int, int]] = []
@@ -98,11 +100,14 @@ class Assignments:
         now = time.monotonic()
         if now - self._checked < min(_HUNG_CHECK_SECONDS, self._patience):
             return {}
+        if LONGEST_LOOK < now - self._checked < math.inf:
+            self._looks_since = now
         self._checked = now
         sent = {engine: next(iter(mine.values())) for engine, mine in self._groups.items() if mine}
         # One that generates is alive, however long a response takes.
         limit, last = now - self._patience, self._last_progress
-        late = [engine for engine, since in sent.items() if max(since, last.get(engine, 0)) < limit]
+        known = self._looks_since
+        late = [n for n, since in sent.items() if max(since, last.get(n, 0), known) < limit]
         reason = f"generated nothing for {self._patience:g} s (--rollout-timeout)"
         return dict.fromkeys(late, reason)
 

@@ -132,13 +132,20 @@ class EngineActor(ReportingActor):
         return cast(BroadcastEngine, self._engine).weight_devices()
 
     def receive_weights(
-        self, version: int, group: WeightGroup, first: int, probe: WeightProbe | None = None
+        self,
+        version: int,
+        group: WeightGroup,
+        first: int,
+        probe: WeightProbe | None = None,
+        again: bool = False,
     ) -> list[ProbeAnswer]:
         """As `BroadcastEngine.receive_weights`; after an error no group begins until it has one.
 
-        probe: as in `load_weights`
+        probe: as in `load_weights`; again: the version comes once more, because it was not right
         """
         with self._changing(version, probe, last=True):
+            if again:
+                cast(Any, self._engine).forget_weights()
             cast(BroadcastEngine, self._engine).receive_weights(version, group, first)
             return [] if probe is None else answer_probe(self._engine, probe)
 

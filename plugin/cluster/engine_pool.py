@@ -204,7 +204,7 @@ class EnginePool:
             num_gpus=self._plan.engine.get("GPU", 0),
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
         ).remote(config, self._hf_config, f"engine {number}", environment)
-        deadline = time.monotonic() + config.start_timeout
+        deadline = time.monotonic() + config.load_patience
         return _Running(actor, actor.call.remote("health"), deadline, failures_in_a_row, weights)
 
     def _watch_start(self, number: int) -> None:
@@ -230,7 +230,7 @@ class EnginePool:
         present = self._present
         calls = [self._engines[number].actor.call.remote("health") for number in present]
         names = [f"engine {number}" for number in present]
-        limits: Any = {"timeout": self._config.start_timeout, "option": "--start-timeout"}
+        limits: Any = {"timeout": self._config.load_patience, "option": "--load-timeout"}
         healths = wait_for_all(calls, names, self._console, **limits)
         for number in present:
             self._engines[number].starting = None
@@ -461,12 +461,18 @@ class EnginePool:
         """A call that a live engine answers at once, whatever its other threads do."""
         return actor.call.remote("ping")
 
-    def receive_weights(self, engine: int, actor: Any, group: WeightGroup, first: int) -> Any:
-        """The call by which an engine receives the newest weights; until then it has none."""
+    def receive_weights(
+        self, engine: int, actor: Any, group: WeightGroup, first: int, *, again: bool = False
+    ) -> Any:
+        """The call by which an engine receives the newest weights; until then it has none.
+
+        again: once more
+        """
         self._engines[engine].version = NO_WEIGHTS
         self._update(engine)
         probe = self._probe_for(engine)
-        return self._call_for_weights(actor, "receive_weights", self._newest, group, first, probe)
+        receive = (actor, "receive_weights", self._newest, group, first, probe)
+        return self._call_for_weights(*receive, *([again] if again else []))
 
     def has_received(self, engine: int, actor: Any, answers: list[ProbeAnswer]) -> None:
         """Note that an engine has the newest weights, unless it was replaced.
@@ -540,9 +546,9 @@ class EnginePool:
 
         slots = ray.cluster_resources().get("CPU", 0)
         error = ClusterError(
-            f"engine {number} did not start within {self._config.start_timeout:g} s; the cluster "
+            f"engine {number} did not start within {self._config.load_patience:g} s; the cluster "
             f"has no room for it any more ({slots:g} CPU slots in all), or it is overloaded; add "
-            "nodes, or raise --start-timeout"
+            "nodes, or raise --load-timeout"
         )
         self._go_on_without(number, error, retry_seconds=0.0)
 
@@ -556,7 +562,7 @@ class EnginePool:
             if time.monotonic() > deadline:
                 for number in {owner[0] for owner in self._loads.values()}:
                     self.replace(number, "did not load its weights in time")
-                deadline = time.monotonic() + self._config.start_timeout + patience
+                deadline = time.monotonic() + self._config.load_patience + patience
             self._handle_ended(_LOAD_POLL_SECONDS)
 
     def sleep(self, level: int) -> None:
@@ -618,7 +624,7 @@ class EnginePool:
         left = set(self._present)
         while left:
             starting = any(self._engines[number].starting is not None for number in left)
-            patience = self._config.engine_patience + starting * self._config.start_timeout
+            patience = self._config.engine_patience + starting * self._config.load_patience
             actors = {number: self._engines[number].actor for number in left}
             calls = {n: actor.call.remote(method, argument) for n, actor in actors.items()}
             left -= self._results(actors, calls, patience).keys()

@@ -34,6 +34,12 @@ class ModelSource:
     directory: str | None = None
     seed: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights on disk; 0 for random ones, which are small."""
+        files = () if self.directory is None else Path(self.directory).glob("*.safetensors")
+        return sum(file.stat().st_size for file in files)
+
     def as_config(self) -> Any:
         """The config as transformers' object."""
         from transformers import AutoConfig

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from plugin.config import JobConfig
 from plugin.config.flags import expect
-from plugin.errors import ClusterError
+from plugin.errors import ClusterError, ConfigError
 
 #: How many processes of a job may share the cores of a machine without GPUs.
 _SLOTS_PER_CORE, _FEWEST_SLOTS = 8, 16
@@ -125,6 +125,31 @@ def most_cpu_slots(cores: int) -> int:
     return max(_FEWEST_SLOTS, _SLOTS_PER_CORE * cores)
 
 
+def on_this_machine(config: JobConfig, *, gpus: int) -> JobConfig:
+    """The configuration with --colocate decided.
+
+    On where a job without `--address` has GPUs for its ranks, but not for the engines beside them,
+    and engines that can give up their memory.
+    """
+    if config.colocate is not None:
+        return config
+    apart = config.unchecked_copy(colocate=False)
+    fits = _gpus_of(plan_resources(apart, use_gpus=True)) <= gpus
+    if config.address is not None or fits or config.world_size > gpus:
+        return apart
+    try:
+        shared = replace(config, colocate=True)
+        plan_resources(shared, use_gpus=True)
+    except ConfigError:
+        return apart  # which is refused, with what it would take
+    return shared
+
+
+def _gpus_of(plan: ResourcePlan) -> float:
+    """The GPUs that a job reserves."""
+    return sum(bundle.get("GPU", 0.0) for bundle in plan.trainer_nodes + plan.engines)
+
+
 def check_machine(config: JobConfig, *, cores: int, gpus: int) -> None:
     """Refuse a job without `--address` that this one machine cannot hold.
 
@@ -145,9 +170,8 @@ def check_machine(config: JobConfig, *, cores: int, gpus: int) -> None:
         f"{', or --rollout-num-gpus-per-engine' if size > 1 else ''}, or start a Ray cluster and "
         "pass --address"
     )
-    needed = sum(bundle.get("GPU", 0.0) for bundle in plan.trainer_nodes + plan.engines)
     expect(
-        needed <= gpus,
+        _gpus_of(plan) <= gpus,
         f"{wanted}, each with a GPU of its own, and this machine has {gpus}; {fix}, or share them "
         "with --colocate",
     )

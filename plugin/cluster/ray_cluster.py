@@ -280,7 +280,7 @@ def check_address(address: str) -> None:
         raise ConfigError(_no_cluster(address, error)) from error
 
 
-def _join(address: str, interface: str | None) -> None:
+def _join(address: str, interface: str | None = None) -> None:
     import ray
 
     if ray.is_initialized():

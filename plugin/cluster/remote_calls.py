@@ -32,6 +32,9 @@ _MESSAGES = "megatron_tis_messages"
 #: Longer than a process on a busy machine stays without its turn.
 SILENCE_SECONDS = 30.0
 _HEARTBEAT_SECONDS = 1.0
+#: A driver that has not looked at the clock for longer was stopped itself (Ctrl-Z, a frozen
+#: container): what it waits for had no chance to answer it, and gets its time again.
+LONGEST_LOOK = 15.0
 
 Who = TypeVar("Who")
 
@@ -172,7 +175,7 @@ def wait_for_all(
     console: Console,
     *,
     timeout: float,
-    option: str = "--step-timeout (--start-timeout while starting)",
+    option: str = "--step-timeout (--start-timeout or --load-timeout at the start)",
     while_waiting: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Results in order; the first failure is raised at once, without waiting for the others.
@@ -184,6 +187,7 @@ def wait_for_all(
     waiting = dict(zip(references, names, strict=True))
     calls, results, last = EndedCalls(references), {}, 0.0
     while waiting:
+        looked = time.monotonic()
         pause = _POLL_SECONDS if while_waiting else min(5.0, max(0.0, deadline - time.monotonic()))
         for reference, ended in calls.take(pause).items():
             results[reference] = result_of(reference, waiting.pop(reference), console, ended)
@@ -191,6 +195,8 @@ def wait_for_all(
         if while_waiting is not None and time.monotonic() - last >= _POLL_SECONDS:
             last = time.monotonic()
             while_waiting()
+        if time.monotonic() - looked > LONGEST_LOOK:
+            deadline += time.monotonic() - looked
         if waiting and time.monotonic() > deadline:
             raise ActorLost(
                 f"{', '.join(waiting.values())} did not answer within {timeout:g} s; look for a "
@@ -245,6 +251,8 @@ class Heartbeat(Generic[Who]):
         now = time.monotonic()
         if now - self._checked < min(_HEARTBEAT_SECONDS, SILENCE_SECONDS):
             return []
+        if now - self._checked > LONGEST_LOOK:
+            self._asked.clear()
         self._checked = now
         calls = {call: who for who, (call, _) in self._asked.items()}
         if calls:

@@ -12,9 +12,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ from plugin.weights.buckets import BUCKET_BYTES, pack_buckets
 from plugin.weights.checksums import Checksums, with_checksums
 from plugin.weights.group import Membership, WeightGroup, open_store
 from plugin.weights.ipc import device_id
+from plugin.weights.lane import bucket_sizes
+from plugin.weights.manifest import Manifest
 
 if TYPE_CHECKING:
     from plugin.megatron_backend.offloading import TrainerPart
@@ -125,6 +128,7 @@ class TrainerRank(ReportingActor):
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
         set_cuda_environment(config)
         self._membership = Membership()
+        self._manifests: dict[Any, Manifest] = {}
         import_megatron()
         # While other actors still import theirs, and before `join`, which waits for all of them.
         import plugin.megatron_backend.trainer  # noqa: F401
@@ -202,6 +206,7 @@ class TrainerRank(ReportingActor):
         uses_engine = decided.transformer_impl == "transformer_engine"
         layout = sequence_layout(config, transformer_engine=uses_engine)
         weights = source.directory or source.random_weights()
+        self._manifests.clear()
         if name == "critic":
             from plugin.megatron_backend.critic import CriticTrainer
 
@@ -322,16 +327,16 @@ class TrainerRank(ReportingActor):
         from plugin.megatron_backend.hf_weights.export import sends_own_part
 
         trainer, groups = self._trainers["policy"], self._groups
+        manifest = None
         if group.ipc_ranks:
             exported = trainer.export_hf_weights()
             number, sends = self._rank, self._rank in group.ipc_ranks
         else:
-            if self._config.syncs_adapters:
-                exported = trainer.export_adapters(with_base=with_base, round_bytes=BUCKET_BYTES)
-            else:
-                exported = trainer.export_own_part(round_bytes=BUCKET_BYTES)
-            number = groups.pp_rank * groups.ep_size + groups.ep_rank
-            sends = sends_own_part(groups)
+            part = self._own_part(group, with_base)
+            exported, manifest = part(), self._manifest(part, group, with_base)
+            number, sends = groups.pp_rank * groups.ep_size + groups.ep_rank, sends_own_part(groups)
+            if group.to_servers:
+                number, sends = groups.pp_rank, sends and groups.ep_rank == 0
         try:
             if not sends:
                 return None
@@ -339,12 +344,30 @@ class TrainerRank(ReportingActor):
             if checksum_dtype is not None:
                 exported = with_checksums(exported, getattr(torch, checksum_dtype), sums)
             with self._membership.of(group, lambda: make_sender(group, number)) as sender:
-                nbytes, messages = sender.send(version, exported)
+                nbytes, messages = sender.send(version, exported, manifest)
                 return SentPart(number, nbytes, messages, sums)
         finally:
             # Also after an error: the others of the stage would wait in the next gather.
             for _ in exported:
                 pass
+
+    def _own_part(self, group: WeightGroup, with_base: bool) -> Callable[..., Iterator[Any]]:
+        """What this rank sends, by another export at every call."""
+        trainer, size = self._trainers["policy"], BUCKET_BYTES
+        if self._config.syncs_adapters:
+            return partial(trainer.export_adapters, with_base=with_base, round_bytes=size)
+        gathers = group.to_servers
+        return partial(trainer.export_own_part, round_bytes=size, gathers_experts=gathers)
+
+    def _manifest(
+        self, part: Callable[..., Iterator[Any]], group: WeightGroup, with_base: bool
+    ) -> Manifest:
+        """That of what this rank sends, made once for a model; a collective with adapters."""
+        known, key = self._manifests, (group.to_servers, group.lanes, with_base)
+        if key not in known:
+            sizes = bucket_sizes(group.lanes, on_gpu=torch.cuda.is_available())
+            known[key] = Manifest.of(part(described=True), *sizes)
+        return known[key]
 
     def export_weights(
         self, checksum_dtype: DtypeName | None = None

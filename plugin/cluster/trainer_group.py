@@ -114,7 +114,7 @@ class TrainerGroup:
         import ray
 
         self._built[name] = source
-        self._call("build", name, ray.put(source), timeout=self._config.start_timeout)
+        self._call("build", name, ray.put(source), timeout=self._config.load_patience)
         if name == "policy":
             self._choose_token_budget(source)
 
@@ -123,7 +123,7 @@ class TrainerGroup:
         config = self._config
         if config.max_tokens_per_gpu != "auto":
             return
-        fitting = self._call("fitting_tokens", timeout=config.start_timeout)[0]
+        fitting = self._call("fitting_tokens", timeout=config.load_patience)[0]
         longest = min(config.longest_sample, source.hf_config["max_position_embeddings"])
         budget = token_budget(fitting, "cuda" if self.on_gpu else "cpu", longest)
         self._config = config.unchecked_copy(max_tokens_per_gpu=budget)
@@ -294,7 +294,7 @@ class TrainerGroup:
 
     def load_checkpoint(self, root: str) -> dict[str, Any]:
         """Load the newest checkpoint in `root` and return the driver's state."""
-        return self._call("load_checkpoint", root, timeout=self._config.start_timeout)[0]
+        return self._call("load_checkpoint", root, timeout=self._config.load_patience)[0]
 
     def offload(self, parts: Sequence[TrainerPart]) -> None:
         """Give up the device memory of `parts` on every rank."""

@@ -43,7 +43,7 @@ def _check_weight_transport(config: JobConfig) -> None:
         "device, and the trainer's weights are offloaded while engines generate; use auto",
     )
     expect(
-        config.weight_transport != "ipc" or config.colocate,
+        config.weight_transport != "ipc" or bool(config.colocate),
         "--weight-sync ipc shares memory between a trainer rank and an engine on the same device, "
         "and here they have different ones; add --colocate, or use auto",
     )

@@ -125,6 +125,7 @@ ENGINES: dict[str, EngineTraits] = {
         takes_adapters=True,
         partial_rollout_modes=("recompute",),
         keeps_interrupted_routes=False,
+        reports_checksums=True,
         reports_tokens=True,
     ),
     "http": EngineTraits(
@@ -169,6 +170,9 @@ def engine_traits(name: str) -> EngineTraits:
     """The traits of a built-in engine; a user's own has the defaults, and may have checksums."""
     return ENGINES.get(name) or EngineTraits(factory=name, reports_checksums=True)
 
+
+#: Of the memory of a GPU, what vLLM may take where the trainer has it, too (--colocate).
+SHARED_GPU_SHARE = 0.8
 
 _ASKED = "what the job asks of its engines"
 

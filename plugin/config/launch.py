@@ -35,10 +35,11 @@ class LaunchFlags(FlagGroup):
         "Ray cluster to join: host:port, or auto; none = a private one on this machine",
         common_in="train",
     )
-    colocate: bool = flag(
-        False,
+    colocate: bool | None = flag(
+        None,
         "engines share the trainer's GPUs (or CPU slots) instead of having their own: they sleep "
-        "while it trains, and it is offloaded to host memory while they generate",
+        "while it trains, and it is offloaded to host memory while they generate; none = where "
+        "this machine has GPUs for the trainer, but not for engines beside it",
     )
     colocate_sleep_level: int = flag(
         1,
@@ -54,6 +55,13 @@ class LaunchFlags(FlagGroup):
         at_least=1,
     )
     start_timeout: float = runtime_flag(300.0, "seconds the actors may take to start", above=0)
+    load_timeout: float | None = runtime_flag(
+        None,
+        "seconds that an engine may take to start and a model to be built and loaded; none = "
+        "--start-timeout, 10 more for every GB of weights, and on GPUs 600 more for engines that "
+        "compile and capture graphs (vLLM, SGLang)",
+        above=0,
+    )
     step_timeout: float = runtime_flag(
         1800.0, "seconds the trainer may take for a step, a pass or a save", above=0
     )
@@ -83,6 +91,11 @@ class LaunchFlags(FlagGroup):
             self.colocate_sleep_level <= 2,
             f"--colocate-sleep-level is {self.colocate_sleep_level}; choose 1 or 2",
         )
+
+    @property
+    def load_patience(self) -> float:
+        """Seconds that an engine may take to start and a model to be loaded."""
+        return self.start_timeout if self.load_timeout is None else self.load_timeout
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from plugin.cluster.engine_pool import EnginePool
-from plugin.cluster.placement import plan_on_cluster, reserve
+from plugin.cluster.placement import on_this_machine, plan_on_cluster, reserve
 from plugin.cluster.ray_cluster import cluster, object_stores, spill_directory
 from plugin.cluster.reward_nodes import RewardNodes
 from plugin.cluster.trainer_actor import teacher_policy
@@ -41,6 +43,10 @@ from plugin.observe.console import Console
 from plugin.observe.run_files import RunFiles, new_run_dir
 from plugin.rewards.pool import PoolScorer
 from plugin.rewards.scorers import Scorer, make_scorer
+
+#: Of weights, in bytes a second, from a file system that many nodes read; and what vLLM and SGLang
+#: take to compile and to capture graphs of a large model. Generous: a stuck start is the exception.
+_SLOWEST_READ, _CAPTURE_SECONDS = 100e6, 600.0
 
 
 @dataclass
@@ -78,9 +84,16 @@ def run_job(
         with cluster(config) as connected:
             return run_job(config, console, connected, ended, begun)
     console = console or Console()
-    config = config.with_absolute_paths()
+    asked = config.colocate
+    config = on_this_machine(config.with_absolute_paths(), gpus=torch.cuda.device_count())
     run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config.name)
     check_run_dir(run_dir, config)
+    if config.colocate and not asked:
+        console.log(
+            f"--colocate: {torch.cuda.device_count()} GPUs for {config.world_size} ranks and "
+            f"{config.num_rollout_engines} engines of {config.rollout_num_gpus_per_engine}, which "
+            "take turns"
+        )
     with console.phase("checking the job"):
         parts = check_job(config, console.log)
     if parts.data is not None:
@@ -162,6 +175,14 @@ def _run_in(
         finish()
 
 
+def load_timeout(config: JobConfig, nbytes: int, *, on_gpus: bool) -> float:
+    """Seconds that an engine or a model of `nbytes` may take to start; see --load-timeout."""
+    if config.load_timeout is not None:
+        return config.load_timeout
+    compiles = on_gpus and config.engine_traits.package is not None
+    return config.start_timeout + nbytes / _SLOWEST_READ + _CAPTURE_SECONDS * compiles
+
+
 def _scorer(config: JobConfig, parts: JobParts, console: Console) -> Scorer:
     """Who scores; on this machine its processes start while Ray does, on a cluster after that."""
     if config.address is None:
@@ -193,7 +214,10 @@ def _running(
         machine = RayMachine.here(spill_directory())
         for warning in store_warnings(config, needed, object_stores(), machine):
             console.warn(warning)
-        config = config.unchecked_copy(rollout_dtype=engine_dtype(config, cuda=plan.uses_gpus))
+        config = config.unchecked_copy(
+            rollout_dtype=engine_dtype(config, cuda=plan.uses_gpus),
+            load_timeout=load_timeout(config, parts.policy.nbytes, on_gpus=plan.uses_gpus),
+        )
         reservation = reserve(plan, config.start_timeout)
         cleanup.callback(reservation.release)
         if isinstance(scorer, PoolScorer) and isinstance(scorer.pool, RewardNodes):
@@ -229,4 +253,5 @@ def _running(
         with console.phase("waiting for engines"):
             engines.wait_until_ready()
         weights = WeightSync(config, trainer, engines, console)
+        cleanup.callback(weights.close)
         yield config, trainer, engines, weights

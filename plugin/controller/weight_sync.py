@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
+from plugin.engines.weight_changes import ProbeAnswer
 from plugin.errors import (
     ActorLost,
     EngineError,
@@ -34,7 +35,7 @@ from plugin.errors import (
 )
 from plugin.observe.console import Console
 from plugin.weights.buckets import NO_WEIGHTS
-from plugin.weights.checksums import Checksums
+from plugin.weights.checksums import Checksums, differing
 from plugin.weights.group import WeightGroup, abort, forget_version, open_store
 
 _POLL_SECONDS = 0.02
@@ -159,6 +160,10 @@ class WeightSync:
         self._seconds, self._bytes = 0.0, 0
         #: The trainer's checksums of the newest version, where an engine was asked for its own.
         self.checksums: Checksums = {}
+        #: How often an engine got a version again, because its checksums were not the trainer's.
+        self.repairs = 0
+        # The engines that got the newest version again.
+        self._repaired: set[Any] = set()
         # Engines that have the weights which adapters (--lora-sync) belong to.
         self._have_base: set[Any] = set()
         self._patience = config.transfer_patience
@@ -169,6 +174,7 @@ class WeightSync:
         return {
             "weight_sync": self._config.weight_transport,
             "weight_sync_bytes": self._bytes,
+            "weight_repairs": self.repairs,
             "seconds_weight_sync": self._seconds,
         }
 
@@ -180,6 +186,7 @@ class WeightSync:
         began = time.monotonic()
         # Engines may have parts of it even if this fails, so the number is taken.
         self.version, self.checksums = version, {}
+        self._repaired.clear()
         self._engines.begin_version(version)
         if self._traits.from_ranks:
             self._send_to_lagging()
@@ -193,6 +200,12 @@ class WeightSync:
             if wait:
                 self._engines.finish_loads()
         self._seconds = time.monotonic() - began
+
+    def close(self) -> None:
+        """Let the members of the last group leave it before its store is gone."""
+        if self._group is not None:
+            abort(self._store, self._group, "the job has ended")
+            self._group = None
 
     def _checksum_dtype(self) -> DtypeName | None:
         """The dtype of the checksums that engines report now; None if they do not."""
@@ -234,7 +247,8 @@ class WeightSync:
         while self._engines.lagging():
             self._engines.poll()
             self._send_to_lagging()
-            time.sleep(_POLL_SECONDS)
+            if self._engines.lagging():  # some have not started yet
+                time.sleep(_POLL_SECONDS)
 
     def _send_to_lagging(self) -> None:
         """Send the newest version to the engines that have started and do not have it."""
@@ -286,7 +300,10 @@ class WeightSync:
         """Send the newest version to `members`; whether all of them have it."""
         group = self._group_of(members)
         calls: dict[Any, Member | str] = {
-            self._engines.receive_weights(member.engine, member.actor, group, member.first): member
+            self._engines.receive_weights(
+                *(member.engine, member.actor, group, member.first),
+                again=member.actor in self._repaired,
+            ): member
             for member in members
         }
         with_base = any(member.actor not in self._have_base for member in members)
@@ -299,9 +316,11 @@ class WeightSync:
         finally:
             for part in transfer.sent:
                 self.checksums = {**self.checksums, **part.checksums}
+            before = self.repairs
             for member, answers in transfer.received.items():
-                self._engines.has_received(member.engine, member.actor, answers)
-                self._have_base.add(member.actor)
+                if not self._is_to_be_repaired(member, answers or ()):
+                    self._engines.has_received(member.engine, member.actor, answers)
+                    self._have_base.add(member.actor)
             if transfer.trouble is not None:
                 self._group = None
         if transfer.trouble is not None:
@@ -309,6 +328,23 @@ class WeightSync:
         self._bytes = sum(part.nbytes for part in transfer.sent)
         messages = {part.sender: part.messages for part in transfer.sent}
         forget_version(self._store, group, self.version, messages)
+        return self.repairs == before
+
+    def _is_to_be_repaired(self, member: Member, answers: Sequence[ProbeAnswer]) -> bool:
+        """Whether an engine's checksums are not the trainer's, for the first time at this version.
+
+        It gets the version again. If they still differ then, the verification ends the job.
+        """
+        own = [answer.checksums for answer in answers if answer.checksums]
+        wrong = sorted({name for sums in own for name in differing(sums, self.checksums)})
+        if not wrong or member.actor in self._repaired:
+            return False
+        self._repaired.add(member.actor)
+        self.repairs += 1
+        self._console.warn(
+            f"engine {member.engine}: {len(wrong)} tensors of weight version {self.version} are "
+            f"not the trainer's, the first of them {wrong[0]}; it gets the version again"
+        )
         return True
 
     def _group_of(self, members: list[Member]) -> WeightGroup:
@@ -318,13 +354,17 @@ class WeightSync:
         who = (*self._trainer.rank_ids(), *members)
         if self._store is None:
             self._store = open_store(ray.util.get_node_ip_address())
-        if self._group is None or who != self._who:
+        if self._group is not None and who != self._who:
+            abort(self._store, self._group, "its members have changed")
+            self._group = None
+        if self._group is None:
             self._who = who
             self._group = WeightGroup(
                 self._store.host,
                 self._store.port,
                 f"megatron-tis-{secrets.token_hex(6)}",
                 receivers=sum(member.workers for member in members),
+                firsts=tuple(member.first for member in members),
                 timeout=self._config.transfer_patience,
                 **self._senders(members),
             )
@@ -337,7 +377,12 @@ class WeightSync:
             stages, experts = config.pipeline_model_parallel_size, config.expert_model_parallel_size
             traits = config.engine_traits
             servers = traits.asks_servers or traits.starts_servers is not None
-            return {"senders": stages * experts, "per_stage": experts, "coalesces": not servers}
+            if servers:  # which know one sender of a group
+                return {"senders": stages, "to_servers": True}
+            # gloo would also send what one sender has to the others of its lane. With NCCL these
+            # are on other network cards of the same node, all of which a lane then uses.
+            lane = experts if self._trainer.on_gpu else 1
+            return {"senders": stages * experts, "per_stage": experts, "per_lane": lane}
         ranks: dict[str, int] = {}
         for rank, device in enumerate(self._trainer.devices()):
             ranks.setdefault(device, rank)

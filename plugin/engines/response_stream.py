@@ -25,6 +25,7 @@ from plugin.engines.protocol import (
     check_generations,
 )
 from plugin.engines.transformers.weight_loader import WeightLoader
+from plugin.weights.buckets import NO_WEIGHTS
 
 
 @dataclass
@@ -137,6 +138,10 @@ class GeneratesBySteps:
     def health(self) -> EngineHealth:
         """Version of the weights and tokens generated so far."""
         return EngineHealth(self._name, self._weights.version, self._generated_tokens)
+
+    def forget_weights(self) -> None:
+        """Have no version, so that the newest one can come again."""
+        self._weights.version = NO_WEIGHTS
 
     def generate(
         self, requests: Sequence[GenerationRequest], parameters: SamplingParameters

@@ -153,20 +153,29 @@ class RankModel:
         """Yield whole weights by their Hugging Face names, adapters merged in; a collective."""
         return export_hf_weights(self.chunks, self.groups)
 
-    def export_own_part(self, *, round_bytes: int) -> Iterator[tuple[str, Tensor] | None]:
+    def export_own_part(
+        self, *, round_bytes: int, gathers_experts: bool = False, described: bool = False
+    ) -> Iterator[tuple[str, Tensor] | None]:
         """The weights that this rank sends to engines, a round at a time; a collective."""
-        return export_own_part(self.chunks, self.groups, round_bytes=round_bytes)
+        return export_own_part(
+            self.chunks,
+            self.groups,
+            round_bytes=round_bytes,
+            gathers_experts=gathers_experts,
+            described=described,
+        )
 
     def export_adapters(
-        self, *, with_base: bool, round_bytes: int
+        self, *, with_base: bool, round_bytes: int, described: bool = False
     ) -> Iterator[tuple[str, Tensor] | None]:
         """As `export_own_part`, adapters by their PEFT names.
 
         with_base: yield the base weights first
+        described: these without memory
         """
         if with_base:
             with adapters_off(self.chunks):
-                yield from self.export_own_part(round_bytes=round_bytes)
+                yield from self.export_own_part(round_bytes=round_bytes, described=described)
         yield from export_own_adapters(self.chunks, self.groups)
 
     def set_learning_rate(self, value: float) -> None:

@@ -131,6 +131,10 @@ SECTIONS: tuple[Section, ...] = (
             _bookkeeping("seconds_evaluating", "all sets of an evaluation", "s"),
             _bookkeeping("weight_sync", "weight transport, by name"),
             Metric("weight_sync_bytes", "bytes of the newest weights as they were sent", "bytes"),
+            _bookkeeping(
+                "weight_repairs",
+                "how often an engine got a version again, because its checksums differed",
+            ),
         ),
     ),
     Section(

@@ -1,9 +1,11 @@
 """Weight transports, one module each with sender and receiver side by side.
 
-group: what the members of a transfer have in common; broadcast, ipc: from rank to worker;
-buckets: through the object store; directory: on a disk that servers share.
+group: what the members of a transfer have in common; broadcast (over lanes, as manifests say), ipc:
+from rank to worker; announced: to servers; buckets: through the object store; directory: on a disk
+that servers share.
 """
 
+from plugin.weights.announced import ServerSender
 from plugin.weights.broadcast import BroadcastReceiver, BroadcastSender
 from plugin.weights.group import Receiver, Sender, WeightGroup
 from plugin.weights.ipc import IpcReceiver, IpcSender
@@ -14,7 +16,9 @@ def make_sender(group: WeightGroup, number: int) -> Sender:
 
     number: with IPC its rank, otherwise its number among the ranks that send
     """
-    return (IpcSender if group.ipc_ranks else BroadcastSender)(group, number)
+    if group.ipc_ranks:
+        return IpcSender(group, number)
+    return (ServerSender if group.to_servers else BroadcastSender)(group, number)
 
 
 def make_receiver(group: WeightGroup, number: int, *, keeps: bool = False) -> Receiver:

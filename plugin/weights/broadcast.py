@@ -1,122 +1,106 @@
 """Weights over process groups: from the trainer's ranks to the workers of all engines.
 
-Every sender has a group of its own, in which it is rank 0 and every worker is a receiver: gloo on
-CPU, NCCL on CUDA. It sends what it holds itself: the first rank of a pipeline stage what the
-stage's ranks share, every expert parallel rank its own experts. That happens bucket by bucket, with
-one broadcast per large tensor and one for the small ones, which would cost more by their number
-than by their size. Receivers take the senders of a stage in turns, some layers from each, so that
-no layer waits long for its last expert.
-
-Keys in the store are those of torch's own groups, so that SGLang's servers can join.
+A sender sends what it holds itself: the first rank of a pipeline stage what the stage's ranks
+share, every expert parallel rank its own experts. A version is a header per sender and then
+buckets, as the manifests say, which follow the header of the first version. Nothing of that passes
+through the driver's store: engines say there that they are ready, and the rest is in the lanes.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from itertools import compress
-from typing import Any
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from threading import Event
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from plugin.errors import TransferError
-from plugin.weights.group import (
-    GroupStore,
-    NamedTensors,
-    Receiver,
-    Sender,
-    TensorSpec,
-    WeightGroup,
-    padded_sizes,
-    tensors_in,
-)
+from plugin.weights.group import GroupStore, Receiver, Sender, WeightGroup
+from plugin.weights.lane import BUFFERS, Lane, Payload, Step
+from plugin.weights.manifest import Bucket, Manifest, Packing, in_turns
+from plugin.weights.tensor_layout import NamedTensors, padded_sizes, tensors_in
+from plugin.weights.waiting import Handover
 
-_SMALL_BYTES = 1 << 20
-
-#: gloo cannot end an operation that is under way, and its group cannot be freed before.
-_abandoned: list[Any] = []
+#: Version, and bytes of the manifest; 0 of these: it is that of the version before.
+_HEADER = struct.Struct("<qq")
 
 
-class _Channel:
-    """This process's place in the group of one sender."""
-
-    def __init__(self, store: GroupStore, sender: int, rank: int) -> None:
-        self._store = store
-        self._connected = group_backend() == "gloo"  # NCCL connects at the first operation
-        name, size = store.group.sender_name(sender), store.group.receivers + 1
-        connection = store.connection()
-        self._backend = store.wait_for(lambda: _connect(connection, name, rank, size, store.group))
-
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Broadcast from rank 0; returns when all tensors have arrived."""
-        try:
-            for work in self._begin(tensors):
-                self._store.wait_until(work.is_completed)
-                work.wait()
-        except RuntimeError as error:
-            raise TransferError(f"weights did not arrive: {error}") from error
-
-    def _begin(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-
-        def begin() -> list[dist.Work]:
-            return [self._backend.broadcast([tensor], options) for tensor in tensors]
-
-        if self._connected:
-            return begin()
-        stream = torch.cuda.current_stream()
-
-        def connect_and_begin() -> list[dist.Work]:
-            with torch.cuda.stream(stream):
-                return begin()
-
-        works = self._store.wait_for(connect_and_begin)
-        self._connected = True
-        return works
-
-    def close(self, *, abort: bool) -> None:
-        """Leave; `abort`: without waiting for an operation under way."""
-        if abort and torch.cuda.is_available():
-            self._backend.abort()
-        elif abort:
-            _abandoned.append(self._backend)
-        self._backend = None
+def _size(bucket: Bucket) -> int:
+    """Bytes of the operation that takes a bucket; a single tensor is sent from where it is."""
+    return bucket[0].nbytes or 1 if len(bucket) == 1 else sum(padded_sizes(bucket)) or 1
 
 
-def group_backend() -> str:
-    """The backend of the process groups."""
-    return "nccl" if torch.cuda.is_available() else "gloo"
+def _tensors(memory: Tensor, bucket: Bucket) -> list[Tensor]:
+    """The tensors of a bucket in the bytes of its operation."""
+    if len(bucket) > 1:
+        return tensors_in(memory, bucket)
+    [spec] = bucket
+    return [memory[: spec.nbytes].view(spec.dtype).view(spec.shape)]
 
 
-def _connect(store: dist.Store, name: str, rank: int, size: int, group: WeightGroup) -> Any:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    store = dist.PrefixStore(name, store)
-    store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", store))
-    timeout = timedelta(seconds=group.timeout)
-    backends: Any = dist
-    try:
-        if device == "cuda":
-            options = backends.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return backends.ProcessGroupNCCL(store, rank, size, options)
-        options = backends.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        address = _own_address(group.host)
-        options._devices = [backends.ProcessGroupGloo.create_device(hostname=address)]
-        return backends.ProcessGroupGloo(store, rank, size, options)
-    except RuntimeError as error:
-        raise TransferError(f"the members of {name} did not connect: {error}") from error
+class _Buffers:
+    """Memory for the operations of a lane: a few buffers, used again and again.
+
+    reuses: otherwise every bucket has memory of its own, and only their number is limited
+    """
+
+    def __init__(self, lane: Lane, store: GroupStore, *, reuses: bool = True) -> None:
+        self._lane, self._reuses = lane, reuses
+        self._free = Handover(store.waits, [Payload(lane.empty(0)) for _ in range(BUFFERS)])
+
+    def take(self, nbytes: int) -> Payload:
+        """Wait for a buffer; so many bytes of it."""
+        free = self._free.get()
+        buffer = free.tensor if free.tensor.numel() >= nbytes else self._lane.empty(nbytes)
+        return Payload(buffer[:nbytes], free.after, buffer)
+
+    def give_back(self, payload: Payload) -> None:
+        """Let its buffer be used again, after what this thread has begun to do with it."""
+        assert payload.buffer is not None
+        self._free.put(Payload.of(payload.buffer if self._reuses else self._lane.empty(0)))
+
+    def release(self) -> None:
+        """Once all are free, let them go on a GPU, where memory is scarce."""
+        buffers = [self._free.get() for _ in range(BUFFERS)]
+        for buffer in buffers:
+            self._free.put(Payload(self._lane.empty(0)) if torch.cuda.is_available() else buffer)
 
 
-def _own_address(host: str) -> str:
-    """The address of this machine from which `host` is reached."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))
-        return probe.getsockname()[0]
+class _Manifests:
+    """Those of a lane's senders, as they were exchanged in the lane."""
+
+    def __init__(self, lane: Lane, senders: int) -> None:
+        self._lane = lane
+        self.known = [Manifest(())] * senders
+
+    def exchange(self, version: int, manifest: Manifest | None = None, own: int = -1) -> None:
+        """Tell or learn which version begins, and the manifests that are new.
+
+        own: number of this sender in the lane, with its manifest
+        """
+        raw = b""
+        if manifest is not None and manifest != self.known[own]:
+            raw = manifest.encoded()
+        header = _HEADER.pack(version, len(raw))
+        headers = self._exchanged([(number, header) for number in range(len(self.known))])
+        for number, found in enumerate(headers):
+            begun, size = _HEADER.unpack(found)
+            if begun != version:
+                raise TransferError(f"a sender begins version {begun} instead of {version}")
+            if size:
+                [body] = self._exchanged([(number, raw if number == own else bytes(size))])
+                self.known[number] = Manifest.decoded(body)
+
+    def _exchanged(self, messages: list[tuple[int, bytes]]) -> list[bytes]:
+        """Messages of senders as these have them; others give as many bytes of anything."""
+        tensors = [self._lane.on_device(message) for _, message in messages]
+        self._lane.run_to_end(
+            Step(number, partial(Payload.of, tensor), lambda _: None)
+            for (number, _), tensor in zip(messages, tensors, strict=True)
+        )
+        return [tensor.cpu().numpy().tobytes() for tensor in tensors]
 
 
 class BroadcastSender(Sender):
@@ -124,38 +108,70 @@ class BroadcastSender(Sender):
 
     def __init__(self, group: WeightGroup, number: int) -> None:
         super().__init__(group, number)
-        self._channel = _Channel(self._store, number, rank=0)
+        self._own = number % group.per_lane
+        self._lane = Lane(self._store, number // group.per_lane, rank=self._own)
+        self._manifests = _Manifests(self._lane, group.per_lane)
+        self._buffers = _Buffers(self._lane, self._store)
+        self._others = _Buffers(self._lane, self._store)
 
-    def _deliver(
-        self, version: int, number: int, bucket: NamedTensors, specs: list[TensorSpec]
+    def send(
+        self,
+        version: int,
+        part: Iterable[tuple[str, Tensor] | None],
+        manifest: Manifest | None = None,
+    ) -> tuple[int, int]:
+        """Send this rank's part of `version`; it must not change before this returns."""
+        assert manifest is not None, "receivers have to know what comes"
+        if self._own == 0:
+            self._store.wait_for_engines(version)
+        self._manifests.exchange(version, manifest, self._own)
+        packed: Handover[Payload] = Handover(self._store.waits)
+        ended = self._lane.run(self._steps(packed))
+        self._pack(part, Packing(manifest), packed)
+        self._store.waits.until(ended.is_set)
+        self._buffers.release()
+        self._others.release()
+        return manifest.nbytes, 0
+
+    def _steps(self, packed: Handover[Payload]) -> Iterator[Step]:
+        """The lane's operations: what this sender has packed, and what others in the lane send."""
+        for root, bucket in in_turns(self._manifests.known, self.group.per_lane):
+            if root == self._own:
+                yield Step(root, packed.get, self._buffers.give_back)
+            else:
+                room = partial(self._others.take, _size(bucket))
+                yield Step(root, room, self._others.give_back)
+
+    def _pack(
+        self,
+        part: Iterable[tuple[str, Tensor] | None],
+        packing: Packing,
+        packed: Handover[Payload],
     ) -> None:
-        self._store.announce(version, self._number, number, specs)
-        self._channel.broadcast(self._pieces(bucket, specs))
-
-    def _pieces(self, bucket: NamedTensors, specs: Sequence[TensorSpec]) -> list[Tensor]:
-        """The tensors to broadcast for a bucket: large ones as they are, small ones coalesced."""
-        small = _small_ones(specs, self.group)
-        tensors = [tensor for _, tensor in bucket]
-        pieces = [tensor for tensor, is_small in zip(tensors, small, strict=True) if not is_small]
-        if any(small):
-            joined = list(compress(specs, small))
-            size = sum(padded_sizes(joined))
-            piece = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
-            for place, tensor in zip(
-                tensors_in(piece, joined), compress(tensors, small), strict=True
-            ):
-                place.copy_(tensor)
-            pieces.append(piece)
-        return pieces
+        """Hand the buckets over; a single tensor as it is, with a turn in place of a copy."""
+        joined: Payload | None = None
+        places: list[Tensor] = []
+        for name, tensor in filter(None, part):
+            tensor = tensor.detach()
+            bucket, place, completes = packing.place_of(name, tensor)
+            if len(bucket) == 1 and tensor.nbytes:
+                turn = self._buffers.take(0)
+                flat = tensor.contiguous().view(-1).view(torch.uint8)
+                packed.put(Payload.of(flat, turn.buffer))
+                continue
+            if joined is None:
+                joined = self._buffers.take(_size(bucket))
+                places = _tensors(joined.tensor, bucket)
+            places[place].copy_(tensor)
+            if completes:
+                packed.put(Payload.of(joined.tensor, joined.buffer))
+                joined = None
+        packing.require_complete()
 
     def close(self, *, abort: bool = False) -> None:
-        """Leave the sender's process group."""
-        self._channel.close(abort=abort)
-
-
-def _small_ones(specs: Sequence[TensorSpec], group: WeightGroup) -> list[bool]:
-    """Which tensors of a bucket are coalesced."""
-    return [group.coalesces and spec.nbytes < _SMALL_BYTES for spec in specs]
+        """Leave the lane."""
+        super().close(abort=abort)
+        self._lane.close(abort=abort)
 
 
 class BroadcastReceiver(Receiver):
@@ -166,36 +182,47 @@ class BroadcastReceiver(Receiver):
 
     def __init__(self, group: WeightGroup, number: int, *, keeps: bool = False) -> None:
         super().__init__(group)
-        self._keeps = keeps
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._channels = [
-            _Channel(self._store, sender, rank=1 + number) for sender in range(group.senders)
-        ]
+        self._number, count = number, group.per_lane
+        self._lanes = [Lane(self._store, lane, rank=count + number) for lane in range(group.lanes)]
+        self._manifests = [_Manifests(lane, count) for lane in self._lanes]
+        self._buffers = [_Buffers(lane, self._store, reuses=not keeps) for lane in self._lanes]
+
+    def barrier(self, version: int) -> None:
+        """Wait until the senders begin `version`."""
+        self._store.engine_is_ready(version, self._number)
+        for manifests in self._manifests:
+            manifests.exchange(version)
 
     def receive(self, version: int, take: Callable[[NamedTensors], None]) -> None:
         """Hand every bucket of `version` to `take`, after `barrier`."""
-        for sender, specs in self._store.buckets(version):
-            tensors, pieces = self._room_for(specs)
-            self._channels[sender].broadcast(pieces)
-            take([(spec.name, tensor) for spec, tensor in zip(specs, tensors, strict=True)])
+        known = [manifest for manifests in self._manifests for manifest in manifests.known]
+        turns = in_turns(known, self.group.per_stage)
+        arrived: list[Handover[Payload]] = [Handover(self._store.waits) for _ in self._lanes]
+        ended: list[Event] = []
+        for number, lane in enumerate(self._lanes):
+            ended.append(lane.run(self._steps(number, turns, arrived[number])))
+        for sender, bucket in turns:
+            lane_number = sender // self.group.per_lane
+            payload = arrived[lane_number].get()
+            tensors = _tensors(payload.tensor, bucket)
+            take([(spec.name, tensor) for spec, tensor in zip(bucket, tensors, strict=True)])
+            del tensors
+            self._buffers[lane_number].give_back(payload)
+        for event, buffers in zip(ended, self._buffers, strict=True):
+            self._store.waits.until(event.is_set)
+            buffers.release()
 
-    def _room_for(self, specs: Sequence[TensorSpec]) -> tuple[list[Tensor], list[Tensor]]:
-        """Memory for the tensors of a bucket, and the pieces of it that are broadcast."""
-        small = _small_ones(specs, self.group)
-        joined = list(compress(specs, small))
-        large = [spec for spec, is_small in zip(specs, small, strict=True) if not is_small]
-        size = sum(padded_sizes(joined))
-        needed = size + sum(padded_sizes(large))
-        if self._memory.numel() < needed or self._keeps:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            self._memory = torch.empty(needed, dtype=torch.uint8, device=device)
-        memory = self._memory
-        pieces = tensors_in(memory[size:], large)
-        of_small, of_large = iter(tensors_in(memory[:size], joined)), iter(pieces)
-        tensors = [next(of_small if is_small else of_large) for is_small in small]
-        return tensors, [*pieces, memory[:size]] if joined else pieces
+    def _steps(
+        self, lane: int, turns: list[tuple[int, Bucket]], arrived: Handover[Payload]
+    ) -> Iterator[Step]:
+        """The operations of a lane, into its buffers."""
+        for sender, bucket in turns:
+            number, root = divmod(sender, self.group.per_lane)
+            if number == lane:
+                yield Step(root, partial(self._buffers[lane].take, _size(bucket)), arrived.put)
 
     def close(self, *, abort: bool = False) -> None:
-        """Leave the process groups of all senders."""
-        for channel in self._channels:
-            channel.close(abort=abort)
+        """Leave all lanes."""
+        super().close(abort=abort)
+        for lane in self._lanes:
+            lane.close(abort=abort)

@@ -30,20 +30,17 @@ _DTYPES = {
 
 
 def cut_buckets(
-    named_tensors: Iterable[tuple[str, Tensor] | None], bucket_bytes: int
+    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Lists of at most `bucket_bytes`, or of one tensor; None becomes an empty list."""
+    """Lists of at most `bucket_bytes`, or of one tensor."""
     held: list[tuple[str, Tensor]] = []
     size = 0
-    for item in named_tensors:
-        if held and (item is None or size + item[1].nbytes > bucket_bytes):
+    for name, tensor in named_tensors:
+        if held and size + tensor.nbytes > bucket_bytes:
             yield held
             held, size = [], 0
-        if item is None:
-            yield []
-        else:
-            held.append((item[0], item[1].detach().contiguous()))
-            size += item[1].nbytes
+        held.append((name, tensor.detach().contiguous()))
+        size += tensor.nbytes
     if held:
         yield held
 

@@ -1,9 +1,9 @@
 """A weight group: who sends weights to whom, the store at which they meet, and its members.
 
-The driver keeps a small store (TCP). Members count themselves in at barriers, and senders announce
-what comes next. The driver notices who has died and writes an abort into the store, so that nobody
-waits for the dead: the transfer ends in a `TransferError` on every member, and is repeated by a new
-group.
+The driver keeps a small store (TCP). Members meet there, and engines say that they are ready. The
+driver notices who has died and writes an abort into the store, on which every member waits, so that
+nobody waits for the dead: the transfer ends in a `TransferError` on every member, and is repeated
+by a new group.
 """
 
 from __future__ import annotations
@@ -11,29 +11,24 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from plugin.errors import TransferError
-from plugin.weights.buckets import BUCKET_BYTES, cut_buckets
+from plugin.weights.manifest import Manifest
+from plugin.weights.tensor_layout import NamedTensors, TensorSpec
+from plugin.weights.waiting import Waits
 
 _CONNECT_SECONDS = 120.0
-_ABORT_POLL_SECONDS = 0.1
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3
-_ALIGNMENT = 64
-
-T = TypeVar("T")
-NamedTensors = Sequence[tuple[str, Tensor]]
+#: After so long a member that has left lets go of the store.
+_WATCH = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
@@ -45,9 +40,11 @@ class WeightGroup:
     senders: trainer ranks that send
     receivers: workers of all engines
     timeout: seconds that one operation may take
-    per_stage: senders of a pipeline stage, which take turns layer by layer; the next stage follows
+    per_stage: senders of a pipeline stage, from which receivers take buckets in turns
+    per_lane: senders that share a process group, or lane: 1, or those of a stage
+    firsts: numbers of the receivers that speak for their engine; empty: each is one of its own
     ipc_ranks: IPC: the rank whose memory each receiver reads; empty for a broadcast
-    coalesces: the small tensors of a bucket travel as one; servers expect one broadcast per tensor
+    to_servers: one broadcast per tensor, described in the store; a server gets no more
     """
 
     host: str
@@ -57,46 +54,24 @@ class WeightGroup:
     receivers: int
     timeout: float
     per_stage: int = 1
+    per_lane: int = 1
+    firsts: tuple[int, ...] = ()
     ipc_ranks: tuple[int, ...] = ()
-    coalesces: bool = True
-
-    def sender_name(self, sender: int) -> str:
-        """The name of a sender's process group."""
-        return f"{self.name}-{sender}"
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a receiver must know of a tensor before it arrives."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, bucket: NamedTensors) -> list[TensorSpec]:
-        """The specs of a bucket's tensors."""
-        return [cls(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in bucket]
+    to_servers: bool = False
 
     @property
-    def nbytes(self) -> int:
-        """Size of the tensor."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+    def lanes(self) -> int:
+        """How many process groups there are."""
+        return self.senders // self.per_lane
 
+    @property
+    def engines(self) -> int:
+        """How many receivers have to be ready before a version begins."""
+        return len(self.firsts) or self.receivers
 
-def padded_sizes(specs: Sequence[TensorSpec]) -> list[int]:
-    """The bytes that every tensor takes in memory that holds several."""
-    return [-(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT for spec in specs]
-
-
-def tensors_in(memory: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """The tensors of `specs`, one after the other in `memory` [bytes]."""
-    sizes = padded_sizes(specs)
-    parts = memory[: sum(sizes)].split(sizes)
-    return [
-        part[: spec.nbytes].view(spec.dtype).view(spec.shape)
-        for spec, part in zip(specs, parts, strict=True)
-    ]
+    def lane_name(self, lane: int) -> str:
+        """The name of a process group."""
+        return f"{self.name}-{lane}"
 
 
 def open_store(address: str, **options: Any) -> dist.TCPStore:
@@ -115,57 +90,51 @@ def open_store(address: str, **options: Any) -> dist.TCPStore:
 
 
 class GroupStore:
-    """One member's view of the driver's store."""
+    """One member's view of the driver's store: a connection, and one that waits for an abort."""
 
     def __init__(self, group: WeightGroup) -> None:
         self.group = group
-        self._checked = 0.0
-        self.store = self.connection()
+        self.waits = Waits(group.timeout)
+        self.store = self._connection()
+        watch = (group, self._connection(), self.waits)
+        threading.Thread(target=_watch_for_abort, args=watch, daemon=True).start()
 
-    def connection(self) -> dist.TCPStore:
-        """Another connection to the store; each serves one thread at a time."""
+    def _connection(self) -> dist.TCPStore:
         timeout = timedelta(seconds=min(self.group.timeout, _CONNECT_SECONDS))
         with _store_errors():
             return dist.TCPStore(self.group.host, self.group.port, is_master=False, timeout=timeout)
 
     def barrier(self, what: str, members: int = 1) -> None:
         """Wait until all members of the group are here; the caller counts as `members` of them."""
-        key, everyone = f"{self.group.name}/{what}", self.group.senders + self.group.receivers
+        key = f"{self.group.name}/{what}"
+        self._arrive(key, members, self.group.senders + self.group.receivers)
+        self._get(key)
+
+    def engine_is_ready(self, version: int, receiver: int) -> None:
+        """Say that an engine waits for `version`, if `receiver` speaks for it."""
+        if not self.group.firsts or receiver in self.group.firsts:
+            self._arrive(f"{self.group.name}/version {version}", 1, self.group.engines)
+
+    def wait_for_engines(self, version: int) -> None:
+        """Wait until all engines are ready for `version`."""
+        self._get(f"{self.group.name}/version {version}")
+
+    def _arrive(self, key: str, members: int, everyone: int) -> None:
+        """Count so many of `everyone`; the last one writes `key`."""
         with _store_errors():
-            self.store.add(key, members)
-        self.wait_until(lambda: self.store.add(key, 0) >= everyone)
+            if self.store.add(f"{key}/count", members) >= everyone:
+                self.store.set(key, "")
+                self.store.delete_key(f"{key}/count")
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait for `condition`; a `TransferError` once the driver has aborted the transfer."""
-        pause = _SHORTEST_PAUSE
-        with _store_errors():
-            while not condition():
-                self._check_aborted()
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
+    def _get(self, key: str) -> bytes:
+        """What is at `key`, once it is there."""
 
-    def wait_for(self, work: Callable[[], T]) -> T:
-        """The result of blocking `work`; after an abort its thread is abandoned."""
-        result: Future[T] = Future()
+        def get() -> bytes:
+            with _store_errors():
+                self.store.wait([key], timedelta(seconds=self.group.timeout))
+                return self.store.get(key)
 
-        def run() -> None:
-            try:
-                result.set_result(work())
-            except BaseException as error:
-                result.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        self.wait_until(result.done)
-        return result.result()
-
-    def _check_aborted(self) -> None:
-        now = time.monotonic()
-        if now - self._checked < _ABORT_POLL_SECONDS:
-            return
-        self._checked = now
-        key = f"{self.group.name}/aborted"
-        if self.store.check([key]):
-            raise TransferError(f"the transfer was called off: {self.store.get(key).decode()}")
+        return self.waits.result_of(get)
 
     def announce(
         self,
@@ -177,13 +146,12 @@ class GroupStore:
     ) -> None:
         """Announce what message `number` of a sender is.
 
-        bucket: empty = the end of a round of turns; None = the sender has sent everything
+        bucket: None = the sender has sent everything
         handle: IPC: of the memory that holds the bucket
         """
         message: Any = None
         if bucket is not None:
-            rows = [[spec.name, str(spec.dtype).split(".")[-1], spec.shape] for spec in bucket]
-            message = [rows, list(handle)]
+            message = [[spec.to_json() for spec in bucket], list(handle)]
         with _store_errors():
             self.store.set(self._key(version, sender, number), json.dumps(message))
 
@@ -191,47 +159,46 @@ class GroupStore:
         """What a sender announces, with its handles, up to its end."""
         number = 0
         while True:
-            key = self._key(version, sender, number)
-            self.wait_until(lambda key=key: self.store.check([key]))  # type: ignore[misc]
-            with _store_errors():
-                message = json.loads(self.store.get(key))
+            message = json.loads(self._get(self._key(version, sender, number)))
             if message is None:
                 return
             rows, handle = message
-            specs = [TensorSpec(name, getattr(torch, kind), tuple(s)) for name, kind, s in rows]
-            yield specs, handle
+            yield list(map(TensorSpec.from_json, rows)), handle
             number += 1
 
     def ack(self, version: int, sender: int, number: int) -> None:
         """Acknowledge a bucket: this receiver no longer uses its memory."""
-        with _store_errors():
-            self.store.add(f"{self._key(version, sender, number)}/acks", 1)
+        receivers = self.group.ipc_ranks.count(sender)
+        self._arrive(f"{self._key(version, sender, number)}/acks", 1, receivers)
 
-    def wait_for_acks(self, version: int, sender: int, number: int, receivers: int) -> None:
-        """Wait until `receivers` receivers have acknowledged a bucket."""
+    def wait_for_acks(self, version: int, sender: int, number: int) -> None:
+        """Wait until all receivers of a sender have acknowledged a bucket."""
         key = f"{self._key(version, sender, number)}/acks"
-        self.wait_until(lambda: self.store.add(key, 0) >= receivers)
+        self._get(key)
         with _store_errors():
             self.store.delete_key(key)
 
     def buckets(self, version: int) -> Iterator[tuple[int, list[TensorSpec]]]:
-        """Sender and content of every bucket of a version, in the order of the senders' turns."""
-        size = self.group.per_stage
-        for first in range(0, self.group.senders, size):
-            open_senders = {
-                sender: self.announced(version, sender) for sender in range(first, first + size)
-            }
-            while open_senders:
-                for sender, announced in list(open_senders.items()):
-                    for specs, _ in announced:
-                        if not specs:
-                            break
-                        yield sender, specs
-                    else:
-                        del open_senders[sender]
+        """Sender and content of every announced bucket of a version, one sender after the other."""
+        for sender in range(self.group.senders):
+            for specs, _ in self.announced(version, sender):
+                yield sender, specs
 
     def _key(self, version: int, sender: int, number: int) -> str:
         return f"{self.group.name}/{version}/{sender}/{number}"
+
+
+def _watch_for_abort(group: WeightGroup, store: dist.TCPStore, waits: Waits) -> None:
+    """End a member's waits when the driver aborts the transfer, or is gone itself."""
+    key = f"{group.name}/aborted"
+    while not waits.have_ended:
+        try:
+            store.wait([key], _WATCH)
+            waits.end(f"the transfer was called off: {store.get(key).decode()}")
+        except dist.DistStoreError:  # nothing happened for so long
+            continue
+        except (dist.DistError, RuntimeError) as error:
+            waits.end(f"the driver's store cannot be reached: {error}")
 
 
 def abort(store: dist.Store, group: WeightGroup, reason: str) -> None:
@@ -270,64 +237,38 @@ class _Member(ABC):  # noqa: B024
         """The group that it is a member of."""
         return self._store.group
 
-    def barrier(self, version: int) -> None:
-        """Wait until every member is ready for `version`."""
-        self._store.barrier(f"version {version}")
-
-    def close(self, *, abort: bool = False) -> None:  # noqa: B027
+    def close(self, *, abort: bool = False) -> None:
         """Leave the group; `abort`: without waiting for an operation under way."""
+        self._store.waits.end("this member has left")
 
 
 class Sender(_Member):
-    """A trainer rank's side of a group; `number` is what it announces under.
-
-    takes_turns: receivers take this sender and others in turns, and so need the end of each round
-    """
-
-    takes_turns = True
+    """A trainer rank's side of a group; `number` is what it is known by."""
 
     def __init__(self, group: WeightGroup, number: int) -> None:
         super().__init__(group)
         self._number = number
 
+    @abstractmethod
     def send(
         self,
         version: int,
         part: Iterable[tuple[str, Tensor] | None],
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
+        manifest: Manifest | None = None,
     ) -> tuple[int, int]:
-        """Send this rank's part of `version`; how many bytes and messages.
+        """Send this rank's part of `version`; how many bytes, and messages in the store.
 
-        part: tensors by name; None ends a round of turns
+        part: tensors by name; None ends a round
+        manifest: of `part`, for transports whose receivers have to know it
         """
-        self.barrier(version)
-        total, messages = 0, 0
-        try:
-            for bucket in cut_buckets(part, bucket_bytes):
-                if not bucket and not self.takes_turns:
-                    continue
-                specs = TensorSpec.of(bucket)
-                self._deliver(version, messages, bucket, specs)
-                total += sum(spec.nbytes for spec in specs)
-                messages += 1
-        finally:
-            self._end_version()
-        self._store.announce(version, self._number, messages, None)
-        return total, messages + 1
-
-    @abstractmethod
-    def _deliver(
-        self, version: int, number: int, bucket: NamedTensors, specs: list[TensorSpec]
-    ) -> None:
-        """Announce a bucket as message `number` and get it to the receivers."""
-
-    def _end_version(self) -> None:
-        """Free what sending a version needed, complete or not."""
 
 
 class Receiver(_Member):
     """An engine worker's side of a group."""
+
+    @abstractmethod
+    def barrier(self, version: int) -> None:
+        """Wait until `version` can begin."""
 
     @abstractmethod
     def receive(self, version: int, take: Callable[[NamedTensors], None]) -> None:

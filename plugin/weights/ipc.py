@@ -2,8 +2,9 @@
 
 For engines that share the trainer's devices (`--colocate`), whose processes cannot join one NCCL
 group. The rank copies a bucket into an `IpcBuffer` and announces its handle; the workers on its
-device load the bucket, let the memory go and acknowledge it, and the rank uses it for the next one.
-After the last bucket it is given up. A rank that waits for a worker which has died is released by
+device load the bucket, let the memory go and acknowledge it. There are two buffers: the rank
+gathers and copies the next bucket while the workers load the last one. After the last bucket they
+are given up. A rank that waits for a worker which has died is released by
 the driver's abort, as in every transfer.
 
 On GPUs the memory is shared by CUDA IPC. On CPU it is a file that exists in memory only and has no
@@ -16,6 +17,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,17 +26,14 @@ import torch
 from torch import Tensor
 
 from plugin.errors import TransferError
-from plugin.weights.group import (
-    NamedTensors,
-    Receiver,
-    Sender,
-    TensorSpec,
-    WeightGroup,
-    padded_sizes,
-    tensors_in,
-)
+from plugin.weights.announced import AnnouncingSender
+from plugin.weights.buckets import BUCKET_BYTES
+from plugin.weights.group import Receiver, WeightGroup
+from plugin.weights.tensor_layout import NamedTensors, TensorSpec, padded_sizes, tensors_in
 
 _FILE = "megatron-tis-weights-"
+#: Buffers of a rank.
+_BUFFERS = 2
 
 
 def device_id() -> str:
@@ -107,31 +106,49 @@ class IpcBuffer:
         return torch.frombuffer(private, dtype=torch.uint8)
 
 
-class IpcSender(Sender):
+class IpcSender(AnnouncingSender):
     """The side of trainer rank `rank`."""
 
-    takes_turns = False
+    bucket_bytes = BUCKET_BYTES // _BUFFERS
 
     def __init__(self, group: WeightGroup, rank: int) -> None:
         super().__init__(group, rank)
-        self._receivers = group.ipc_ranks.count(rank)
-        self._buffer: IpcBuffer | None = None
+        self._free: list[IpcBuffer] = []
+        #: Buffers that the workers read, with the numbers of their messages.
+        self._lent: deque[tuple[int, IpcBuffer]] = deque()
 
     def _deliver(
         self, version: int, number: int, bucket: NamedTensors, specs: list[TensorSpec]
     ) -> None:
-        size = sum(padded_sizes(specs))
-        if self._buffer is None or self._buffer.tensor.numel() < size:
-            self._end_version()
-            self._buffer = IpcBuffer(size)
-        _fill(self._buffer, bucket, specs)
-        self._store.announce(version, self._number, number, specs, self._buffer.handle)
-        self._store.wait_for_acks(version, self._number, number, self._receivers)
+        if len(self._lent) == _BUFFERS:
+            self._take_back(version)
+        buffer = self._buffer_of(sum(padded_sizes(specs)))
+        self._lent.append((number, buffer))
+        _fill(buffer, bucket, specs)
+        self._store.announce(version, self._number, number, specs, buffer.handle)
+
+    def _buffer_of(self, size: int) -> IpcBuffer:
+        """A free buffer that is large enough, or a new one in its place."""
+        if self._free and self._free[0].tensor.numel() >= size:
+            return self._free.pop()
+        if self._free:
+            self._free.pop().close()
+        return IpcBuffer(size)
+
+    def _take_back(self, version: int) -> None:
+        """Wait until the workers have loaded the oldest buffer."""
+        self._store.wait_for_acks(version, self._number, self._lent[0][0])
+        self._free.append(self._lent.popleft()[1])
+
+    def _finish_version(self, version: int) -> None:
+        while self._lent:
+            self._take_back(version)
 
     def _end_version(self) -> None:
-        memory, self._buffer = self._buffer, None
-        if memory is not None:
-            memory.close()
+        buffers = [*self._free, *(buffer for _, buffer in self._lent)]
+        self._free, self._lent = [], deque()
+        while buffers:
+            buffers.pop().close()
 
 
 class IpcReceiver(Receiver):
@@ -142,7 +159,11 @@ class IpcReceiver(Receiver):
 
     def __init__(self, group: WeightGroup, number: int, *, keeps: bool = False) -> None:
         super().__init__(group)
-        self._source, self._keeps = group.ipc_ranks[number], keeps
+        self._source, self._number, self._keeps = group.ipc_ranks[number], number, keeps
+
+    def barrier(self, version: int) -> None:
+        """Say that the engine is ready; what the rank announces first says that it is."""
+        self._store.engine_is_ready(version, self._number)
 
     def receive(self, version: int, take: Callable[[NamedTensors], None]) -> None:
         """Hand every bucket of `version` to `take`, after `barrier`."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from plugin.config import JobConfig, TrainerConfig
 from plugin.engines.choice import check_engine_model
 from plugin.errors import ConfigError
-from plugin.megatron_backend.hf_weights.export import export_hf_weights
+from plugin.megatron_backend.hf_weights.export import export_hf_weights, export_own_part
 from plugin.megatron_backend.lora.targets import check_lora
 from plugin.megatron_backend.model.families import FAMILIES
 from plugin.megatron_backend.model.family_layers import layer_spec
@@ -25,6 +25,7 @@ from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.megatron_backend.routing.router_replay import RouterReplaySession
 from plugin.megatron_backend.routing.routes import MicrobatchRoutes, RoutedModel
 from plugin.megatron_backend.trainer import MegatronTrainer
+from plugin.weights.tensor_layout import TensorSpec
 from tests.parallel import family_table
 from tests.parallel.schedule_runs import forward_log_probs, loaded_model, train_one_step
 from tests.parallel.tiny_models import (
@@ -103,6 +104,24 @@ def microbatches() -> list[Tensor]:
     return [torch.randint(0, VOCAB_SIZE, (2, 12), generator=generator) for _ in range(4)]
 
 
+def wrongly_described(chunks: Any, groups: ParallelGroups) -> list[str]:
+    """What a rank would send otherwise than a manifest made from tensors without memory says."""
+    wrong = []
+    for gathers in (False, True):
+        found = [
+            [
+                item and TensorSpec.of(*item)
+                for item in export_own_part(
+                    chunks, groups, round_bytes=1, gathers_experts=gathers, described=described
+                )
+            ]
+            for described in (False, True)
+        ]
+        if found[0] != found[1]:
+            wrong.append(f"{found[1]} is said to be sent and {found[0]} is")
+    return wrong
+
+
 def family_on_rank(
     groups: ParallelGroups,
     config: Any,
@@ -117,6 +136,7 @@ def family_on_rank(
     changed = sorted(exported.keys() ^ state.keys()) + [
         name for name in state if name in exported and not torch.equal(exported[name], state[name])
     ]
+    changed += wrongly_described(chunks, groups)
     per_rank = len(tokens) // groups.dp_size
     own = tokens[groups.dp_rank * per_rank : (groups.dp_rank + 1) * per_rank]
     # Such a large epsilon makes the step proportional to the gradient; otherwise Adam would make a

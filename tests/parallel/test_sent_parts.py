@@ -26,6 +26,7 @@ from plugin.megatron_backend.parallel_groups import ParallelGroups
 from plugin.weights.broadcast import BroadcastSender
 from plugin.weights.buckets import pack_buckets
 from plugin.weights.group import WeightGroup, open_store
+from plugin.weights.manifest import Manifest
 from tests.parallel.schedule_runs import loaded_model
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3_moe
 
@@ -74,9 +75,12 @@ def send_on_rank(
                     sent[entry[0]] = entry[1].nbytes
                 yield entry
 
+        described = export_own_part(chunks, groups, round_bytes=ROUND_BYTES, described=True)
+        manifest = Manifest.of(described, 20_000)
+        assert found == [], "nothing is gathered for a manifest"
         if sends_own_part(groups):
             sender = BroadcastSender(group, groups.pp_rank * groups.ep_size + groups.ep_rank)
-            assert sender.send(0, noted())[0] == sum(sent.values())
+            assert sender.send(0, noted(), manifest)[0] == sum(sent.values())
         else:
             assert list(filter(None, part)) == []
     save_hf_checkpoint(directory, chunks, groups)
@@ -93,12 +97,14 @@ def engine_with(config: Any, directory: str) -> TransformersEngine:
     return engine
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, int], set[str]]] = {
-    # ranks, sizes, groups over which shards may be gathered
-    "EP2": (2, {EP: 2}, set()),
-    "EP2 x PP2": (4, {EP: 2, PP: 2}, set()),
-    "EP2 x TP2, experts cut": (4, {EP: 2, TP: 2, ETP: 2}, {"tp", "etp"}),
-    "EP2 x TP2, experts not cut": (4, {EP: 2, TP: 2, ETP: 1}, {"tp"}),
+LAYOUTS: dict[str, tuple[int, dict[str, int], set[str], bool]] = {
+    # ranks, sizes, groups over which shards may be gathered, whether a stage shares a process group
+    "EP2": (2, {EP: 2}, set(), True),
+    "EP2 x PP2": (4, {EP: 2, PP: 2}, set(), True),
+    "EP2 x TP2, experts cut": (4, {EP: 2, TP: 2, ETP: 2}, {"tp", "etp"}, False),
+    # The second rank helps to gather what is shared, and sends experts: neither may wait for the other.
+    "EP2 x TP2, experts not cut": (4, {EP: 2, TP: 2, ETP: 1}, {"tp"}, False),
+    "EP2 on TP2, one lane": (2, {EP: 2, TP: 2, ETP: 1}, {"tp"}, True),
 }
 
 
@@ -106,7 +112,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], set[str]]] = {
 def test_experts_are_sent_by_their_own_ranks_and_arrive_as_in_a_directory(
     run_ranks: Any, tmp_path: Path, layout: str
 ) -> None:
-    ranks, sizes, allowed = LAYOUTS[layout]
+    ranks, sizes, allowed, shares = LAYOUTS[layout]
     config, store = tiny_qwen3_moe(), open_store("127.0.0.1")
     state = hf_state_dict(config, 5)
     settings = TrainerConfig(
@@ -118,6 +124,7 @@ def test_experts_are_sent_by_their_own_ranks_and_arrive_as_in_a_directory(
         receivers=1,
         timeout=60.0,
         per_stage=sizes[EP],
+        per_lane=sizes[EP] if shares else 1,
     )
     engine, directory = TransformersEngine(config.to_dict()), str(tmp_path / "saved")
     with ThreadPoolExecutor(1) as pool:

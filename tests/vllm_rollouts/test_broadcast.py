@@ -19,6 +19,7 @@ import pytest
 from plugin.errors import EngineError, TransferError
 from plugin.weights.broadcast import BroadcastSender
 from plugin.weights.group import Membership, WeightGroup, abort, open_store
+from plugin.weights.manifest import Manifest
 from tests.parallel.tiny_models import hf_model, hf_state_dict
 from tests.unit.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs
 from tests.vllm_rollouts.small_job import check_steps, train
@@ -57,19 +58,22 @@ class _Trainer:
         """Send a state dict, or so many tensors of it: then the transfer is cut off."""
         ranks = range(len(self._members))
         with ThreadPoolExecutor(len(ranks)) as pool:
-            parts = [_part(self._cut_off(group, state, after), rank, len(ranks)) for rank in ranks]
-            sent = [
-                pool.submit(self._send, n, group, version, part) for n, part in enumerate(parts)
-            ]
+            sent = []
+            for n in ranks:
+                part = _part(self._cut_off(group, state, after), n, len(ranks))
+                manifest = Manifest.of(_part(state.items(), n, len(ranks)), 1 << 16)
+                sent.append(pool.submit(self._send, n, group, version, part, manifest))
             try:
                 self._engine.receive_weights(version, group, 0)
             finally:
                 for call in sent:
                     call.exception()
 
-    def _send(self, number: int, group: WeightGroup, version: int, part: Any) -> None:
+    def _send(
+        self, number: int, group: WeightGroup, version: int, part: Any, manifest: Manifest
+    ) -> None:
         with self._members[number].of(group, lambda: BroadcastSender(group, number)) as sender:
-            sender.send(version, part, bucket_bytes=1 << 16)
+            sender.send(version, part, manifest)
 
     def _cut_off(self, group: WeightGroup, state: dict[str, Any], after: int | None) -> Any:
         for number, pair in enumerate(state.items()):

@@ -13,6 +13,7 @@ from plugin.engines.vllm.startup import AdapterShape
 from plugin.errors import EngineError
 from plugin.weights.broadcast import BroadcastSender
 from plugin.weights.group import Membership, WeightGroup, open_store
+from plugin.weights.manifest import Manifest
 from tests.parallel.tiny_models import hf_model, hf_state_dict
 from tests.unit.engines.tiny_engines import PARAMETERS, REQUESTS, reference_log_probs
 from tests.vllm_rollouts.small_job import check_steps, train
@@ -54,7 +55,8 @@ def _versions_of_adapters() -> Any:
 
     def send(version: int, tensors: dict[str, torch.Tensor]) -> None:
         with member.of(group, lambda: BroadcastSender(group, 0)) as sender:
-            sender.send(version, [*tensors.items(), None], bucket_bytes=1 << 16)
+            part = [*tensors.items(), None]
+            sender.send(version, part, Manifest.of(part, 1 << 16))
 
     found: dict[str, Any] = {"log_probs": []}
     for version in range(3):

@@ -13,12 +13,15 @@ import torch
 from plugin.cluster.model_source import ModelSource
 from plugin.config import JobConfig
 from plugin.config.device_defaults import Capabilities, engine_dtype, on_device, trainer_dtype
+from plugin.config.engines import SHARED_GPU_SHARE
 from plugin.controller.preflight.resource_checks import Room
 from plugin.engines.choice import bytes_per_position, cpu_cache_bytes
 
 _PRETRAINING_LR = 1e-4
 #: Of a GPU's memory, what vLLM takes by default.
-_SHARE_OF_VLLM = 0.9
+_SHARE_OF_VLLM = 0.92
+#: Of a rank and an engine on one GPU: assumed, as in `megatron-tis plan`, for each of the two.
+_RESIDENT = 2 * (2 << 30)
 _RECOMPUTE = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 saves most"
 )
@@ -54,8 +57,28 @@ def advice(config: JobConfig, policy: ModelSource, machine: Machine | None) -> l
     lines = [_on_microbatches(config), _on_engines(config), _on_learning_rate(config)]
     if machine is not None:
         lines += [_on_dtypes(config, machine), _on_activations(config, policy, machine)]
-        lines.append(_on_cache(config, policy, machine))
+        lines += [_on_cache(config, policy, machine), _on_shared_gpus(config, machine)]
     return [line for line in lines if line is not None]
+
+
+def _on_shared_gpus(config: JobConfig, machine: Machine) -> str | None:
+    """What is left of a GPU beside vLLM, and who needs it."""
+    given = config.vllm_arguments()
+    if not (config.colocate and machine.on_cuda and config.rollout_engine == "vllm"):
+        return None
+    if "kv_cache_memory_bytes" in given:
+        return None
+    share = float(given.get("gpu_memory_utilization", SHARED_GPU_SHARE))
+    gpu = machine.room.memory
+    left = (1 - share) * gpu
+    told = (
+        f"--colocate: vLLM takes {share:.0%} of a GPU's {gpu / 2**30:.0f} GiB while it "
+        f"generates (gpu_memory_utilization in --vllm-args), and {left / 2**30:.1f} GiB are left "
+        "for what stays: the CUDA contexts of rank and engine, NCCL's buffers"
+    )
+    if left < _RESIDENT:
+        told += f"; they take about {_RESIDENT >> 30} GiB, so lower it"
+    return told
 
 
 def _on_dtypes(config: JobConfig, machine: Machine) -> str | None:
@@ -146,7 +169,8 @@ def _room_in_vllm(config: JobConfig, row: int, machine: Machine) -> tuple[int, s
     """Bytes that vLLM reserves for keys and values, and what changes that."""
     given = config.vllm_arguments()
     if machine.on_cuda or "gpu_memory_utilization" in given:
-        share = float(given.get("gpu_memory_utilization", _SHARE_OF_VLLM))
+        usual = SHARED_GPU_SHARE if config.colocate else _SHARE_OF_VLLM
+        share = float(given.get("gpu_memory_utilization", usual))
         room = int(share * machine.room.memory) - machine.room.weights
         return room, "--vllm-args gpu_memory_utilization"
     reserved = cpu_cache_bytes(row, config.rollout_max_batch)

@@ -20,8 +20,9 @@ from plugin.engines.servers.answers import (
     token_ids,
 )
 from plugin.engines.servers.calls import MalformedAnswer, ServerCall
-from plugin.weights.broadcast import group_backend
-from plugin.weights.group import TensorSpec, WeightGroup
+from plugin.weights.group import WeightGroup
+from plugin.weights.lane import group_backend
+from plugin.weights.tensor_layout import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class SglangDialect:
             "master_port": group.port,
             "rank_offset": rank,
             "world_size": 1 + group.receivers,
-            "group_name": group.sender_name(sender),
+            "group_name": group.lane_name(sender),
             "backend": group_backend(),
         }
         return ServerCall("/init_weights_update_group", payload, check=_update_succeeded)

@@ -92,7 +92,7 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 self.close()
                 raise ServerEnded(
-                    f"the server did not answer within {timeout:g} s (--start-timeout); "
+                    f"the server did not answer within {timeout:g} s (--load-timeout); "
                     f"{self._cause()}"
                 )
             self._closing.wait(_POLL_SECONDS)

@@ -192,7 +192,7 @@ class ServedEngine(HttpEngine):
             directory=directory,
             log=Path(config.run_dir or directory) / f"{name.replace(' ', '_')}.log",
         )
-        self.server.wait_until_ready(config.start_timeout)
+        self.server.wait_until_ready(config.load_patience)
 
     @contextlib.contextmanager
     def _alive(self) -> Iterator[None]:

@@ -50,7 +50,7 @@ class ServerMember:
     async def unless_aborted(self, calls: Iterable[Awaitable[None]]) -> None:
         """Wait for all calls, or for the `TransferError` of a transfer that was aborted."""
         ended = threading.Event()
-        watch = asyncio.ensure_future(asyncio.to_thread(self.store.wait_until, ended.is_set))
+        watch = asyncio.ensure_future(asyncio.to_thread(self.store.waits.result_of, ended.wait))
         work: Any = asyncio.gather(*calls)
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -64,6 +64,7 @@ class ServerMember:
 
     def close(self, *, abort: bool = False) -> None:
         """Leave the group; the servers stay in theirs until they end or are told of another."""
+        self.store.waits.end("this member has left")
 
 
 class ServerUpdates:
@@ -192,6 +193,7 @@ class ServerUpdates:
         first: number of the first server's first worker among the receivers
         """
         dialect, group, store = self._broadcast_dialect, member.group, member.store
+        speaks_for = first
         workers = sum(server.workers for server in servers)
         pause, resume = dialect.pause_calls() if self._interrupts else ([], [])
         async with self._session() as session, contextlib.AsyncExitStack() as changing:
@@ -216,16 +218,14 @@ class ServerUpdates:
                     first += server.workers
                 await member.unless_aborted(joins)
                 member.joined = True
-            await asyncio.to_thread(store.barrier, f"version {version}", workers)
+            store.engine_is_ready(version, speaks_for)
             buckets = store.buckets(version)
             while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
                 sender, specs = bucket
                 self._ledger.take(
                     (s.name, torch.empty(s.shape, dtype=s.dtype, device="meta")) for s in specs
                 )
-                received = dialect.receive(
-                    group.sender_name(sender), specs, f"loading {self.label}"
-                )
+                received = dialect.receive(group.lane_name(sender), specs, f"loading {self.label}")
                 await member.unless_aborted(call(server, received) for server in servers)
             last = (*dialect.name_weights(self.label), *resume)
             await member.unless_aborted(call(server, *last) for server in servers)

@@ -39,10 +39,12 @@ from plugin.engines.vllm.startup import (
     parallel_options,
     request_with_adapters,
     require_interrupts,
+    shared_memory_options,
 )
 from plugin.engines.weight_changes import PausePoint
 from plugin.errors import ConfigError, EngineError, TransferError, WeightError
 from plugin.weights.buckets import NO_WEIGHTS
+from plugin.weights.checksums import Checksums, joined
 from plugin.weights.group import WeightGroup
 
 #: vLLM raises lower temperatures to this one without saying so in the answer.
@@ -77,19 +79,20 @@ class VllmEngine(GeneratesBySteps):
         self._vocab_size = int(hf_config["vocab_size"])
         self._routes = RouteShape.of(hf_config)
         self._workers = config.rollout_num_gpus_per_engine
-        further = parallel_options(self._workers) | config.vllm_arguments()
+        # vLLM on CPU has no memory that it could give up.
+        self._gives_memory = bool(config.colocate) and torch.cuda.is_available()
+        share = shared_memory_options(config.vllm_arguments()) if self._gives_memory else {}
+        further = parallel_options(self._workers) | share | config.vllm_arguments()
         if config.wants_rollout_routes:
             further["enable_return_routed_experts"] = True
         if config.replays_sampling_mask:
             further["return_sampling_mask"] = True
         if self._adapters is not None:
             further |= self._adapters.start_options()
-        # vLLM on CPU has no memory that it could give up.
-        self._gives_memory = config.colocate and torch.cuda.is_available()
         self._awake: set[EnginePart] = {"weights", "cache"}
         if self._gives_memory:
             further["enable_sleep_mode"] = True
-        dtype = engine_dtype(config, cuda=torch.cuda.is_available())
+        self._dtype = dtype = engine_dtype(config, cuda=torch.cuda.is_available())
         self._llm = build_llm(
             *(hf_config, dtype, self._max_batch, self._max_model_len, further),
             one_machine=config.address is None,
@@ -149,6 +152,11 @@ class VllmEngine(GeneratesBySteps):
                 self._use_adapters(self._adapters)
             self._finish_change(version)
             self._weights.end()
+
+    def weight_checksums(self) -> Checksums:
+        """Of the weights that the workers compute with; see `answer_probe`."""
+        engine = self._llm.llm_engine
+        return joined(engine.collective_rpc("weight_checksums", args=(self._dtype,)))
 
     def _use_adapters(self, shape: AdapterShape) -> None:
         for refusal in self._llm.llm_engine.collective_rpc("use_adapters", args=(shape,)):

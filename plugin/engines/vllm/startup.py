@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from plugin.config.engines import SHARED_GPU_SHARE
 from plugin.engines.choice import (
     bytes_per_position,
     cpu_cache_bytes,
@@ -136,6 +137,17 @@ def build_llm(
     if shared := mapped_files() - before:
         remove_with_this_process(shared)
     return llm
+
+
+def shared_memory_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's share of GPUs that the trainer has, too, unless the user gives a share or a size.
+
+    vLLM would take 92 %. Beside it stay the contexts of both processes, the buffers of NCCL, and
+    what torch cannot give back.
+    """
+    if "kv_cache_memory_bytes" in given:
+        return {}
+    return {"gpu_memory_utilization": SHARED_GPU_SHARE}
 
 
 def parallel_options(size: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import safetensors.torch
 import torch
@@ -41,12 +41,15 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP
 from vllm.platforms import current_platform
 
 from plugin.engines.transformers.weight_loader import is_adapter
+from plugin.engines.vllm.checksums import worker_checksums
 from plugin.engines.vllm.startup import AdapterShape, request_with_adapters
 from plugin.errors import TransferError, WeightError
 from plugin.weights import make_receiver
+from plugin.weights.checksums import Shares
 from plugin.weights.directory import read_directory
-from plugin.weights.group import Membership, NamedTensors, TensorSpec, WeightGroup
+from plugin.weights.group import Membership, WeightGroup
 from plugin.weights.ipc import device_id
+from plugin.weights.tensor_layout import NamedTensors, TensorSpec
 
 
 @dataclass
@@ -128,7 +131,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
             self.received.aborted = str(error)
 
     def _load(self, bucket: NamedTensors) -> None:
-        self.received.specs += [TensorSpec(n, t.dtype, tuple(t.shape)) for n, t in bucket]
+        self.received.specs += [TensorSpec.of(n, t) for n, t in bucket]
         self.received.adapters.update((n, t) for n, t in bucket if is_adapter(n))
         weights = [(n, t) for n, t in bucket if not is_adapter(n)]
         if weights:
@@ -166,6 +169,10 @@ class WorkerExtension:
     def received_weights(self) -> Received:
         """What was received of the last version, without the tensors themselves."""
         return replace(self.weight_transfer_engine.received, adapters={})
+
+    def weight_checksums(self, dtype: str) -> Shares:
+        """Of what this worker holds and computes with."""
+        return worker_checksums(cast(Any, self).model_runner.get_model(), getattr(torch, dtype))
 
     def load_directory(self, directory: str) -> str | None:
         """Load the files of a whole version; why they do not fit, if so."""

@@ -89,7 +89,12 @@ def sends_own_part(groups: ParallelGroups) -> bool:
 
 
 def export_own_part(
-    chunks: Sequence[torch.nn.Module], groups: ParallelGroups, *, round_bytes: int
+    chunks: Sequence[torch.nn.Module],
+    groups: ParallelGroups,
+    *,
+    round_bytes: int,
+    gathers_experts: bool = False,
+    described: bool = False,
 ) -> Iterator[tuple[str, Tensor] | None]:
     """Yield (name, whole tensor) of what this rank sends of the model; None ends a round.
 
@@ -99,11 +104,15 @@ def export_own_part(
     experts of a layer in one tensor, the stage's first rank has to gather that one.
 
     round_bytes: with expert parallelism the layers of a stage come in rounds of about this size, so
-        that the experts of a layer can be taken from all their ranks before the next layers
+        that the experts of a layer can be taken from all their ranks before the next layers. What
+        the ranks share comes in a round of its own, because all of them gather it
+    gathers_experts: for receivers that know one sender of a stage, its first rank gathers them
+    described: tensors without memory, by no communication
     """
-    gather_updated_weights(chunks)
+    if not described:
+        gather_updated_weights(chunks)
     models = [unwrap(chunk) for chunk in chunks]
-    bridge = weight_bridge(models[0], groups)
+    joining = _Joining(weight_bridge(models[0], groups), groups, described)
     fuses = FAMILIES[models[0].hf_config.model_type].fused_experts
     is_first = groups.dp_rank == 0 and groups.cp_rank == 0
     has_experts = groups.collection.expt_dp.rank() == 0
@@ -111,14 +120,24 @@ def export_own_part(
         if is_first:
             for name, parameter in tensors:
                 if not GROUPED_EXPERT.search(name):
-                    entry = entry_of(name, parameter, groups)
-                    whole = joined_shards(entry, parameter, bridge, groups)
+                    whole = joining.shards(entry_of(name, parameter, groups), parameter)
                     if groups.tp_rank == 0:
-                        yield from zip(*bridge._weight_to_hf_format(name, whole), strict=True)
+                        yield from joining.named(name, whole)
+        if groups.ep_size > 1:
+            yield None
         if has_experts:
             experts = [entry for entry in tensors if GROUPED_EXPERT.search(entry[0])]
-            gather = _fused_experts if fuses else _own_experts
-            yield from gather(experts, models[0], bridge, groups)
+            if fuses or gathers_experts:
+                gathered = _gathered_experts(experts, models[0], joining)
+                if fuses:
+                    gathered = joined_experts(gathered, models[0].config.num_moe_experts)
+                if groups.etp_rank == 0 and groups.ep_rank == 0:
+                    yield from gathered
+                else:
+                    for _ in gathered:
+                        pass
+            else:
+                yield from _own_experts(experts, joining)
         yield None
 
 
@@ -144,30 +163,50 @@ def _rounds(
         yield held
 
 
+@dataclass(frozen=True)
+class _Joining:
+    """Makes whole tensors of what ranks hold, or tensors without memory that are as large."""
+
+    bridge: Any
+    groups: ParallelGroups
+    described: bool
+
+    def shards(self, entry: Entry, parameter: Tensor) -> Tensor:
+        """A parameter joined over tensor parallel ranks."""
+        if not self.described:
+            return joined_shards(entry, parameter, self.bridge, self.groups)
+        shape = entry.whole_shape[1:] if GROUPED_EXPERT.search(entry.name) else entry.whole_shape
+        return torch.empty(shape, dtype=entry.dtype, device="meta")
+
+    def experts(self, entry: Entry, parameter: Tensor) -> Tensor:
+        """An expert's parameter, with those of all expert ranks stacked in front."""
+        if not self.described:
+            return whole_tensor(entry, parameter, self.bridge, self.groups)
+        return torch.empty(entry.whole_shape, dtype=entry.dtype, device="meta")
+
+    def named(self, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """A whole tensor by its Hugging Face names."""
+        return zip(*self.bridge._weight_to_hf_format(name, whole), strict=True)
+
+
 def _own_experts(
-    experts: Sequence[tuple[str, Tensor]], model: Any, bridge: Any, groups: ParallelGroups
+    experts: Sequence[tuple[str, Tensor]], joining: _Joining
 ) -> Iterator[tuple[str, Tensor]]:
     """The experts of this rank, on the first of the ranks that share them."""
     for name, parameter in experts:
-        whole = joined_shards(entry_of(name, parameter, groups), parameter, bridge, groups)
-        if groups.etp_rank == 0:
-            yield from zip(*bridge._weight_to_hf_format(name, whole), strict=True)
+        whole = joining.shards(entry_of(name, parameter, joining.groups), parameter)
+        if joining.groups.etp_rank == 0:
+            yield from joining.named(name, whole)
 
 
-def _fused_experts(
-    experts: Sequence[tuple[str, Tensor]], model: Any, bridge: Any, groups: ParallelGroups
+def _gathered_experts(
+    experts: Sequence[tuple[str, Tensor]], model: Any, joining: _Joining
 ) -> Iterator[tuple[str, Tensor]]:
-    """The experts of all ranks in one tensor per layer, on the stage's first rank."""
-
-    def numbered() -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in experts:
-            whole = whole_tensor(entry_of(name, parameter, groups), parameter, bridge, groups)
-            for part, tensor in _by_expert(name, whole, model, groups).items():
-                yield from zip(*bridge._weight_to_hf_format(part, tensor), strict=True)
-
-    for name, tensor in joined_experts(numbered(), model.config.num_moe_experts):
-        if groups.etp_rank == 0 and groups.ep_rank == 0:
-            yield name, tensor
+    """The experts of all ranks, one by one."""
+    for name, parameter in experts:
+        whole = joining.experts(entry_of(name, parameter, joining.groups), parameter)
+        for part, tensor in _by_expert(name, whole, model, joining.groups).items():
+            yield from joining.named(part, tensor)
 
 
 def _by_expert(name: str, stacked: Tensor, model: Any, groups: ParallelGroups) -> dict[str, Tensor]:

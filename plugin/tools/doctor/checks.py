@@ -182,13 +182,16 @@ def configuration_checks(file: str | None) -> list[Check]:
     """What `train` checks before anything starts, up to the first thing that cannot work."""
     if file is None:
         return [Check("configuration", "ok", "none given; --config FILE checks one")]
-    from plugin.cluster.placement import plan_on_cluster
+    import torch
+
+    from plugin.cluster.placement import on_this_machine, plan_on_cluster
     from plugin.cluster.ray_cluster import cluster
     from plugin.controller.preflight.job_checks import check_job
 
     begun = ["configuration"]
     try:
         config = JobConfig.from_sources({}, file).with_absolute_paths()
+        config = on_this_machine(config, gpus=torch.cuda.device_count())
         check_job(config, log=lambda _: None, begin=begun.append)
         if config.address is not None:
             begun.append("room in the cluster")

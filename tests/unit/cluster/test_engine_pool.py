@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from plugin.cluster import assignments as assignments_module
-from plugin.cluster import engine_pool
+from plugin.cluster import engine_pool, remote_calls
 from plugin.cluster.assignments import Assignments
 from plugin.cluster.engine_pool import EnginePool, _Running
+from plugin.cluster.remote_calls import Messages, Reported, wait_for_all
 from plugin.config.engines import TransportTraits
-from plugin.errors import EngineError
+from plugin.errors import ActorLost, EngineError
+from plugin.observe.console import Console
 
 pytestmark = pytest.mark.usefixtures("jumping_clock")
 
@@ -25,6 +27,16 @@ class Call:
 
     def future(self) -> Future[Any]:
         return Future()
+
+
+class FutureCall(Call):
+    """A call that ends when `ended` does."""
+
+    def __init__(self, ended: Future[Any]) -> None:
+        self._ended = ended
+
+    def future(self) -> Future[Any]:
+        return self._ended
 
 
 def loads(pool: EnginePool) -> dict[int, int]:
@@ -54,7 +66,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> EnginePool:
     monkeypatch.setattr(EnginePool, "_start", start)
     config: Any = SimpleNamespace(
         engine_patience=5.0, num_rollout_engines=2, max_restarts=3, transport_traits=TransportTraits("objects"),
-        rollout_api_key_env=None, colocate=False, min_rollout_engines=1, start_timeout=9.0, wants_rollout_routes=False,
+        rollout_api_key_env=None, colocate=False, min_rollout_engines=1, start_timeout=9.0, load_patience=9.0, wants_rollout_routes=False,
     )  # fmt: skip
     monkeypatch.setattr(engine_pool, "api_key", lambda _: None)
     console: Any = SimpleNamespace(log=lambda _: None, warn=lambda _: None)
@@ -108,6 +120,47 @@ def test_an_engine_that_is_silent_for_too_long_is_replaced(
     assert loads(pool) == {0: 0, 1: 1}
 
 
+def test_engines_get_their_time_again_after_the_driver_was_stopped(
+    pool: EnginePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    time = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda _: None)
+    monkeypatch.setattr(engine_pool, "time", time)
+    monkeypatch.setattr(assignments_module, "time", time)
+    pool.send(0, {3: "a"}, SimpleNamespace())  # type: ignore[arg-type, dict-item]
+    for seconds, lost in ((0, []), (3600, []), (4.5, []), (1, [3])):
+        clock.now += seconds
+        assert pool.receive(wait_seconds=0) == ([], lost)
+
+
+@pytest.mark.parametrize("was_stopped", [True, False])
+def test_calls_get_their_time_again_after_the_driver_was_stopped(
+    was_stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, ended = SimpleNamespace(now=1000.0), Future[Any]()
+    looks = iter([3600.0] if was_stopped else [10.0] * 7)
+
+    def look() -> None:
+        if (seconds := next(looks, None)) is None:
+            ended.set_result(Reported("done", Messages([], [])))
+        else:
+            clock.now += seconds
+
+    reference: Any = FutureCall(ended)
+    monkeypatch.setattr(remote_calls, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(remote_calls.EndedCalls, "_sweep", lambda self: None)
+    monkeypatch.setattr(remote_calls, "_POLL_SECONDS", 0.001)
+
+    def wait() -> list[Any]:
+        return wait_for_all([reference], ["rank 0"], Console(), timeout=60, while_waiting=look)
+
+    if was_stopped:
+        assert wait() == ["done"]
+    else:
+        with pytest.raises(ActorLost, match="rank 0 did not answer within 60 s"):
+            wait()
+
+
 def test_a_group_that_is_sent_again_belongs_to_its_new_engine() -> None:
     assignments = Assignments(math.inf)
     assignments.add(0, [1, 2])
@@ -122,7 +175,7 @@ def test_a_frozen_engine_on_shared_devices_does_not_get_the_time_of_a_start(
     pool: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = []
-    pool._config.start_timeout = 300.0  # type: ignore[misc]
+    pool._config.load_patience = 300.0  # type: ignore[misc]
     monkeypatch.setattr(
         engine_pool, "wait_for_all", lambda *_, timeout, **__: given.append(timeout) or [None]
     )

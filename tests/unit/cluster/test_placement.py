@@ -12,6 +12,7 @@ from plugin.cluster.placement import (
     _numeric,
     check_cluster,
     check_machine,
+    on_this_machine,
     plan_on_cluster,
     plan_resources,
     reward_places,
@@ -139,6 +140,38 @@ def test_an_engine_larger_than_every_node_has_a_bundle_per_gpu() -> None:
     # The GPUs are taken by vLLM's workers, the actor of the engine has none.
     assert plan.engine == {"CPU": 1.0} and plan.bundles_per_engine == 4
     check_cluster(plan, [{"CPU": 4.0, "GPU": 2.0}] * 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "shared"),
+    [
+        ({}, 1, True),  # a rank and an engine, one GPU
+        ({}, 2, False),
+        ({}, 0, False),  # slots of a CPU are not scarce
+        ({"tensor_model_parallel_size": 8, "rollout_engine": "vllm"}, 8, True),
+        ({"colocate": False}, 1, False),
+        ({"colocate": True}, 8, True),
+        # Engines that cannot give their memory back, and jobs whose engines never rest.
+        ({"rollout_engine": "sglang"}, 1, False),
+        ({"async_rollouts": True, "use_tis": True}, 1, False),
+        ({"tensor_model_parallel_size": 2}, 1, False),  # not even the ranks fit
+        ({"address": "auto"}, 1, False),  # a cluster has other machines
+    ],
+)
+def test_engines_share_the_trainers_gpus_where_there_are_none_beside_them(
+    given: dict[str, Any], gpus: int, shared: bool
+) -> None:
+    config = on_this_machine(JobConfig(**given), gpus=gpus)
+    assert config.colocate is shared
+    if shared:
+        check_machine(config, cores=8, gpus=gpus)
+        assert config.weight_transport == "ipc"
+
+
+def test_a_job_that_cannot_share_is_refused_with_what_it_would_take() -> None:
+    config = on_this_machine(JobConfig(rollout_engine="sglang"), gpus=1)
+    with pytest.raises(ConfigError, match=r"this machine has 1; .* share them with --colocate"):
+        check_machine(config, cores=8, gpus=1)
 
 
 def test_a_job_that_may_start_with_fewer_engines_needs_room_for_these(

@@ -52,6 +52,7 @@ def test_the_flags_that_may_change_on_resume() -> None:
         "async_save",
         *(
             "start_timeout",
+            "load_timeout",
             "step_timeout",
             "weight_timeout",
             "ray_timeout",

@@ -17,6 +17,7 @@ from plugin.cluster.trainer_actor import SentPart
 from plugin.config import JobConfig
 from plugin.controller import weight_sync
 from plugin.controller.weight_sync import WeightSync
+from plugin.engines.weight_changes import ProbeAnswer
 from plugin.errors import ActorLost, EngineError, ParallelError, TransferError, WeightError
 from plugin.weights.group import GroupStore, WeightGroup
 
@@ -49,6 +50,7 @@ class Engines:
         self.frozen: set[str] = set()
         self.devices = {0: ["GPU-a", "GPU-b"], 1: ["GPU-c"]}
         self.any_probe_due = False
+        self.again: list[int] = []
         self.probed: dict[int, Any] = {}
 
     def begin_version(self, version: int) -> None:
@@ -64,7 +66,10 @@ class Engines:
         answers = {"weight_receivers": lambda n: 1 + n, "weight_devices": self.devices.get}
         return [(n, self.actors[n], Call(partial(answers[method], n))) for n in self.lagging()]
 
-    def receive_weights(self, engine: int, actor: Any, group: WeightGroup, first: int) -> Call:
+    def receive_weights(
+        self, engine: int, actor: Any, group: WeightGroup, first: int, *, again: bool = False
+    ) -> Call:
+        self.again += [engine] if again else []
         if not self.groups or group is not self.groups[-1]:
             self.transfers += 1
             self.groups.append(group)
@@ -133,12 +138,13 @@ def sync_of(engines: Engines, trainer: Trainer, **settings: Any) -> WeightSync:
 
 
 def test_answers_to_the_probe_and_checksums_come_with_the_transfer_that_they_belong_to() -> None:
-    engines = Engines({(1, 0): lambda: ["answer"], (1, 1): list})
+    answer = ProbeAnswer("", [], {"a": 7})
+    engines = Engines({(1, 0): lambda: [answer], (1, 1): list})
     trainer = Trainer({1: lambda: SentPart(0, 100, 2, {"a": 7})})
     sync = sync_of(engines, trainer, rollout_dtype="bfloat16")
     engines.any_probe_due = True
     sync.send(0, wait=True)
-    assert engines.probed == {0: ["answer"], 1: []}
+    assert engines.probed == {0: [answer], 1: []}
     assert sync.checksums == {"a": 7}
     engines.any_probe_due = False
     sync.send(1, wait=True)
@@ -146,7 +152,36 @@ def test_answers_to_the_probe_and_checksums_come_with_the_transfer_that_they_bel
     assert sync.checksums == {}
 
 
-@pytest.mark.parametrize("settings", [{"rollout_quantization": "int8"}, {"rollout_engine": "vllm"}])
+def test_an_engine_with_a_wrong_tensor_gets_the_version_again_once_and_it_is_counted() -> None:
+    right, wrong = ({"a": 7, "b": 1}, {"a": 7, "b": 2})
+    answers = iter([wrong, right, wrong, wrong, right])
+    engines = Engines({})
+    for number in range(1, 9):
+        engines.script[number, 0] = lambda: [ProbeAnswer("", [], next(answers))]
+    trainer = Trainer({n: lambda: SentPart(0, 100, 0, right) for n in range(1, 9)})
+    said: list[str] = []
+    sync = sync_of(engines, trainer, rollout_dtype="bfloat16")
+    sync._console = SimpleNamespace(warn=said.append)  # type: ignore[assignment]
+    engines.any_probe_due = True
+    sync.send(0, wait=True)
+    assert engines.again == [0] and engines.versions == {0: 0, 1: 0}
+    assert sync.metrics()["weight_repairs"] == 1
+    assert "engine 0: 1 tensors of weight version 0" in said[0] and "first of them b" in said[0]
+    # Wrong again: the engine has the version, and the verification judges what it answered.
+    sync.send(1, wait=True)
+    assert engines.again == [0, 0] and engines.versions == {0: 1, 1: 1}
+    assert engines.probed[0][0].checksums == wrong and sync.metrics()["weight_repairs"] == 2
+    sync.send(2, wait=True)
+    assert engines.again == [0, 0] and trainer.sent == 5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rollout_quantization": "int8"},
+        {"rollout_engine": "vllm", "lora_rank": 4, "lora_sync": "adapter"},
+    ],
+)
 def test_no_checksums_are_computed_for_engines_that_have_none(settings: dict[str, str]) -> None:
     engines, trainer = Engines({}), Trainer()
     engines.any_probe_due = True

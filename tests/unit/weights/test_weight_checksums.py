@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from plugin.weights import checksums as weight_checksums
-from plugin.weights.checksums import checksum, differing, with_checksums
+from plugin.weights.checksums import (
+    checksum,
+    differing,
+    joined,
+    partial_checksum,
+    with_checksums,
+)
 from tests.parallel.tiny_models import FAMILIES, hf_state_dict
 from tests.unit.engines.tiny_engines import load, loaded_engine
 
@@ -70,3 +76,32 @@ def test_an_engine_has_the_checksums_of_what_it_was_sent(family: str, dtype: str
 
 def test_an_int8_engine_has_none() -> None:
     assert loaded_engine(quantization="int8").weight_checksums() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_shares_of_workers_add_up_to_the_checksum_of_the_tensor(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_checksums, "_CHUNK", 20)
+    tensor = torch.randn(12, 10).to(dtype)
+    whole = checksum(tensor, dtype)
+
+    def share(rows: slice, columns: slice) -> int:
+        return partial_checksum(
+            tensor[rows, columns], dtype, row=rows.start, column=columns.start, columns=10
+        )
+
+    upper, lower = share(slice(0, 7), slice(0, 10)), share(slice(7, 12), slice(0, 10))
+    left, right = share(slice(0, 12), slice(0, 4)), share(slice(0, 12), slice(4, 10))
+    assert joined([{"a": {0: upper}}, {"a": {1: lower}}]) == {"a": whole}
+    assert joined([{"a": {0: left}, "b": {0: 5}}, {"a": {1: right}, "b": {0: 5}}]) == {
+        "a": whole,
+        "b": 5,
+    }
+    assert joined([{"a": {0: upper}}, {"a": {0: lower, 1: lower}}])["a"] != whole
+    assert joined([{"b": {0: 5}}, {"b": {0: 6}}])["b"] not in (5, 6)
+
+
+def test_zeros_of_both_signs_are_equal() -> None:
+    zeros, signed = torch.zeros(3), torch.tensor([0.0, -0.0, 0.0])
+    assert checksum(zeros, torch.float32) == checksum(signed, torch.float32) == 0

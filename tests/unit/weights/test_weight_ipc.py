@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,22 @@ STATE = {
 _SPAWN = multiprocessing.get_context("spawn")
 
 
-@pytest.fixture(scope="module")
-def store() -> dist.TCPStore:
-    return open_store("127.0.0.1")
+@pytest.fixture
+def store() -> Iterator[dist.TCPStore]:
+    opened = open_store("127.0.0.1")
+    yield opened
+    for group in GROUPS:
+        abort(opened, group, "the test has ended")
+    GROUPS.clear()
+
+
+GROUPS: list[WeightGroup] = []
 
 
 def group_of(store: dist.TCPStore, name: str, *lenders: int) -> WeightGroup:
     senders, place = len(set(lenders)), (store.host, store.port, name)
-    return WeightGroup(*place, senders, len(lenders), timeout=30.0, ipc_ranks=lenders)
+    GROUPS.append(WeightGroup(*place, senders, len(lenders), timeout=30.0, ipc_ranks=lenders))
+    return GROUPS[-1]
 
 
 def lent_files() -> list[str]:

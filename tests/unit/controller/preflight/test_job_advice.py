@@ -87,6 +87,19 @@ def test_activations_that_do_not_fit_ask_for_recompute_once() -> None:
     assert lines(None, max_tokens_per_gpu=4096) == []
 
 
+def test_a_job_on_shared_gpus_says_what_vllm_leaves_and_for_whom() -> None:
+    # 80 GiB: 16 are left by default, 2.4 with 0.97, less than two contexts are assumed to take.
+    h100 = Machine(True, False, replace(PLENTY, memory=80 << 30))
+    shared: dict[str, Any] = {"colocate": True, "rollout_engine": "vllm"}
+    [told] = lines(h100, **shared)
+    assert "vLLM takes 80% of a GPU's 80 GiB" in told and "16.0 GiB are left" in told
+    assert "CUDA contexts" in told and "lower it" not in told
+    [told] = lines(h100, **shared, vllm_args=("gpu_memory_utilization=0.97",))
+    assert "2.4 GiB are left" in told and told.endswith("they take about 4 GiB, so lower it")
+    assert lines(h100, **shared, vllm_args=("kv_cache_memory_bytes=1000000000",)) == []
+    assert lines(h100, rollout_engine="vllm") == []
+
+
 #: 2 (keys, values) x 3 layers x 2 heads x 16 channels x 4 bytes = 768 bytes per token.
 LONG = {"max_prompt_length": 24, "max_response_length": 1000, "rollout_batch_size": 4}
 ROW = 768 * 1024

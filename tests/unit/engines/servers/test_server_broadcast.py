@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from plugin.config import JobConfig
 from plugin.engines.protocol import Generation, GenerationRequest, SamplingParameters
 from plugin.engines.servers.http_engine import HttpEngine
 from plugin.errors import ConfigError, EngineError, TransferError
-from plugin.weights.broadcast import BroadcastReceiver, BroadcastSender
-from plugin.weights.group import Membership, WeightGroup, abort, open_store
+from plugin.weights.announced import ServerSender
+from plugin.weights.group import Membership, Receiver, WeightGroup, abort, open_store
+from plugin.weights.lane import Lane, Payload, Step
 from tests.parallel.tiny_models import hf_state_dict, tiny_qwen3
 from tests.unit.engines.servers.misbehaving_server import STOP
 from tests.unit.engines.servers.stand_in_weights import ReceivingServer
@@ -41,6 +43,25 @@ def engine_of(server: ReceivingServer, **options: Any) -> HttpEngine:
     return http_engine(CONFIG.to_dict(), server.url, **settings)
 
 
+class _OtherServer(Receiver):
+    """The worker of another server: receiver number 0."""
+
+    def __init__(self, group: WeightGroup) -> None:
+        super().__init__(group)
+        self._lanes = [Lane(self._store, number, rank=1) for number in range(group.lanes)]
+
+    def barrier(self, version: int) -> None:
+        self._store.engine_is_ready(version, 0)
+
+    def receive(self, version: int, take: Any = None) -> None:
+        self.barrier(version)
+        for sender, specs in self._store.buckets(version):
+            tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+            self._lanes[sender].run_to_end(
+                Step(0, partial(Payload, tensor), lambda _: None) for tensor in tensors
+            )
+
+
 class Stages:
     """Two pipeline stages that send a state dict to a server and to another receiver."""
 
@@ -52,7 +73,7 @@ class Stages:
     def group(self) -> WeightGroup:
         self._groups += 1
         place = (self.store.host, self.store.port, f"servers-{self._groups}")
-        return WeightGroup(*place, senders=2, receivers=2, timeout=20.0, coalesces=False)
+        return WeightGroup(*place, senders=2, receivers=2, timeout=20.0, to_servers=True)
 
     def send(
         self, engine: HttpEngine, group: WeightGroup, version: int, state: dict[str, Any]
@@ -78,15 +99,14 @@ class Stages:
             raise
 
     def _part(self, stage: int, group: WeightGroup, version: int, parts: list[Any]) -> None:
-        membership = self._senders[stage].of(group, lambda: BroadcastSender(group, stage))
+        membership = self._senders[stage].of(group, lambda: ServerSender(group, stage))
         with self._calls_off(group), membership as sender:
             sender.send(version, parts[stage], bucket_bytes=10_000)
 
     def _receive(self, group: WeightGroup, version: int) -> None:
-        membership = self._other.of(group, lambda: BroadcastReceiver(group, 0))
+        membership = self._other.of(group, lambda: _OtherServer(group))
         with self._calls_off(group), membership as receiver:
-            receiver.barrier(version)
-            receiver.receive(version, lambda bucket: None)
+            receiver.receive(version)
 
 
 def test_a_server_gets_the_tensors_of_all_stages_and_answers_with_their_version(
