@@ -25,7 +25,7 @@ from plugin.errors import SenderLost
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.megatron_backend.step.loss_scaling import loss_token_counts
 from plugin.ragged import Integers, Ragged, Stored
-from plugin.vocabulary_ids import KEPT_COUNTS, KEPT_IDS
+from plugin.vocabulary_ids import HEAD_IDS, HEAD_LOG_PROBS, KEPT_COUNTS, KEPT_IDS
 
 Arrays = dict[str, np.ndarray]
 Record = TypeVar("Record", BatchShare, Rollouts)
@@ -33,7 +33,10 @@ Record = TypeVar("Record", BatchShare, Rollouts)
 #: lengths, where that is smaller.
 _IN_STRETCHES = {"weight_versions": np.int64, "advantages": np.float32}
 #: Columns that never visit the driver, and that ranks fetch for their samples only.
-BULK = ("rollout_routed_experts", "rollout_routed_weights", KEPT_COUNTS, KEPT_IDS)
+BULK = (
+    *("rollout_routed_experts", "rollout_routed_weights"),
+    *(KEPT_COUNTS, KEPT_IDS, HEAD_IDS, HEAD_LOG_PROBS),
+)
 #: The names of those that an answer has, in its head.
 _STORED = "//stored"
 #: Smaller types that tokens and masks travel in, with what these hold.

@@ -38,6 +38,7 @@ from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
 from plugin.megatron_backend.step.batch_share import BatchShare, with_stage_routes
 from plugin.ragged import Ragged
+from plugin.vocabulary_ids import HEAD_IDS, HEAD_LOG_PROBS
 from plugin.weights import make_sender
 from plugin.weights.buckets import BUCKET_BYTES, pack_buckets
 from plugin.weights.checksums import Checksums, with_checksums
@@ -263,6 +264,8 @@ class TrainerRank(ReportingActor):
 
         column: its name, where the method returns only one
         """
+        # The sampler's likeliest ids are for the loss alone.
+        share = {n: a for n, a in share.items() if n not in (HEAD_IDS, HEAD_LOG_PROBS)}
         arrived = self._arrived(share)
         # A resting model is on the device only while it computes.
         rests = self._rests(name)
