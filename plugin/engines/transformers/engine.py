@@ -203,7 +203,9 @@ class TransformersEngine(GeneratesBySteps):
             self._read_with = self._weights.version
             if read:
                 self.progress += sum(len(slots) for slots, _ in read)
-                finished += self._sample(*map(torch.cat, zip(*read, strict=True)))
+                # One part is not copied: logits are the largest tensor of a step.
+                parts = read[0] if len(read) == 1 else map(torch.cat, zip(*read, strict=True))
+                finished += self._sample(*parts)
         if not len(self._table):
             self._stop_recording()
         return self._counted(finished)
