@@ -8,8 +8,10 @@ this package that `run` raises are printed here, or shown whole with `--tracebac
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -60,6 +62,8 @@ _EXTRAS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command; the exit code is 2 for an error that the user can repair."""
+    if argv is None:
+        _open_closed_streams()
     words = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in words if not word.startswith("-")), "")
     try:
@@ -94,6 +98,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(shortened(f"megatron-tis: {error.filename}: {error.strerror}"), file=sys.stderr)
         return 2
+
+
+def _open_closed_streams() -> None:
+    """Give closed standard streams (`>&-`) a file; the next one opened would take their number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            with contextlib.suppress(OSError):  # of one that is open after all
+                os.fstat(number)
+                continue
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+            mode = "r" if number == 0 else "w"
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
 
 
 def _parser(

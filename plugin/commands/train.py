@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 from collections.abc import Callable
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     A job whose steps were all skipped or without gradient has failed.
     """
+    _require_working_directory()
     pipe: DriverPipe | DriverEnd = DriverPipe()
     if getattr(args, "owns_process", False):
         pipe = fork_driver()
@@ -57,6 +59,16 @@ def run(args: argparse.Namespace) -> int:
         return _drive(args, pipe)
     finally:
         pipe.tell(ended=True)
+
+
+def _require_working_directory() -> None:
+    """Refuse to start where libraries that the job loads would end the process."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the working directory is gone ({error.strerror}); change to one that exists"
+        ) from error
 
 
 def _tell_end(end: DriverEnd, args: argparse.Namespace) -> int:

@@ -42,6 +42,11 @@ class DriverEnd:
             return "the driver was killed (SIGKILL); if by nobody, memory was short"
         if self.code < 0:
             return f"the driver crashed ({signal.Signals(-self.code).name})"
+        if "run_dir" not in self.said:
+            return (
+                f"the driver ended with exit code {self.code} before the job began; what a library "
+                "printed above may say why"
+            )
         return (
             "Ray ended the driver, as it does when its raylet on this machine has died; the raylet "
             "was killed, or memory was short"

@@ -6,7 +6,6 @@ is the user's, would otherwise take the interpreter from the engine, and end the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from threading import Lock
 from typing import Any, Literal, Protocol
@@ -33,10 +32,6 @@ class EnvironmentCalls(Protocol):
     def finished(self, wait_seconds: float) -> list[tuple[int, Any]]:
         """Numbers and results or `CallFailure`s; waits up to `wait_seconds` for the first."""
         ...
-
-
-#: Made from the configuration and what loads the task.
-MakeEnvironmentCalls = Callable[[MultiTurnTask], EnvironmentCalls]
 
 
 class Environments:

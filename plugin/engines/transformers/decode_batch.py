@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from plugin.engines.transformers.growing_cache import Rows
-
 #: Rows that have left are taken out of the cache, which copies it, when they are so many of all.
 _SHARE_OF_EMPTY_ROWS = 1 / 8
 #: Tokens that are read in one pass, unless one context is longer: activations grow with them.
@@ -36,6 +34,14 @@ class Block(NamedTuple):
     begin: int
     end: int
     start: int
+
+
+class Rows(NamedTuple):
+    """Keys and values [n, heads, positions, D] of rows, and where [n] each comes to stand."""
+
+    keys: Tensor
+    values: Tensor
+    places: Tensor
 
 
 class Run(NamedTuple):

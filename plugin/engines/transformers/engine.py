@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plugin.batch_types import SamplerHead
 from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
@@ -203,7 +204,9 @@ class TransformersEngine(GeneratesBySteps):
             self._read_with = self._weights.version
             if read:
                 self.progress += sum(len(slots) for slots, _ in read)
-                finished += self._sample(*map(torch.cat, zip(*read, strict=True)))
+                # One part is not copied: logits are the largest tensor of a step.
+                parts = read[0] if len(read) == 1 else map(torch.cat, zip(*read, strict=True))
+                finished += self._sample(*parts)
         if not len(self._table):
             self._stop_recording()
         return self._counted(finished)
@@ -273,11 +276,13 @@ class TransformersEngine(GeneratesBySteps):
         return self._table.close(ended)
 
     def _draw(self, slots: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [n] of `slots` [n] and their log-probs [n]; records the ids that were kept."""
+        """Tokens [n] of `slots` [n] and their log-probs [n]; records kept and likeliest ids."""
         parameters = self._table.parameters
         distribution = sampling_log_probs(logits, parameters)
         if parameters.sampling_mask:
             self._table.add_kept_ids(slots, kept_ids(distribution))
+        if parameters.head:
+            self._table.add_head(slots, SamplerHead.of(distribution, parameters.head))
         return draw(distribution, self._table.uniforms(slots).to(self._device))
 
     def _forward(

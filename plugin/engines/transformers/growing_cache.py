@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from plugin.engines.transformers.decode_batch import Rows
+
 #: Positions that a buffer has to spare when it is made, or a share of those it holds if that is
 #: more: a copy then costs as much as few of the steps until the next one, at any length.
 _LEAST_ROOM, _SHARE_OF_ROOM = 64, 1 / 8
-
-
-class Rows(NamedTuple):
-    """Keys and values [n, heads, positions, D] of rows, and where [n] each comes to stand."""
-
-    keys: Tensor
-    values: Tensor
-    places: Tensor
 
 
 class GrowingLayer(DynamicLayer):

@@ -64,7 +64,10 @@ def draw(log_probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     In float64, over sums of `_WIDTH` neighbors first and then within the one that the quantile is
     in.
     """
-    blocks = pad(log_probs.exp(), (0, -log_probs.shape[-1] % _WIDTH)).unflatten(-1, (-1, _WIDTH))
+    probabilities, missing = log_probs.exp(), -log_probs.shape[-1] % _WIDTH
+    if missing:  # padding copies, also by 0
+        probabilities = pad(probabilities, (0, missing))
+    blocks = probabilities.unflatten(-1, (-1, _WIDTH))
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     block, target = _quantile(ends, uniforms.unsqueeze(-1) * ends[:, -1:])
     before = pad(ends, (1, 0)).gather(-1, block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -85,3 +86,24 @@ def test_no_file_without_a_function_is_taken_for_a_module(tmp_path: Path) -> Non
         load_function(str(file))
     with pytest.raises(HookLoadError, match=r"'absent.py' .* write absent.py:NAME$"):
         load_function("absent.py")
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_end_no_command_in_a_traceback(closed: str) -> None:
+    words = [sys.executable, "-m", "plugin", "train", "--config", "/no/such/file"]
+    script = f'exec "$@" {closed}'
+    done = subprocess.run(["bash", "-c", script, "bash", *words], capture_output=True, text=True)
+    said = [] if "2>&-" in closed else ["error: --config /no/such/file: cannot be read"]
+    assert done.returncode == 2 and done.stdout == ""
+    assert [line.partition(" (")[0] for line in done.stderr.splitlines()] == said
+
+
+def test_a_job_is_not_started_in_a_directory_that_is_gone(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    words = [sys.executable, "-m", "plugin", "train"]
+    script = f'cd {gone} && rmdir {gone} && exec "$@"'
+    done = subprocess.run(["bash", "-c", script, "bash", *words], capture_output=True, text=True)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("megatron-tis: the working directory is gone")

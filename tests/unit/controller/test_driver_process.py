@@ -150,3 +150,8 @@ def test_the_raylet_of_a_cluster_that_was_joined_is_watched_even_when_it_is_froz
 @pytest.mark.parametrize("code", [-9, -11, 1])
 def test_the_end_of_a_driver_has_a_cause(code: int) -> None:
     assert DriverEnd(code, {}).cause
+
+
+def test_ray_is_not_blamed_for_a_driver_that_ended_before_the_job_began() -> None:
+    assert "Ray" not in DriverEnd(1, {}).cause
+    assert "Ray ended the driver" in DriverEnd(1, {"run_dir": "runs/a"}).cause
