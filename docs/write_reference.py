@@ -63,6 +63,8 @@ own.
 """
 
 #: base, correction, cur differs from train
+#: Not a correction by path.
+CENTERING = "--score-centering-topk 4"
 BIAS_CASES: tuple[tuple[str, str | None, bool], ...] = (
     ("ppo", None, True),
     ("ppo", None, False),
@@ -75,6 +77,7 @@ BIAS_CASES: tuple[tuple[str, str | None, bool], ...] = (
     ("cispo", "vanilla_tis_function", True),
     ("icepop", None, True),
     ("dppo_tv", None, True),
+    ("reinforce", CENTERING, True),
 )
 
 
@@ -271,7 +274,7 @@ def bias_table() -> str:
         "|---|---|---|---|",
     ]
     for base, hook, several in BIAS_CASES:
-        flags = correction(hook)
+        flags = {"score_centering_topk": 4} if hook == CENTERING else correction(hook)
         if hook == "off_policy_is_function" and base != "reinforce":
             flags["allow_biased_correction"] = True
         gradient = expected_gradient(

@@ -72,6 +72,8 @@ def one_call(args: argparse.Namespace) -> dict[str, float]:
         "log_probs": [torch.full((n,), -2.0) for n in responses],
         "rollout_log_probs": [torch.full((n,), -2.1) for n in responses],
         "ref_log_probs": [torch.full((n,), -2.2) for n in responses],
+        "rollout_topk_token_ids": [torch.arange(3).int().expand(n, 3) for n in responses],
+        "rollout_topk_log_probs": [torch.full((n, 3), -2.0) for n in responses],
     }
     logits = torch.randn(1, sum(lengths), 8, requires_grad=True)
     loss, metrics = policy_loss_function(args, batch, logits, torch.sum)

@@ -19,10 +19,13 @@ from torch import Tensor
 from plugin.errors import BatchError, MegatronTisError
 from plugin.ragged import Integers, Ragged, Stored, as_integers, ragged_range
 from plugin.vocabulary_ids import (
+    HEAD_IDS,
+    HEAD_LOG_PROBS,
     KEPT_COUNTS,
     KEPT_IDS,
     TOPK_IDS,
     TOPK_LOG_PROBS,
+    SamplerHead,
     check_columns,
     check_topk,
 )
@@ -77,6 +80,9 @@ FIELDS: dict[str, Field] = {
         # The teacher's most likely ids at the position of each token.
         Field(TOPK_IDS, "topk", torch.int32, optional=True),
         Field(TOPK_LOG_PROBS, "topk", torch.float32, optional=True, log_prob=True),
+        # The head of the distribution that each token was drawn from; an id of -1 = none.
+        Field(HEAD_IDS, "topk", torch.int32, optional=True, padding=-1),
+        Field(HEAD_LOG_PROBS, "topk", torch.float32, optional=True),
         Field("rollout_mask_sums", "scalar", torch.float32, optional=True, padding=1),
         Field("rollout_routed_experts", "routes", None, optional=True),
         Field(KEPT_COUNTS, "response", torch.int32, optional=True),
@@ -103,6 +109,7 @@ class RolloutSample:
         where masked; or one number for all of them
     sampling_mask: [response] entries of ascending token ids, those that truncated sampling kept;
         an empty one = the whole vocabulary; or None
+    head: the likeliest ids of the distributions that the [response] tokens were drawn from; or None
 
     Example: prompt [5, 6], response [7, 8, 9] whose middle token came from a tool: tokens
     [5, 6, 7, 8, 9], response_length 3, loss_mask [1, 0, 1].
@@ -118,6 +125,7 @@ class RolloutSample:
     routed_experts: Tensor | None = None
     sampling_mask: Ragged | None = None
     routed_weights: Tensor | None = None
+    head: SamplerHead | None = None
     metadata: dict[str, Any] = dataclass_field(default_factory=dict)
 
 
@@ -151,12 +159,15 @@ class RolloutBatch:
         }
         masks = [sample.sampling_mask for sample in samples]
         counts = [None if mask is None else torch.from_numpy(mask.lengths).int() for mask in masks]
+        heads = [sample.head for sample in samples]
         for name, values in (
             ("rollout_log_probs", [sample.rollout_log_probs for sample in samples]),
             ("rollout_routed_experts", [sample.routed_experts for sample in samples]),
             (KEPT_COUNTS, counts),
             (KEPT_IDS, [None if mask is None else mask.values.int() for mask in masks]),
             ("rollout_routed_weights", [sample.routed_weights for sample in samples]),
+            (HEAD_IDS, [None if head is None else head.ids for head in heads]),
+            (HEAD_LOG_PROBS, [None if head is None else head.log_probs for head in heads]),
         ):
             absent = [i for i, value in enumerate(values) if value is None]
             if absent and len(absent) < len(values):
@@ -335,8 +346,8 @@ class RolloutBatch:
                 )
             if name == "rollout_routed_weights":
                 self._check_route_weights(numbers)
-            if field.dtype != torch.float32 or field.shape == "routes":
-                continue
+            if field.dtype != torch.float32 or field.shape == "routes" or name == HEAD_LOG_PROBS:
+                continue  # a head is checked with its ids
             if field.shape == "scalar":
                 if not bool(column.isfinite().all()):
                     i = int((~column.isfinite()).nonzero()[0])

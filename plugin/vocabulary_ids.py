@@ -10,12 +10,17 @@ sample.
 A teacher's most likely ids are `teacher_topk_ids` and `teacher_topk_log_probs`, [response, k] per
 sample: the log-probs are of the teacher's whole distribution, so that 1 less the sum of their
 probabilities is what is left for all other ids together.
+
+The head of the sampler's distribution, `rollout_topk_token_ids` and `rollout_topk_log_probs`, has
+the same form; slime, miles and vime have it under these names. It is of the distribution that the
+token was drawn from, after temperature and truncation. Where that had fewer than k ids, and for
+tokens that nobody sampled, the id is -1 and the log-prob is not looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +33,48 @@ from plugin.ragged import Integers, Ragged, as_integers
 KEPT_IDS, KEPT_COUNTS = "rollout_kept_ids", "rollout_kept_counts"
 TOP_P_IDS, TOP_P_OFFSETS = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
 TOPK_IDS, TOPK_LOG_PROBS = "teacher_topk_ids", "teacher_topk_log_probs"
+HEAD_IDS, HEAD_LOG_PROBS = "rollout_topk_token_ids", "rollout_topk_log_probs"
+#: The pairs of columns of the form [response, k], and who reports them.
+_TOPK_COLUMNS = ((TOPK_IDS, TOPK_LOG_PROBS, "teacher"), (HEAD_IDS, HEAD_LOG_PROBS, "engine"))
 #: Probabilities of one distribution may add up to this, by rounding.
 _MOST_MASS = 1.01
+#: No real log-prob is larger; a sentinel such as -1e30 is.
+_LARGEST_LOG_PROB = 1e4
+
+
+class SamplerHead(NamedTuple):
+    """The likeliest ids [n, k] int32 of the distributions n tokens were drawn from; -1 = none.
+
+    log_probs: [n, k] float32 of each, 0 where there is none
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+
+    @classmethod
+    def of(cls, log_probs: Tensor, k: int) -> SamplerHead:
+        """From whole distributions [n, V]; -inf is no candidate."""
+        largest = log_probs.topk(min(k, log_probs.shape[-1]), dim=-1)
+        found = largest.values.isfinite()
+        head = cls.absent(len(log_probs), k)
+        width = found.shape[1]
+        head.ids[:, :width] = torch.where(found, largest.indices, -1).cpu()
+        head.log_probs[:, :width] = torch.where(found, largest.values, 0.0).cpu()
+        return head
+
+    @classmethod
+    def absent(cls, n: int, k: int) -> SamplerHead:
+        """Of tokens that nobody sampled."""
+        return cls(torch.full((n, k), -1, dtype=torch.int32), torch.zeros(n, k))
+
+    @classmethod
+    def joined(cls, parts: Sequence[SamplerHead]) -> SamplerHead:
+        """One after the other."""
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+    def first(self, n: int) -> SamplerHead:
+        """Those of the first n tokens."""
+        return SamplerHead(self.ids[:n], self.log_probs[:n])
 
 
 def kept_rows(columns: Mapping[str, Any]) -> Ragged | None:
@@ -184,43 +229,91 @@ def _find_fault(
 def check_topk(
     columns: Mapping[str, Any], numbers: Integers, vocabulary: int | None = None
 ) -> None:
-    """Check the teacher's most likely ids of a batch, if it has any.
+    """Check the likeliest ids of a batch, of the teacher and of the engine, if it has any.
 
     numbers: [N] sample numbers for error messages; vocabulary: ids are below it, where it is known
     """
-    given = [name for name in (TOPK_IDS, TOPK_LOG_PROBS) if name in columns]
-    if not given:
-        return
-    if len(given) == 1:
-        raise BatchError(f"the batch has only {given[0]}; give ids and their log-probs, or neither")
-    ids, log_probs = (columns[name].values for name in given)
+    for ids_name, log_probs_name, source in _TOPK_COLUMNS:
+        given = [name for name in (ids_name, log_probs_name) if name in columns]
+        if len(given) == 1:
+            raise BatchError(
+                f"the batch has only {given[0]}; give ids and their log-probs, or neither"
+            )
+        if given:
+            _check_pair(columns, ids_name, log_probs_name, source, numbers, vocabulary)
+
+
+def _check_pair(
+    columns: Mapping[str, Any],
+    ids_name: str,
+    log_probs_name: str,
+    source: str,
+    numbers: Integers,
+    vocabulary: int | None,
+) -> None:
+    ids, log_probs = columns[ids_name].values, columns[log_probs_name].values
     if ids.dim() != 2 or ids.shape != log_probs.shape or ids.dtype.is_floating_point:
         raise BatchError(
-            f"{TOPK_IDS} are {ids.dtype} {list(ids.shape)}, {TOPK_LOG_PROBS} "
+            f"{ids_name} are {ids.dtype} {list(ids.shape)}, {log_probs_name} "
             f"{list(log_probs.shape)}; both are [response, k] per sample, ids are integers"
         )
-    for wrong, problem in _faults(ids, log_probs, vocabulary):
-        bad = wrong & (columns["loss_masks"].values != 0)
+    may_lack = ids_name == HEAD_IDS
+    unmasked = columns["loss_masks"].values != 0
+    if may_lack:
+        finite = log_probs.abs() <= _LARGEST_LOG_PROB
+        wrong_value = (ids >= 0) & ~finite & unmasked[:, None]
+        for place in wrong_value.nonzero()[:1].tolist():
+            sample, position = columns[ids_name].place_of(place[0])
+            raise BatchError(
+                f"{log_probs_name} of sample {numbers[sample]} is {float(log_probs[tuple(place)])} "
+                f"at position {position}, where the loss mask is 1; it must be finite. Mask the "
+                f"token or repair the {source} that reports it"
+            )
+    faults = _faults(ids, log_probs, vocabulary, may_lack)
+    if may_lack:
+        faults.append((_not_kept(ids, kept_rows(columns)), "are not all among the kept ids"))
+    for wrong, problem in faults:
+        bad = wrong & unmasked
         if bool(bad.any()):
             place = int(bad.nonzero()[0])
-            column: Ragged = columns[TOPK_IDS]
+            column: Ragged = columns[ids_name]
             sample, position = column.place_of(place)
             raise BatchError(
-                f"{TOPK_IDS} of sample {numbers[sample]} {problem} at position {position}, where "
-                "the loss mask is 1; repair the teacher that reports them, or mask the token"
+                f"{ids_name} of sample {numbers[sample]} {problem} at position {position}, where "
+                f"the loss mask is 1; repair the {source} that reports them, or mask the token"
             )
 
 
-def _faults(ids: Tensor, log_probs: Tensor, vocabulary: int | None) -> list[tuple[Tensor, str]]:
-    """[T] bool of every fault, and its name."""
+def _not_kept(ids: Tensor, rows: Ragged | None) -> Tensor:
+    """[T] bool: tokens with kept ids and an id [T, k] that is none of them."""
+    wrong = torch.zeros(len(ids), dtype=torch.bool)
+    if rows is None:
+        return wrong
+    base = int(max(ids.max(), rows.values.max() if len(rows.values) else 0)) + 1
+    token = np.arange(len(ids))[:, None]
+    sought, kept = as_integers(ids) + base * token, as_integers(rows.values)
+    inside = np.isin(sought, kept + base * rows.sample_index) | (as_integers(ids) < 0)
+    return torch.from_numpy(~inside.all(1) & (rows.lengths > 0))
+
+
+def _faults(
+    ids: Tensor, log_probs: Tensor, vocabulary: int | None, may_lack: bool
+) -> list[tuple[Tensor, str]]:
+    """[T] bool of every fault, and its name; may_lack: whether an id of -1 means none."""
     ordered = ids.long().sort(dim=1).values
-    outside = ordered[:, 0] < 0
+    least = -1 if may_lack else 0
+    outside = ordered[:, 0] < least
     if vocabulary is not None:
         outside |= ordered[:, -1] >= vocabulary
     of_all = "" if vocabulary is None else f" of {vocabulary}"
-    mass = log_probs.double().exp().sum(1)
-    return [
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    found = ids >= 0
+    mass = torch.where(found, log_probs.double(), -torch.inf).exp().sum(1)
+    faults = [
         (outside, f"contain an id outside the vocabulary{of_all}"),
-        ((ordered[:, 1:] == ordered[:, :-1]).any(dim=1), "contain an id twice"),
+        (twice.any(dim=1), "contain an id twice"),
         (mass > _MOST_MASS, "have probabilities that add up to more than 1"),
     ]
+    if may_lack:
+        faults.append((~found.any(dim=1), "are all absent"))
+    return faults

@@ -22,14 +22,17 @@ from plugin.batch_types import FIELDS, PER_RESPONSE_TOKEN, RolloutBatch
 from plugin.environments.trajectory import Rollouts
 from plugin.megatron_backend.step.batch_share import BatchShare
 from plugin.ragged import Integers, Ragged, Stored
-from plugin.vocabulary_ids import KEPT_COUNTS, KEPT_IDS
+from plugin.vocabulary_ids import HEAD_IDS, HEAD_LOG_PROBS, KEPT_COUNTS, KEPT_IDS
 
 Arrays = dict[str, np.ndarray]
 Record = TypeVar("Record", BatchShare, Rollouts)
 #: Fields of long stretches of equal values, which travel as [2, stretches]: values and lengths.
 _IN_STRETCHES = {"weight_versions"}
 #: Columns that never visit the driver, and that ranks fetch for their samples only.
-BULK = ("rollout_routed_experts", "rollout_routed_weights", KEPT_COUNTS, KEPT_IDS)
+BULK = (
+    *("rollout_routed_experts", "rollout_routed_weights"),
+    *(KEPT_COUNTS, KEPT_IDS, HEAD_IDS, HEAD_LOG_PROBS),
+)
 #: The names of those that an answer has, in its head.
 _STORED = "//stored"
 

@@ -34,7 +34,9 @@ def lock_directory(directory: Path, option: str, mode: int = 0o777) -> TextIO:
     path = directory / LOCK_FILE
     try:
         directory.mkdir(mode, parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+        # Through no link: what it leads to would be overwritten.
+        number = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        file = open(number, "a+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise _unwritable(directory, option, error) from error
     try:

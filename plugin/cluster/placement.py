@@ -356,10 +356,11 @@ class Reservation:
 
         nodes = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         left = {node: resources.get("CPU", 0.0) for node, resources in nodes.items()}
-        for group in (self.trainer, self.engines):
-            table = {} if group is None else placement_group_table(group)
-            for number, bundle in table.get("bundles", {}).items():
-                left[table["bundles_to_node_id"][number]] -= bundle.get("CPU", 0.0)
+        for group in (self.trainer, *self.engines):
+            table = placement_group_table(group)
+            for number, node in table["bundles_to_node_id"].items():
+                if node in left:  # an engine may have none yet
+                    left[node] -= table["bundles"][number].get("CPU", 0.0)
         if by_others:
             free = available_resources_per_node()
             left = {n: min(cpus, free.get(n, {}).get("CPU", 0.0)) for n, cpus in left.items()}

@@ -35,6 +35,7 @@ from plugin.megatron_backend.checkpoint.directory import complete_checkpoints, r
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
 from plugin.megatron_backend.step.batch_share import BatchShare, with_stage_routes
+from plugin.vocabulary_ids import HEAD_IDS, HEAD_LOG_PROBS
 from plugin.weights import make_sender
 from plugin.weights.buckets import BUCKET_BYTES, pack_buckets
 from plugin.weights.checksums import Checksums, with_checksums
@@ -256,6 +257,8 @@ class TrainerRank(ReportingActor):
 
         By column where it returns several, else under `method`; None where another rank reports.
         """
+        # The sampler's likeliest ids are for the loss alone.
+        share = {n: a for n, a in share.items() if n not in (HEAD_IDS, HEAD_LOG_PROBS)}
         # A resting model is on the device only while it computes.
         rests = self._rests(name)
         with self._memory[name].used("weights") if rests else nullcontext():

@@ -213,6 +213,7 @@ VLLM_OWNED: dict[str, str] = {
     "max_loras": "--lora-sync",
     "max_lora_rank": "--lora-rank",
     "return_sampling_mask": _ASKED,
+    "max_logprobs": "--score-centering-topk",
 }
 SGLANG_OWNED: dict[str, str] = {
     **_OWNED,

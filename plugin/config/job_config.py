@@ -152,6 +152,8 @@ class JobConfig(
         """What groups have that stays with the engines, if anything."""
         if self.wants_rollout_routes:
             return "routes of experts"
+        if self.score_centering_topk:
+            return "the likeliest ids of their samplers"
         return "ids kept by truncated sampling" if self.replays_sampling_mask else None
 
     @property
@@ -272,6 +274,7 @@ class JobConfig(
         )
         if self.truncates_sampling and not self.replays_sampling_mask:
             self._accept_bias_of_truncation()
+        self._check_centered_sampling()
         expect(
             not (self.group_journal and self.bulk_of_groups),
             f"--group-journal: groups have {self.bulk_of_groups}, which stay with the engines and "
@@ -307,6 +310,34 @@ class JobConfig(
                 "(transformers), sample with 1 and none, or insist with --allow-biased-correction"
             )
         warnings.warn(f"{message}, so gradients are biased; prefer 1 and none", stacklevel=3)
+
+    def _check_centered_sampling(self) -> None:
+        """Score centering needs both distributions over the same ids, and the old policy's."""
+        if not self.score_centering_topk:
+            return
+        option = f"--score-centering-topk {self.score_centering_topk}"
+        expect(
+            self.replays_sampling_mask or not self.truncates_sampling,
+            f"{option} with --rollout-top-p or --rollout-top-k whose kept ids are not replayed: "
+            "the engine's log-probs are of another set of ids than the trainer's; use "
+            "--use-rollout-sampling-mask with an engine that reports them, or sample with 1 and "
+            "none",
+        )
+        expect(
+            not (self.truncates_sampling and self.server_dialect == "sglang"),
+            f"{option} with --rollout-top-p or --rollout-top-k and SGLang, which reports the "
+            "log-probs of its likeliest ids before truncation; use --rollout-engine transformers "
+            "or vllm, or sample with 1 and none",
+        )
+        old = self.centers_first_update_only
+        expect(
+            not old or self.updates_per_rollout == 1,
+            f"{option} with {self.updates_per_rollout} updates per rollout and {', '.join(old)}: "
+            "after the first update the old policy is no longer the current one, and its log-probs "
+            "of ids that were not sampled are not kept; use --policy-loss icepop or another that "
+            "compares with the rollout policy, off_policy_is_function on reinforce, or "
+            "--train-log-probs rollout",
+        )
 
     @property
     def responses_per_rollout(self) -> int:

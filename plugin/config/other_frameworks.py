@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from plugin.config.flags import expect, option_name
@@ -112,12 +112,21 @@ SLIME_LOSS_FLAGS: dict[str, SlimeFlag] = {
     "allgather_cp": _refused(
         False, "with context parallelism our loss expects zigzag shards; drop one of the two"
     ),
-    "qkv_format": _refused("thd", "our loss expects packed samples; use thd"),
-    "use_score_centering": _refused(
-        False, "our loss has no centering term; drop it or use slime's own loss"
+    "qkv_format": _refused(
+        "thd", "our loss expects packed samples; use thd, the only one that newer slime has"
+    ),
+    "use_score_centering": _honored(
+        False,
+        "--score-centering-topk, of what the engine recorded; with a ratio to the old policy it is "
+        "exact on the first update on a rollout",
     ),
     "custom_pg_loss_reducer_function_path": _refused(
         None, "our loss reduces every term with slime's reducer; drop it or use slime's own loss"
+    ),
+    "skip_actor_forward_only": _refused(
+        False,
+        "miles skips its log-prob pass for its own loss only and refuses custom_loss with it; drop "
+        "it, or use --use-rollout-logprobs, which needs no pass",
     ),
     "true_on_policy_mode": _refused(
         False, "our log-probs are not bitwise those of the engine; drop it or use miles's own loss"
@@ -209,13 +218,20 @@ def loss_config_of(args: Any) -> LossConfig:
     if isinstance(args, LossConfig):
         return args
     check_slime_flags(args)
+    centers = getattr(args, "use_score_centering", False)
+    topk = int(getattr(args, "score_centering_top_k", None) or 128)
     if hasattr(args, "policy_loss"):
-        return LossConfig.from_namespace(args)
+        config = LossConfig.from_namespace(args)
+        if centers and not config.score_centering_topk:
+            config = replace(config, score_centering_topk=topk)
+        return config
     found = {
         name: getattr(args, name)
         for name in LossConfig.setting_names()
         if getattr(args, name, None) is not None
     }
+    if centers:
+        found["score_centering_topk"] = topk
     estimator = found.pop("advantage_estimator", None)
     named = getattr(args, "pg_loss_type", None) or estimator
     if estimator == "gspo" and named == "ppo":

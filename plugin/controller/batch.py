@@ -35,6 +35,7 @@ def prepare_batch(config: JobConfig, rollouts: Rollouts, route_shape: Any = None
         "rewards", np.repeat(rollouts.rewards, rollouts.samples)
     ).with_column("group_index", np.repeat(rollouts.groups, rollouts.samples))
     config.require_rollout_log_probs("rollout_log_probs" in batch)
+    config.require_head(batch.columns)
     if config.use_rollout_routing_replay:
         batch = with_checked_routes(batch, route_shape)
     if config.replays_route_weights and "rollout_routed_weights" not in batch:

@@ -57,6 +57,7 @@ def sampling_parameters(config: JobConfig, stop_token_ids: tuple[int, ...]) -> S
         routed_experts=config.wants_rollout_routes,
         sampling_mask=config.replays_sampling_mask,
         routed_weights=config.wants_route_weights,
+        head=config.score_centering_topk,
     )
 
 
@@ -78,7 +79,12 @@ def key_in_environment(option: str, name: str | None) -> str | None:
 
 
 def check_engine_model(config: JobConfig, hf_config: Mapping[str, Any]) -> None:
-    """Refuse a model that the engine cannot generate with."""
+    """Refuse a model that the engine cannot generate with, or report from as asked."""
+    topk, vocabulary = config.score_centering_topk, hf_config["vocab_size"]
+    if topk > vocabulary:
+        raise ConfigError(
+            f"--score-centering-topk is {topk}, and the model has {vocabulary} ids; lower it"
+        )
     linear = "linear_attention" in (hf_config.get("layer_types") or ())
     if linear and not config.engine_traits.linear_attention:
         others = [name for name, traits in ENGINES.items() if traits.linear_attention]

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from plugin.batch_types import SamplerHead
 from plugin.errors import EngineError
 from plugin.ragged import Ragged
 from plugin.weights.group import WeightGroup
@@ -25,7 +26,10 @@ EnginePart = Literal["weights", "cache"]
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """How tokens are sampled; `log_probs` and the fields after it select what else is reported."""
+    """How tokens are sampled; `log_probs` and the fields after it select what else is reported.
+
+    head: how many of the likeliest ids of each distribution that a token is drawn from
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -36,6 +40,7 @@ class SamplingParameters:
     routed_experts: bool = False
     sampling_mask: bool = False
     routed_weights: bool = False
+    head: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Generation:
     routed_weights: as `routed_experts`, float32: what each expert's output was multiplied with
     weight_version: of the weights that sampled each token, [response] int64; or one number for all
         of them
+    head: the likeliest ids of the distribution that each of the [response] tokens was drawn from;
+        None if not asked for
     """
 
     tokens: Tensor
@@ -76,6 +83,7 @@ class Generation:
     routed_experts: Tensor | None = None
     sampling_mask: Ragged | None = None
     routed_weights: Tensor | None = None
+    head: SamplerHead | None = None
 
     def token_versions(self) -> Tensor:
         """[response] int64: the weight version of each token."""
@@ -237,12 +245,14 @@ def check_answer(
     total = len(request.prompt) + length
     versions = generation.weight_version
     per_token = versions if isinstance(versions, Tensor) else None
+    head_ids = None if generation.head is None else generation.head.ids
     for what, asked, value, rows in (
         ("weight versions", per_token is not None, per_token, length),
         ("log-probs", parameters.log_probs, generation.log_probs, length),
         ("routed experts", parameters.routed_experts, generation.routed_experts, total),
         ("rows of kept ids", parameters.sampling_mask, generation.sampling_mask, length),
         ("weights of routes", parameters.routed_weights, generation.routed_weights, total),
+        ("rows of likeliest ids", parameters.head > 0, head_ids, length),
     ):
         if asked and (value is None or len(value) != rows):
             found = "none" if value is None else str(len(value))

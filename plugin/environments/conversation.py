@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from plugin.batch_types import RolloutSample
+from plugin.batch_types import RolloutSample, SamplerHead
 from plugin.config import ConversationFlags
 from plugin.engines.expert_routes import continued_routes
 from plugin.engines.protocol import Generation
@@ -136,6 +136,7 @@ class _OpenSample:
         self._log_probs: list[Tensor] = []
         self._versions: list[Tensor] = []
         self._kept: list[Ragged] = []
+        self._heads: list[SamplerHead | int] = []
         self._routes: Tensor | None = None
         self._route_weights: Tensor | None = None
         self.generations: list[Generation] = []
@@ -154,6 +155,7 @@ class _OpenSample:
         self._log_probs.append(torch.zeros(len(tokens)))
         self._versions.append(torch.full((len(tokens),), -1))
         self._kept.append(Ragged(torch.zeros(0, dtype=torch.int32), [0] * len(tokens)))
+        self._heads.append(len(tokens))
 
     def add_reply(self, generation: Generation, text: str) -> None:
         """Append tokens that the policy sampled."""
@@ -165,6 +167,8 @@ class _OpenSample:
         self._versions.append(generation.token_versions())
         if generation.sampling_mask is not None:
             self._kept.append(generation.sampling_mask)
+        if generation.head is not None:
+            self._heads.append(generation.head)
         if generation.routed_experts is not None:
             self._routes = continued_routes(self._routes, generation.routed_experts)
         if generation.routed_weights is not None:
@@ -185,6 +189,13 @@ class _OpenSample:
             routed_experts=self._routes,
             sampling_mask=Ragged.concatenated(self._kept)[:end] if masked else None,
             routed_weights=self._route_weights,
+            head=None if last.head is None else self._head(last.head.ids.shape[1]).first(end),
+        )
+
+    def _head(self, k: int) -> SamplerHead:
+        """Of all tokens so far; those that the policy did not sample have none."""
+        return SamplerHead.joined(
+            [SamplerHead.absent(part, k) if isinstance(part, int) else part for part in self._heads]
         )
 
 

@@ -263,5 +263,6 @@ def trajectory_of(prompt: tuple[int, ...], answer: Answer) -> Trajectory:
         routed_experts=answer.routed_experts,
         sampling_mask=answer.sampling_mask,
         routed_weights=answer.routed_weights,
+        head=answer.head,
     )
     return Trajectory((sample,), truncated=answer.finish_reason == "length")

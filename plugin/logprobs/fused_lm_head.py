@@ -104,7 +104,7 @@ def fused_log_probs_of_ids(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`log_probs_of_ids(hidden @ weight.T, tokens, ids)` in bounded memory.
 
-    ids: `[T, k]`, or None; the options are those of `fused_log_probs_and_entropy`.
+    ids: `[T, k]`, or None; the options are those of `fused_log_probs_and_entropy`, and `ids_of`.
     """
     return _fused(hidden, weight, tokens, ids, row_mask, kept, **options)
 
@@ -125,6 +125,7 @@ def _fused(
     sequence_parallel: bool = False,
     reduce_hidden_grad: bool = True,
     entropy_of: EntropyOf = "full",
+    ids_of: EntropyOf = "full",
     vocab_rows: int | None = None,
 ) -> Any:
     size = group_size(group)
@@ -140,7 +141,7 @@ def _fused(
             "leave reduce_hidden_grad=True."
         )
     settings = HeadSettings(
-        RowSettings(group, 1.0 / temperature, with_entropy, entropy_grad, entropy_of),
+        RowSettings(group, 1.0 / temperature, with_entropy, entropy_grad, entropy_of, ids_of),
         budget_bytes(memory_budget_bytes, hidden.device),
         weight.shape[0] if vocab_rows is None else vocab_rows,
         keep_tiles=torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),

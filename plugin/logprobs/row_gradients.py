@@ -29,6 +29,7 @@ class RowSettings(NamedTuple):
     with_entropy: bool
     entropy_grad: bool
     entropy_of: EntropyOf
+    ids_of: EntropyOf = "full"
 
 
 class RowPlaces(NamedTuple):
@@ -161,7 +162,10 @@ def join_rows(
     id_log_probs = None
     if places.ids is not None and id_logits is not None:
         assert wide is not None
-        id_log_probs = places.ids.log_probs(id_logits, wide, settings.scale, settings.group)
+        of_ids = wide
+        if settings.ids_of == "kept" and kept is not None and narrow is not None:
+            of_ids = wide.where(~kept.at.truncated, narrow)
+        id_log_probs = places.ids.log_probs(id_logits, of_ids, settings.scale, settings.group)
     return RowResults(log_probs, entropy, id_log_probs, RowState(places, wide, kept, narrow))
 
 
@@ -201,7 +205,15 @@ class BlockGradients(NamedTuple):
         if state.kept is not None and state.kept_rows is not None:
             truncated = state.kept.at.truncated
             of_kept = grad_entropy if settings.entropy_of == "kept" else None
-            few = state.kept.gradient(state.kept_rows, grad_log_probs, of_kept, settings.scale)
+            of_ids = None
+            if settings.ids_of == "kept" and grad_ids is not None and state.places.ids is not None:
+                at = state.kept.at
+                arriving = at.arriving(state.places.ids, grad_ids, state.places.columns)
+                of_ids = arriving, grad_ids.float().sum(1)
+                grad_ids = grad_ids.masked_fill(truncated[:, None], 0.0)
+            few = state.kept.gradient(
+                state.kept_rows, grad_log_probs, of_kept, settings.scale, of_ids
+            )
             if log_probs is not None:
                 log_probs = log_probs.masked_fill(truncated, 0.0)
             if of_kept is not None:

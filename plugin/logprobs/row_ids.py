@@ -7,11 +7,11 @@ implementation serves every device and every LM head: the row kernels do the den
 The kept ids of a matrix of logits are a `Ragged` with one entry per row: the ids of the row, each
 once. An empty entry keeps the whole vocabulary.
 
-The log-probs of given ids are of the row's whole distribution, so they cost a gather: the row's
-maximum and log-sum-exp are known from its token. In the backward pass a row kernel writes what
-every column gets, `-p_j G` with G the sum of all incoming gradients of the row. The columns of the
-ids are then overwritten: adding a small difference to a value that was already rounded to the
-model's type would lose it.
+The log-probs of given ids are of the row's whole distribution, or of that over its kept ids, so
+they cost a gather: the row's maximum and log-sum-exp are known from its token. In the backward pass
+a row kernel writes what every column gets, `-p_j G` with G the sum of all incoming gradients of the
+row. The columns of the ids are then overwritten: adding a small difference to a value that was
+already rounded to the model's type would lose it.
 """
 
 from __future__ import annotations
@@ -57,6 +57,24 @@ class KeptColumns(NamedTuple):
         rows, columns = self.rows - row, self.columns - column
         inside = self.held & (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
         return inside, (torch.where(inside, rows, 0), torch.where(inside, columns, 0))
+
+    def arriving(self, given: GivenIds, grad_ids: Tensor, width: int) -> Tensor:
+        """[K] float32: what of the gradients [T, k] of given ids arrives at each kept id.
+
+        width: of this rank's columns; an id that its row does not keep gets nothing
+        """
+        found = grad_ids.new_zeros(self.rows.numel(), dtype=torch.float32)
+        if not found.numel():
+            return found
+        own = torch.where(self.held, self.rows * width + self.columns, -1)
+        order = own.argsort()
+        row = torch.arange(len(grad_ids), device=own.device)[:, None]
+        sought = row * width + given.columns[:, 1:]
+        place = torch.searchsorted(own[order], sought).clamp(max=own.numel() - 1)
+        entry = order[place]
+        same = given.held[:, 1:] & (own[entry] == sought)
+        values = torch.where(same, grad_ids.float(), 0.0)
+        return found.index_add_(0, entry.flatten(), values.flatten())
 
 
 def locate_kept(
@@ -135,8 +153,11 @@ class KeptLogits(NamedTuple):
         grad_log_probs: Tensor | None,
         grad_entropy: Tensor | None,
         scale: float,
+        of_ids: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """[K] float32: the gradient of the kept logits; 0 where another rank holds the id.
+
+        of_ids: what arrives at the kept ids [K] as given ones, and in all at the rows [T]
 
         As in the row kernels, a row whose incoming gradients are exactly 0 gets exactly 0.
         """
@@ -149,6 +170,10 @@ class KeptLogits(NamedTuple):
             arriving = grad_log_probs.float()[at.rows] * scale
             total += torch.where(at.is_target, arriving, 0.0) - probability * arriving
             busy |= arriving != 0
+        if of_ids is not None:
+            own, all_of_row = of_ids[0] * scale, of_ids[1][at.rows] * scale
+            total += own - probability * all_of_row
+            busy |= (own != 0) | (all_of_row != 0)
         if grad_entropy is not None and rows.entropy is not None:
             arriving = grad_entropy.float()[at.rows] * scale
             log_prob = exponent - sum_exp.log()
@@ -274,7 +299,9 @@ class IdGradients(NamedTuple):
             slope = probability * (log_prob + rows.entropy[:, None])
             values = values - slope * grad_entropy.float()[:, None] * scale
         values = torch.where(self.busy[span, None], values, 0.0)
-        out.scatter_(1, columns, values.to(out.dtype))
+        # Not scatter_: on CPU it copies all of a bfloat16 `out` first.
+        row = torch.arange(len(out), device=out.device)[:, None].expand_as(columns)
+        out.index_put_((row, columns), values.to(out.dtype))
 
 
 def top_ids(

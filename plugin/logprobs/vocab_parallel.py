@@ -102,12 +102,15 @@ def log_probs_of_ids(
     inplace_grad: bool = False,
     kept: Ragged | None = None,
     entropy_of: EntropyOf = "full",
+    ids_of: EntropyOf = "full",
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """`log_probs_and_entropy`, and the log-probs `[T, k]` of further ids of every row.
 
     ids: `[T, k]` in the whole vocabulary, different ones in a row; the token may be among them.
-        Their log-probs are of the whole distribution, also where `kept` truncates the token's.
-        None = no further ids.
+        None = no further ids. An id outside the vocabulary, such as -1, may be there several times;
+        its log-prob means nothing and must get no gradient.
+    ids_of: with `kept`, the distribution that their log-probs are of: full, also where the token's
+        is truncated, or kept, which then has to hold them
     The rest is as there; one more collective of `[T, k]` numbers where the vocabulary is sharded.
     """
     if logits.dim() != 2 or logits.shape[1] == 0 or logits.dtype not in FLOAT_DTYPES:
@@ -126,7 +129,7 @@ def log_probs_of_ids(
     overlapping = logits.shape[0] > 1 and logits.stride(0) < logits.shape[1]
     if logits.stride(-1) != 1 or overlapping:
         logits = logits.contiguous()
-    settings = RowSettings(group, 1.0 / temperature, with_entropy, entropy_grad, entropy_of)
+    settings = RowSettings(group, 1.0 / temperature, with_entropy, entropy_grad, entropy_of, ids_of)
     ids = None if ids is None else ids.to(tokens.device)
     return _LogProbsAndEntropy.apply(logits, tokens, kept, ids, settings, inplace_grad)
 

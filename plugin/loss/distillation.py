@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from plugin.errors import BatchError
-from plugin.loss.inputs import token_place
-from plugin.ragged import Ragged
+from plugin.loss.inputs import token_place, topk_columns
 from plugin.sharding.sequence_shards import SequenceShards
 from plugin.vocabulary_ids import TOPK_IDS, TOPK_LOG_PROBS
 
@@ -37,17 +36,8 @@ class TeacherSupport(NamedTuple):
     @classmethod
     def of(cls, batch: Mapping[str, Any], shards: SequenceShards) -> TeacherSupport:
         """Join the columns of a batch, one local [response, k] tensor per sample."""
-        found = []
-        for name in (TOPK_IDS, TOPK_LOG_PROBS):
-            column = Ragged.of(batch[name])
-            if column.lengths.tolist() != shards.local_lengths or column.values.dim() != 2:
-                raise BatchError(
-                    f"{name} has lengths {column.lengths.tolist()} and shape "
-                    f"{list(column.values.shape)}, but the samples have {shards.local_lengths} "
-                    "local response tokens; give one [response, k] tensor per sample"
-                )
-            found.append(column.values.to(shards.device))
-        return cls(found[0].long(), found[1].float())
+        ids, log_probs = topk_columns(batch, (TOPK_IDS, TOPK_LOG_PROBS), shards)
+        return cls(ids.long(), log_probs.float())
 
     def check(self, mask: Tensor, shards: SequenceShards) -> None:
         """Raise a `BatchError` for the first unmasked token with a value that is not a log-prob."""

@@ -28,7 +28,11 @@ from plugin.ppo_utils.batch_statistics import (
     declared_statistics,
     microbatch_statistics,
 )
-from plugin.ppo_utils.correction_interface import CorrectionTokens, flags_of
+from plugin.ppo_utils.correction_interface import (
+    CorrectionTokens,
+    declares_separable,
+    flags_of,
+)
 from plugin.ppo_utils.importance_ratio import log_ratio
 from plugin.sharding.parallel_context import SINGLE_PROCESS, use_parallel_context
 
@@ -177,13 +181,35 @@ class HookChain:
     ) -> Iterator[tuple[str, PolicyTerm]]:
         """Run the hooks one after the other; yield the path and the term after each."""
         loss_masks: Sequence[Tensor] = inputs.loss_masks
-        if inputs.statistics is None:
-            collect = partial(microbatch_statistics, cp_group=inputs.shards.context.cp_group)
-            found = _statistics_of([path for path, _ in self.hooks], args, inputs, collect)
-            inputs = replace(inputs, statistics=found)
+        inputs = self.with_statistics(args, inputs)
         for path, hook in self.hooks:
             term, loss_masks = _apply(path, hook, args, term, inputs, loss_masks)
             yield path, term
+
+    def with_statistics(self, args: Any, inputs: LossInputs) -> LossInputs:
+        """The inputs with what the hooks declare; of this microbatch where only that is known."""
+        if inputs.statistics is not None:
+            return inputs
+        collect = partial(microbatch_statistics, cp_group=inputs.shards.context.cp_group)
+        found = _statistics_of([path for path, _ in self.hooks], args, inputs, collect)
+        return replace(inputs, statistics=found)
+
+    def weights_of_tokens(self, args: Any, inputs: LossInputs) -> Tensor:
+        """[T]: what the token-separable corrections multiply each token with, 0 where one drops."""
+        weights = torch.ones_like(inputs.advantages)
+        for path, _ in self.hooks:
+            if declares_separable(load_function(path)):
+                weights = weights * _weigh(path, args, inputs, inputs.loss_masks)[0]
+        return weights
+
+    def weights_of_others(self, args: Any, inputs: LossInputs) -> Tensor:
+        """[T]: the same of those that look at more than one token; each after the one before."""
+        weights, loss_masks = torch.ones_like(inputs.advantages), inputs.loss_masks
+        for path, _ in self.hooks:
+            found, loss_masks = _weigh(path, args, inputs, loss_masks)
+            if not declares_separable(load_function(path)):
+                weights = weights * found
+        return weights
 
 
 def batch_declarations(config: LossConfig) -> dict[str, Declaration]:
@@ -249,14 +275,7 @@ def _apply(
     if on_tokens is None:
         result = hook(args, **_arguments(path, inputs, term.loss, loss_masks))
     else:
-        given = _policies(inputs) | {"cur_log_probs": inputs.cur_log_probs.detach()}
-        mask = inputs.shards.local_mask(loss_masks)
-        original = None if loss_masks is inputs.loss_masks else inputs.mask
-        tokens = CorrectionTokens(
-            *(mask, inputs.shards, given, function_name(path)),
-            original=original,
-            loss_masks=inputs.loss_masks,
-        )
+        tokens = _tokens(path, inputs, loss_masks)
         statistics = (inputs.statistics or {}).get(path)
         result = on_tokens(args, tokens, term.loss, loss_masks, statistics)
     pg_loss, new_masks, metrics = _checked_result(path, result, term.loss, loss_masks)
@@ -270,6 +289,38 @@ def _apply(
         merged[key] = value.detach()
     loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
     return replace(term, loss=loss, kept=kept, metrics=merged), new_masks
+
+
+def _tokens(path: str, inputs: LossInputs, loss_masks: Sequence[Tensor]) -> CorrectionTokens:
+    """What a correction written for tokens is given; `loss_masks`: left by those before it."""
+    given = _policies(inputs) | {"cur_log_probs": inputs.cur_log_probs.detach()}
+    return CorrectionTokens(
+        *(inputs.shards.local_mask(loss_masks), inputs.shards, given, function_name(path)),
+        original=None if loss_masks is inputs.loss_masks else inputs.mask,
+        loss_masks=inputs.loss_masks,
+    )
+
+
+def _weigh(
+    path: str, args: Any, inputs: LossInputs, loss_masks: Sequence[Tensor]
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """[T] the weight of a correction written for tokens, 0 where it drops; and the masks it leaves.
+
+    Also of tokens that an earlier correction dropped.
+    """
+    weigh = getattr(load_function(path), "weigh", None)
+    if weigh is None:
+        raise ConfigError(
+            f"--score-centering-topk with the correction {path!r}, which cannot be asked for the "
+            "weight of a token that was not sampled; write it as a function of tokens "
+            "(plugin.ppo_utils.correction_interface.correction), or turn score centering off"
+        )
+    tokens = replace(_tokens(path, inputs, loss_masks), original=None)
+    weight, keep, _ = weigh(args, tokens, (inputs.statistics or {}).get(path))
+    if weight is None and keep is not None:
+        loss_masks = inputs.shards.masks_and(loss_masks, keep)
+    weight = torch.ones_like(inputs.advantages) if weight is None else weight
+    return weight if keep is None else torch.where(keep, weight, 0.0), loss_masks
 
 
 def _policies(inputs: LossInputs) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from plugin.batch_types import spread
 from plugin.config import LossConfig
 from plugin.errors import BatchError, ConfigError
-from plugin.loss.interfaces import LossInputs
+from plugin.loss.interfaces import Head, LossInputs
 from plugin.ppo_utils.batch_statistics import Statistics
 from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.ragged import Ragged
@@ -35,15 +35,16 @@ def loss_inputs(
     *,
     shards: SequenceShards | None = None,
     distill_kl: Tensor | None = None,
+    head: Head | None = None,
 ) -> LossInputs:
     """Flatten, check and mask the per-token fields of a batch around `cur_log_probs` [T].
 
     shards: those of the batch, where the caller has them already
-    distill_kl: [T], see `LossInputs`
+    distill_kl, head: see `LossInputs`
     """
     shards = shards or batch_shards(batch, cur_log_probs.device)
     known = KnownTokens.of(config, batch, shards)
-    return known.at_policy(config, cur_log_probs, entropy, distill_kl=distill_kl)
+    return known.at_policy(config, cur_log_probs, entropy, distill_kl=distill_kl, head=head)
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,10 @@ class KnownTokens:
         entropy: Tensor | None,
         *,
         distill_kl: Tensor | None = None,
+        head: Head | None = None,
         check: bool = True,
     ) -> LossInputs:
-        """Add log-prob, entropy and KL [T] of the current policy; check all tokens' values."""
+        """Add what is known of the current policy [T]; check all tokens' values."""
         mask = self.mask
         if mask.numel() != cur.numel():
             raise BatchError(
@@ -128,6 +130,7 @@ class KnownTokens:
             loss_masks=self.loss_masks,
             entropy=entropy,
             distill_kl=distill_kl,
+            head=head,
             statistics=self.statistics,
             **clean,  # type: ignore[arg-type]
         )
@@ -207,6 +210,36 @@ def require_columns(batch: Mapping[str, Any], *names: str) -> None:
             f"the batch has no {', '.join(missing)}; policy_loss_function needs unconcat_tokens, "
             "total_lengths, response_lengths, loss_masks and advantages"
         )
+
+
+def topk_columns(
+    batch: Mapping[str, Any], names: tuple[str, str], shards: SequenceShards
+) -> tuple[Tensor, Tensor]:
+    """[T, k] each: two columns of a batch with one local [response, k] tensor per sample.
+
+    Under context parallelism they may also be of whole responses.
+    """
+    found = []
+    for name in names:
+        column = Ragged.of(batch[name])
+        lengths = column.lengths.tolist()
+        if column.values.dim() != 2 or lengths not in (
+            shards.local_lengths,
+            shards.response_lengths,
+        ):
+            raise BatchError(
+                f"{name} has lengths {lengths} and shape {list(column.values.shape)}, but the "
+                f"samples have {shards.local_lengths} local response tokens; give one "
+                "[response, k] tensor per sample"
+            )
+        local = column.values if lengths == shards.local_lengths else shards.local(column)
+        found.append(local.to(shards.device))
+    if found[0].shape != found[1].shape:
+        raise BatchError(
+            f"{names[0]} is {list(found[0].shape)} and {names[1]} {list(found[1].shape)}; give one "
+            "log-prob per id"
+        )
+    return found[0], found[1]
 
 
 def batch_shards(batch: Mapping[str, Any], device: torch.device) -> SequenceShards:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,17 @@ from plugin.ppo_utils.batch_statistics import Statistics
 from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
+
+
+class Head(NamedTuple):
+    """Log-probs of the sampler's likeliest ids, of both policies; 0 where there is none or masked.
+
+    cur: [T, k] with gradient; rollout: [T, k] without; found: [T, k] bool, where there is an id
+    """
+
+    cur: Tensor
+    rollout: Tensor
+    found: Tensor
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,7 @@ class LossInputs:
         --train-log-probs; default: `train_log_probs`
     entropy: [T] or None; carries a gradient only if its coefficient is not 0
     distill_kl: [T] reverse KL from the teacher over its most likely ids, with gradient, or None
+    head: of the distributions that the tokens were drawn from (--score-centering-topk), or None
     loss_masks: the full-response masks, one per sample, as hooks receive them
     statistics: the batch statistics that hooks declared, by path of the hook; None where only this
         microbatch is known
@@ -54,6 +66,7 @@ class LossInputs:
     teacher_log_probs: Tensor | None = None
     entropy: Tensor | None = None
     distill_kl: Tensor | None = None
+    head: Head | None = None
     proximal_log_probs: Tensor = None  # type: ignore[assignment]
     statistics: Mapping[str, Statistics] | None = None
 

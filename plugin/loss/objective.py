@@ -20,6 +20,7 @@ from plugin.loss.hook_chain import batch_declarations, hook_chain
 from plugin.loss.interfaces import LossInputs, LossOutputs, RegularizerTerm, TokenMetric
 from plugin.loss.normalization import kept_token_scale
 from plugin.loss.policy_losses import resolve_policy_loss
+from plugin.loss.score_centering import score_centering
 from plugin.ppo_utils.importance_ratio import LOW_VAR_KL_BOUND, k3, kl_estimate, log_ratio, safe_exp
 
 
@@ -70,6 +71,10 @@ def compute_loss(
     if policy_weights is not None:
         weights = torch.where(inputs.mask, policy_weights.detach().float(), 0.0)
         term = replace(term, loss=term.loss * weights)
+    if config.score_centering_topk:
+        centering = score_centering(inputs, config, args)
+        metrics_of_term = term.metrics | centering.metrics
+        term = replace(term, loss=term.loss + centering.loss, metrics=metrics_of_term)
     if term.penalty is not None:
         term = replace(term, loss=term.loss + term.penalty)
     policy, denominator = term.loss, inputs.mask

@@ -54,6 +54,8 @@ def separable_obstacle(config: LossConfig) -> str | None:
         return f"--policy-loss {config.policy_loss} is not token-separable"
     if config.distill_topk is not None:
         return "--distill-topk needs the log-probs of several ids of every token"
+    if config.score_centering_topk:
+        return "--score-centering-topk needs the log-probs of several ids of every token"
     if config.loss_denominator == "kept" and not config.per_token:
         return "--loss-denominator kept divides every sample by its own count of kept tokens"
     if config.use_tis:

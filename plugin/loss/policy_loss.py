@@ -18,6 +18,7 @@ from plugin.loss.inputs import batch_shards, loss_inputs, require_columns
 from plugin.loss.interfaces import LossOutputs
 from plugin.loss.normalization import Reducer
 from plugin.loss.objective import compute_loss
+from plugin.loss.score_centering import RolloutHead
 from plugin.ragged import Ragged, as_integers
 from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
@@ -32,7 +33,8 @@ def policy_loss_function(
     args: any namespace with our flag names; missing flags take their defaults
     batch: unconcat_tokens, total_lengths, response_lengths, loss_masks, advantages, and as needed
         rollout_log_probs, log_probs (the trainer's), ref_log_probs, teacher_log_probs,
-        teacher_topk_ids and teacher_topk_log_probs (local [response, k] per sample),
+        teacher_topk_ids and teacher_topk_log_probs, rollout_topk_token_ids and
+        rollout_topk_log_probs ([response, k] per sample),
         rollout_kept_ids and rollout_kept_counts, or slime's rollout_top_p_token_ids and
         rollout_top_p_token_offsets where rollout_top_p is below 1: log-probs are then of the kept
         ids
@@ -47,18 +49,23 @@ def policy_loss_function(
     shards = batch_shards(batch, logits.device)
     kept = _local_kept_rows(config, args, batch, logits, shards)
     support = None
+    head = RolloutHead.of(config, batch, shards)
     if config.distill_topk is not None:
         config.require_teacher({name for name, values in batch.items() if values is not None})
         support = TeacherSupport.of(batch, shards)
-    cur, entropy, of_ids = _response_log_probs(config, batch, logits, shards, kept, support)
-    distill_kl = None
-    if support is not None and of_ids is not None:
+    cur, entropy, of_ids = _response_log_probs(config, batch, logits, shards, kept, support or head)
+    further: dict[str, Any] = {}
+    if of_ids is not None:
         require_columns(batch, "loss_masks")
         mask = shards.local_mask(batch["loss_masks"])
-        if config.validates_on(logits.device):
-            support.check(mask, shards)
-        distill_kl = topk_reverse_kl(of_ids, support.log_probs, mask)
-    inputs = loss_inputs(config, batch, cur, entropy, shards=shards, distill_kl=distill_kl)
+        for likeliest in (support, head):
+            if likeliest is not None and config.validates_on(logits.device):
+                likeliest.check(mask, shards)
+        if support is not None:
+            further["distill_kl"] = topk_reverse_kl(of_ids, support.log_probs, mask)
+        if head is not None:
+            further["head"] = head.at_policy(of_ids, mask)
+    inputs = loss_inputs(config, batch, cur, entropy, shards=shards, **further)
     outputs = compute_loss(config, inputs, args=args)
     loss, metrics = reduce_loss(config, outputs, sum_of_sample_mean)
     if not (isinstance(loss, Tensor) and loss.requires_grad):
@@ -108,11 +115,11 @@ def _response_log_probs(
     logits: Tensor,
     shards: SequenceShards,
     kept: Ragged | None,
-    support: TeacherSupport | None,
+    likeliest: TeacherSupport | RolloutHead | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return log-prob and entropy [R] of the local response tokens at the rollout temperature.
 
-    And the log-probs [R, k] of the ids of `support`, where there is one.
+    And the log-probs [R, k] of the `likeliest` ids of teacher or sampler, where they are wanted.
     """
     rows_logits = logits.squeeze(0) if logits.dim() == 3 else logits
     if rows_logits.dim() != 2:
@@ -140,12 +147,13 @@ def _response_log_probs(
     log_probs, entropy, of_ids = log_probs_of_ids(
         rows_logits,
         targets,
-        None if support is None else at_rows(support.ids, rows, rows_logits.shape[0]),
+        None if likeliest is None else at_rows(likeliest.ids, rows, rows_logits.shape[0]),
         group=shards.context.tp_group,
         temperature=config.rollout_temperature,
         entropy_grad=config.entropy_coef != 0,
         kept=kept,
         entropy_of=config.entropy_of,
+        ids_of=config.ids_of,
     )
     assert entropy is not None
     return log_probs[rows], entropy[rows], None if of_ids is None else of_ids[rows]

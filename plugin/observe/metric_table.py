@@ -225,6 +225,18 @@ SECTIONS: tuple[Section, ...] = (
         ),
     ),
     Section(
+        "Score centering",
+        "plugin/loss/score_centering.py",
+        (
+            _tokens(
+                "score_centering/head_mass", "q(H): sampler's probability of its likeliest ids"
+            ),
+            _tokens("score_centering/cur_head_mass", "p(H): the current policy's of the same ids"),
+            _tokens("score_centering/tail_ratio", "rho = (1 − q(H)) / (1 − p(H))"),
+            _tokens("score_centering/size", "sum over H of |A (q w − rho w(tail) p)|"),
+        ),
+    ),
+    Section(
         "Corrections",
         "plugin/ppo_utils/corrections.py",
         (

@@ -109,7 +109,10 @@ def read_samples(run_dir: str | Path) -> list[dict[str, Any]]:
     path = Path(run_dir) / "samples.jsonl"
     if not path.exists():
         raise ConfigError(f"{path.parent} has no samples.jsonl; give a run with --log-samples")
-    lines = [line for line in _read_lines(path, []) if isinstance(line.get("step"), int)]
+    problems: list[str] = []
+    lines = [line for line in _read_lines(path, problems) if isinstance(line.get("step"), int)]
+    if not lines and problems:
+        raise ConfigError(problems[0])
     return [
         {"step": line["step"], **sample}
         for line in _without_replaced([(line["step"], line) for line in lines])

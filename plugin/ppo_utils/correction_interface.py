@@ -109,6 +109,24 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
     Our own loss calls `hook.on_tokens` with flat tokens and never makes lists of them.
     """
 
+    def weigh(
+        args: Any, tokens: CorrectionTokens, batch_statistics: Statistics | None
+    ) -> Corrected:
+        config = flags_of(args)
+        with torch.no_grad():
+            if batch_statistics is None and (declared := declared_statistics(hook, config)):
+                log_r = tokens.log_ratio("proximal", "rollout")[tokens.mask]
+                batch_statistics = microbatch_statistics(
+                    declared, log_r, config, tokens.shards.context.cp_group
+                )
+            tokens = dataclasses.replace(tokens, statistics=batch_statistics or ())
+            weight, keep, metrics = function(tokens, config)
+            if tokens.original is not None:  # what was dropped before counts in the metrics
+                _, _, metrics = function(
+                    dataclasses.replace(tokens, mask=tokens.original, original=None), config
+                )
+        return weight, keep, metrics
+
     def on_tokens(
         args: Any,
         tokens: CorrectionTokens,
@@ -117,18 +135,7 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
         batch_statistics: Statistics | None,
     ) -> HookResult:
         config, mask, shards = flags_of(args), tokens.mask, tokens.shards
-        with torch.no_grad():
-            if batch_statistics is None and (declared := declared_statistics(hook, config)):
-                log_r = tokens.log_ratio("proximal", "rollout")[mask]
-                batch_statistics = microbatch_statistics(
-                    declared, log_r, config, shards.context.cp_group
-                )
-            tokens = dataclasses.replace(tokens, statistics=batch_statistics or ())
-            weight, keep, metrics = function(tokens, config)
-            if tokens.original is not None:  # what was dropped before counts in the metrics
-                _, _, metrics = function(
-                    dataclasses.replace(tokens, mask=tokens.original, original=None), config
-                )
+        weight, keep, metrics = weigh(args, tokens, batch_statistics)
         observed = config.get_mismatch_metrics and not config.use_tis
         kept = mask if keep is None else mask & keep
         loss = torch.where(kept, pg_loss, pg_loss.new_zeros(()))
@@ -182,6 +189,7 @@ def correction(function: Callable[[CorrectionTokens, Any], Corrected]) -> Callab
     functools.update_wrapper(hook, function)
     del hook.__wrapped__  # type: ignore[attr-defined]  # the signature is the hook's
     hook.on_tokens = on_tokens  # type: ignore[attr-defined]
+    hook.weigh = weigh  # type: ignore[attr-defined]
     return hook
 
 

@@ -75,6 +75,34 @@ def test_a_job_samples_from_the_weights_that_it_trains(
         assert any(re.match(r"\d+ \+ \d+ = \d+", sample["response"]) for sample in samples), samples
 
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_the_likeliest_ids_of_an_engine_are_centered_against_the_trainers(
+    tmp_path: Path, model: str, note: Note, engine: str
+) -> None:
+    settings = {
+        "rollout-engine": engine,
+        "train-dtype": "float32",
+        "rollout-dtype": "float32",
+        "policy-loss": "reinforce",
+        "score-centering-topk": 20,
+        "num-rollouts": 1,
+        "num-updates-per-rollout": 2,
+        "lr": LEARNING_RATES["float32"],
+        "save-at-end": False,
+    }
+    python = {"python": vllm_python()} if engine.startswith("vllm") else {}
+    first, second = train(tmp_path / "run", model, settings, **python)
+    names = ("head_mass", "cur_head_mass", "tail_ratio", "size")
+    found = [[line[f"score_centering/{name}"] for name in names] for line in (first, second)]
+    for number, (q, p, ratio, size) in enumerate(found):
+        note(f"{engine}, update {number}: q {q:.6f}, p {p:.6f}, rho {ratio:.4f}, size {size:.2e}")
+    (q, p, ratio, size), (same, _, _, larger) = found
+    # Both have the same weights at first: the same 20 ids have the same probabilities.
+    assert 0.9 < q < 1 and q == pytest.approx(p, abs=1e-4) and ratio == pytest.approx(1, abs=0.05)
+    # Then the policy moves, and the sampler's head stays.
+    assert same == q and larger > 30 * size
+
+
 def weights_of(directory: Path | str) -> dict[str, Tensor]:
     [file] = Path(directory).glob("*.safetensors")
     return load_file(file)

@@ -118,3 +118,23 @@ def test_the_norms_of_the_latents_have_their_own_epsilon() -> None:
     with built(hf_config, TrainerConfig()) as (model, _):
         attention = model.decoder.layers[0].self_attention
         assert attention.linear_q_up_proj.eps == attention.linear_kv_up_proj.eps == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("family", "exchange"),
+    [
+        ("mistral", "a2a"),
+        ("gemma3_text", "a2a"),
+        ("qwen2", "a2a"),
+        ("qwen3", "p2p"),
+        ("deepseek_v3", "p2p"),
+    ],
+)
+def test_the_attention_of_every_layer_has_the_exchange_that_its_windows_need(
+    family: str, exchange: str
+) -> None:
+    with built(FAMILIES[family](), TrainerConfig(context_parallel_size=2), 2) as (model, _):
+        attentions = [layer.self_attention.core_attention for layer in model.decoder.layers]
+        assert {attention.cp_comm_type for attention in attentions} == {exchange}
+        windows = {attention.window_size for attention in attentions}
+        assert (windows != {(-1, 0)}) == (exchange == "a2a")

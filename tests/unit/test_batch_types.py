@@ -33,6 +33,11 @@ TOPK = {
     "teacher_topk_ids": torch.tensor([[2, 0], [1, 1], [4, 3]], dtype=torch.int32),
     "teacher_topk_log_probs": torch.tensor([[-1.0, -2.0], [9.0, 9.0], [-0.5, -3.0]]),
 }
+#: The middle token is masked; the last one was drawn from a single id.
+HEAD = {
+    "rollout_topk_token_ids": torch.tensor([[2, 7], [99, 99], [9, -1]], dtype=torch.int32),
+    "rollout_topk_log_probs": torch.tensor([[-1.0, -2.0], [math.nan, 9.0], [0.0, math.nan]]),
+}
 
 
 def full_batch() -> RolloutBatch:
@@ -47,7 +52,7 @@ def full_batch() -> RolloutBatch:
         if name not in batch:
             per_sample: Any = 1.0 if field.shape == "scalar" else torch.full((3,), -0.5)
             if field.shape == "topk":
-                per_sample = TOPK[name]
+                per_sample = (TOPK | HEAD)[name]
             batch = batch.with_column(name, [per_sample, per_sample])
     batch.check()
     return batch
@@ -160,7 +165,9 @@ def test_every_float_field_of_the_table_is_checked_where_unmasked(name: str) -> 
     value: Any = math.nan if FIELDS[name].shape == "scalar" else torch.tensor([-0.5, 0, math.nan])
     good = batch.columns[name][0]
     if FIELDS[name].shape == "topk":
-        value = torch.stack([torch.full((3,), -2.0), value], dim=1)
+        # The last sampler's head has one id, the first.
+        other = torch.full((3,), -2.0)
+        value = torch.stack([value, other] if "rollout" in name else [other, value], dim=1)
     with pytest.raises(BatchError, match=f"{name} of sample 1 is nan"):
         batch.with_column(name, [good, value]).check()
     if FIELDS[name].shape == "response":
@@ -195,6 +202,33 @@ def test_a_teachers_ids_are_different_ones_of_one_distribution(
         batch.without_column(other).check()
     with pytest.raises(BatchError, match=r"both are \[response, k\] per sample"):
         batch.with_column(name, [good[:, :1], good[:, :1]]).check()
+
+
+@pytest.mark.parametrize(
+    ("ids", "log_probs", "message"),
+    [
+        ([7, 7], [-1.0, -2.0], "rollout_topk_token_ids of sample 1 contain an id twice at position 2"),
+        ([7, 12], [-1.0, -2.0], "contain an id outside the vocabulary of 12"),
+        ([7, -2], [-1.0, -2.0], "contain an id outside the vocabulary of 12"),
+        ([7, 1], [-0.1, -0.2], "add up to more than 1 at position 2"),
+        ([7, 1], [-1.0, math.nan], "rollout_topk_log_probs of sample 1 is nan at position 2"),
+        ([7, 1], [-1.0, -math.inf], "rollout_topk_log_probs of sample 1 is -inf at position 2"),
+        ([-1, -1], [-1.0, -2.0], "are all absent at position 2"),
+        ([5, -1], [-1.0, -2.0], "are not all among the kept ids at position 2"),
+    ],
+)  # fmt: skip
+def test_a_samplers_ids_are_different_ones_that_it_could_draw(
+    ids: list[int], log_probs: list[float], message: str
+) -> None:
+    batch = full_batch()
+    for name, row in (("rollout_topk_token_ids", ids), ("rollout_topk_log_probs", log_probs)):
+        good, bad = batch.columns[name][0], batch.columns[name][0].clone()
+        bad[2] = torch.tensor(row)
+        batch = batch.with_column(name, [good, bad])
+    if "kept" not in message:
+        batch = batch.without_column("rollout_kept_ids").without_column("rollout_kept_counts")
+    with pytest.raises(BatchError, match=message):
+        batch.check(vocabulary=12)
 
 
 @pytest.mark.parametrize(

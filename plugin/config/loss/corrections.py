@@ -124,6 +124,18 @@ def only_drops(path: str) -> bool:
     return bool(getattr(load_function(path), "mask_only", False))
 
 
+#: Built-in corrections that compare the old policy of each token with the one that sampled it.
+_OF_OLD_POLICY = (
+    *("vanilla_tis_function", "icepop_function", "m2po_function", "kpop_function"),
+    "ess_tis_function",
+)
+
+
+def weighs_current(path: str) -> bool:
+    """Whether the weight of a token by itself, if there is one, is of the current policy."""
+    return is_built_in(path) and function_name(path) not in _OF_OLD_POLICY
+
+
 def is_built_in(path: str) -> bool:
     return path.replace(":", ".").startswith("plugin.ppo_utils.")
 
@@ -256,6 +268,12 @@ class CorrectionFlags(FlagGroup):
         {True: ("rollout",), False: ("recompute", "approximate")},
         "another spelling of --train-log-probs rollout",
         off=False,
+    )
+    score_centering_topk: int = flag(
+        0,
+        "score centering: subtract the mean of the weighted score under the policy that sampled, "
+        "over so many of its likeliest ids, which engines then report; 0 = off",
+        at_least=0,
     )
     get_mismatch_metrics: bool = flag(False, "report train/rollout mismatch without correcting it")
     rollout_temperature: float = flag(1.0, "sampling temperature of the rollouts", above=0)

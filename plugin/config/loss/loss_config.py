@@ -11,9 +11,14 @@ from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, Literal
 
 from plugin.config.flags import FlagGroup, Needs, absolute_code, alias, expect, flag, needs_flag
-from plugin.config.import_paths import function_name
-from plugin.config.loss.corrections import MASKS, CorrectionFlags
-from plugin.config.loss.policy_loss import PolicyLossFlags
+from plugin.config.import_paths import function_name, load_function
+from plugin.config.loss.corrections import (
+    MASKS,
+    CorrectionFlags,
+    is_built_in,
+    weighs_current,
+)
+from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS, PolicyLossFlags
 from plugin.errors import ConfigError
 
 
@@ -204,6 +209,7 @@ class LossConfig(
 
     def check(self) -> None:
         self._check_correction_fits_loss()
+        self._check_score_centering()
         self._check_reduction()
         self._check_kept_denominator()
 
@@ -230,11 +236,35 @@ class LossConfig(
         return self.teacher_tau > 0 or (self.distill_topk is not None and self.distill_coef > 0)
 
     @property
+    def ids_of(self) -> Literal["full", "kept"]:
+        """The distribution that the log-probs of further ids are of.
+
+        The sampler's likeliest ids were drawn from those that truncated sampling kept; a teacher
+        speaks of all.
+        """
+        return "kept" if self.score_centering_topk else "full"
+
+    @property
+    def centers_first_update_only(self) -> list[str]:
+        """What weights tokens by the old policy, whose log-probs of other ids are not known.
+
+        They are the current ones on the first update on a rollout.
+        """
+        if not self.score_centering_topk or self.train_log_probs == "rollout":
+            return []
+        found = []
+        if self.loss_traits.compares_with == "train":
+            found.append(f"--policy-loss {self.policy_loss}")
+        if self.use_tis:
+            found += [path for path in self.hook_names() if not weighs_current(path)]
+        return found
+
+    @property
     def corrects_mismatch(self) -> bool:
         """Whether the loss accounts for tokens that another policy sampled.
 
-        It does if it compares with the rollout policy: by itself, by a correction, or because the
-        engine's log-probs stand for the old ones that it compares with.
+        It does if it compares with the rollout policy: by itself, by a correction, by score
+        centering, or because the engine's log-probs stand for the old ones that it compares with.
         """
         compares_with = self.loss_traits.compares_with
         compares_with_old = compares_with == "train" or self.use_tis
@@ -242,6 +272,7 @@ class LossConfig(
         compares_with_cur_alone = all(name == "opsm_function" for name in hooks)
         return (
             compares_with == "rollout"
+            or self.score_centering_topk > 0
             or (self.use_tis and not compares_with_cur_alone)
             or (self.train_log_probs == "rollout" and compares_with_old)
         )
@@ -257,6 +288,7 @@ class LossConfig(
             "--train-log-probs approximate": old == "approximate",
             "--unbiased-kl-against rollout": self.unbiased_kl_against == "rollout",
             "--get-mismatch-metrics": self.get_mismatch_metrics,
+            "--score-centering-topk": self.score_centering_topk > 0,
         }
         return [name for name, needed in wanted.items() if needed]
 
@@ -268,6 +300,15 @@ class LossConfig(
                 f"{', '.join(needing)} needs rollout_log_probs and the batch has none; make the "
                 "engine return the log-prob of every sampled token, or turn the feature off"
             )
+
+    def require_head(self, columns: Container[str]) -> None:
+        """Fail at once where a batch lacks the likeliest ids that score centering needs."""
+        names = ("rollout_topk_token_ids", "rollout_topk_log_probs")
+        expect(
+            not self.score_centering_topk or all(name in columns for name in names),
+            f"--score-centering-topk is {self.score_centering_topk} and the batch lacks "
+            f"{' or '.join(names)}; make the engine report its likeliest ids, or set it to 0",
+        )
 
     def require_teacher(self, columns: Container[str]) -> None:
         """Fail at once where a batch lacks what distillation needs of the teacher."""
@@ -306,6 +347,43 @@ class LossConfig(
                     "--allow-biased-correction"
                 )
             warnings.warn(message, stacklevel=2)
+
+    def _check_score_centering(self) -> None:
+        topk, loss = self.score_centering_topk, self.policy_loss
+        if not topk:
+            return
+        option, reason = f"--score-centering-topk {topk}", self.loss_traits.not_centered
+        if reason is None and loss not in POLICY_LOSS_TRAITS:
+            separable = getattr(load_function(loss), "token_separable", False)
+            reason = None if separable else "is not declared @token_separable"
+        expect(
+            reason is None,
+            f"{option} with --policy-loss {loss}, which {reason}: the weight of a token that was "
+            "not sampled is not known; use reinforce, ppo, icepop or dppo_tv, for example",
+        )
+        expect(
+            self.distill_topk is None,
+            f"{option} with --distill-topk {self.distill_topk}: log-probs are computed of one set "
+            "of ids per token, the sampler's or the teacher's; drop one of the two",
+        )
+        expect(
+            self.train_log_probs != "approximate",
+            f"{option} with --train-log-probs approximate: the interpolated policy is not known "
+            "for tokens that were not sampled; use recompute or rollout",
+        )
+        if not self.use_tis:
+            return
+        foreign = [
+            path
+            for path in self.hook_names()
+            if not is_built_in(path) and not hasattr(load_function(path), "weigh")
+        ]
+        expect(
+            not foreign,
+            f"{option} with the correction {', '.join(foreign)}, which cannot be asked for the "
+            "weight of a token that was not sampled; write it as a function of tokens "
+            "(@correction, docs/hooks.md), or use built-in ones",
+        )
 
     def _check_reduction(self) -> None:
         expect(

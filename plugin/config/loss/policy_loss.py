@@ -21,29 +21,35 @@ class PolicyLossTraits:
     compares_with: the policy whose ratio with the current one its gradient carries: exp(cur -
         train), exp(cur - rollout), or None where it carries no ratio
     per_token: whether one global token count is its default denominator
+    not_centered: why --score-centering-topk cannot center its score, where it cannot
     """
 
     compares_with: Literal["train", "rollout"] | None = "train"
     per_token: bool = False
+    not_centered: str | None = None
 
+
+_OF_SEQUENCES = "weights a token by its whole sequence"
 
 #: The built-in losses; their functions are in `plugin.loss.policy_losses`.
 POLICY_LOSS_TRAITS: dict[str, PolicyLossTraits] = {
     "ppo": PolicyLossTraits("train"),
     "reinforce": PolicyLossTraits(None),
     "cispo": PolicyLossTraits("train"),
-    "gspo": PolicyLossTraits("train"),
+    "gspo": PolicyLossTraits("train", not_centered=_OF_SEQUENCES),
     "icepop": PolicyLossTraits("rollout", per_token=True),
     "dppo_tv": PolicyLossTraits("rollout", per_token=True),
     "dppo": PolicyLossTraits("rollout", per_token=True),
-    "ipo_kl": PolicyLossTraits("rollout", per_token=True),
+    "ipo_kl": PolicyLossTraits(
+        "rollout", per_token=True, not_centered="mixes a penalty into the loss that A multiplies"
+    ),
     "sapo": PolicyLossTraits("train"),
     "dppo_kl": PolicyLossTraits("rollout", per_token=True),
-    "vespo": PolicyLossTraits("rollout", per_token=True),
-    "topr": PolicyLossTraits("rollout", per_token=True),
+    "vespo": PolicyLossTraits("rollout", per_token=True, not_centered=_OF_SEQUENCES),
+    "topr": PolicyLossTraits("rollout", per_token=True, not_centered=_OF_SEQUENCES),
     "dro": PolicyLossTraits("rollout", per_token=True),
-    "minpro": PolicyLossTraits("rollout", per_token=True),
-    "gmpo": PolicyLossTraits("train"),
+    "minpro": PolicyLossTraits("rollout", per_token=True, not_centered=_OF_SEQUENCES),
+    "gmpo": PolicyLossTraits("train", not_centered=_OF_SEQUENCES),
     "ipo_tv": PolicyLossTraits("rollout", per_token=True),
 }
 

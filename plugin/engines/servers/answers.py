@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from plugin.batch_types import SamplerHead
 from plugin.engines.expert_routes import RouteShape, complete_routes
 from plugin.engines.protocol import FinishReason, SamplingParameters
 from plugin.engines.servers.calls import MalformedAnswer
@@ -106,6 +107,40 @@ def kept_rows(value: Any, tokens: Tensor, vocab_size: int) -> Ragged:
             )
         rows.append(torch.tensor(sorted(row) if len(row) < vocab_size else [], dtype=torch.int32))
     return Ragged.of(rows)
+
+
+def sampler_head(value: Any, length: int, k: int, vocab_size: int) -> SamplerHead:
+    """The k likeliest ids of each of `length` tokens, from a list of pairs (id, log-prob) for each.
+
+    The sampled token may be there besides; what truncation left out has minus infinity.
+    """
+    if not isinstance(value, list) or len(value) != length:
+        found = f"{len(value)} rows of" if isinstance(value, list) else "no"
+        raise MalformedAnswer(f"the answer has {found} likeliest ids for {length} tokens")
+    ids, numbers = [], []
+    for position, row in enumerate(value):
+        if not all(type(id) is int and 0 <= id < vocab_size for id, _ in row) or not all(
+            type(number) in (int, float) and number <= 1e-3 for _, number in row
+        ):
+            raise MalformedAnswer(
+                f"likeliest ids {shown(row)} at token {position} are no log-probs of {vocab_size} "
+                "ids"
+            )
+        if len(dict(row)) < min(k, vocab_size):
+            raise MalformedAnswer(
+                f"{len(row)} likeliest ids came back for token {position} where {k} were asked "
+                "for; raise what the server allows (vLLM: --max-logprobs)"
+            )
+        best = sorted(dict(row).items(), key=lambda pair: -pair[1])[:k]
+        best = [pair for pair in best if pair[1] > _VLLM_MINUS_INFINITY]
+        if not best:
+            raise MalformedAnswer(f"no likeliest id of token {position} has a probability")
+        ids.append([id for id, _ in best] + [-1] * (k - len(best)))
+        numbers.append([min(number, 0.0) for _, number in best] + [0.0] * (k - len(best)))
+    return SamplerHead(
+        torch.tensor(ids, dtype=torch.int32).view(-1, k),
+        torch.tensor(numbers, dtype=torch.float32).view(-1, k),
+    )
 
 
 def finish_reason(

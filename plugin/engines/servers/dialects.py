@@ -16,6 +16,7 @@ from plugin.engines.servers.answers import (
     log_probs,
     routes_of_int32,
     routes_of_npy,
+    sampler_head,
     shown,
     token_ids,
 )
@@ -76,7 +77,7 @@ class VllmDialect:
             "stream": False,
         }
         if parameters.log_probs:
-            payload["logprobs"] = 0
+            payload["logprobs"] = parameters.head
         return ServerCall("/v1/completions", payload)
 
     def parse(
@@ -96,7 +97,11 @@ class VllmDialect:
             routes = routes_of_npy(choice.get("routed_experts"), length, self.shape.routes)
         if parameters.log_probs:
             values = log_probs(_token_logprobs(choice), tokens.numel())
-        return Generation(tokens, finished, version, values, routes)
+        head = None
+        if parameters.head:
+            rows = _vllm_top_logprobs(choice)
+            head = sampler_head(rows, tokens.numel(), parameters.head, self.shape.vocab_size)
+        return Generation(tokens, finished, version, values, routes, head=head)
 
     def weight_update(self, directory: str, label: str, *, abort: bool) -> list[ServerCall]:
         """The calls after which the server has the weights in `directory` and says so.
@@ -178,6 +183,8 @@ class SglangDialect:
         }
         if parameters.sampling_mask:
             payload["return_sampling_mask"] = True
+        if parameters.head:
+            payload["top_logprobs_num"] = parameters.head
         return ServerCall("/generate", payload)
 
     def parse(
@@ -205,7 +212,11 @@ class SglangDialect:
             # Those above are of the distribution before truncation, these of the sampled one.
             if parameters.log_probs:
                 values = log_probs(meta.get("output_token_sampling_logprobs"), tokens.numel())
-        return Generation(tokens, finished, version, values, routes, kept)
+        head = None
+        if parameters.head:
+            rows = _sglang_top_logprobs(meta)
+            head = sampler_head(rows, tokens.numel(), parameters.head, self.shape.vocab_size)
+        return Generation(tokens, finished, version, values, routes, kept, head=head)
 
     def weight_update(self, directory: str, label: str, *, abort: bool) -> list[ServerCall]:
         payload = {
@@ -293,6 +304,33 @@ def _only(choices: Any) -> Any:
 def _token_logprobs(choice: Any) -> Any:
     found = choice.get("logprobs")
     return found.get("token_logprobs") if isinstance(found, dict) else None
+
+
+def _vllm_top_logprobs(choice: Any) -> Any:
+    """A list of pairs (id, log-prob) for each token, from mappings of "token_id:<id>"."""
+    found = choice.get("logprobs")
+    rows = found.get("top_logprobs") if isinstance(found, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise MalformedAnswer("the answer has no likeliest ids")
+    prefix = "token_id:"
+    labels = [name for row in rows for name in row]
+    wrong = [name for name in labels if not name.removeprefix(prefix).isdecimal()]
+    if wrong:
+        raise MalformedAnswer(f"likeliest id {shown(wrong[0])}; expected {prefix}<id>")
+    return [
+        [(int(name.removeprefix(prefix)), number) for name, number in row.items()] for row in rows
+    ]
+
+
+def _sglang_top_logprobs(meta: Any) -> Any:
+    """The same from lists of (log-prob, id, text)."""
+    rows = meta.get("output_top_logprobs")
+    if not isinstance(rows, list) or not all(
+        isinstance(row, list) and all(isinstance(one, list) and len(one) >= 2 for one in row)
+        for row in rows
+    ):
+        raise MalformedAnswer("the answer has no likeliest ids")
+    return [[(one[1], one[0]) for one in row] for row in rows]
 
 
 def _sglang_log_probs(meta: Any, tokens: list[int]) -> list[Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from plugin.batch_types import SamplerHead
 from plugin.engines.expert_routes import continued_routes
 from plugin.engines.protocol import (
     Answer,
@@ -257,6 +258,7 @@ def _joined(pieces: Sequence[Generation]) -> Generation:
             routes = continued_routes(routes, piece.routed_experts)
     log_probs = [piece.log_probs for piece in pieces if piece.log_probs is not None]
     kept = [piece.sampling_mask for piece in pieces if piece.sampling_mask is not None]
+    heads = [piece.head for piece in pieces if piece.head is not None]
     return Generation(
         tokens=torch.cat([piece.tokens for piece in pieces]),
         finish_reason=pieces[-1].finish_reason,
@@ -264,4 +266,5 @@ def _joined(pieces: Sequence[Generation]) -> Generation:
         log_probs=torch.cat(log_probs) if log_probs else None,
         routed_experts=routes,
         sampling_mask=Ragged.concatenated(kept) if kept else None,
+        head=SamplerHead.joined(heads) if heads else None,
     )

@@ -111,6 +111,7 @@ def vllm_command(config: JobConfig, model: str, port: int, max_model_len: int) -
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": config.score_centering_topk or None,
         "max_model_len": max_model_len,
         "max_num_seqs": max_batch,
         "enable_return_routed_experts": config.wants_rollout_routes,

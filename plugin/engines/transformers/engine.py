@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plugin.batch_types import SamplerHead
 from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
@@ -275,11 +276,13 @@ class TransformersEngine(GeneratesBySteps):
         return self._table.close(ended)
 
     def _draw(self, slots: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [n] of `slots` [n] and their log-probs [n]; records the ids that were kept."""
+        """Tokens [n] of `slots` [n] and their log-probs [n]; records kept and likeliest ids."""
         parameters = self._table.parameters
         distribution = sampling_log_probs(logits, parameters)
         if parameters.sampling_mask:
             self._table.add_kept_ids(slots, kept_ids(distribution))
+        if parameters.head:
+            self._table.add_head(slots, SamplerHead.of(distribution, parameters.head))
         return draw(distribution, self._table.uniforms(slots).to(self._device))
 
     def _forward(

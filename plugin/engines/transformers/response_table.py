@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plugin.batch_types import route_dtype
+from plugin.batch_types import SamplerHead, route_dtype
 from plugin.engines.protocol import (
     Finished,
     FinishReason,
@@ -108,6 +108,10 @@ class ResponseTable:
         self._tokens = torch.empty(slots, length, dtype=torch.int64)
         self._log_probs = torch.empty(slots, length)
         self._versions = torch.empty(slots, length, dtype=torch.int64)
+        self._head = SamplerHead(
+            torch.empty(slots, length, parameters.head, dtype=torch.int32),
+            torch.empty(slots, length, parameters.head),
+        )
         self._lengths = torch.zeros(slots, dtype=torch.int64)
         self._stopped = torch.zeros(slots, dtype=torch.bool)
         self._stop_tokens = torch.tensor(parameters.stop_token_ids, dtype=torch.int64)
@@ -173,6 +177,11 @@ class ResponseTable:
         for slot, ids in zip(slots.tolist(), kept, strict=True):
             self._owners[slot].kept.append(ids)
 
+    def add_head(self, slots: Tensor, head: SamplerHead) -> None:
+        """The likeliest ids of the tokens about to be added to `slots`."""
+        for column, values in zip(self._head, head, strict=True):
+            column[slots, self._lengths[slots]] = values.to(column)
+
     def close(self, slots: Tensor) -> list[Finished]:
         """The finished responses in `slots`, which are free again."""
         if not len(slots):
@@ -180,9 +189,8 @@ class ResponseTable:
         lengths = self._lengths[slots]
         longest = int(lengths.max())
         # One copy for all: a slot is written to again.
-        columns = [
-            column[slots, :longest] for column in (self._tokens, self._versions, self._log_probs)
-        ]
+        tables = (self._tokens, self._versions, self._log_probs, *self._head)
+        columns = [column[slots, :longest] for column in tables]
         rows = zip(
             slots.tolist(),
             lengths.tolist(),
@@ -200,6 +208,7 @@ class ResponseTable:
         tokens: Tensor,
         versions: Tensor,
         log_probs: Tensor,
+        *head: Tensor,
     ) -> Finished:
         owner = self._owners.pop(slot)
         self._free.append(slot)
@@ -215,5 +224,6 @@ class ResponseTable:
             routed_experts=experts,
             routed_weights=weights if parameters.routed_weights else None,
             sampling_mask=Ragged.of(owner.kept) if parameters.sampling_mask else None,
+            head=SamplerHead(*head).first(length) if parameters.head else None,
         )
         return Finished(owner.ticket, owner.place, generation)

@@ -30,7 +30,7 @@ from plugin.engines.protocol import (
     SamplingParameters,
 )
 from plugin.engines.response_stream import GeneratesBySteps
-from plugin.engines.servers.answers import kept_rows
+from plugin.engines.servers.answers import kept_rows, sampler_head
 from plugin.engines.servers.calls import MalformedAnswer
 from plugin.engines.transformers.weight_loader import weight_ledger
 from plugin.engines.vllm.startup import (
@@ -87,6 +87,8 @@ class VllmEngine(GeneratesBySteps):
             further["enable_return_routed_experts"] = True
         if config.replays_sampling_mask:
             further["return_sampling_mask"] = True
+        if config.score_centering_topk:
+            further["max_logprobs"] = config.score_centering_topk
         if self._adapters is not None:
             further |= self._adapters.start_options()
         self._awake: set[EnginePart] = {"weights", "cache"}
@@ -266,7 +268,7 @@ class VllmEngine(GeneratesBySteps):
             stop_token_ids=list(parameters.stop_token_ids),
             # Only the task's stop tokens end a response.
             ignore_eos=True,
-            logprobs=0 if parameters.log_probs else None,
+            logprobs=parameters.head if parameters.log_probs else None,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -284,6 +286,13 @@ class VllmEngine(GeneratesBySteps):
             log_probs = torch.tensor([position[token].logprob for token, position in pairs])
             if not bool(log_probs.isfinite().all()):
                 return GenerationFailure("vLLM reported a log-prob that is not finite")
+        head = None
+        if parameters.head and completion.logprobs is not None:
+            likeliest = [[(id, one.logprob) for id, one in p.items()] for p in completion.logprobs]
+            try:
+                head = sampler_head(likeliest, tokens.numel(), parameters.head, self._vocab_size)
+            except MalformedAnswer as error:
+                return GenerationFailure(f"vLLM: {error}")
         if parameters.routed_experts and completion.routed_experts is not None:
             length = len(request.prompt) + tokens.numel()
             found = torch.as_tensor(completion.routed_experts)
@@ -301,6 +310,7 @@ class VllmEngine(GeneratesBySteps):
             log_probs=log_probs,
             routed_experts=routes,
             sampling_mask=kept,
+            head=head,
         )
 
     def _versions(self, completion: Any) -> int | Tensor:

@@ -52,6 +52,11 @@ class RowNormalizer(NamedTuple):
         entropy = None if self.entropy is None else self.entropy[rows]
         return RowNormalizer(self.maximum[rows], self.sum_exp[rows], entropy)
 
+    def where(self, rows: torch.Tensor, other: RowNormalizer) -> RowNormalizer:
+        """These numbers of `rows` (bool `[T]`) and those of `other` elsewhere, without entropy."""
+        maximum = torch.where(rows, self.maximum, other.maximum)
+        return RowNormalizer(maximum, torch.where(rows, self.sum_exp, other.sum_exp), None)
+
 
 class RowKernels(Protocol):
     """One implementation of the two passes over row-contiguous logits `[T, V/tp]`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from plugin.loss.interfaces import LossInputs, LossOutputs
 from plugin.loss.normalization import token_weights
 from plugin.loss.objective import compute_loss
 from plugin.loss.partial_objective import differs, losses_of_part
+from plugin.loss.score_centering import RolloutHead
 from plugin.megatron_backend.parallel_groups import ParallelGroups, loss_context
 from plugin.megatron_backend.step.loss_scaling import LossScale
 from plugin.megatron_backend.step.output_head import response_log_probs
@@ -59,10 +60,13 @@ class TrainingLoss:
         output: logits [B, S_local, V/tp], or with `head_weight` [V/tp, H] hidden states [B,
             S_local, H]
         """
-        support = None
-        if self.config.distill_topk is not None:
-            with self.errors.collecting():
+        support: TeacherSupport | None = None
+        head: RolloutHead | None = None
+        with self.errors.collecting():
+            if self.config.distill_topk is not None:
                 support = TeacherSupport.of(microbatch.columns, microbatch.inputs.shards)
+            head = RolloutHead.of(self.config, microbatch.columns, microbatch.inputs.shards)
+        likeliest = support or head
         cur, entropy, of_ids = response_log_probs(
             self.config,
             output,
@@ -71,15 +75,17 @@ class TrainingLoss:
             self.groups,
             microbatch.loss_rows,
             kept=microbatch.kept,
-            ids=None if support is None else support.ids,
+            ids=None if likeliest is None else likeliest.ids,
         )
         failed = MicrobatchLoss(cur[:0].sum(), cur.detach())
         with self._collecting():
             known = KnownTokens.of(self.config, microbatch.columns, microbatch.inputs.shards)
-            distill_kl = None
+            further: dict[str, Any] = {}
             if support is not None and of_ids is not None:
-                distill_kl = topk_reverse_kl(of_ids, support.log_probs, known.mask)
-            inputs = known.at_policy(self.config, cur, entropy, distill_kl=distill_kl)
+                further["distill_kl"] = topk_reverse_kl(of_ids, support.log_probs, known.mask)
+            if head is not None and of_ids is not None:
+                further["head"] = head.at_policy(of_ids, known.mask)
+            inputs = known.at_policy(self.config, cur, entropy, **further)
             outputs = compute_loss(self.config, inputs, with_weights=True)
             loss, tokens = self._reduce(
                 microbatch, inputs, outputs, self._weights(known, microbatch)

@@ -113,6 +113,7 @@ def response_log_probs(
         "entropy_grad": with_entropy and config.entropy_coef != 0,
         "kept": kept,
         "entropy_of": config.entropy_of,
+        "ids_of": config.ids_of,
     }
     if head_weight is None:
         options["inplace_grad"] = config.inplace_logits_grad

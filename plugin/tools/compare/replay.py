@@ -51,6 +51,7 @@ NEUTRAL = {
     "adv_tau": 1.0,
     "teacher_tau": 0.0,
     "distill_topk": None,
+    "score_centering_topk": 0,
     "validate_batch": "never",
     "use_kl_loss": False,
     "kl_loss_coef": 0.0,

@@ -29,6 +29,7 @@ from plugin.megatron_backend.step.token_budget import token_budget, tokens_in
 from plugin.ragged import Integers, Ragged
 from plugin.tools.plan.estimates import Gpu
 from plugin.tools.plan.meta_kernels import even_routes
+from plugin.vocabulary_ids import HEAD_IDS, HEAD_LOG_PROBS, TOPK_IDS, TOPK_LOG_PROBS
 
 _DEFAULT_SIGMA = 0.8
 #: Of an optimizer step; each is placed, as the driver would.
@@ -259,12 +260,14 @@ def full_share(
     names += ["teacher_log_probs"] if config.teacher_tau else []
     for name in names:
         columns[name] = Ragged(torch.full((answers,), -1.0), responses)
-    if k := config.distill_topk:
-        ids = torch.arange(answers * k, dtype=torch.int32).view(answers, k) % hf_config.vocab_size
-        columns["teacher_topk_ids"] = Ragged(ids, responses)
-        columns["teacher_topk_log_probs"] = Ragged(
-            torch.full((answers, k), -math.log(2 * k)), responses
-        )
+    for k, ids_name, log_probs_name in (
+        (config.distill_topk, TOPK_IDS, TOPK_LOG_PROBS),
+        (config.score_centering_topk, HEAD_IDS, HEAD_LOG_PROBS),
+    ):
+        if k:
+            ids = torch.arange(answers * k, dtype=torch.int32).view(answers, k)
+            columns[ids_name] = Ragged(ids % hf_config.vocab_size, responses)
+            columns[log_probs_name] = Ragged(torch.full((answers, k), -math.log(2 * k)), responses)
     if route_layers is not None and config.use_rollout_routing_replay:
         model = family_of(hf_config).transformer_arguments(hf_config)
         experts, topk = model["num_moe_experts"], model["moe_router_topk"]

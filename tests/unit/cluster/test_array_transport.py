@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugin.batch_types import FIELDS, Microbatch, RolloutBatch, RolloutSample
+from plugin.batch_types import FIELDS, Microbatch, RolloutBatch, RolloutSample, SamplerHead
 from plugin.cluster.array_transport import (
     BULK,
     apart,
@@ -43,6 +43,9 @@ def full_batch() -> RolloutBatch:
             routed_weights=torch.rand(total, 3, 2) + 0.1,
             # Of the last token, which is total - 1; the others were drawn from everything.
             sampling_mask=Ragged(torch.arange(total).int(), [0] * (response - 1) + [total]),
+            head=SamplerHead(
+                torch.tensor([[3, 1, -1]] * response).int(), torch.full((response, 3), -1.5)
+            ),
         )
         for number, (total, response) in enumerate([(5, 3), (4, 1)])
     ]
@@ -181,6 +184,9 @@ def routed_answer(first: int) -> Rollouts:
             routed_experts=torch.full((total, 6, 1), number, dtype=torch.int8)
             + torch.arange(6, dtype=torch.int8)[:, None],
             sampling_mask=Ragged(torch.tensor([number, number, 99]), [1, 2]),
+            head=SamplerHead(
+                torch.tensor([[number, -1], [99, number]]).int(), torch.full((2, 2), -1.0)
+            ),
         )
 
     samples = iter(range(first, first + 7))

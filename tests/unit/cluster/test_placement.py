@@ -218,3 +218,29 @@ def test_one_machine_is_not_starved_by_reward_workers() -> None:
     check_machine(config, cores=8, gpus=0)
     with pytest.raises(ConfigError, match=r"40: processes on 2 CPU cores, and more than 16"):
         check_machine(config, cores=2, gpus=0)
+
+
+def test_cpus_are_left_where_neither_ranks_nor_engines_nor_others_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+    import ray._private.state
+
+    nodes = [
+        {"NodeID": "a", "Alive": True, "Resources": {"CPU": 8.0}},
+        {"NodeID": "b", "Alive": True, "Resources": {"CPU": 6.0}},
+        {"NodeID": "c", "Alive": False, "Resources": {"CPU": 9.0}},
+    ]
+    places: dict[str, dict[str, Any]] = {
+        "trainer": {"bundles": {0: {"CPU": 2.0}}, "bundles_to_node_id": {0: "a"}},
+        "first": {"bundles": {0: {"CPU": 1.0}}, "bundles_to_node_id": {0: "b"}},
+        "without a node": {"bundles": {0: {"CPU": 1.0}}, "bundles_to_node_id": {0: ""}},
+    }
+    free = {"a": {"CPU": 5.0}, "b": {"CPU": 6.0}}
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray.util, "placement_group_table", places.__getitem__)
+    monkeypatch.setattr(ray._private.state, "available_resources_per_node", lambda: free)
+    reservation = Reservation("trainer", ["first", "without a node"], [0])
+    assert reservation.cpus_left(by_others=False) == {"a": 6.0, "b": 5.0}
+    # Another job has one of a; that b has 6 free was true before the reservation.
+    assert reservation.cpus_left(by_others=True) == {"a": 5.0, "b": 5.0}

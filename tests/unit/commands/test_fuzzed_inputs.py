@@ -68,6 +68,15 @@ def test_a_config_of_gigabytes_is_not_read(tmp_path: Path) -> None:
     assert "more than 64 MB" in refusal(tmp_path / "config.yaml")
 
 
+def test_samples_that_cannot_be_read_are_not_said_to_be_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "samples.jsonl").write_text('{"step": 1\n')
+    assert main(["samples", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "samples.jsonl: line 1 is skipped: not JSON" in line
+
+
 def test_a_line_of_terabytes_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,3 +91,48 @@ def test_flags_of_the_mask_do_nothing_without_truncation() -> None:
         with pytest.raises(ConfigError, match="would do nothing"):
             JobConfig.from_sources(flag)
     JobConfig.from_sources({"rollout_top_p": 0.9, "entropy_of": "kept"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"rollout_top_p": 0.9, "use_rollout_sampling_mask": "off", "policy_loss": "reinforce"},
+            "whose kept ids are not replayed",
+        ),
+        (
+            {"rollout_top_k": 20, "rollout_engine": "sglang", "policy_loss": "icepop"},
+            "SGLang, which reports the log-probs of its likeliest ids before truncation",
+        ),
+        ({"num_updates_per_rollout": 2}, "2 updates per rollout and --policy-loss ppo: after the first"),
+        (
+            {"num_updates_per_rollout": 2, "policy_loss": "reinforce", "use_tis": True},
+            "2 updates per rollout and plugin.ppo_utils.vanilla_tis_function",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_score_centering_is_refused_where_the_weight_of_other_ids_is_not_known(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        JobConfig(score_centering_topk=4, **settings)
+    JobConfig(**settings, allow_biased_correction="rollout_top_p" in settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy_loss": "icepop"},
+        {"policy_loss": "ppo", "train_log_probs": "rollout"},
+        {
+            "policy_loss": "reinforce",
+            "use_tis": True,
+            "custom_tis_function_path": "plugin.ppo_utils.veto_function,plugin.ppo_utils.off_policy_is_function",
+        },
+    ],
+)
+def test_score_centering_goes_with_several_updates_where_nothing_is_of_the_old_policy(
+    settings: dict[str, Any],
+) -> None:
+    JobConfig(score_centering_topk=4, num_updates_per_rollout=2, **settings)

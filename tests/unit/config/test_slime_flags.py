@@ -44,14 +44,14 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
     "opsm_delta": {"opsm_delta": 100.0, "use_opsm": True},
     "rollout_temperature": {"rollout_temperature": 2.0},
 }  # fmt: skip
-#: Honored with fields of the batch: tests/unit/loss/test_sampling_mask_replay.py.
-WITH_FIELDS = {"rollout_top_p"}
+#: Honored with fields of the batch: test_sampling_mask_replay.py and test_score_centering.py in tests/unit/loss.
+WITH_FIELDS = {"rollout_top_p", "use_score_centering"}
 OBSERVING = {"get_mismatch_metrics", "recompute_loss_function"}
 BAD_VALUES = {
     "allgather_cp": True,
     "qkv_format": "bshd",
-    "use_score_centering": True,
     "custom_pg_loss_reducer_function_path": "own.reducer",
+    "skip_actor_forward_only": True,
     "true_on_policy_mode": True,
 }
 
@@ -242,7 +242,7 @@ def test_low_var_kl_is_not_bounded_before_its_weight() -> None:
         (["--use_tiss"], "did you mean --use-tis?"),
         (["--eps-clip-hihg=0.28"], "did you mean --eps-clip-high?"),
         (["--qkv-format", "bshd"], "--qkv-format is bshd: "),
-        (["--use-score-centering"], "--use-score-centering is True: "),
+        (["--skip-actor-forward-only"], "--skip-actor-forward-only is True: "),
     ],
 )
 def test_the_check_of_slimes_flags_does_not_pass_over(
@@ -255,4 +255,5 @@ def test_the_check_of_slimes_flags_does_not_pass_over(
 def test_the_check_of_slimes_flags_does_not_refuse_their_other_flags() -> None:
     others = ["--rollout-stop", "x", "--custom-generate-function-path", "a.b", "--lr", "1e-6"]
     others += ["--disable-grpo-std-normalization", "--use-opsm", "--rollout-top-k", "20"]
+    others += ["--use-score-centering"]
     assert check_flags(others) == 0

@@ -130,6 +130,20 @@ def test_a_directory_whose_holder_is_dying_is_waited_for(
         assert file.closed
 
 
+def test_a_lock_that_is_a_link_or_a_pipe_is_refused_and_nothing_is_overwritten(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "notes.txt").write_text("precious")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link/lock").symlink_to(tmp_path / "notes.txt")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe/lock")
+    for name in ("link", "pipe"):
+        with pytest.raises(ConfigError, match="--run-dir"):
+            lock_directory(tmp_path / name, "--run-dir").close()
+    assert (tmp_path / "notes.txt").read_text() == "precious"
+
+
 def test_the_lock_of_a_killed_driver_is_no_obstacle(tmp_path: Path) -> None:
     holder = subprocess.Popen(
         [

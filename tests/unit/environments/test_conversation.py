@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plugin.batch_types import SamplerHead
 from plugin.engines.protocol import Generation
 from plugin.environments.conversation import ChatRenderer
 from plugin.environments.environment_protocol import Step
@@ -128,6 +129,23 @@ def test_a_reply_that_survives_a_compaction_keeps_its_thinking_in_the_new_prompt
     assert f"<|end|>\n<|turn|>assistant\n{expected}" in text_of(kept.samples[-1])
     assert "thinking hard" not in text_of(stripped.samples[-1])
     assert len(kept.samples) == 2
+
+
+def test_the_likeliest_ids_stay_with_their_tokens_and_tool_text_has_none() -> None:
+    def reply(turn: int, _: int) -> Generation:
+        tokens = [*encode(["one", "two"][turn]), *STOP]
+        ids = torch.tensor([[token, 50 + turn] for token in tokens], dtype=torch.int32)
+        head = SamplerHead(ids, torch.tensor([[-0.1, -3.0]] * len(tokens)))
+        return Generation(torch.tensor(tokens), "stop", 1, -torch.ones(len(tokens)), head=head)
+
+    trajectory, _ = play("plain", ScriptedEngine(reply), [tool()])
+    (sample,) = trajectory.samples
+    assert sample.head is not None and len(sample.head.ids) == sample.response_length
+    response = sample.tokens[-sample.response_length :]
+    own = sample.loss_mask != 0
+    assert bool((~own).any()) and torch.equal(sample.head.ids[own, 0].long(), response[own])
+    assert sample.head.ids[own, 1].unique().tolist() == [50, 51]
+    assert bool((sample.head.ids[~own] == -1).all())
 
 
 def test_thinking_in_a_field_of_its_own_is_kept_too() -> None:

@@ -13,6 +13,7 @@ from plugin.errors import BatchError
 from plugin.logprobs.fused_lm_head import fused_log_probs_of_ids
 from plugin.logprobs.row_ids import fused_top_ids, top_ids
 from plugin.logprobs.vocab_parallel import log_probs_of_ids
+from plugin.ragged import Ragged
 
 ROWS, VOCAB, K, HIDDEN, TEMPERATURE = 6, 13, 4, 8, 0.7
 Head = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -125,6 +126,36 @@ def test_a_row_without_gradient_gets_exactly_0_whatever_it_holds(name: str) -> N
     assert logits.grad is not None
     assert not logits.grad[2].any() and bool(logits.grad.isfinite().all())
     assert not of_hidden[2].any() or "fused" not in name
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_ids_of_a_truncated_distribution_are_those_of_autograd(name: str) -> None:
+    p = problem()
+    kept = [torch.cat([p["ids"][row], p["tokens"][row, None]]).unique() for row in range(ROWS)]
+    kept[3], kept[4] = kept[3][:0], torch.arange(VOCAB)  # both: the whole vocabulary
+    p["ids"][5, 2:] = -1  # a head with free places
+    p["of_ids"][5, 2:] = 0.0
+    drop = torch.ones(ROWS, VOCAB, dtype=torch.bool)
+    for row, ids in enumerate(kept):
+        drop[row, ids if len(ids) else slice(None)] = False
+
+    def plain_kept(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = hidden @ weight.t() / TEMPERATURE
+        log_probs = torch.log_softmax(logits.masked_fill(drop, -torch.inf), -1)
+        full = torch.log_softmax(logits, -1)
+        of_ids = log_probs.gather(1, p["ids"].clamp(min=0))
+        return (
+            log_probs.gather(1, p["tokens"][:, None])[:, 0],
+            -(full.exp() * full).sum(1),
+            of_ids.masked_fill(p["ids"] < 0, 0.0),
+        )
+
+    options = {**HEADS[name], "kept": Ragged.of(kept), "ids_of": "kept"}
+    expected = results(p, plain_kept, torch.float64)
+    found = results(p, ours(p, **options), torch.float32)
+    found[2] = found[2].masked_fill(p["ids"] < 0, 0.0)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_ids_of_another_number_of_rows_are_refused() -> None:

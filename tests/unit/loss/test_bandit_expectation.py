@@ -15,6 +15,7 @@ from torch import Tensor
 
 from plugin.config import LossConfig
 from plugin.loss import POLICY_LOSSES, policy_loss_function
+from plugin.vocabulary_ids import SamplerHead
 
 CUR = torch.tensor([0.5, -0.3, 0.2, -0.6])
 TRAIN = torch.tensor([0.1, 0.4, -0.2, 0.3])
@@ -64,6 +65,10 @@ def expected_gradient(cur: Tensor, train: Tensor, rollout: Tensor, **flags: Any)
         "log_probs": list(train.log_softmax(-1).split(1)),
         "rollout_log_probs": list(rollout.log_softmax(-1).split(1)),
     }
+    if topk := flags.get("score_centering_topk"):
+        head = SamplerHead.of(rollout.log_softmax(-1)[None], topk)
+        batch["rollout_topk_token_ids"] = [head.ids for _ in actions]
+        batch["rollout_topk_log_probs"] = [head.log_probs for _ in actions]
     probabilities = rollout.softmax(-1)
     config = LossConfig(**{**UNBOUNDED, **flags})
     loss, _ = policy_loss_function(config, batch, logits, lambda x: (x * probabilities).sum())
@@ -137,6 +142,23 @@ def expected_of(coefficients: Tensor) -> Tensor:
     policy, rollout = CUR.double().softmax(-1), ROLLOUT.double().softmax(-1)
     weighted = rollout * coefficients.double()
     return weighted - policy * weighted.sum()
+
+
+def test_score_centering_leaves_the_covariance_under_the_sampler() -> None:
+    # sum_a q(a) (A(a) - E_q[A]) grad log p(a): no drift, and still not the gradient under p
+    a, q = ADVANTAGES.double(), ROLLOUT.double().softmax(-1)
+    gradient = expected_gradient(
+        CUR, TRAIN, ROLLOUT, policy_loss="reinforce", score_centering_topk=4
+    )
+    torch.testing.assert_close(gradient, expected_of(a - (q * a).sum()), rtol=1e-4, atol=1e-6)
+    assert relative_error(gradient) > 0.05
+    # With a weight that is not cut off nothing is left to center.
+    centered = {
+        "policy_loss": "reinforce",
+        "score_centering_topk": 2,
+        **correction("off_policy_is_function"),
+    }
+    assert relative_error(expected_gradient(CUR, TRAIN, ROLLOUT, **centered)) < 1e-5
 
 
 def test_biased_losses_are_biased_exactly_as_their_formula_says() -> None:

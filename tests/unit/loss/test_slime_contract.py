@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 
 from plugin import ppo_utils
+from plugin.adapters.slime import chain
 from plugin.config import other_frameworks
 from plugin.config.other_frameworks import loss_config_of
-from plugin.errors import BatchError, ConfigError
+from plugin.errors import BatchError, ConfigError, HookLoadError
 from plugin.loss import load_function, policy_loss_function
 from plugin.ppo_utils import ParallelContext, corrections, use_parallel_context
 from tests.unit.loss.sample_batches import random_batch
@@ -341,3 +343,35 @@ def test_a_denominator_over_all_samples_of_a_rollout_is_the_callers() -> None:
     loss, _ = policy_loss_function(slime_namespace(), batch, logits, reduce)
     cur = log_probs_by_hand(batch, logits)
     torch.testing.assert_close(loss, reduce(surrogate_by_hand("ppo", batch, cur)))
+
+
+def test_a_chain_that_slimes_loader_can_find_is_ours_of_the_same_list(tmp_path: Path) -> None:
+    # slime: module, _, name = path.rpartition("."); getattr(import_module(module), name)
+    own = tmp_path / "own_mask.py"
+    own.write_text(
+        "def halve(args, *, pg_loss, loss_masks, **_):\n"
+        "    return 0.5 * pg_loss, loss_masks, {'tis': 0 * pg_loss.detach()}\n"
+    )
+    paths = f"plugin.ppo_utils.rejection_function,plugin.ppo_utils.vanilla_tis_function,{own}:halve"
+    batch, _ = random_batch(MASKS)
+    call: dict[str, Any] = {
+        "pg_loss": torch.ones(7, requires_grad=True),
+        "train_log_probs": batch["log_probs"],
+        "rollout_log_probs": batch["rollout_log_probs"],
+        "loss_masks": batch["loss_masks"],
+        "total_lengths": batch["total_lengths"],
+        "response_lengths": batch["response_lengths"],
+    }
+    args = slime_namespace(use_tis=True, rejection_rules="token_ratio=0.8:1.2")
+    loss, masks, metrics = chain(paths)(args=args, **call)
+    expected_loss, expected_masks = call["pg_loss"], call["loss_masks"]
+    for name in ("rejection_function", "vanilla_tis_function"):
+        further = call | {"pg_loss": expected_loss, "loss_masks": expected_masks}
+        hook = load_function(f"plugin.ppo_utils.{name}")
+        expected_loss, expected_masks, _ = hook(args, **further)
+    assert torch.equal(loss, 0.5 * expected_loss) and bool((loss == 0).any())
+    assert all(map(torch.equal, masks, expected_masks))
+    assert not all(map(torch.equal, masks, call["loss_masks"]))
+    assert {"tis", "halve/tis", "is_masked"} <= metrics.keys()
+    with pytest.raises(HookLoadError):
+        chain("plugin.ppo_utils.vanilla_tis_function,plugin.ppo_utils.nothing")

@@ -163,6 +163,8 @@ def test_which_jobs_write_a_journal() -> None:
     assert not JobConfig(**asynchronous).keeps_group_journal, "nothing to resume from"
     assert not JobConfig(save_interval=3, group_journal=False, **asynchronous).keeps_group_journal
     assert JobConfig(group_journal=True).keeps_group_journal
+    centered = {"score_centering_topk": 4, "policy_loss": "icepop"}
+    assert not JobConfig(save_interval=3, async_rollouts=True, **centered).keeps_group_journal
 
 
 def test_a_journal_that_is_killed_anywhere_has_every_group_whole_or_not_at_all(

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import numpy
 import pytest
+import torch
 
 from plugin.cluster.model_source import ModelSource
 from plugin.config import JobConfig
@@ -157,6 +158,70 @@ def test_sglang_reports_kept_ids_and_the_log_probs_over_them() -> None:
     expected = [sorted(row) for row in KEPT[:-1]] + [[]]
     assert [row.tolist() for row in generation.sampling_mask] == expected
     assert generation.log_probs.tolist() == [-0.5, 0.0, -0.25]
+
+
+HEADED = replace(PARAMETERS, head=2, routed_experts=False)
+#: Of the tokens of `good_answers`: the two likeliest ids, and the sampled token where it is none of them.
+LIKELIEST = [[(3, -0.4), (5, -1.5)], [(9, -0.2), (1, -2.0), (2, -7.0)], [(7, -0.1), (0, -9999.0)]]
+
+
+def vllm_head(rows: Any) -> dict[str, Any]:
+    names = [{f"token_id:{id}": number for id, number in row} for row in rows]
+    body = vllm_answer()
+    body["choices"][0]["logprobs"] |= {"top_logprobs": names}
+    return body
+
+
+def sglang_head(rows: Any) -> dict[str, Any]:
+    return sglang_answer(
+        output_top_logprobs=[[[number, id, None] for id, number in row] for row in rows]
+    )
+
+
+def test_both_servers_are_asked_for_their_likeliest_ids_and_understood() -> None:
+    for dialect, body, asked in (
+        (VllmDialect(SHAPE), vllm_head(LIKELIEST), ("logprobs", 2)),
+        (SglangDialect(SHAPE), sglang_head(LIKELIEST), ("top_logprobs_num", 2)),
+    ):
+        payload = dialect.generation(REQUEST, HEADED).payload
+        assert payload is not None and payload[asked[0]] == asked[1]
+        head = dialect.parse(body, REQUEST, HEADED, 1).head
+        assert head is not None
+        assert head.ids.tolist() == [[3, 5], [9, 1], [7, -1]]
+        numbers = torch.tensor([[-0.4, -1.5], [-0.2, -2.0], [-0.1, 0.0]])
+        assert torch.equal(head.log_probs, numbers)
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        (LIKELIEST[:2], "2 rows of likeliest ids for 3 tokens"),
+        ([*LIKELIEST[:2], [(7, -0.1)]], "1 likeliest ids came back for token 2 where 2 were asked"),
+        ([*LIKELIEST[:2], [(7, 0.5), (1, -1.0)]], "are no log-probs of 96 ids"),
+        ([*LIKELIEST[:2], [(96, -0.5), (1, -1.0)]], "are no log-probs of 96 ids"),
+        ([*LIKELIEST[:2], [(7, "x"), (1, -1.0)]], "are no log-probs of 96 ids"),
+        ([*LIKELIEST[:2], [(7, float("nan")), (1, -1.0)]], "are no log-probs of 96 ids"),
+        ([*LIKELIEST[:2], [(7, -9999.0), (1, -9999.0)]], "no likeliest id of token 2 has"),
+    ],
+)
+def test_bad_likeliest_ids_are_not_used(rows: Any, message: str) -> None:
+    for dialect, body in (
+        (VllmDialect(SHAPE), vllm_head(rows)),
+        (SglangDialect(SHAPE), sglang_head(rows)),
+    ):
+        with pytest.raises(MalformedAnswer, match=message):
+            dialect.parse(body, REQUEST, HEADED, 1)
+
+
+def test_an_answer_without_likeliest_ids_or_with_other_names_is_not_used() -> None:
+    for body in (vllm_answer(), vllm_answer(logprobs=None), sglang_answer()):
+        dialect = VllmDialect(SHAPE) if "choices" in body else SglangDialect(SHAPE)
+        with pytest.raises(MalformedAnswer):
+            dialect.parse(body, REQUEST, HEADED, 1)
+    named = vllm_head(LIKELIEST)
+    named["choices"][0]["logprobs"]["top_logprobs"][1] = {" the": -0.2, "token_id:1": -2.0}
+    with pytest.raises(MalformedAnswer, match="expected token_id:<id>"):
+        VllmDialect(SHAPE).parse(named, REQUEST, HEADED, 1)
 
 
 def test_both_forms_of_vllms_sampling_mask_are_read() -> None:

@@ -123,6 +123,31 @@ def test_kept_ids_are_those_that_the_whole_sequence_gives() -> None:
         assert generation.sampling_mask is not None and not generation.sampling_mask.lengths.any()
 
 
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_the_likeliest_ids_are_those_of_the_distribution_sampled_from(top_k: int | None) -> None:
+    parameters = SamplingParameters(temperature=0.7, top_k=top_k, max_response_length=6, head=5)
+    model = hf_model(FAMILIES["qwen3"]())
+    answers = loaded_engine().generate(REQUESTS, parameters)
+    check_generations(REQUESTS, answers, parameters)
+    for request, generation in flat(answers):
+        sequence = torch.tensor([*request.prompt, *generation.tokens.tolist()])
+        with torch.no_grad():
+            logits = model(sequence[None]).logits[0, len(request.prompt) - 1 : -1]
+        expected = sampling_log_probs(logits, parameters).topk(5)
+        head = generation.head
+        assert head is not None and head.ids.shape == (len(generation.tokens), 5)
+        found = expected.values.isfinite()
+        assert bool(found.all()) == (top_k is None)
+        assert torch.equal(head.ids >= 0, found)
+        assert torch.equal(head.ids[found].long(), expected.indices[found])
+        assert torch.allclose(head.log_probs[found], expected.values[found], atol=1e-4)
+        assert generation.log_probs is not None
+        # Where the sampled token is among them, its log-prob is the reported one to the bit.
+        same = head.ids.long() == generation.tokens[:, None]
+        theirs = generation.log_probs[:, None].expand_as(same)
+        assert torch.equal(head.log_probs[same], theirs[same])
+
+
 def test_a_response_does_not_depend_on_how_requests_are_batched() -> None:
     together = loaded_engine(max_batch=64).generate(REQUESTS, PARAMETERS)
     split = loaded_engine(max_batch=2).generate(REQUESTS, PARAMETERS)
