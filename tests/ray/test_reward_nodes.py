@@ -140,6 +140,38 @@ def test_what_a_lost_actor_had_is_scored_by_others(
         nodes.close()
 
 
+def test_a_lost_node_takes_no_response_with_it(tmp_path: Path) -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    cluster = Cluster()
+    cluster.add_node(num_cpus=2, include_dashboard=False)
+    extra = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+        nodes = nodes_of(f"{file}:place")
+        asked = Asked(nodes, [response("x", seconds=0.3) for _ in range(40)])
+        before = {score.total for score in asked.wait(8) if isinstance(score, Score)}
+        cluster.remove_node(extra)
+        answers = asked.wait()
+        assert len(answers) == 40 and all(isinstance(a, Score) for a in answers)
+        assert nodes.restarts == 1
+        # Its workers start where there is room: on the node that is left.
+        deadline = time.monotonic() + 60
+        while not all(node.has_started for node in nodes._nodes):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        after = Asked(nodes, [response("x", seconds=0.3) for _ in range(8)]).wait()
+        assert len(before | {score.total for score in after}) <= 2  # type: ignore[union-attr]
+        nodes.close()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
 def test_forged_programs_earn_nothing_in_an_actor_and_honest_ones_pass(joined: str) -> None:
     nodes = nodes_of("code_tests", isolation=strongest_isolation())
     try:
