@@ -123,7 +123,8 @@ def start_of_a_job(engine: str, dtype: str, python: str) -> Iterator[Phase]:
                     last, used = now, total
                     if not found:
                         break
-            job.wait()
+            if job.wait():
+                raise RuntimeError(f"the job ended early:\n{Path(log.name).read_text()[-4000:]}")
         first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
         for metric, name in FIRST_STEP.items():
             yield Phase(f"({name})", float(first[metric]), {})
