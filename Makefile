@@ -188,6 +188,7 @@ bench-jobs: venv ## of these, whole jobs alone: about 10 minutes
 
 bench-scale: venv runs/real_model/model ## what the driver spends per step with up to 256 simulated engines and 512 ranks, some minutes
 	$(BIN)/python -m benchmarks.scale_bench
+	$(BIN)/python -m benchmarks.batch_bench
 	$(BIN)/python -m benchmarks.reward_bench --tokenizer runs/real_model/model
 
 soak: venv ## an hour of asynchronous training with random kills: does every prompt add up?

@@ -80,6 +80,8 @@ FIELDS: dict[str, Field] = {
         # The teacher's most likely ids at the position of each token.
         Field(TOPK_IDS, "topk", torch.int32, optional=True),
         Field(TOPK_LOG_PROBS, "topk", torch.float32, optional=True, log_prob=True),
+        # Tokens that carry loss, of a batch whose masks are elsewhere.
+        Field("loss_token_counts", "scalar", torch.int64, optional=True),
         # The head of the distribution that each token was drawn from; an id of -1 = none.
         Field(HEAD_IDS, "topk", torch.int32, optional=True, padding=-1),
         Field(HEAD_LOG_PROBS, "topk", torch.float32, optional=True),
@@ -284,7 +286,8 @@ class RolloutBatch:
         unknown = sorted(self.columns.keys() - FIELDS.keys())
         if unknown:
             raise BatchError(f"unknown field {unknown[0]!r}; fields are {', '.join(FIELDS)}")
-        if len(self):
+        # Where tokens and masks are elsewhere, all is checked by the rank that fetches it.
+        if len(self) and not self.stored.keys() & {"unconcat_tokens", "loss_masks"}:
             self.here()._check_values(numbers, vocabulary)
 
     def _check_values(self, numbers: Integers, vocabulary: int | None) -> None:

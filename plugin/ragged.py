@@ -164,3 +164,15 @@ class Stored(Sequence[Any]):
             np.concatenate([a + part.owner for a, part in zip(firsts, parts, strict=False)]),
             np.concatenate([part.place for part in parts]),
         )
+
+
+#: A per-token column of a batch: here, or elsewhere.
+TokenColumn = Ragged | Stored
+
+
+def concatenated(parts: Sequence[TokenColumn]) -> TokenColumn:
+    """One after the other; all are here or all are elsewhere."""
+    first = parts[0]
+    if isinstance(first, Stored):
+        return Stored.concatenated([part for part in parts if isinstance(part, Stored)])
+    return Ragged.concatenated([part for part in parts if isinstance(part, Ragged)])

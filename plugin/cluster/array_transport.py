@@ -3,8 +3,9 @@
 An array that comes out of the object store is a view of memory that all processes of a node share.
 It is read-only: code that wants to write makes a copy.
 
-What is heavy stays where an engine made it: its answer is a head, which the driver reads, and parts
-with the columns `BULK`, of which the driver only has references.
+What is heavy stays where it was made: an engine's answer is a head, which the driver reads, and
+parts with the columns `BULK`, of which the driver only has references, as of what ranks compute.
+What the driver has itself it stores once per rollout (`store`), and ranks fetch their samples.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from torch import Tensor
 
 from plugin.batch_types import FIELDS, PER_RESPONSE_TOKEN, RolloutBatch
 from plugin.environments.trajectory import Rollouts
+from plugin.errors import SenderLost
 from plugin.megatron_backend.step.batch_share import BatchShare
+from plugin.megatron_backend.step.loss_scaling import loss_token_counts
 from plugin.ragged import Integers, Ragged, Stored
 from plugin.vocabulary_ids import HEAD_IDS, HEAD_LOG_PROBS, KEPT_COUNTS, KEPT_IDS
 
 Arrays = dict[str, np.ndarray]
 Record = TypeVar("Record", BatchShare, Rollouts)
-#: Fields of long stretches of equal values, which travel as [2, stretches]: values and lengths.
-_IN_STRETCHES = {"weight_versions"}
+#: Fields that often are long stretches of equal values: these travel as [2, stretches], values and
+#: lengths, where that is smaller.
+_IN_STRETCHES = {"weight_versions": np.int64, "advantages": np.float32}
 #: Columns that never visit the driver, and that ranks fetch for their samples only.
 BULK = (
     *("rollout_routed_experts", "rollout_routed_weights"),
@@ -35,6 +39,11 @@ BULK = (
 )
 #: The names of those that an answer has, in its head.
 _STORED = "//stored"
+#: Smaller types that tokens and masks travel in, with what these hold.
+_NARROW = {"unconcat_tokens": torch.int32, "loss_masks": torch.uint8}
+#: A stored object is at least so large where a rank has as much: it fetches whole objects, and Ray
+#: keeps those up to 100 kB in the memory of their owner.
+BLOCK_BYTES = 1 << 20
 
 
 def batch_to_arrays(batch: RolloutBatch) -> Arrays:
@@ -46,10 +55,11 @@ def batch_to_arrays(batch: RolloutBatch) -> Arrays:
         name: (values.values if isinstance(values, Ragged) else values).numpy()
         for name, values in batch.here().columns.items()
     }
-    for name in arrays.keys() & _IN_STRETCHES:
+    for name in arrays.keys() & _IN_STRETCHES.keys():
         values = arrays[name]
         starts = np.flatnonzero(np.append(True, values[1:] != values[:-1])[: len(values)])
-        arrays[name] = np.stack([values[starts], np.diff(np.append(starts, len(values)))])
+        if values.dtype == _IN_STRETCHES[name] and 16 * len(starts) < values.nbytes:
+            arrays[name] = np.stack([values[starts], np.diff(np.append(starts, len(values)))])
     return arrays | cast(Arrays, batch.stored)
 
 
@@ -60,7 +70,8 @@ def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> RolloutBatch:
         if isinstance(array, Stored):
             columns[name] = array
             continue
-        array = np.repeat(*array) if name in _IN_STRETCHES else array
+        if name in _IN_STRETCHES and array.ndim == 2:
+            array = np.repeat(array[0].astype(_IN_STRETCHES[name]), array[1].astype(np.int64))
         shape, values = FIELDS[name].shape, tensor_view(array)
         if shape == "scalar":
             columns[name] = values
@@ -104,10 +115,11 @@ def apart(rollouts: Rollouts, parts: int) -> tuple[Arrays, list[Arrays]]:
     """
     batch = rollouts.batch
     names = [name for name in BULK if name in batch]
-    if not names:
-        return to_arrays(rollouts), [{} for _ in range(parts)]
     light = RolloutBatch({n: values for n, values in batch.columns.items() if n not in names})
-    head = to_arrays(replace(rollouts, batch=light)) | {_STORED: np.array(names)}
+    head = to_arrays(replace(rollouts, batch=_narrowed(light)))
+    if not names:
+        return head, [{} for _ in range(parts)]
+    head |= {_STORED: np.array(names)}
     kept = ("total_lengths", "response_lengths", *names)
     bulk = RolloutBatch({name: batch.columns[name] for name in kept})
     owner = _part_of(rollouts, parts)
@@ -139,34 +151,108 @@ def _part_of(rollouts: Rollouts, parts: int) -> Integers:
     return np.repeat(in_group % parts, rollouts.samples)
 
 
+def store(
+    batch: RolloutBatch, blocks: Sequence[Integers], put: Callable[[Arrays], Any] | None = None
+) -> RolloutBatch:
+    """The batch with every per-token column in the object store, and the counts that it leaves.
+
+    blocks: the samples of each object; every sample is in one
+    put: stores an object and returns a reference; Ray's if not given
+    """
+    if put is None:
+        import ray
+
+        put = ray.put
+    lengths = ("total_lengths", "response_lengths")
+    here = {n: v for n, v in batch.columns.items() if isinstance(v, Ragged)}
+    if "loss_masks" in here:
+        batch = batch.with_column("loss_token_counts", loss_token_counts(batch))
+    if not here:
+        return batch
+    moved = _narrowed(RolloutBatch({**{name: batch.columns[name] for name in lengths}, **here}))
+    objects = [put(batch_to_arrays(moved.select(block))) for block in blocks]
+    return RolloutBatch({**batch.columns, **dict.fromkeys(here, stored_in(objects, blocks))})
+
+
+def stored_in(objects: Sequence[Any], blocks: Sequence[Integers]) -> Stored:
+    """A column of the objects: block by block the numbers of the samples that are in them."""
+    count = sum(len(block) for block in blocks)
+    owner, place = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for number, block in enumerate(blocks):
+        owner[block], place[block] = number, np.arange(len(block))
+    return Stored(objects, owner, place)
+
+
+def _narrowed(batch: RolloutBatch) -> RolloutBatch:
+    """The batch with tokens and masks in the smaller types, unless a value does not fit."""
+    for name, dtype in _NARROW.items():
+        column = batch.columns.get(name)
+        if not isinstance(column, Ragged) or column.values.dtype != torch.int64:
+            continue
+        low, high = (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+        if not len(column.values) or (column.values.min() >= low and column.values.max() <= high):
+            batch = batch.with_column(name, column.like(column.values.to(dtype)))
+    return batch
+
+
 def fetched(
     batch: RolloutBatch,
     *,
     layers: Sequence[int] | None = None,
     get: Callable[[list[Any]], list[Arrays]] | None = None,
 ) -> RolloutBatch:
-    """The batch with every column here.
+    """The batch with every column here, tokens and masks in their own types again.
+
+    A column that is one stretch of one object is a view of it.
 
     layers: the MoE layers whose routes are wanted, of stored ones; None = all
     get: the objects of references; Ray's if not given
     """
-    if get is None:
-        import ray
-
-        get = ray.get
     columns = dict(batch.columns)
     known: dict[int, list[RolloutBatch]] = {}
     for name, stored in batch.stored.items():
         if id(stored) not in known:
-            known[id(stored)] = [batch_from_arrays(arrays) for arrays in get(stored.objects)]
+            objects = (get or _of_ray)(stored.objects)
+            known[id(stored)] = [batch_from_arrays(arrays) for arrays in objects]
         parts = [part.columns[name] for part in known[id(stored)]]
         if layers is not None and FIELDS[name].shape == "routes":
             parts = [part.like(_of_layers(part.values, layers)) for part in parts]
-        pairs = zip(stored.owner.tolist(), stored.place.tolist(), strict=True)
-        # The first tells shape and type where this has no samples.
-        rows = [parts[0].values[:0], *(parts[owner][place] for owner, place in pairs)]
-        columns[name] = Ragged(torch.cat(rows), [len(row) for row in rows[1:]])
+        column = _taken(parts, stored)
+        if column.values.dtype == _NARROW.get(name):
+            column = column.like(column.values.to(FIELDS[name].dtype))
+        columns[name] = column
     return RolloutBatch(columns)
+
+
+def _of_ray(references: list[Any]) -> list[Arrays]:
+    """What is stored; a `SenderLost` where it is lost with its node."""
+    import ray
+
+    try:
+        return cast(list[Arrays], ray.get(references))
+    except ray.exceptions.ObjectLostError as error:
+        raise SenderLost(f"a part of the batch is lost with the node it was on: {error}") from error
+
+
+def _taken(parts: Sequence[Ragged], stored: Stored) -> Ragged:
+    """The column of the samples, of the objects' columns; neighbors are taken together."""
+    owner, place = stored.owner, stored.place
+    if not len(owner):
+        return Ragged(parts[0].values[:0], owner)  # the first tells shape and type
+    begins = (np.diff(owner, prepend=-1) != 0) | (np.diff(place, prepend=-1) != 1)
+    starts = np.flatnonzero(begins)
+    counts = np.diff(np.append(starts, len(owner)))
+    rows = [
+        parts[owner[start]].select(place[start] + np.arange(count))
+        for start, count in zip(starts.tolist(), counts.tolist(), strict=True)
+    ]
+    return rows[0] if len(rows) == 1 else Ragged.concatenated(rows)
+
+
+def only(batch: RolloutBatch, *names: str) -> RolloutBatch:
+    """The batch's lengths and these columns of it, here."""
+    lengths = ("total_lengths", "response_lengths")
+    return fetched(RolloutBatch({name: batch.columns[name] for name in (*lengths, *names)}))
 
 
 def _of_layers(routes: Tensor, layers: Sequence[int]) -> Tensor:

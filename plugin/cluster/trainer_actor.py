@@ -1,7 +1,8 @@
 """One trainer rank: the body of a Ray actor around `MegatronTrainer`.
 
 Every method is called on all ranks at once. Each rank gets its own share of a batch, and one rank
-per share returns its results; values that are the same everywhere are returned by rank 0 alone.
+per share returns its results, as an object that stays on its node; values that are the same
+everywhere are returned by rank 0 alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plugin.cluster.array_transport import Arrays, fetched, from_arrays
+from plugin.batch_types import RolloutBatch
+from plugin.cluster.array_transport import Arrays, batch_to_arrays, fetched, from_arrays
 from plugin.cluster.directory_lock import OwnedDirectory
 from plugin.cluster.interfaces import set_network
 from plugin.cluster.model_source import ModelSource
@@ -35,6 +37,7 @@ from plugin.megatron_backend.checkpoint.directory import complete_checkpoints, r
 from plugin.megatron_backend.cpu_runtime import import_megatron
 from plugin.megatron_backend.model.device_settings import set_cuda_environment
 from plugin.megatron_backend.step.batch_share import BatchShare, with_stage_routes
+from plugin.ragged import Ragged
 from plugin.vocabulary_ids import HEAD_IDS, HEAD_LOG_PROBS
 from plugin.weights import make_sender
 from plugin.weights.buckets import BUCKET_BYTES, pack_buckets
@@ -86,8 +89,7 @@ class TrainedStep:
     """What an optimizer step returns to the driver.
 
     skipped: why no weight was changed, if so
-    log_probs: the step's own, where watched: a share's end to end from the actor, [response] per
-        sample on the driver
+    log_probs: the step's own, [response] per sample, where watched; the driver says where they are
     live_routes: [tokens, moe_layers, topk] of the first samples, as the trainer's routers choose
     overflow: skipped for a float16 loss scale that is still being lowered
     seconds: from the arrival of the share to the end of the step
@@ -251,27 +253,45 @@ class TrainerRank(ReportingActor):
         return replace(share, batch=fetched(batch, layers=layers))
 
     def compute(
-        self, share: Arrays, name: PolicyName, method: str, options: Mapping[str, Any]
-    ) -> dict[str, np.ndarray] | None:
-        """Results of a forward-only method for the share's responses, end to end.
+        self,
+        share: Arrays,
+        name: PolicyName,
+        method: str,
+        column: str,
+        options: Mapping[str, Any],
+    ) -> tuple[None, list[Arrays]]:
+        """Nothing, and apart the results of a forward-only method for the share's responses.
 
-        By column where it returns several, else under `method`; None where another rank reports.
+        column: its name, where the method returns only one
         """
         # The sampler's likeliest ids are for the loss alone.
         share = {n: a for n, a in share.items() if n not in (HEAD_IDS, HEAD_LOG_PROBS)}
+        arrived = self._arrived(share)
         # A resting model is on the device only while it computes.
         rests = self._rests(name)
         with self._memory[name].used("weights") if rests else nullcontext():
-            found = getattr(self._trainers[name], method)(self._arrived(share), **options)
+            found = getattr(self._trainers[name], method)(arrived, **options)
+        columns = found if isinstance(found, dict) else {column: found}
+        return None, [self._to_store(arrived, columns)]
+
+    def _to_store(self, share: BatchShare, columns: Mapping[str, Ragged]) -> Arrays:
+        """Columns of the share as they are fetched; nothing where another rank reports them."""
         if not self._reports:
-            return None
-        columns = found if isinstance(found, dict) else {method: found}
-        return {column: values.values.numpy() for column, values in columns.items()}
+            return {}
+        lengths = ("total_lengths", "response_lengths")
+        return batch_to_arrays(
+            RolloutBatch({**{n: share.batch.columns[n] for n in lengths}, **columns})
+        )
 
     def train(
-        self, share: Arrays, version: int, progress: float, learning_rate: float
-    ) -> TrainedStep:
-        """One optimizer step.
+        self,
+        share: Arrays,
+        version: int,
+        progress: float,
+        learning_rate: float,
+        with_log_probs: bool,
+    ) -> tuple[TrainedStep, list[Arrays]]:
+        """One optimizer step; apart from it its own log-probs, if they are asked for.
 
         version: of the weights before the rollout's first update, counted in weight syncs; ages
             refer to it
@@ -280,24 +300,25 @@ class TrainerRank(ReportingActor):
         trainer = self._trainers["policy"]
         trainer.version, trainer.version_progress = version, progress
         trainer.set_learning_rate(learning_rate)
-        watch = self._config.detect_mismatch or self._config.dump_log_probs is not None
         arrived = self._arrived(share)
         began = time.monotonic()
         result = trainer.train_step(
             arrived,
-            with_log_probs=watch and "rollout_log_probs" in share,
+            with_log_probs=with_log_probs,
             with_live_routes=self._config.detect_mismatch and "rollout_routed_experts" in share,
         )
         skipped = None
         if not result.updated:
             skipped = _why_skipped(result, self._config.skip_on_grad_norm)
-        reports = self._reports and result.log_probs is not None
-        log_probs = result.log_probs.values.numpy() if reports else None
+        of_share: Arrays = {}
+        if result.log_probs is not None:
+            of_share = self._to_store(arrived, {"log_probs": result.log_probs})
         live_routes = result.live_routes if self._rank == 0 else None
         # The same on every rank; the driver reads those of the first.
         metrics = {} if self._rank else result.metrics
         seconds = time.monotonic() - began
-        return TrainedStep(metrics, skipped, log_probs, live_routes, result.overflow, seconds)
+        step = TrainedStep(metrics, skipped, None, live_routes, result.overflow, seconds)
+        return step, [of_share]
 
     def train_critic(self, share: Arrays, learning_rate: float) -> TrainedStep:
         """One optimizer step of the critic."""
@@ -307,7 +328,8 @@ class TrainerRank(ReportingActor):
         skipped = None
         if not result.updated:
             skipped = f"the gradient norm of the critic is {result.grad_norm:.4g}"
-        return TrainedStep(result.metrics, skipped, None, None, result.overflow)
+        metrics = {} if self._rank else result.metrics
+        return TrainedStep(metrics, skipped, None, None, result.overflow)
 
     def device(self) -> str:
         """The device of this rank; see `ipc.device_id`."""

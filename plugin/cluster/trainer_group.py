@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from plugin.batch_types import RolloutBatch
-from plugin.cluster.array_transport import to_arrays
+from plugin.cluster.array_transport import BLOCK_BYTES, store, stored_in, to_arrays
 from plugin.cluster.model_source import ModelSource
 from plugin.cluster.placement import Reservation, ResourcePlan
 from plugin.cluster.remote_calls import wait_for_all
@@ -27,12 +26,15 @@ from plugin.megatron_backend.step.loss_scaling import weigh_samples
 from plugin.megatron_backend.step.microbatching import MicrobatchPlan
 from plugin.megatron_backend.step.token_budget import token_budget
 from plugin.observe.console import Console
-from plugin.ragged import Ragged, as_integers, ragged_range
+from plugin.ragged import Integers, Ragged, Stored, as_integers
+from plugin.vocabulary_ids import TOPK_IDS, TOPK_LOG_PROBS
 from plugin.weights.checksums import Checksums
 from plugin.weights.group import WeightGroup
 
 #: How long Ray may take to notice that a process is gone.
 _DEATH_SECONDS = 5.0
+#: Of what the driver stores, about: a token, its mask, version, log-prob and advantage.
+_BYTES_PER_TOKEN = 16
 
 
 class TrainerGroup:
@@ -47,6 +49,7 @@ class TrainerGroup:
         self._rendezvous = ""
         self._built: dict[PolicyName, ModelSource] = {}
         self._fewest_microbatches = 1
+        self._plans: dict[bytes, MicrobatchPlan] = {}  # of a rollout, by the samples' lengths
         self._ranks = self._start()
 
     def _start(self) -> list[Any]:
@@ -138,57 +141,106 @@ class TrainerGroup:
         """Set what the driver does while the ranks work: keep the engines busy."""
         self._idle = pump
 
+    def stored(
+        self, batch: RolloutBatch, parts: Sequence[Integers | None] = (None,)
+    ) -> RolloutBatch:
+        """A rollout's batch with what is per token in the object store, for all that is done on it.
+
+        A rank fetches its samples from there for every pass and update, so a pass over the batch
+        sends it numbers and references alone. An object holds samples of one rank in that pass,
+        and of one mini-batch where these are large enough.
+
+        parts: the samples of every mini-batch of an epoch; None = all
+        """
+        if isinstance(batch.columns.get("unconcat_tokens"), Ragged):
+            self._plans.clear()  # another rollout; else it is something more of the same
+        orders = self._planned(batch).orders()
+        order = np.concatenate(orders)
+        rank = np.repeat(np.arange(len(orders)), [len(samples) for samples in orders])
+        number = np.zeros(len(batch), np.int64)
+        for k, part in enumerate(parts):
+            number[slice(None) if part is None else part] = k
+        order = order[np.lexsort((number[order], rank))]
+        tokens = as_integers(batch.columns["total_lengths"])[order]
+        ends = np.cumsum(tokens) * _BYTES_PER_TOKEN // BLOCK_BYTES
+        new = (np.diff(rank) != 0) | (np.diff(ends) != 0)
+        return store(batch, np.split(order, np.flatnonzero(new) + 1))
+
     def log_probs(
         self, name: PolicyName, batch: RolloutBatch, *, keep_routes: bool = False
-    ) -> Ragged:
+    ) -> Stored:
         """One [response] tensor per sample, by a forward-only pass of one of the policies.
+
+        As of every pass, they stay on the nodes of the ranks that computed them.
 
         keep_routes: see `MegatronTrainer.compute_log_probs`
         """
+        column = "ref_log_probs" if name == "reference" else "log_probs"
         if name == "reference" and self._config.reference_is_base:
-            return self._compute("policy", "compute_base_log_probs", batch)
-        return self._compute(name, "compute_log_probs", batch, keep_routes=keep_routes)
+            return self._computed("policy", "compute_base_log_probs", batch, [column])[column]
+        options = {"keep_routes": keep_routes}
+        return self._computed(name, "compute_log_probs", batch, [column], options)[column]
 
-    def scores(self, name: PolicyName, batch: RolloutBatch) -> dict[str, Ragged]:
+    def scores(self, name: PolicyName, batch: RolloutBatch) -> dict[str, Stored]:
         """The columns that the teacher `name` fills in."""
-        return self._columns(name, "compute_scores", batch)
+        columns = ["teacher_log_probs"]
+        if self._config.distill_topk:
+            columns += [TOPK_IDS, TOPK_LOG_PROBS]
+        return self._computed(name, "compute_scores", batch, columns)
 
-    def values(self, batch: RolloutBatch) -> Ragged:
+    def values(self, batch: RolloutBatch) -> Stored:
         """The critic's values, one [response] tensor per sample."""
-        return self._compute("critic", "compute_values", batch)
+        return self._computed("critic", "compute_values", batch, ["values"])["values"]
 
-    def _compute(
-        self, name: PolicyName, method: str, batch: RolloutBatch, **options: Any
-    ) -> Ragged:
-        return self._columns(name, method, batch, **options)[method]
-
-    def _columns(
-        self, name: PolicyName, method: str, batch: RolloutBatch, **options: Any
-    ) -> dict[str, Ragged]:
+    def _computed(
+        self,
+        name: PolicyName,
+        method: str,
+        batch: RolloutBatch,
+        columns: Sequence[str],
+        options: Mapping[str, Any] | None = None,
+    ) -> dict[str, Stored]:
         """The columns that a forward-only method of a model fills in."""
         plan, shares = self._delivered(batch)
-        results = self._call("compute", name, method, options, shares=shares)
-        columns = next(found for found in results if found is not None)
-        return {
-            column: self._merged([found and found[column] for found in results], plan, batch)
-            for column in columns
-        }
+        arguments = (name, method, columns[0], options or {})
+        _, parts = self._call_apart("compute", *arguments, shares=shares)
+        return dict.fromkeys(columns, self._located(parts, plan))
 
     def train(
         self, batch: RolloutBatch, version: int, progress: float, learning_rate: float
     ) -> TrainedStep:
         """One optimizer step; the arguments are those of `TrainerRank.train`."""
         plan, shares = self._delivered(batch)
-        results = self._call("train", version, progress, learning_rate, shares=shares)
-        log_probs = [result.log_probs for result in results]
-        if all(values is None for values in log_probs):
-            return results[0]
-        return replace(results[0], log_probs=self._merged(log_probs, plan, batch))
+        watched = self._config.detect_mismatch or self._config.dump_log_probs is not None
+        watched = watched and "rollout_log_probs" in batch
+        arguments = (version, progress, learning_rate, watched)
+        results, parts = self._call_apart("train", *arguments, shares=shares)
+        step: TrainedStep = results[0]
+        return replace(step, log_probs=self._located(parts, plan)) if watched else step
 
     def train_critic(self, batch: RolloutBatch, learning_rate: float) -> TrainedStep:
         """One optimizer step of the critic."""
         _, shares = self._delivered(batch)
-        return self._call("train_critic", learning_rate, shares=shares)[0]
+        step: TrainedStep = self._call("train_critic", learning_rate, shares=shares)[0]
+        return step
+
+    def _planned(self, batch: RolloutBatch) -> MicrobatchPlan:
+        """The microbatches of a batch; one plan for all passes and updates on its samples."""
+        lengths = as_integers(batch.columns["total_lengths"]).tobytes()
+        if lengths not in self._plans:
+            config, hf_config = self._config, self._built["policy"].hf_config
+            stages = config.pipeline_model_parallel_size
+            self._plans[lengths] = plan_batch(
+                batch,
+                config,
+                dp_size=1 + max(part.dp_rank for part in self._parts),
+                cp_size=config.context_parallel_size,
+                round_size=stages if config.virtual_pipeline_model_parallel_size else 1,
+                hidden_size=hf_config["hidden_size"],
+                longest=hf_config["max_position_embeddings"],
+                fewest=self._fewest_microbatches,
+            )
+        return self._plans[lengths]
 
     def _delivered(self, batch: RolloutBatch) -> tuple[MicrobatchPlan, list[Any]]:
         """Put one share per data-parallel rank into the object store; a reference for every rank.
@@ -198,20 +250,9 @@ class TrainerGroup:
         """
         import ray
 
-        config, hf_config = self._config, self._built["policy"].hf_config
-        stages = config.pipeline_model_parallel_size
-        plan = plan_batch(
-            batch,
-            config,
-            dp_size=1 + max(part.dp_rank for part in self._parts),
-            cp_size=config.context_parallel_size,
-            round_size=stages if config.virtual_pipeline_model_parallel_size else 1,
-            hidden_size=hf_config["hidden_size"],
-            longest=hf_config["max_position_embeddings"],
-            fewest=self._fewest_microbatches,
-        )
-        batch, weight = weigh_samples(batch, config)
-        if "rollout_routed_weights" in batch and not config.replays_route_weights:
+        plan = self._planned(batch)
+        batch, weight = weigh_samples(batch, self._config)
+        if "rollout_routed_weights" in batch and not self._config.replays_route_weights:
             batch = batch.without_column("rollout_routed_weights")  # they are for the dump only
         objects = [
             ray.put(to_arrays(cut_share(batch, plan, rank, weight=weight)))
@@ -219,18 +260,14 @@ class TrainerGroup:
         ]
         return plan, [objects[part.dp_rank] for part in self._parts]
 
-    def _merged(self, results: list[Any], plan: MicrobatchPlan, batch: RolloutBatch) -> Ragged:
-        """Put the responses [R, ...] of every share where they belong in the batch."""
-        lengths = as_integers(batch.columns["response_lengths"])
-        like = next(values for values in results if values is not None)
-        flat = np.zeros((lengths.sum(), *like.shape[1:]), like.dtype)
-        starts = np.cumsum(lengths) - lengths
-        for part, values in zip(self._parts, results, strict=True):
-            if part.reports:
-                rank = plan.ranks[part.dp_rank]
-                samples = np.array([i for microbatch in rank for i in microbatch], np.int64)
-                flat[ragged_range(starts[samples], lengths[samples])] = values
-        return Ragged(torch.from_numpy(flat), lengths)
+    def _located(self, parts: Sequence[Any], plan: MicrobatchPlan) -> Stored:
+        """A column of the batch in what the ranks return, one object from each share."""
+        by_share = {
+            part.dp_rank: found
+            for part, found in zip(self._parts, parts, strict=True)
+            if part.reports
+        }
+        return stored_in([by_share[rank] for rank in range(len(plan.ranks))], plan.orders())
 
     @property
     def dtype(self) -> DtypeName:
@@ -327,11 +364,30 @@ class TrainerGroup:
         timeout: float | None = None,
     ) -> list[Any]:
         """Results of all ranks; with `shares`, each rank gets its own as the first argument."""
-        own = [()] * len(self._ranks) if shares is None else [(share,) for share in shares]
         calls = [
-            rank.call.remote(method, *mine, *arguments)
-            for rank, mine in zip(self._ranks, own, strict=True)
+            rank.call.remote(method, *mine, *arguments) for rank, mine in self._with_own(shares)
         ]
+        return self._results(calls, timeout)
+
+    def _call_apart(
+        self, method: str, *arguments: Any, shares: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Heads of all ranks' results, and references to their parts, one each.
+
+        The driver owns the parts, so they outlive the rank; they are lost only with its node.
+        """
+        calls = [
+            rank.call_apart.options(num_returns=2).remote(method, *mine, *arguments)
+            for rank, mine in self._with_own(shares)
+        ]
+        return self._results([head for head, _ in calls]), [part for _, part in calls]
+
+    def _with_own(self, shares: list[Any] | None) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Every rank, with its share as an argument."""
+        own = [()] * len(self._ranks) if shares is None else [(share,) for share in shares]
+        return list(zip(self._ranks, own, strict=True))
+
+    def _results(self, calls: list[Any], timeout: float | None = None) -> list[Any]:
         return wait_for_all(
             calls,
             self._names(),

@@ -8,6 +8,7 @@ hold whole prompts, otherwise of responses. Advantages are known before, so a gr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,8 +73,10 @@ def advantages_of(config: JobConfig, rollouts: Rollouts) -> Ragged:
     advantages = estimator_of(config.advantage_estimator)(
         torch.from_numpy(rollouts.rewards).float(),
         torch.from_numpy(rollouts.groups),
-        # The user's own estimator is promised a list of tensors.
-        whole_masks if config.advantage_estimator in ESTIMATORS else list(whole_masks),
+        # The user's own estimator is promised a list of int64 tensors.
+        whole_masks
+        if config.advantage_estimator in ESTIMATORS
+        else list(whole_masks.like(whole_masks.values.long())),
         config,
     )
     if config.normalize_advantages:
@@ -155,6 +158,11 @@ class MiniBatch:
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The part of the rollout's batch; the batch itself where that is all of it."""
         return batch if self.samples is None else batch.select(self.samples)
+
+
+def first_epoch(updates: Sequence[MiniBatch]) -> list[Integers | None]:
+    """The samples of every mini-batch of the first epoch."""
+    return [update.samples for update in updates if update.epoch == 0]
 
 
 def mini_batches(config: JobConfig, rollouts: Rollouts, rollout: int) -> list[MiniBatch]:

@@ -1,6 +1,7 @@
 """What is computed on a rollout before its updates: log-probs, teachers' scores, values.
 
-The value model's own updates are here, too.
+What the ranks compute stays with them. The driver reads values, of which it makes advantages, and
+tokens where a teacher is behind HTTP. The value model's own updates are here, too.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ import torch
 from torch import Tensor
 
 from plugin.batch_types import RolloutBatch
+from plugin.cluster.array_transport import only
 from plugin.cluster.trainer_actor import teacher_policy
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
-from plugin.controller.batch import MiniBatch
+from plugin.controller.batch import MiniBatch, first_epoch
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.environments.trajectory import Rollouts
 from plugin.loss.hook_chain import batch_declarations
 from plugin.loss.policy_losses import explained_variance
 from plugin.ppo_utils.advantages import gae_advantages, whiten
-from plugin.ragged import Ragged
+from plugin.ragged import Ragged, TokenColumn, concatenated
 from plugin.tasks.prompt_format import lookup
 from plugin.teachers.http_teacher import HttpTeacher
 
@@ -73,12 +75,12 @@ class LogProbPasses:
             batch = self._teachers.added_to(batch, updates, prompts)
         return batch, {"seconds_log_probs": time.monotonic() - began, **saved}
 
-    def _train_log_probs(self, batch: RolloutBatch, updates: list[MiniBatch]) -> Ragged:
+    def _train_log_probs(self, batch: RolloutBatch, updates: list[MiniBatch]) -> TokenColumn:
         if not self._config.use_routing_replay:
             return self._trainer.log_probs("policy", batch)
         # Recorded routes belong to one cut of one batch. The first epoch is in order.
         parts = [update.of(batch) for update in updates if update.epoch == 0]
-        return Ragged.concatenated(
+        return concatenated(
             [
                 self._trainer.log_probs("policy", part, keep_routes=number > 0)
                 for number, part in enumerate(parts)
@@ -104,7 +106,7 @@ class LogProbPasses:
 
 
 #: The columns that a teacher fills in for a batch.
-Teacher = Callable[[RolloutBatch], dict[str, Ragged]]
+Teacher = Callable[[RolloutBatch], Mapping[str, TokenColumn]]
 
 
 class Teachers:
@@ -126,7 +128,7 @@ class Teachers:
             if spec.urls:
                 vocabulary = parts.policy.hf_config["vocab_size"]
                 teacher = HttpTeacher(config, spec, vocabulary, trainer.while_idle)
-                found[spec.name] = teacher.score
+                found[spec.name] = partial(_stored_scores, teacher.score, trainer)
             else:
                 found[spec.name] = partial(trainer.scores, teacher_policy(spec.name))
         key, data = config.teacher_key, parts.data
@@ -145,11 +147,11 @@ class Teachers:
         """
         parts = [self._scores(update.of(batch), prompts) for update in updates if not update.epoch]
         for name in parts[0]:
-            batch = batch.with_column(name, Ragged.concatenated([part[name] for part in parts]))
+            batch = batch.with_column(name, concatenated([part[name] for part in parts]))
         batch.check()
         return batch
 
-    def _scores(self, batch: RolloutBatch, prompts: Sequence[int]) -> dict[str, Ragged]:
+    def _scores(self, batch: RolloutBatch, prompts: Sequence[int]) -> Mapping[str, TokenColumn]:
         name_of = self._name_of
         if name_of is None:
             [teacher] = self._teachers.values()
@@ -165,9 +167,22 @@ class Teachers:
                 parts.append(teacher(batch.select(own)))
         back = np.argsort(np.concatenate(order))
         return {
-            column: Ragged.concatenated([part[column] for part in parts]).select(back)
+            column: concatenated([part[column] for part in parts]).select(back)
             for column in parts[0]
         }
+
+
+def _stored_scores(
+    score: Callable[[RolloutBatch], dict[str, Ragged]], trainer: TrainerGroup, batch: RolloutBatch
+) -> Mapping[str, TokenColumn]:
+    """The columns of a teacher that the driver asks, checked and in the object store."""
+    scored = only(batch, "unconcat_tokens", "loss_masks")
+    columns = score(scored)
+    for name, values in columns.items():
+        scored = scored.with_column(name, values)
+    scored.check()
+    stored = trainer.stored(scored.without_column("unconcat_tokens").without_column("loss_masks"))
+    return {name: stored.columns[name] for name in columns}
 
 
 class CriticSteps:
@@ -177,15 +192,21 @@ class CriticSteps:
         self._config, self._trainer = config, trainer
 
     def added_to(
-        self, batch: RolloutBatch, rollouts: Rollouts
+        self, batch: RolloutBatch, rollouts: Rollouts, updates: Sequence[MiniBatch] = ()
     ) -> tuple[RolloutBatch, dict[str, float]]:
-        """The batch with `values`, `returns` and `advantages`, and what is known of them."""
+        """The batch with `values`, `returns` and `advantages`, and what is known of them.
+
+        updates: by which the new columns are stored
+        """
         began = time.monotonic()
-        batch = with_gae(self._config, batch, rollouts, self._trainer.values(batch))
-        batch.check()
-        kept = batch.columns["loss_masks"].values != 0
-        values, returns = (batch.columns[name].values[kept] for name in ("values", "returns"))
-        return batch, {
+        batch = batch.with_column("values", self._trainer.values(batch))
+        read = only(batch, "loss_masks", "values")
+        read = with_gae(self._config, read, rollouts, read.columns["values"])
+        for name in ("returns", "advantages"):
+            batch = batch.with_column(name, read.columns[name])
+        kept = read.columns["loss_masks"].values != 0
+        values, returns = (read.columns[name].values[kept] for name in ("values", "returns"))
+        return self._trainer.stored(batch, first_epoch(updates)), {
             "critic/explained_variance": explained_variance(values, returns),
             "critic/value": float(values.double().mean()) if len(values) else 0.0,
             "critic/return": float(returns.double().mean()) if len(returns) else 0.0,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plugin.batch_types import RolloutBatch
-from plugin.cluster.array_transport import fetched
+from plugin.cluster.array_transport import BULK, only
 from plugin.cluster.trainer_actor import TrainedStep
 from plugin.config import JobConfig
 from plugin.controller.run_directory import RunCheckpoints
@@ -24,7 +24,7 @@ from plugin.environments.trajectory import Rollouts
 from plugin.errors import FindingError, TrainingError
 from plugin.observe.console import Console
 from plugin.observe.detectors import MismatchDetectors
-from plugin.observe.findings import Finding
+from plugin.observe.findings import MAX_TOKENS, Finding
 from plugin.observe.learning import learning_findings
 from plugin.observe.log_prob_dump import ROUTES
 from plugin.observe.run_files import RunFiles, without_slices
@@ -119,21 +119,20 @@ class StepRecords:
         self._console.step(line, self._config.total_updates)
         if self._wandb is not None:
             self._wandb.log(line, step=step)
-        columns = batch.here().columns
+        current: dict[str, Any] = {}
         # After an update the step's own log-probs come from newer weights than the samples.
-        comparable = comparable or "log_probs" in columns
+        comparable = comparable or "log_probs" in batch
         if trained.log_probs is not None:
-            columns = {"log_probs": trained.log_probs, **columns}
+            own = batch.with_column("log_probs", trained.log_probs)
+            if self._dump is not None:
+                current["cur_log_probs"] = only(own, "log_probs").columns["log_probs"]
+            batch = batch if "log_probs" in batch else own
         if self._dump is not None:
-            current = {} if trained.log_probs is None else {"cur_log_probs": trained.log_probs}
-            names = [n for n in batch.stored if self._config.dump_routes or n not in ROUTES]
-            stored = _fetched_columns(batch, names)
-            self._dump.write(step, {**columns, **stored, **current}, trainer_version=version)
+            names = [n for n in batch.columns if self._config.dump_routes or n not in ROUTES]
+            columns = only(batch, *names).columns
+            self._dump.write(step, {**columns, **current}, trainer_version=version)
         if comparable and trained.log_probs is not None:
-            if trained.live_routes is not None:  # of the first samples
-                watched = batch.select(np.arange(len(trained.live_routes)))
-                columns = {**columns, **_fetched_columns(watched, ["rollout_routed_experts"])}
-            self._watch.check(step, columns, version, trained.live_routes)
+            self._watch.check(step, seen_columns(batch, trained), version, trained.live_routes)
         # After the watch: rewards mean nothing while engine and trainer disagree.
         if len(self._history) == _STEPS_JUDGED:
             for finding in learning_findings(self._history, self._config):
@@ -170,10 +169,19 @@ class StepRecords:
             )
 
 
-def _fetched_columns(batch: RolloutBatch, names: Sequence[str]) -> dict[str, Any]:
-    """Columns that may be in the object store, here."""
-    few = fetched(RolloutBatch({name: batch.columns[name] for name in ("total_lengths", *names)}))
-    return {name: few.columns[name] for name in names}
+def seen_columns(batch: RolloutBatch, trained: TrainedStep) -> dict[str, Any]:
+    """What the detectors look at: of a large batch every n-th sample, `MAX_TOKENS` together.
+
+    Of routes only those of the first samples, which the trainer's are known of.
+    """
+    stride = max(1, -(-int(batch.columns["response_lengths"].sum()) // MAX_TOKENS))
+    few = batch if stride == 1 else batch.select(np.arange(0, len(batch), stride))
+    columns = dict(only(few, *[name for name in few.columns if name not in BULK]).columns)
+    if trained.live_routes is not None:
+        first = batch.select(np.arange(len(trained.live_routes)))
+        name = "rollout_routed_experts"
+        columns[name] = only(first, name).columns[name]
+    return columns
 
 
 class MismatchWatch:

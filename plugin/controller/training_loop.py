@@ -19,7 +19,13 @@ from plugin.batch_types import RolloutBatch
 from plugin.cluster.engine_pool import EnginePool
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
-from plugin.controller.batch import describe_batch, mini_batches, prepare_batch, without_old_tokens
+from plugin.controller.batch import (
+    describe_batch,
+    first_epoch,
+    mini_batches,
+    prepare_batch,
+    without_old_tokens,
+)
 from plugin.controller.evaluation import Evaluations, Evaluator, describe
 from plugin.controller.interrupts import Interrupts
 from plugin.controller.passes import CriticSteps, LogProbPasses, Teachers
@@ -269,13 +275,14 @@ class TrainingLoop:
                 ),
             )
         updates = mini_batches(config, rollouts, self._at.rollouts)
+        batch = self._trainer.stored(batch, first_epoch(updates))
         timings = {
             "seconds_waiting": generated - began,
             "seconds_preparing": time.monotonic() - generated,
             **self._weights.metrics(),
         }
         if self._critic is not None:
-            batch, of_critic = self._critic.added_to(batch, rollouts)
+            batch, of_critic = self._critic.added_to(batch, rollouts, updates)
             described |= of_critic
         batch, passes = self._log_prob_passes.added_to(batch, updates, trained)
         timings |= passes

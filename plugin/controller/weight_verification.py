@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from plugin.batch_types import RolloutBatch, with_checked_routes
+from plugin.cluster.array_transport import only
 from plugin.cluster.engine_pool import EnginePool, Probed
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
@@ -149,7 +150,10 @@ class WeightVerification:
         if self._config.use_rollout_routing_replay:
             assert self._parts.route_shape is not None
             batch = with_checked_routes(batch, self._parts.route_shape)
-        log_probs, found, first = self._trainer.log_probs("policy", batch), [], 0
+        batch = only(
+            batch.with_column("log_probs", self._trainer.log_probs("policy", batch)), "log_probs"
+        )
+        log_probs, found, first = batch.columns["log_probs"], [], 0
         for part in parts:
             found.append(scores_of(part, list(log_probs)[first : first + len(part)]))
             first += len(part)

@@ -63,8 +63,7 @@ def cut_share(
     batch: RolloutBatch, plan: MicrobatchPlan, dp_rank: int, *, weight: float
 ) -> BatchShare:
     """The share of rank `dp_rank`; `weight`: `total_weight` of the whole batch."""
-    rank = plan.ranks[dp_rank]
-    samples = np.array([i for microbatch in rank for i in microbatch], np.int64)
+    rank, samples = plan.ranks[dp_rank], plan.order(dp_rank)
     lengths = batch.columns["total_lengths"].numpy()
     watched = max(1, int(np.searchsorted(np.cumsum(lengths), WATCHED_TOKENS, side="right")))
     return BatchShare(

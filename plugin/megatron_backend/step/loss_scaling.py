@@ -23,7 +23,7 @@ from torch import Tensor
 from plugin.batch_types import RolloutBatch
 from plugin.config import LossConfig
 from plugin.errors import BatchError
-from plugin.ragged import Ragged
+from plugin.ragged import Stored
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def weigh_samples(batch: RolloutBatch, config: LossConfig) -> tuple[RolloutBatch
             f"the batch has rollout_mask_sums and --loss-reduction is {reduction}: both divide the "
             "samples; drop the column, or use sample-mean"
         )
-    counts = _loss_tokens(batch)
+    counts = loss_token_counts(batch)
     if reduction == "fixed-length":
         assert config.fixed_length is not None
         divisors = np.full(len(batch), float(config.fixed_length))
@@ -91,9 +91,11 @@ def weigh_samples(batch: RolloutBatch, config: LossConfig) -> tuple[RolloutBatch
     return batch, total_weight(batch, per_token=False)
 
 
-def _loss_tokens(batch: RolloutBatch) -> NDArray[np.float64]:
+def loss_token_counts(batch: RolloutBatch) -> NDArray[np.float64]:
     """[N] how many tokens of each sample carry loss."""
-    masks: Ragged = batch.columns["loss_masks"]
+    masks = batch.columns["loss_masks"]
+    if isinstance(masks, Stored):
+        return batch.columns["loss_token_counts"].numpy(force=True).astype(np.float64)
     carries = (masks.values != 0).numpy(force=True)
     counts = np.bincount(masks.sample_index, weights=carries, minlength=len(masks))
     return counts.astype(np.float64)
@@ -101,7 +103,7 @@ def _loss_tokens(batch: RolloutBatch) -> NDArray[np.float64]:
 
 def total_weight(batch: RolloutBatch, *, per_token: bool) -> float:
     """Sum of w_t over the whole batch: tokens that carry loss, or samples that carry loss."""
-    counts = _loss_tokens(batch)
+    counts = loss_token_counts(batch)
     if per_token:
         return float(counts.sum())
     divisors = batch.columns.get("rollout_mask_sums")

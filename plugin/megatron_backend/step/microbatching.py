@@ -64,6 +64,15 @@ class MicrobatchPlan:
     def num_microbatches(self) -> int:
         return len(self.ranks[0])
 
+    def order(self, dp_rank: int) -> Integers:
+        """[n] the samples of a rank, microbatch after microbatch."""
+        samples = [i for microbatch in self.ranks[dp_rank] for i in microbatch]
+        return np.array(samples, np.int64)
+
+    def orders(self) -> list[Integers]:
+        """`order` of every rank."""
+        return [self.order(rank) for rank in range(len(self.ranks))]
+
     def padding_share(self) -> float:
         """Share of the microbatches, over all ranks, that are padding."""
         cells = [samples for rank in self.ranks for samples in rank]

@@ -19,12 +19,14 @@ from plugin.cluster.array_transport import (
     batch_to_arrays,
     fetched,
     from_arrays,
+    only,
     rejoined,
+    store,
     to_arrays,
 )
 from plugin.cluster.engine_actor import EngineActor
 from plugin.environments.trajectory import Rollouts, Trajectory, failed
-from plugin.errors import BatchError
+from plugin.errors import BatchError, SenderLost
 from plugin.ragged import Ragged
 
 
@@ -56,7 +58,8 @@ def full_batch() -> RolloutBatch:
     ids, log_probs = torch.tensor([[1, 2]] * 4, dtype=torch.int32), torch.full((4, 2), -1.0)
     batch = batch.with_column("teacher_topk_ids", [ids[:3], ids[3:]])
     batch = batch.with_column("teacher_topk_log_probs", [log_probs[:3], log_probs[3:]])
-    return batch.with_column("rollout_mask_sums", [3.0, 1.0])
+    batch = batch.with_column("rollout_mask_sums", [3.0, 1.0])
+    return batch.with_column("loss_token_counts", [3, 1])
 
 
 def test_every_field_of_the_table_comes_back_as_it_was() -> None:
@@ -130,6 +133,23 @@ def test_versions_travel_in_stretches_and_masked_tokens_have_none() -> None:
     ):
         assert torch.equal(mine, theirs)
     assert returned.oldest_version.tolist() == [4, 5, np.iinfo(np.int64).max]
+
+
+@pytest.mark.parametrize("distinct", [3, 400])
+def test_advantages_travel_in_stretches_where_these_are_smaller(distinct: int) -> None:
+    values = (torch.arange(400) % distinct).sort().values / 3 - 1
+    batch = RolloutBatch(
+        {
+            "total_lengths": [301, 101],
+            "response_lengths": [300, 100],
+            "advantages": [values[:300], values[300:]],
+        }
+    )
+    arrays = batch_to_arrays(batch)
+    # 3 stretches of two float64 numbers; 400 different ones stay 400 float32 numbers.
+    assert arrays["advantages"].nbytes == (48 if distinct == 3 else 1600)
+    arrived = batch_from_arrays(arrays).columns["advantages"].values
+    assert torch.equal(arrived, values) and arrived.dtype == torch.float32
 
 
 @given(st.lists(st.lists(st.integers(-1, 3), min_size=1, max_size=6), max_size=6))
@@ -278,3 +298,62 @@ def test_an_engine_refuses_wrong_routes_before_they_are_stored_and_stores_the_mo
     actor._server = SimpleNamespace(collect=lambda era: [(17, [answer([0, 3]), answer([1, 4])])])
     with pytest.raises(BatchError, match=r"prompts 17: routes of sample 1, token 1, MoE layer 0"):
         actor.collect(0)
+
+
+def test_a_stored_batch_is_fetched_sample_by_sample_as_it_was() -> None:
+    batch, objects = full_batch().without_column("loss_token_counts"), []
+
+    def put(arrays: Any) -> int:
+        objects.append(arrays)
+        return len(objects) - 1
+
+    stored = store(batch, [np.array([1]), np.array([0])], put)
+    assert stored.columns["loss_token_counts"].tolist() == [3, 1]
+    assert objects[0]["unconcat_tokens"].dtype == np.int32
+    assert objects[1]["loss_masks"].dtype == np.uint8
+    for chosen in ([0, 1], [1, 0], [1], [0, 0, 1]):
+        arrived = fetched(stored.select(chosen), get=lambda ids: [objects[i] for i in ids])
+        arrived.check()
+        for name, values in batch.select(chosen).columns.items():
+            for mine, theirs in zip(values, arrived.columns[name], strict=True):
+                assert torch.equal(mine, theirs) and mine.dtype == theirs.dtype, name
+    # Again: nothing is here any more but numbers.
+    assert store(stored, [np.array([0, 1])], put) is stored and len(objects) == 2
+
+
+def test_neighbors_in_one_object_are_a_view_of_it_and_values_that_do_not_fit_stay_wide() -> None:
+    batch, objects = full_batch(), []
+
+    def get(references: list[Any]) -> list[Any]:
+        return [objects[i] for i in references]
+
+    stored = store(batch, [np.array([0, 1])], lambda arrays: objects.append(arrays) or 0)  # type: ignore[func-returns-value]
+    for chosen in ([0, 1], [1]):
+        log_probs = fetched(stored.select(chosen), get=get).columns["log_probs"].values
+        assert np.shares_memory(log_probs.numpy(), objects[0]["log_probs"])
+    tokens = batch.columns["unconcat_tokens"]
+    wrong = batch.with_column("unconcat_tokens", tokens.like(tokens.values - 2**40))
+    objects.clear()
+    stored = store(wrong, [np.array([0, 1])], lambda arrays: objects.append(arrays) or 0)  # type: ignore[func-returns-value]
+    assert objects[0]["unconcat_tokens"].dtype == np.int64
+    with pytest.raises(BatchError, match=f"unconcat_tokens of sample 0 is {-(2**40)} at position"):
+        fetched(stored, get=get).check()
+
+
+def test_a_part_of_the_batch_that_is_lost_with_its_node_is_a_lost_sender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    def lose(references: list[Any]) -> list[Any]:
+        raise ray.exceptions.ObjectLostError("ff", None, "")
+
+    monkeypatch.setattr(ray, "get", lose)
+    stored = store(full_batch(), [np.array([0, 1])], lambda arrays: 0)
+    with pytest.raises(SenderLost, match="a part of the batch is lost with the node it was on"):
+        only(stored, "log_probs")
+
+
+def test_an_answers_head_has_small_tokens_and_masks() -> None:
+    head, _ = apart(routed_answer(0), 1)
+    assert head["unconcat_tokens"].dtype == np.int32 and head["loss_masks"].dtype == np.uint8

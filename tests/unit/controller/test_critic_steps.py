@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from plugin.batch_types import RolloutSample
+from plugin.batch_types import RolloutBatch, RolloutSample
+from plugin.cluster import array_transport
+from plugin.cluster.array_transport import only, store
 from plugin.cluster.trainer_actor import _critic_of, _move_waiting_critics
 from plugin.config import JobConfig
 from plugin.controller.batch import prepare_batch
-from plugin.controller.passes import with_gae
+from plugin.controller.passes import CriticSteps, with_gae
 from plugin.environments.trajectory import Rollouts, Trajectory
 from plugin.errors import CheckpointError, ConfigError
 from plugin.ragged import Ragged
@@ -40,6 +45,31 @@ def test_a_trajectory_of_two_samples_is_one_sequence_of_steps() -> None:
     assert [a.tolist() for a in batch.columns["advantages"]] == [[0.25, 1.0], [0.0, 4.0], [0.5]]
     assert [r.tolist() for r in batch.columns["returns"]] == [[1.25, 3.0], [0.0, 8.0], [1.0]]
     assert batch.columns["values"].values.tolist() == [1.0, 2.0, 99.0, 4.0, 0.5]
+
+
+def test_values_that_stay_on_the_ranks_are_read_for_advantages_which_are_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    objects: list[Any] = []
+
+    def stored(batch: RolloutBatch, parts: Any = ()) -> RolloutBatch:
+        return store(batch, [np.arange(len(batch))], lambda a: objects.append(a) or objects[-1])  # type: ignore[func-returns-value]
+
+    def values(batch: RolloutBatch) -> Any:
+        found = batch.here().with_column("values", Ragged(torch.tensor([1.0, 2.0, 0.5]), [2, 1]))
+        return stored(found).columns["values"]
+
+    monkeypatch.setattr(array_transport, "_of_ray", list)
+    rollouts = Rollouts.of([[Trajectory((sample(1, 1),), 8.0), Trajectory((sample(1),), 1.0)]])
+    config = JobConfig.from_sources({"advantage_estimator": "gae", "gamma": 0.5, "lambd": 0.5})
+    steps = CriticSteps(config, SimpleNamespace(stored=stored, values=values))  # type: ignore[arg-type]
+    batch, metrics = steps.added_to(stored(prepare_batch(config, rollouts)), rollouts)
+    assert batch.stored.keys() >= {"values", "returns", "advantages"}
+    arrived = only(batch, "values", "returns", "advantages").columns
+    # delta: 0.5 * 2 - 1 = 0, 8 - 2 = 6; the second: 1 - 0.5
+    assert [a.tolist() for a in arrived["advantages"]] == [[1.5, 6.0], [0.5]]
+    assert [r.tolist() for r in arrived["returns"]] == [[2.5, 8.0], [1.0]]
+    assert metrics["critic/value"] == pytest.approx(3.5 / 3)
 
 
 def test_the_critics_learning_rate_warms_up_and_is_the_policys_unless_given() -> None:

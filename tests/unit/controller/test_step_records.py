@@ -7,12 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from plugin.batch_types import RolloutBatch
+from plugin.cluster import array_transport
+from plugin.cluster.array_transport import store
 from plugin.config import JobConfig
+from plugin.controller import step_records
 from plugin.controller.shared_devices import OwnDevices
-from plugin.controller.step_records import StepRecords
+from plugin.controller.step_records import StepRecords, seen_columns
 from plugin.controller.training_loop import Position, TrainingLoop
 from plugin.errors import ParallelError
 from plugin.observe.run_files import RunFiles
@@ -124,3 +129,31 @@ def test_a_step_is_recorded_though_its_weights_cannot_be_sent() -> None:
     with pytest.raises(ParallelError):
         job._one_rollout(None)
     assert told == ["training", "records"]
+
+
+def test_detectors_get_every_nth_sample_of_a_large_step_and_routes_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_records, "MAX_TOKENS", 10)
+    ones = [torch.ones(3, dtype=torch.int64)] * 8
+    routes = [torch.full((4, 1, 1), i, dtype=torch.int8) for i in range(8)]
+    batch = RolloutBatch(
+        {
+            "unconcat_tokens": [torch.full((4,), i) for i in range(8)],
+            "total_lengths": [4] * 8,
+            "response_lengths": [3] * 8,
+            "loss_masks": ones,
+            "log_probs": [torch.full((3,), -float(i)) for i in range(8)],
+            "rollout_routed_experts": routes,
+        }
+    )
+    objects: list[Any] = []
+    away = store(batch, [np.arange(5), np.arange(5, 8)], lambda a: objects.append(a) or objects[-1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(array_transport, "_of_ray", list)
+    trained: Any = SimpleNamespace(live_routes=[1, 2])
+    # 24 tokens, at most 10: every third sample.
+    for given in (batch, away):
+        seen = seen_columns(given, trained)
+        assert [tokens[0].item() for tokens in seen["unconcat_tokens"]] == [0, 3, 6]
+        assert [row[0].item() for row in seen["log_probs"]] == [0, -3, -6]
+        assert [row[0].item() for row in seen["rollout_routed_experts"]] == [0, 1]

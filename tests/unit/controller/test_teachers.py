@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,12 @@ import pytest
 import torch
 
 from plugin.batch_types import RolloutBatch
+from plugin.cluster import array_transport
+from plugin.cluster.array_transport import only, store
 from plugin.cluster.model_source import policy_source
 from plugin.config import JobConfig
 from plugin.controller.batch import MiniBatch
-from plugin.controller.passes import Teachers
+from plugin.controller.passes import Teachers, _stored_scores
 from plugin.controller.preflight.job_checks import check_job
 from plugin.errors import BatchError, ConfigError
 from plugin.ragged import Ragged
@@ -79,6 +83,37 @@ def test_what_a_teacher_says_is_checked_before_a_rank_sees_it() -> None:
 
     with pytest.raises(BatchError, match="teacher_log_probs of sample 2 is nan at position 1"):
         Teachers({"teacher": Broken(1.0).score}).added_to(samples(), [MiniBatch(0, 0)], [0, 1, 2])
+
+
+def test_what_a_server_says_is_checked_and_stored_and_the_teacher_reads_tokens_that_are_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    objects: list[Any] = []
+
+    def stored(batch: RolloutBatch) -> RolloutBatch:
+        return store(batch, [np.arange(len(batch))], lambda a: objects.append(a) or objects[-1])  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(array_transport, "_of_ray", list)
+    server, trainer = FakeTeacher(1.0), SimpleNamespace(stored=stored)
+    in_the_job = FakeTeacher(2.0)
+    teachers = Teachers(
+        {
+            "http": partial(_stored_scores, server.score, trainer),
+            "in": partial(_stored_scores, in_the_job.score, trainer),
+        },
+        lambda prompt: "http" if prompt == 41 else "in",
+    )
+    batch = stored(samples())
+    added = teachers.added_to(batch, [MiniBatch(0, 0)], [40, 41, 42])
+    assert not added.here().columns.keys() & {"teacher_log_probs", "unconcat_tokens"}
+    arrived = only(added, "teacher_log_probs", "unconcat_tokens").columns
+    for i, (tokens, values) in enumerate(
+        zip(arrived["unconcat_tokens"], arrived["teacher_log_probs"], strict=True)
+    ):
+        torch.testing.assert_close(values, -(1.0 if i in (2, 3) else 2.0) - tokens[1:] / 100)
+    server.number = float("nan")
+    with pytest.raises(BatchError, match="teacher_log_probs of sample 0 is nan at position 0"):
+        teachers.added_to(batch, [MiniBatch(0, 0)], [40, 41, 42])
 
 
 def saved(directory: Path, **changes: Any) -> Path:
