@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from plugin.cluster import remote_calls
 from plugin.cluster.reward_nodes import RewardNodes
 from plugin.config import JobConfig
 from plugin.config.data import parse_rewards
+from plugin.controller.job import run_job
 from plugin.environments.deadline_calls import CallFailure
 from plugin.errors import ClusterError
 from plugin.observe.console import Console
@@ -23,7 +26,9 @@ from plugin.rewards.pool import PoolScorer
 from plugin.rewards.reward_set import RewardSet, Score
 from plugin.rewards.text_rewards import PortableTokenizer, TextSource, TokenResponse
 from plugin.tasks.copy_digits import CharacterTokenizer
-from tests.ray.small_jobs import run_small
+from tests.ray.casualties import AfterSteps, dropped_prompts, kill_one, trained_prompts
+from tests.ray.small_jobs import SIZES, run_small
+from tests.ray.tokenizer_files import save_character_tokenizer
 from tests.unit.rewards.test_code_attacks import FORGERIES
 
 pytestmark = [pytest.mark.hostile, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -207,3 +212,48 @@ def test_more_workers_than_the_cluster_has_cpus_left_are_refused_before_the_star
             task_path=f"{task}:make",
             reward_workers=4,
         )
+
+
+def test_a_job_whose_reward_actor_is_killed_loses_no_group(two_nodes: str, tmp_path: Path) -> None:
+    first = run_small(two_nodes, tmp_path / "first", num_nodes=1, num_rollouts=1, save_hf=True)
+    model = first.run_dir / "model"
+    save_character_tokenizer(model)
+    data, file = tmp_path / "prompts.parquet", tmp_path / "own.py"
+    rows = [{"prompt": f"{i}{i}=", "answer": f"{i}{i}"} for i in range(10)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data)
+    file.write_text(
+        "import os\n"
+        "def place(response, row, *, num_tokens):\n"
+        "    raylet = os.environ.get('RAY_RAYLET_PID')\n"
+        "    if raylet:  # not in the driver, which tries the reward once\n"
+        f"        open({str(tmp_path / 'places')!r}, 'a').write(raylet + ' ')\n"
+        "    return num_tokens / 10\n"
+    )
+    run_dir = tmp_path / "run"
+    config = JobConfig.from_sources(
+        {
+            **SIZES,
+            "num_nodes": 1,
+            "num_rollouts": 40,
+            "address": two_nodes,
+            "run_dir": str(run_dir),
+            "hf_checkpoint": str(model),
+            "prompt_data": str(data),
+            "reward": [f"{file}:place"],
+            "reward_workers": 2,
+            "async_rollouts": True,
+            "use_tis": True,
+        }
+    )
+    with AfterSteps(run_dir, 5, lambda: kill_one("RewardActor")) as killed:
+        result = run_job(config)
+    assert killed.done and len(result.history) == 40
+    trained, last = trained_prompts(run_dir), result.history[-1]
+    assert len(trained) == len(set(trained)) == 160
+    dropped = dropped_prompts(run_dir)
+    assert last["prompts_issued"] == 160 + len(dropped) + last["prompts_under_way"]
+    assert last["dropped_failed"] == last["failed_rewards"] == last["groups_resampled"] == 0
+    assert sorted({*trained, *dropped})[: len(trained)] == list(range(160))[: len(trained)]
+    # As many as there are nodes with workers; the driver's own process is none of their parents.
+    places = set((tmp_path / "places").read_text().split())
+    assert 1 <= len(places) <= 2 and str(os.getpid()) not in places
