@@ -38,6 +38,13 @@ Column = Sequence[Any] | Tensor | NDArray[Any]
 
 #: Rounding may put a log-probability a little above 0.
 MAX_LOG_PROB = 0.1
+#: No real value of a batch is larger; a sentinel such as -1e30 is.
+MAX_ABS_VALUE = 1e4
+
+
+def is_log_prob(values: Tensor) -> Tensor:
+    """Whether each value can be a log-probability: finite, no sentinel, at most about 0."""
+    return (values.abs() <= MAX_ABS_VALUE) & (values <= MAX_LOG_PROB)
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ FIELDS: dict[str, Field] = {
         Field("returns", "response", torch.float32, optional=True),
         Field("rollout_log_probs", "response", torch.float32, optional=True, log_prob=True),
         Field("log_probs", "response", torch.float32, optional=True, log_prob=True),
+        # Of the trainer's weights of the version that sampled each token.
+        Field("proximal_log_probs", "response", torch.float32, optional=True, log_prob=True),
         Field("ref_log_probs", "response", torch.float32, optional=True, log_prob=True),
         Field("teacher_log_probs", "response", torch.float32, optional=True, log_prob=True),
         # The teacher's most likely ids at the position of each token.
@@ -361,7 +370,7 @@ class RolloutBatch:
                 continue
             values = column.values
             counts = mask[:, None] if field.shape == "topk" else mask
-            bad = counts & ~(values.abs() <= 1e4)
+            bad = counts & ~(values.abs() <= MAX_ABS_VALUE)
             bound = "finite"
             if field.log_prob:
                 bad |= counts & ~(values <= MAX_LOG_PROB)

@@ -236,6 +236,8 @@ class TrainerRank(ReportingActor):
             trainer.load_hf_weights(weights)
             if trainable and config.lora_path is not None:
                 trainer.load_adapters(config.lora_path)
+            if trainable and config.kept_weight_versions:
+                trainer.keep_versions(config.kept_weight_versions)
         self._trainers[name] = trainer
         optimizer = None if trainer.optimizer is None else trainer.optimizer.optimizer
         self._memory[name] = TrainerMemory(trainer.chunks, optimizer)
@@ -299,6 +301,8 @@ class TrainerRank(ReportingActor):
         """
         trainer = self._trainers["policy"]
         trainer.version, trainer.version_progress = version, progress
+        if trainer.kept_weights is not None and progress == 0:
+            trainer.kept_weights.keep(version)
         trainer.set_learning_rate(learning_rate)
         arrived = self._arrived(share)
         began = time.monotonic()
@@ -319,6 +323,11 @@ class TrainerRank(ReportingActor):
         seconds = time.monotonic() - began
         step = TrainedStep(metrics, skipped, None, live_routes, result.overflow, seconds)
         return step, [of_share]
+
+    def kept_versions(self) -> list[int]:
+        """The earlier versions whose weights `compute_version_log_probs` can use."""
+        kept = self._trainers["policy"].kept_weights
+        return [] if kept is None else kept.versions
 
     def train_critic(self, share: Arrays, learning_rate: float) -> TrainedStep:
         """One optimizer step of the critic."""
@@ -490,7 +499,10 @@ class TrainerRank(ReportingActor):
     def load_checkpoint(self, root: str) -> dict[str, Any] | None:
         """Load the newest checkpoint in `root`; the driver's state, on rank 0 only."""
         self._saver.finish()
-        _, user_state = self._trainers["policy"].load_checkpoint(root)
+        policy = self._trainers["policy"]
+        if policy.kept_weights is not None:
+            policy.kept_weights.forget()
+        _, user_state = policy.load_checkpoint(root)
         if "critic" in self._trainers:
             self._trainers["critic"].load_checkpoint(_critic_of(resolve(Path(root))))
         return user_state if self._rank == 0 else None

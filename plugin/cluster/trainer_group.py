@@ -181,6 +181,20 @@ class TrainerGroup:
         options = {"keep_routes": keep_routes}
         return self._computed(name, "compute_log_probs", batch, [column], options)[column]
 
+    def kept_versions(self) -> list[int]:
+        """Weight versions before the current one that `version_log_probs` may name."""
+        found: list[int] = self._call("kept_versions")[0]
+        return found
+
+    def version_log_probs(self, batch: RolloutBatch, version: int | None) -> Stored:
+        """The column `proximal_log_probs` by a pass with the policy's weights of a version.
+
+        See `MegatronTrainer.compute_version_log_probs`.
+        """
+        column, options = "proximal_log_probs", {"version": version}
+        found = self._computed("policy", "compute_version_log_probs", batch, [column], options)
+        return found[column]
+
     def scores(self, name: PolicyName, batch: RolloutBatch) -> dict[str, Stored]:
         """The columns that the teacher `name` fills in."""
         columns = ["teacher_log_probs"]

@@ -139,8 +139,8 @@ def _check_sampled_distribution(config: JobConfig) -> None:
         config.use_rollout_sampling_mask != "on" or config.engine_reports_kept_ids,
         f"--use-rollout-sampling-mask on: --rollout-engine {engine}"
         f"{' with vLLM servers' if config.engine_traits.asks_servers else ''} does not report the "
-        "ids that top-p and top-k keep; use --rollout-engine transformers, or sample with "
-        "--rollout-top-p 1 and without --rollout-top-k",
+        f"ids that {config.truncation} keeps; use --rollout-engine transformers, or drop "
+        f"{config.truncation}",
     )
     expect(
         engine != "vllm" or not config.replays_sampling_mask or config.rollout_top_k is not None,
@@ -152,7 +152,7 @@ def _check_sampled_distribution(config: JobConfig) -> None:
         or not config.return_rollout_log_probs
         or not config.truncates_sampling
         or config.replays_sampling_mask,
-        "--rollout-top-p or --rollout-top-k with SGLang servers: SGLang reports log-probs of "
+        f"{config.truncation} with SGLang servers: SGLang reports log-probs of "
         "the distribution before truncation, not of the one it samples from; drop them, or "
         "--use-rollout-sampling-mask off",
     )

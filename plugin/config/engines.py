@@ -55,6 +55,7 @@ class EngineTraits:
     reads_views: takes weight buckets as read-only views of shared memory instead of bytes
     package: what has to be installed where the engine runs, and how to install it
     reports_kept_ids: can report the ids that top-k and top-p keep (--use-rollout-sampling-mask)
+    min_p_ids: these are known to be also those that min-p keeps
     lowest_temperature: what it raises lower temperatures to
     smallest_head_dim: of the models it can run on CPU
     reports_route_weights: besides the experts of a token also the weight of each
@@ -78,6 +79,7 @@ class EngineTraits:
     reads_views: bool = False
     package: tuple[str, str] | None = None
     reports_kept_ids: bool = False
+    min_p_ids: bool = False
     lowest_temperature: float = 0.0
     smallest_head_dim: int = 1
     reports_route_weights: bool = True
@@ -103,6 +105,7 @@ ENGINES: dict[str, EngineTraits] = {
         quantizes=True,
         reads_views=True,
         reports_kept_ids=True,
+        min_p_ids=True,
         partial_rollout_modes=("recompute", "continue"),
         weight_transports=("broadcast", "ipc", "object-store"),
         sleeps=True,

@@ -96,6 +96,12 @@ class JobConfig(
         self._check_rollouts()
         self._check_mini_batches()
         self._check_approximation()
+        self._check_engine_versions()
+        expect(
+            not (self.measure_update_kl and self.use_routing_replay),
+            "--measure-update-kl with --use-routing-replay: its log-prob passes would record other "
+            "routes than those to replay; drop one of the two",
+        )
         self._check_stale_samples()
         check_sampling(self)
         check_engine(self)
@@ -291,7 +297,9 @@ class JobConfig(
 
     @property
     def engine_reports_kept_ids(self) -> bool:
-        """Whether what samples the tokens reports the ids that top-p and top-k kept."""
+        """Whether what samples the tokens reports the ids that truncation kept."""
+        if self.rollout_min_p and not self.engine_traits.min_p_ids:
+            return False
         if self.server_dialect is not None:
             return self.server_dialect == "sglang"  # vLLM's completions API does not
         return self.engine_traits.reports_kept_ids
@@ -299,17 +307,17 @@ class JobConfig(
     def _accept_bias_of_truncation(self) -> None:
         """Refuse ratios between the full and a truncated distribution, unless the user insists."""
         message = (
-            "--rollout-top-p or --rollout-top-k: the engine samples from a truncated distribution "
-            "and the trainer's log-probs are of the full one"
+            f"{self.truncation}: the engine samples from a truncated distribution and the "
+            "trainer's log-probs are of the full one"
         )
         compares = self.loss_traits.compares_with is not None or self.use_tis
         if (compares or self.use_rollout_kl_loss) and not self.allow_biased_correction:
             raise ConfigError(
                 f"{message}, so ratios and their gradients are biased; use "
                 "--use-rollout-sampling-mask with an engine that reports the kept ids "
-                "(transformers), sample with 1 and none, or insist with --allow-biased-correction"
+                f"(transformers), drop {self.truncation}, or insist with --allow-biased-correction"
             )
-        warnings.warn(f"{message}, so gradients are biased; prefer 1 and none", stacklevel=3)
+        warnings.warn(f"{message}, so gradients are biased; prefer to sample without", stacklevel=3)
 
     def _check_centered_sampling(self) -> None:
         """Score centering needs both distributions over the same ids, and the old policy's."""
@@ -318,16 +326,16 @@ class JobConfig(
         option = f"--score-centering-topk {self.score_centering_topk}"
         expect(
             self.replays_sampling_mask or not self.truncates_sampling,
-            f"{option} with --rollout-top-p or --rollout-top-k whose kept ids are not replayed: "
-            "the engine's log-probs are of another set of ids than the trainer's; use "
-            "--use-rollout-sampling-mask with an engine that reports them, or sample with 1 and "
-            "none",
+            f"{option} with {self.truncation} whose kept ids are not replayed: the engine's "
+            "log-probs are of another set of ids than the trainer's; use "
+            "--use-rollout-sampling-mask with an engine that reports them, or drop "
+            f"{self.truncation}",
         )
         expect(
             not (self.truncates_sampling and self.server_dialect == "sglang"),
-            f"{option} with --rollout-top-p or --rollout-top-k and SGLang, which reports the "
-            "log-probs of its likeliest ids before truncation; use --rollout-engine transformers "
-            "or vllm, or sample with 1 and none",
+            f"{option} with {self.truncation} and SGLang, which reports the log-probs of its "
+            "likeliest ids before truncation; use --rollout-engine transformers or vllm, or drop "
+            f"{self.truncation}",
         )
         old = self.centers_first_update_only
         expect(
@@ -382,6 +390,35 @@ class JobConfig(
             "log-prob pass that it saves; drop one of the two",
         )
 
+    @property
+    def kept_weight_versions(self) -> int:
+        """Weight versions before the current one that ranks keep in host memory.
+
+        As many as the oldest token that is trained on is behind.
+        """
+        if self.train_log_probs != "engine-version":
+            return 0
+        limit, of_tokens = self.staleness_limit, self.max_token_staleness
+        return limit if of_tokens is None else of_tokens
+
+    def _check_engine_versions(self) -> None:
+        if self.train_log_probs != "engine-version":
+            return
+        zero = f"{'token' if self.staleness_limit else 'weight'}-staleness is 0"
+        reason = f"--max-{zero}" if self.async_rollouts else "rollouts are synchronous"
+        expect(
+            self.kept_weight_versions > 0,
+            f"--train-log-probs engine-version: {reason}, so no token is of older weights than the "
+            "trainer's and it equals recompute; drop it, or train on older tokens with "
+            "--async-rollouts",
+        )
+        expect(
+            not self.use_routing_replay,
+            "--train-log-probs engine-version with --use-routing-replay: the routes to replay are "
+            "those of the weights that are trained, and the log-prob pass is of others; use "
+            "--use-rollout-routing-replay, or drop one of the two",
+        )
+
     def _check_stale_samples(self) -> None:
         """Refuse stale samples in a loss that treats them as the current policy's."""
         if self.staleness_limit == 0 or self.corrects_mismatch:
@@ -391,10 +428,14 @@ class JobConfig(
             f"--async-rollouts with --policy-loss {loss}: the loss never compares the current "
             "policy with the older one that sampled the tokens, so its gradient is biased"
         )
+        add = "add --use-tis"
+        if self.use_tis and self.train_log_probs == "engine-version":
+            message += " (with --train-log-probs engine-version corrections see the mismatch alone)"
+            add = "use --train-log-probs recompute"
         if not self.allow_biased_correction:
             declare = f", or declare with @loss_traits that {loss} compares with it"
             raise ConfigError(
-                f"{message}; add --use-tis, or choose --policy-loss {' or '.join(ROLLOUT_LOSSES)}, "
+                f"{message}; {add}, or choose --policy-loss {' or '.join(ROLLOUT_LOSSES)}, "
                 f"or --use-rollout-logprobs with {' or '.join(RATIO_LOSSES)}"
                 f"{'' if loss in POLICY_LOSS_TRAITS else declare}; or insist with "
                 "--allow-biased-correction"
@@ -502,7 +543,7 @@ class JobConfig(
         )
         expect(
             not self.replays_sampling_mask,
-            "--rollout-top-p or --rollout-top-k with a teacher behind HTTP: servers report prompt "
-            "log-probs of the whole vocabulary, and those of the policy are over the kept ids; "
-            "sample with 1 and none, or use a teacher in the job (--teacher-hf-checkpoint)",
+            f"{self.truncation} with a teacher behind HTTP: servers report prompt log-probs of the "
+            "whole vocabulary, and those of the policy are over the kept ids; drop "
+            f"{self.truncation}, or use a teacher in the job (--teacher-hf-checkpoint)",
         )

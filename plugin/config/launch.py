@@ -145,6 +145,11 @@ class OutputFlags(FlagGroup):
     detect_mismatch: bool = flag(
         True, "look for shifted, constant, tempered, truncated or stale log-probs at every step"
     )
+    measure_update_kl: bool = flag(
+        False,
+        "measure how far the updates on a rollout move the policy, by log-prob passes over at most "
+        "131,072 of its tokens before and after",
+    )
     on_finding: Literal["stop", "warn"] = flag(
         "stop",
         "what an unmistakable finding does, such as an engine that runs a different model than the "

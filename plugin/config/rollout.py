@@ -64,16 +64,28 @@ class RolloutFlags(FlagGroup):
     rollout_top_k: int | None = flag(
         None, "sample among the k most likely tokens; none = off", at_least=1
     )
+    rollout_min_p: float = flag(
+        0.0,
+        "sample among tokens of at least this share of the likeliest one's probability; 0 = off",
+        at_least=0,
+        below=1,
+    )
     use_rollout_sampling_mask: Literal["auto", "on", "off"] = flag(
         "auto",
-        "have the engine report the ids that top-p and top-k kept, and compute every log-prob over "
-        "them; auto = on where the engine truncates and can report them",
+        "have the engine report the ids that top-p, top-k and min-p kept, and compute every "
+        "log-prob over them; auto = on where the engine truncates and can report them",
         needs=Needs(
-            "--rollout-top-p below 1 or --rollout-top-k", lambda config: config.truncates_sampling
+            "--rollout-top-p below 1, --rollout-top-k or --rollout-min-p",
+            lambda config: config.truncates_sampling,
         ),
     )
     return_rollout_log_probs: bool = flag(
         True, "have the engine report the log-prob of every sampled token"
+    )
+    bad_log_probs: Literal["error", "drop"] = flag(
+        "error",
+        "what a log-prob of the engine does that is not finite or none at all: fail its response "
+        "or end the job, or have its token masked and counted (bad_log_prob_share)",
     )
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto", "dtype of the engine's weights; auto = the trainer's", common_in="eval"
@@ -169,7 +181,17 @@ class RolloutFlags(FlagGroup):
     @property
     def truncates_sampling(self) -> bool:
         """Whether the engine samples from a part of the vocabulary."""
-        return self.rollout_top_p < 1 or self.rollout_top_k is not None
+        return self.rollout_top_p < 1 or self.rollout_top_k is not None or self.rollout_min_p > 0
+
+    @property
+    def truncation(self) -> str:
+        """The flags that truncate, for messages."""
+        flags = {
+            "--rollout-top-p": self.rollout_top_p < 1,
+            "--rollout-top-k": self.rollout_top_k is not None,
+            "--rollout-min-p": self.rollout_min_p > 0,
+        }
+        return " and ".join(name for name, given in flags.items() if given)
 
     @property
     def staleness_limit(self) -> int:

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from plugin.batch_types import RolloutBatch, with_checked_routes
+from plugin.batch_types import RolloutBatch, is_log_prob, with_checked_routes
 from plugin.config import JobConfig
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import BatchError
+from plugin.observe.findings import MAX_TOKENS
 from plugin.ppo_utils.advantages import ESTIMATORS, estimator_of, whiten
 from plugin.ragged import Integers, Ragged, ragged_range
 
@@ -112,7 +113,17 @@ def describe_batch(
         "staleness_max": float(behind.max(initial=0)),
         "interrupted_share": float((oldest < newest).mean()),
         **({} if penalty is None else {"overlong_penalty": float(penalty.mean())}),
+        **_bad_log_probs(config, batch),
     }
+
+
+def _bad_log_probs(config: JobConfig, batch: RolloutBatch) -> dict[str, float]:
+    """The share of sampled tokens that are masked for their log-prob, where those are."""
+    if config.bad_log_probs != "drop" or "rollout_log_probs" not in batch:
+        return {}
+    bad = ~is_log_prob(batch.columns["rollout_log_probs"].values)
+    sampled = bad | (batch.columns["loss_masks"].values != 0)
+    return {"bad_log_prob_share": float(bad.sum()) / max(1, int(sampled.sum()))}
 
 
 def with_overlong_rules(config: JobConfig, rollouts: Rollouts) -> Rollouts:
@@ -158,6 +169,12 @@ class MiniBatch:
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The part of the rollout's batch; the batch itself where that is all of it."""
         return batch if self.samples is None else batch.select(self.samples)
+
+
+def few_samples(batch: RolloutBatch) -> RolloutBatch:
+    """Every n-th sample of a large batch, `MAX_TOKENS` response tokens together."""
+    stride = max(1, -(-int(batch.columns["response_lengths"].sum()) // MAX_TOKENS))
+    return batch if stride == 1 else batch.select(np.arange(0, len(batch), stride))
 
 
 def first_epoch(updates: Sequence[MiniBatch]) -> list[Integers | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,13 +21,14 @@ from plugin.cluster.array_transport import only
 from plugin.cluster.trainer_actor import teacher_policy
 from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
-from plugin.controller.batch import MiniBatch, first_epoch
+from plugin.controller.batch import MiniBatch, few_samples, first_epoch
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.environments.trajectory import Rollouts
 from plugin.loss.hook_chain import batch_declarations
 from plugin.loss.policy_losses import explained_variance
 from plugin.ppo_utils.advantages import gae_advantages, whiten
-from plugin.ragged import Ragged, TokenColumn, concatenated
+from plugin.ppo_utils.importance_ratio import k1, k3
+from plugin.ragged import Integers, Ragged, TokenColumn, concatenated
 from plugin.tasks.prompt_format import lookup
 from plugin.teachers.http_teacher import HttpTeacher
 
@@ -57,16 +59,25 @@ class LogProbPasses:
         self._seconds_per_token: float | None = None
 
     def added_to(
-        self, batch: RolloutBatch, updates: list[MiniBatch], prompts: Sequence[int] = ()
+        self,
+        batch: RolloutBatch,
+        updates: list[MiniBatch],
+        prompts: Sequence[int] = (),
+        sampled: SampledVersions | None = None,
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """The batch with log-probs of the policies that were asked, and seconds as metrics.
 
         prompts: the numbers of the groups' prompts
+        sampled: the weight versions of the tokens (--train-log-probs engine-version)
         """
         began = time.monotonic()
         saved: dict[str, float] = {}
         if self._config.train_log_probs == "approximate" and len(updates) > 1:
             batch, saved = self._checked(batch)
+        elif sampled is not None and sampled.are_stale:
+            column, lost = _of_sampled_versions(self._trainer, batch, sampled)
+            batch = batch.with_column("proximal_log_probs", column)
+            saved["lost_version_share"] = lost
         elif len(updates) > 1 or self._config.use_routing_replay or self._whole_batch_first:
             batch = batch.with_column("log_probs", self._train_log_probs(batch, updates))
         if self._parts.reference is not None:
@@ -103,6 +114,106 @@ class LogProbPasses:
         if self._seconds_per_token is None:
             return batch, {}
         return batch, {"seconds_log_probs_saved": self._seconds_per_token * tokens}
+
+
+@dataclass(frozen=True)
+class SampledVersions:
+    """Which weights sampled a batch.
+
+    tokens: [N] of each sample with loss, by weight version; current: the trainer's version
+    """
+
+    tokens: Mapping[int, Integers]
+    current: int
+
+    @classmethod
+    def of(cls, batch: RolloutBatch, current: int) -> SampledVersions:
+        """Of a batch whose versions and masks are in this process."""
+        masks, versions = batch.columns["loss_masks"], batch.columns["weight_versions"]
+        counts = masks.values.numpy() != 0
+        found, samples = versions.values.numpy()[counts], masks.sample_index[counts]
+        return cls(
+            {
+                version: np.bincount(samples[found == version], minlength=len(batch))
+                for version in np.unique(found).tolist()
+            },
+            current,
+        )
+
+    @property
+    def are_stale(self) -> bool:
+        return any(version != self.current for version in self.tokens)
+
+
+def _of_sampled_versions(
+    trainer: TrainerGroup, batch: RolloutBatch, sampled: SampledVersions
+) -> tuple[TokenColumn, float]:
+    """The column `proximal_log_probs`, and the share of tokens whose version is not kept.
+
+    Every sample is scored once by each of its versions, and its tokens take the log-probs of
+    theirs. Tokens of a version that is not kept take those of the current weights, as with
+    recompute.
+    """
+    names = sampled.tokens.keys() - {sampled.current}
+    kept = [version for version in trainer.kept_versions() if version in names]
+    total = sum(sampled.tokens.values(), np.zeros(len(batch), np.int64))
+    older = sum((sampled.tokens[version] for version in kept), np.zeros_like(total))
+    # The current weights first, on every token of a sample; what is older then takes its places.
+    scored = {None: (older < total) | (total == 0)}
+    scored |= {version: sampled.tokens[version] > 0 for version in kept}
+    column: TokenColumn | None = None
+    place = np.full(len(batch), -1)
+    for version, samples in scored.items():
+        for chosen in (samples & (place < 0), samples & (place >= 0)):
+            numbers = np.flatnonzero(chosen)
+            if not len(numbers):
+                continue
+            part = batch.select(numbers)
+            if column is not None and place[numbers[0]] >= 0:
+                part = part.with_column("proximal_log_probs", column.select(place[numbers]))
+            found = trainer.version_log_probs(part, version)
+            place[numbers] = (0 if column is None else len(column)) + np.arange(len(numbers))
+            column = found if column is None else concatenated([column, found])
+    assert column is not None
+    lost = total - older - sampled.tokens.get(sampled.current, 0)
+    return column.select(place), float(lost.sum()) / max(1, int(total.sum()))
+
+
+class UpdateKl:
+    """How far the updates on a rollout move the policy, at some of its tokens.
+
+    The policy before them is computed when this is made.
+    """
+
+    def __init__(self, trainer: TrainerGroup, batch: RolloutBatch) -> None:
+        self._trainer, self._batch = trainer, few_samples(batch)
+        self._before = trainer.log_probs("policy", self._batch)
+
+    def metrics(self) -> dict[str, float]:
+        """After the updates: KLs between the policies before, after and of the rollout."""
+        after = self._trainer.log_probs("policy", self._batch)
+        read = only(self._batch, "loss_masks")
+        kept = read.columns["loss_masks"].values != 0
+
+        def values(column: TokenColumn) -> Tensor:
+            found = only(self._batch.with_column("log_probs", column), "log_probs")
+            return found.columns["log_probs"].values[kept].double()
+
+        def mean(numbers: Tensor) -> float:
+            return float(numbers.mean()) if len(numbers) else 0.0
+
+        old, new = values(self._before), values(after)
+        metrics = {
+            "update_kl/k1": mean(k1(old - new)),
+            "update_kl/k3": mean(k3(old - new)),
+            "update_kl/abs": mean((old - new).abs()),
+        }
+        if "rollout_log_probs" in self._batch:
+            rollout = only(self._batch, "rollout_log_probs").columns["rollout_log_probs"]
+            sampled = rollout.values[kept].double()
+            metrics["update_kl/mismatch_before"] = mean(k3(sampled - old))
+            metrics["update_kl/mismatch_after"] = mean(k3(sampled - new))
+        return metrics
 
 
 #: The columns that a teacher fills in for a batch.

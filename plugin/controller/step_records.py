@@ -19,12 +19,13 @@ from plugin.batch_types import RolloutBatch
 from plugin.cluster.array_transport import BULK, only
 from plugin.cluster.trainer_actor import TrainedStep
 from plugin.config import JobConfig
+from plugin.controller.batch import few_samples
 from plugin.controller.run_directory import RunCheckpoints
 from plugin.environments.trajectory import Rollouts
 from plugin.errors import FindingError, TrainingError
 from plugin.observe.console import Console
 from plugin.observe.detectors import MismatchDetectors
-from plugin.observe.findings import MAX_TOKENS, Finding
+from plugin.observe.findings import Finding
 from plugin.observe.learning import learning_findings
 from plugin.observe.log_prob_dump import ROUTES
 from plugin.observe.run_files import RunFiles, without_slices
@@ -51,6 +52,7 @@ class StepRecords:
         self._console, self._history = console, history
         self._watch = MismatchWatch(config, files, console.log)
         self._waiting: deque[Callable[[], None]] = deque()
+        self._last: dict[str, Any] = {}
         self._skipped_in_a_row = 0
         self._wandb: Any = None
         self._dump: Any = None
@@ -80,7 +82,12 @@ class StepRecords:
         line: its metrics
         of_rollout_weights: whether it started from the weights of the rollout
         """
+        self._last = line
         self._waiting.append(partial(self._write_step, line, batch, trained, of_rollout_weights))
+
+    def amend(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the step that was added last, before it is written."""
+        self._last.update(metrics)
 
     def log_samples(self, step: int, samples: Callable[[], list[dict[str, Any]]]) -> None:
         """Responses to read, made when they are written."""
@@ -174,8 +181,7 @@ def seen_columns(batch: RolloutBatch, trained: TrainedStep) -> dict[str, Any]:
 
     Of routes only those of the first samples, which the trainer's are known of.
     """
-    stride = max(1, -(-int(batch.columns["response_lengths"].sum()) // MAX_TOKENS))
-    few = batch if stride == 1 else batch.select(np.arange(0, len(batch), stride))
+    few = few_samples(batch)
     columns = dict(only(few, *[name for name in few.columns if name not in BULK]).columns)
     if trained.live_routes is not None:
         first = batch.select(np.arange(len(trained.live_routes)))

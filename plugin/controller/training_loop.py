@@ -28,7 +28,13 @@ from plugin.controller.batch import (
 )
 from plugin.controller.evaluation import Evaluations, Evaluator, describe
 from plugin.controller.interrupts import Interrupts
-from plugin.controller.passes import CriticSteps, LogProbPasses, Teachers
+from plugin.controller.passes import (
+    CriticSteps,
+    LogProbPasses,
+    SampledVersions,
+    Teachers,
+    UpdateKl,
+)
 from plugin.controller.preflight.job_checks import JobParts
 from plugin.controller.queue.group_journal import GroupJournal, remove_journal
 from plugin.controller.queue.groups import Group, joined, reward_parts
@@ -275,6 +281,9 @@ class TrainingLoop:
                 ),
             )
         updates = mini_batches(config, rollouts, self._at.rollouts)
+        sampled = None
+        if config.train_log_probs == "engine-version":
+            sampled = SampledVersions.of(batch, self._at.version)
         batch = self._trainer.stored(batch, first_epoch(updates))
         timings = {
             "seconds_waiting": generated - began,
@@ -284,8 +293,14 @@ class TrainingLoop:
         if self._critic is not None:
             batch, of_critic = self._critic.added_to(batch, rollouts, updates)
             described |= of_critic
-        batch, passes = self._log_prob_passes.added_to(batch, updates, trained)
+        batch, passes = self._log_prob_passes.added_to(batch, updates, trained, sampled)
         timings |= passes
+        if lost := passes.get("lost_version_share"):
+            self._console.warn(
+                f"{lost:.0%} of the tokens were sampled by weights from before a restart, which "
+                "are not kept: their old log-probs are those of the current weights"
+            )
+        update_kl = UpdateKl(self._trainer, batch) if config.measure_update_kl else None
         applied = 0
         for update in updates:
             place = {"update_epoch": update.epoch, "mini_batch": update.number}
@@ -296,6 +311,8 @@ class TrainingLoop:
             began, timings = time.monotonic(), {}
             if update is not updates[-1]:
                 self._records.write()
+        if update_kl is not None:
+            self._records.amend(update_kl.metrics())
         self._records.log_prompts(rollout, trained, self._queue.take_dropped())
         self._at.rollouts += 1
         self._at.version += 1

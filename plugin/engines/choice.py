@@ -51,6 +51,7 @@ def sampling_parameters(config: JobConfig, stop_token_ids: tuple[int, ...]) -> S
         temperature=config.rollout_temperature,
         top_p=config.rollout_top_p,
         top_k=config.rollout_top_k,
+        min_p=config.rollout_min_p,
         max_response_length=config.max_response_length,
         stop_token_ids=stop_token_ids,
         log_probs=log_probs,
@@ -58,6 +59,7 @@ def sampling_parameters(config: JobConfig, stop_token_ids: tuple[int, ...]) -> S
         sampling_mask=config.replays_sampling_mask,
         routed_weights=config.wants_route_weights,
         head=config.score_centering_topk,
+        drop_bad_log_probs=config.bad_log_probs == "drop",
     )
 
 

@@ -7,13 +7,13 @@ protocol is the same for an engine that lives in a Ray actor and for a client of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from plugin.batch_types import SamplerHead
+from plugin.batch_types import SamplerHead, is_log_prob
 from plugin.errors import EngineError
 from plugin.ragged import Ragged
 from plugin.weights.group import WeightGroup
@@ -29,11 +29,13 @@ class SamplingParameters:
     """How tokens are sampled; `log_probs` and the fields after it select what else is reported.
 
     head: how many of the likeliest ids of each distribution that a token is drawn from
+    drop_bad_log_probs: whether tokens are masked whose log-prob is none (--bad-log-probs)
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
     max_response_length: int = 1024
     stop_token_ids: tuple[int, ...] = ()
     log_probs: bool = True
@@ -41,6 +43,7 @@ class SamplingParameters:
     sampling_mask: bool = False
     routed_weights: bool = False
     head: int = 0
+    drop_bad_log_probs: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Generation:
         of them
     head: the likeliest ids of the distribution that each of the [response] tokens was drawn from;
         None if not asked for
+    loss_mask: [response], 0 for tokens that are not trained on; None = all are. Engines leave it
     """
 
     tokens: Tensor
@@ -84,6 +88,11 @@ class Generation:
     sampling_mask: Ragged | None = None
     routed_weights: Tensor | None = None
     head: SamplerHead | None = None
+    loss_mask: Tensor | None = None
+
+    def token_mask(self) -> Tensor:
+        """[response] int64: the loss mask."""
+        return torch.ones_like(self.tokens) if self.loss_mask is None else self.loss_mask
 
     def token_versions(self) -> Tensor:
         """[response] int64: the weight version of each token."""
@@ -211,6 +220,18 @@ class SteppingEngine(Protocol):
     def abort(self) -> None:
         """Forget the responses under way."""
         ...
+
+
+def without_bad_log_probs(answer: Answer) -> Answer:
+    """The answer with tokens masked whose log-prob is none; a failure where no other is left."""
+    if isinstance(answer, GenerationFailure) or answer.log_probs is None:
+        return answer
+    good = is_log_prob(answer.log_probs)
+    if bool(good.all()):
+        return answer
+    if not bool(good.any()):
+        return GenerationFailure("no token of the response has a finite log-prob")
+    return replace(answer, loss_mask=good.long())
 
 
 def check_generations(

@@ -23,6 +23,7 @@ from plugin.engines.protocol import (
     SteppingEngine,
     check_answer,
     check_generations,
+    without_bad_log_probs,
 )
 from plugin.engines.transformers.weight_loader import WeightLoader
 from plugin.weights.buckets import NO_WEIGHTS
@@ -115,6 +116,8 @@ class ResponseStream:
         part = self._running[ticket]
         self._finished += 1
         check_answer(part.request.prompt_index, part.request, answer, part.parameters)
+        if part.parameters.drop_bad_log_probs:
+            answer = without_bad_log_probs(answer)
         part.left -= 1
         if not part.left:
             del self._running[ticket]

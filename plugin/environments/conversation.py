@@ -161,7 +161,7 @@ class _OpenSample:
         """Append tokens that the policy sampled."""
         self.text += text
         self._tokens += generation.tokens.tolist()
-        self._mask += [1] * generation.tokens.numel()
+        self._mask += generation.token_mask().tolist()
         if generation.log_probs is not None:
             self._log_probs.append(generation.log_probs.float())
         self._versions.append(generation.token_versions())

@@ -257,7 +257,7 @@ def trajectory_of(prompt: tuple[int, ...], answer: Answer) -> Trajectory:
     sample = RolloutSample(
         tokens=torch.cat([torch.tensor(prompt), answer.tokens]),
         response_length=answer.tokens.numel(),
-        loss_mask=torch.ones_like(answer.tokens),
+        loss_mask=answer.token_mask(),
         weight_version=answer.token_versions(),
         rollout_log_probs=answer.log_probs,
         routed_experts=answer.routed_experts,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plugin.batch_types import spread
+from plugin.batch_types import MAX_ABS_VALUE, spread
 from plugin.config import LossConfig
 from plugin.errors import BatchError, ConfigError
 from plugin.loss.interfaces import Head, LossInputs
@@ -21,8 +21,6 @@ from plugin.sharding.parallel_context import SINGLE_PROCESS
 from plugin.sharding.sequence_shards import SequenceShards
 
 _OPTIONAL_LOG_PROBS = ("rollout_log_probs", "ref_log_probs", "teacher_log_probs")
-#: No real log-prob or advantage is larger; a sentinel such as -1e30 is.
-MAX_ABS_VALUE = 1e4
 #: exp of more than this overflows float32 (at 88.7); no numeric mismatch comes near it.
 MAX_ABS_LOG_RATIO = 80.0
 
@@ -81,6 +79,9 @@ class KnownTokens:
             for name in ("advantages", *_OPTIONAL_LOG_PROBS)
         }
         fields["train_log_probs"] = shards.flat("log_probs", batch.get("log_probs"))
+        if config.train_log_probs == "engine-version":
+            name = "proximal_log_probs"
+            fields[name] = shards.flat(name, batch.get(name))
         approximate = config.train_log_probs == "approximate"
         share = share_of_current(batch, shards) if approximate else None
         loss_masks = Ragged.of(batch["loss_masks"])
@@ -122,7 +123,7 @@ class KnownTokens:
             name: None if value is None else zero_masked(value, mask) for name, value in raw.items()
         }
         clean["advantages"] = guided_advantages(config, clean)
-        if config.train_log_probs != "recompute":
+        if config.train_log_probs in ("approximate", "rollout"):
             clean["proximal_log_probs"] = zero_masked(self._proximal(clean), mask)
         return LossInputs(
             mask=mask,
@@ -308,8 +309,8 @@ def _invalid(
             f"; a log-ratio beyond +-{MAX_ABS_LOG_RATIO:g} is no mismatch: the log-probs are "
             "misaligned or of a different model. Check that both belong to the same token",
         )
-        for name in ("log_probs", "rollout_log_probs")
-        if (values := fields[name]) is not None
+        for name in ("log_probs", "rollout_log_probs", "proximal_log_probs")
+        if (values := fields.get(name)) is not None
     ]
     # NaN fails every comparison, so "not within bounds" also catches it.
     bad = [mask & ~(values.abs() <= limit) for _, values, limit, _ in checks]

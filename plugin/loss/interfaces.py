@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from plugin.config import LossConfig
 from plugin.ppo_utils.batch_statistics import Statistics
 from plugin.ppo_utils.masked_ops import zero_masked
 from plugin.sharding.parallel_context import SINGLE_PROCESS
@@ -45,8 +46,9 @@ class LossInputs:
         is measured on these
     rollout_log_probs, ref_log_probs, teacher_log_probs: [T] without gradient, or None
     proximal_log_probs: [T] of the policy that a clipped ratio is taken against (pi_old): the
-        trainer's own, the engine's, or interpolated between the engine's and the current ones, by
-        --train-log-probs; default: `train_log_probs`
+        trainer's own, those of its weights of the version that sampled the token, the engine's, or
+        interpolated between the engine's and the current ones, by --train-log-probs; default:
+        `train_log_probs`
     entropy: [T] or None; carries a gradient only if its coefficient is not 0
     distill_kl: [T] reverse KL from the teacher over its most likely ids, with gradient, or None
     head: of the distributions that the tokens were drawn from (--score-centering-topk), or None
@@ -78,6 +80,15 @@ class LossInputs:
         """Return rollout_log_probs [T]; set-up has checked that they are there."""
         assert self.rollout_log_probs is not None
         return self.rollout_log_probs
+
+    def compared_with_rollout(self, config: LossConfig) -> Tensor:
+        """The trainer's log-probs [T] that mismatch is measured on.
+
+        Its own at the start of the step, or those of the version that sampled the token where they
+        are known.
+        """
+        of_version = config.train_log_probs == "engine-version"
+        return self.proximal_log_probs if of_version else self.train_log_probs
 
     def per_sample(self, values: Tensor) -> list[Tensor]:
         """Split a flat tensor [T] into one tensor per sample."""

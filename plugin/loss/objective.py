@@ -34,7 +34,7 @@ def check_loss(config: LossConfig) -> None:
         try_on_example(what, hook_chain, config)
         declared = ", ".join(batch_declarations(config))
         expect(
-            not declared or config.train_log_probs == "recompute",
+            not declared or config.train_log_probs in ("recompute", "engine-version"),
             f"{declared} needs the trainer's log-probs of the whole batch before the training "
             f"pass, and --train-log-probs {config.train_log_probs} has none; use --train-log-probs "
             "recompute",
@@ -64,7 +64,7 @@ def compute_loss(
         term = chain.apply(args, term, inputs, with_weights=with_weights)
     elif config.get_mismatch_metrics and with_metrics:
         # The mismatch is that of the trainer's own log-probs, whatever the ratio is taken against.
-        of_trainer = replace(inputs, proximal_log_probs=inputs.train_log_probs)
+        of_trainer = replace(inputs, proximal_log_probs=inputs.compared_with_rollout(config))
         with torch.no_grad():
             observed = hook_chain(config, args).apply(args, term, of_trainer)
         term = replace(term, metrics=observed.metrics | term.metrics)
@@ -91,11 +91,13 @@ def compute_loss(
     metrics: dict[str, TokenMetric] = {}
     if with_metrics:
         metrics = {name: TokenMetric(v.detach(), inputs.mask) for name, v in term.metrics.items()}
-        metrics |= _comparison_metrics(inputs, term.kept)
+        metrics |= _comparison_metrics(inputs, term.kept, config)
     return LossOutputs(term, regularizers, policy, total, denominator, metrics)
 
 
-def _comparison_metrics(inputs: LossInputs, kept: Tensor) -> dict[str, TokenMetric]:
+def _comparison_metrics(
+    inputs: LossInputs, kept: Tensor, config: LossConfig
+) -> dict[str, TokenMetric]:
     """How far the policies are from each other."""
     mask, cur = inputs.mask, inputs.cur_log_probs.detach()
     cur_over_proximal = log_ratio(cur, inputs.proximal_log_probs, mask)
@@ -107,7 +109,8 @@ def _comparison_metrics(inputs: LossInputs, kept: Tensor) -> dict[str, TokenMetr
         metrics["teacher_kl"] = TokenMetric(log_ratio(cur, inputs.teacher_log_probs, mask), mask)
     if inputs.rollout_log_probs is None:
         return metrics
-    train_over_rollout = log_ratio(inputs.train_log_probs, inputs.rollout_log_probs, mask)
+    train = inputs.compared_with_rollout(config)
+    train_over_rollout = log_ratio(train, inputs.rollout_log_probs, mask)
     mismatch = k3(log_ratio(inputs.rollout_log_probs, cur, mask))
     metrics |= {
         "train_rollout_logprob_abs_diff": TokenMetric(train_over_rollout.abs(), mask),

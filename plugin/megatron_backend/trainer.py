@@ -34,6 +34,7 @@ from plugin.megatron_backend.step.schedule import (
     training_forward_step,
 )
 from plugin.megatron_backend.step.step_metrics import step_metrics
+from plugin.megatron_backend.weight_versions import WeightVersions
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from plugin.ragged import Ragged
 
@@ -69,7 +70,15 @@ class MegatronTrainer(RankModel):
 
     A rank is given its share of a batch (`BatchShare`), or every rank the same whole batch, of
     which each takes its own share: all ranks compute the same plan without communication.
+
+    kept_weights: of earlier versions, where they are used (--train-log-probs engine-version)
     """
+
+    kept_weights: WeightVersions | None = None
+
+    def keep_versions(self, limit: int) -> None:
+        """From now on keep the weights of `limit` versions before the current one."""
+        self.kept_weights = WeightVersions(self.chunks, limit)
 
     def compute_log_probs(
         self, batch: RolloutBatch | BatchShare, *, keep_routes: bool = False
@@ -104,6 +113,25 @@ class MegatronTrainer(RankModel):
                 return self.compute_log_probs(batch)
         finally:
             self.recorded_routes = recorded
+
+    def compute_version_log_probs(
+        self, batch: RolloutBatch | BatchShare, version: int | None
+    ) -> Ragged:
+        """`compute_log_probs` with the weights of an earlier version; None = the current ones.
+
+        If the batch has `proximal_log_probs` already, only those of tokens that this version
+        sampled are replaced.
+        """
+        if version is None:
+            return self.compute_log_probs(batch)
+        assert self.kept_weights is not None
+        with self.kept_weights.swapped_in(version):
+            found = self.compute_log_probs(batch)
+        columns = (batch.batch if isinstance(batch, BatchShare) else batch).columns
+        if "proximal_log_probs" not in columns:
+            return found
+        own = columns["weight_versions"].values == version
+        return found.like(torch.where(own, found.values, columns["proximal_log_probs"].values))
 
     def train_step(
         self,

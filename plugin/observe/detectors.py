@@ -203,13 +203,11 @@ def truncation(step: Step, memory: Memory) -> Finding | None:
     if mean > 0.995 or (1 - mean) < 6 * error or one_sided < 0.5:
         return None
     exact = float((tokens.rollout == 0).mean())
-    cause = "top-p or top-k sampling"
-    remedy = (
-        "replay the kept ids (--use-rollout-sampling-mask), or sample with top_p 1 and no top_k"
-    )
+    cause = "top-p, top-k or min-p sampling"
+    remedy = "replay the kept ids (--use-rollout-sampling-mask), or sample without truncation"
     config = step.config
-    if config and config.rollout_top_p == 1 and config.rollout_top_k is None:
-        cause = "top-p or top-k that the engine applies by default; the job requests none"
+    if config and not config.truncates_sampling:
+        cause = "top-p, top-k or min-p that the engine applies by default; the job requests none"
         remedy = "check the server's sampling defaults and the model's generation_config.json"
     return Finding(
         "rollout log-probs are of a truncated distribution",

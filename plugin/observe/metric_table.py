@@ -155,6 +155,10 @@ SECTIONS: tuple[Section, ...] = (
             Metric("staleness", "weight version, trainer − token", "versions", _TOKENS, "lower"),
             Metric("staleness_max", "the same of the oldest token", "versions"),
             _share("interrupted_share", "responses of several weight versions", "responses"),
+            _share("bad_log_prob_share", "tokens masked by --bad-log-probs drop", "sampled tokens"),
+            _tokens(
+                "lost_version_share", "tokens whose version is not kept (engine-version)", "share"
+            ),
             _tokens("stale_token_share", "tokens masked by --max-token-staleness", "share"),
             Metric("kept_ids_per_token", "ids kept by top-p/top-k", "ids", "response tokens"),
         ),
@@ -207,6 +211,17 @@ SECTIONS: tuple[Section, ...] = (
             Metric("unmasked_mismatch_kl", "mismatch_kl of these", "nats", "kept tokens"),
             _tokens("train_rollout_logprob_abs_diff", "|train − rollout|", "nats", "lower"),
             _tokens("old_log_prob_error", "|approximate − own| old log-prob", "nats", "lower"),
+        ),
+    ),
+    Section(
+        "The policy before and after the updates on a rollout",
+        "plugin/controller/passes.py",
+        (
+            _tokens("update_kl/k1", "KL(before ‖ after) by the mean of before − after", "nats"),
+            _tokens("update_kl/k3", "the same by the mean of ratio − 1 − log ratio", "nats"),
+            _tokens("update_kl/abs", "|before − after|", "nats"),
+            _tokens("update_kl/mismatch_before", "k3 of KL(rollout ‖ before)", "nats", "lower"),
+            _tokens("update_kl/mismatch_after", "k3 of KL(rollout ‖ after)", "nats", "lower"),
         ),
     ),
     Section(
@@ -277,6 +292,11 @@ SECTIONS: tuple[Section, ...] = (
             _mismatch("multiplicative_error", "exp |train − rollout|; 1 = the same probabilities"),
             _mismatch(
                 "reverse_k3", "KL(policy ‖ rollout) by ratio · log ratio − ratio + 1", "nats"
+            ),
+            _mismatch(
+                "sequence_chi2",
+                "mean of (product of a response's ratios)² minus 1; its log within ±20",
+                over="samples",
             ),
             _mismatch("js", "Jensen-Shannon divergence of policy and rollout", "nats"),
             _mismatch("train_perplexity", "exp of the mean −train of the sampled tokens"),

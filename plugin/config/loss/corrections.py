@@ -101,7 +101,7 @@ def _parse_rule(text: str) -> RejectionRule:
     return RejectionRule(level, statistic, low, high)
 
 
-RatioAgainst = Literal["recompute", "approximate", "rollout"]
+RatioAgainst = Literal["recompute", "engine-version", "approximate", "rollout"]
 
 
 VANILLA_TIS = "plugin.ppo_utils.vanilla_tis_function"
@@ -260,12 +260,13 @@ class CorrectionFlags(FlagGroup):
     train_log_probs: RatioAgainst = flag(
         "recompute",
         "the log-probs that a clipped ratio is taken against: the trainer's own, of a pass before "
-        "the first of several updates; interpolated between the engine's and the current ones by "
+        "the first of several updates; those of its weights of the version that sampled the token, "
+        "which are kept in host memory; interpolated between the engine's and the current ones by "
         "weight version (A-3PO, no pass); or the engine's. Mismatch metrics compare the trainer's",
     )
     use_rollout_logprobs: InitVar[bool | None] = alias(
         "train_log_probs",
-        {True: ("rollout",), False: ("recompute", "approximate")},
+        {True: ("rollout",), False: ("recompute", "engine-version", "approximate")},
         "another spelling of --train-log-probs rollout",
         off=False,
     )

@@ -18,7 +18,7 @@ from plugin.config.loss.corrections import (
     is_built_in,
     weighs_current,
 )
-from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS, PolicyLossFlags
+from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS, RATIO_LOSSES, PolicyLossFlags
 from plugin.errors import ConfigError
 
 
@@ -73,7 +73,7 @@ _SAMPLE_REDUCTIONS = ("sample-mean", "fixed-length", "prompt-mean", "group-mean"
 KlEstimatorName = Literal["k1", "abs", "k2", "k3"]
 ReferenceKlName = Literal["k1", "abs", "k2", "k3", "low_var_kl"]
 _SAMPLING_MASK = Needs(
-    "--use-rollout-sampling-mask with --rollout-top-p below 1 or --rollout-top-k",
+    "--use-rollout-sampling-mask with --rollout-top-p below 1, --rollout-top-k or --rollout-min-p",
     lambda config: config.replays_sampling_mask,
 )
 
@@ -209,6 +209,7 @@ class LossConfig(
 
     def check(self) -> None:
         self._check_correction_fits_loss()
+        self._check_engine_version()
         self._check_score_centering()
         self._check_reduction()
         self._check_kept_denominator()
@@ -270,6 +271,10 @@ class LossConfig(
         compares_with_old = compares_with == "train" or self.use_tis
         hooks = [function_name(path) for path in self.hook_names()]
         compares_with_cur_alone = all(name == "opsm_function" for name in hooks)
+        if self.train_log_probs == "engine-version":
+            # Corrections weight by the mismatch alone; what the updates since changed is left to
+            # the loss's own ratio, or to a correction by the current policy.
+            return compares_with is not None or (self.use_tis and "off_policy_is_function" in hooks)
         return (
             compares_with == "rollout"
             or self.score_centering_topk > 0
@@ -348,6 +353,21 @@ class LossConfig(
                 )
             warnings.warn(message, stacklevel=2)
 
+    def _check_engine_version(self) -> None:
+        """Refuse passes that nothing would read."""
+        reads = (
+            self.loss_traits.compares_with == "train"
+            or self.use_tis
+            or self.get_mismatch_metrics
+            or (self.use_unbiased_kl and self.unbiased_kl_against == "proximal")
+        )
+        expect(
+            self.train_log_probs != "engine-version" or reads,
+            f"--train-log-probs engine-version with --policy-loss {self.policy_loss} and no "
+            "correction: nothing compares with these log-probs; choose --policy-loss "
+            f"{' or '.join(RATIO_LOSSES)}, add --use-tis or --get-mismatch-metrics, or drop it",
+        )
+
     def _check_score_centering(self) -> None:
         topk, loss = self.score_centering_topk, self.policy_loss
         if not topk:
@@ -366,9 +386,10 @@ class LossConfig(
             f"{option} with --distill-topk {self.distill_topk}: log-probs are computed of one set "
             "of ids per token, the sampler's or the teacher's; drop one of the two",
         )
+        old = self.train_log_probs
         expect(
-            self.train_log_probs != "approximate",
-            f"{option} with --train-log-probs approximate: the interpolated policy is not known "
+            old not in ("approximate", "engine-version"),
+            f"{option} with --train-log-probs {old}: the log-probs of that policy are not known "
             "for tokens that were not sampled; use recompute or rollout",
         )
         if not self.use_tis:

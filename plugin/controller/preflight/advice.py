@@ -58,7 +58,18 @@ def advice(config: JobConfig, policy: ModelSource, machine: Machine | None) -> l
     if machine is not None:
         lines += [_on_dtypes(config, machine), _on_activations(config, policy, machine)]
         lines += [_on_cache(config, policy, machine), _on_shared_gpus(config, machine)]
+        lines += [_on_versions(config, machine)]
     return [line for line in lines if line is not None]
+
+
+def _on_versions(config: JobConfig, machine: Machine) -> str | None:
+    if not machine.room.versions:
+        return None
+    return (
+        f"--train-log-probs engine-version: every rank keeps the weights of "
+        f"{config.kept_weight_versions} versions, {machine.room.versions / 2**30:.1f} GiB of host "
+        "memory, and every rollout with older tokens has a log-prob pass"
+    )
 
 
 def _on_shared_gpus(config: JobConfig, machine: Machine) -> str | None:

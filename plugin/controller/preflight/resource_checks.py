@@ -49,12 +49,14 @@ class Room:
     """Bytes of a GPU, or of this machine without one, and what is left of them.
 
     rank: beside its `LeastBytes`; engine: beside its `weights` and, without GPUs, the ranks
+    versions: host memory in which a rank keeps the weights of earlier versions
     """
 
     memory: int
     rank: int
     engine: int
     weights: int
+    versions: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,23 @@ def refuse_what_cannot_fit(least: LeastBytes, memory: int, where: str) -> None:
     )
 
 
+def version_bytes(config: JobConfig, least: LeastBytes) -> int:
+    """Host memory in which a rank keeps the weights of earlier versions; of adapters none."""
+    return 0 if config.lora_rank else config.kept_weight_versions * least.parameters
+
+
+def refuse_many_versions(config: JobConfig, needed: int, memory: int) -> None:
+    """Raise a `ConfigError` if the earlier weights of a rank do not fit into `memory` bytes."""
+    if needed <= memory:
+        return
+    raise ConfigError(
+        f"--train-log-probs engine-version: every rank keeps the weights of "
+        f"{config.kept_weight_versions} versions in host memory, {needed / 2**30:.1f} GiB, and "
+        f"there are {max(0, memory) / 2**30:.1f} GiB for each of the {config.ranks_per_node} ranks "
+        "of a node; lower --max-weight-staleness, or use --train-log-probs recompute"
+    )
+
+
 def check_memory(config: JobConfig, policy: ModelSource) -> Room | None:
     """What weights, gradients and optimizer state leave; refuses less than 0 of a rank.
 
@@ -133,19 +152,22 @@ def check_memory(config: JobConfig, policy: ModelSource) -> Room | None:
     least = least_bytes(counts, config, on_cuda=on_cuda)
     element = 4 if engine_dtype(config, cuda=on_cuda) == "float32" else 2
     weights = (counts.dense + counts.experts) * element
+    ranks, versions = config.ranks_per_node, version_bytes(config, least)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if on_cuda:
         memory = torch.cuda.get_device_properties(0).total_memory
         refuse_what_cannot_fit(least, memory, "on its GPU")
+        refuse_many_versions(config, versions, host // ranks)
         of_engine = weights // config.rollout_num_gpus_per_engine
-        return Room(memory, memory - least.total, memory - of_engine, of_engine)
-    ranks = config.ranks_per_node
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Room(memory, memory - least.total, memory - of_engine, of_engine, versions)
     refuse_what_cannot_fit(
-        least, memory // ranks, f"of this machine's memory for each of its {ranks} ranks"
+        least, host // ranks, f"of this machine's memory for each of its {ranks} ranks"
     )
+    of_rank = host // ranks - least.total
+    refuse_many_versions(config, versions, of_rank)
     weights *= 2  # an engine on CPU has them as they arrive, and packed
-    left = (memory - ranks * least.total) // config.num_rollout_engines - weights
-    return Room(memory, memory // ranks - least.total, max(0, left), weights)
+    left = (host - ranks * (least.total + versions)) // config.num_rollout_engines - weights
+    return Room(host, of_rank - versions, max(0, left), weights, versions)
 
 
 #: Of the driver and of Ray's own processes without any actor, and for each actor; as seen, doubled.

@@ -67,19 +67,24 @@ def token_ids(value: Any, parameters: SamplingParameters, vocab_size: int) -> Te
     return torch.tensor(value, dtype=torch.int64)
 
 
-def log_probs(value: Any, length: int) -> Tensor:
-    """[response] float32 of a JSON list of log-probs, one for each of `length` tokens."""
+def log_probs(value: Any, length: int, *, with_bad: bool = False) -> Tensor:
+    """[response] float32 of a JSON list of log-probs, one for each of `length` tokens.
+
+    with_bad: what cannot be a log-prob becomes NaN instead of an error
+    """
     if not isinstance(value, list):
         raise MalformedAnswer("the answer has no log-probs")
     if len(value) != length:
         raise MalformedAnswer(f"{len(value)} log-probs came back for {length} tokens")
-    for position, number in enumerate(value):
-        # An int is compared as it is: one of 400 digits would not fit into a float.
-        if type(number) not in (int, float) or not _VLLM_MINUS_INFINITY < number <= 1e-3:
-            raise MalformedAnswer(
-                f"log-prob {shown(number)} at token {position} cannot be that of a sample"
-            )
-    return torch.tensor(value, dtype=torch.float32).clamp(max=0.0)
+    # An int is compared as it is: one of 400 digits would not fit into a float.
+    good = [type(x) in (int, float) and _VLLM_MINUS_INFINITY < x <= 1e-3 for x in value]
+    if not with_bad and not all(good):
+        position = good.index(False)
+        raise MalformedAnswer(
+            f"log-prob {shown(value[position])} at token {position} cannot be that of a sample"
+        )
+    numbers = [x if ok else math.nan for x, ok in zip(value, good, strict=True)]
+    return torch.tensor(numbers, dtype=torch.float32).clamp(max=0.0)
 
 
 def kept_rows(value: Any, tokens: Tensor, vocab_size: int) -> Ragged:

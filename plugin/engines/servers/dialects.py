@@ -63,8 +63,8 @@ class VllmDialect:
             "temperature": parameters.temperature,
             "top_p": parameters.top_p,
             "top_k": parameters.top_k or 0,
+            "min_p": parameters.min_p,
             # Whatever the model's generation config says, these are off.
-            "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -96,7 +96,8 @@ class VllmDialect:
             length = len(request.prompt) + tokens.numel()
             routes = routes_of_npy(choice.get("routed_experts"), length, self.shape.routes)
         if parameters.log_probs:
-            values = log_probs(_token_logprobs(choice), tokens.numel())
+            bad = parameters.drop_bad_log_probs
+            values = log_probs(_token_logprobs(choice), tokens.numel(), with_bad=bad)
         head = None
         if parameters.head:
             rows = _vllm_top_logprobs(choice)
@@ -131,7 +132,7 @@ class VllmDialect:
 
     def self_test(self, parameters: SamplingParameters) -> ServerCall | None:
         """A call that reveals a server with log-probs of a different distribution, if one can."""
-        truncated = parameters.top_p != 1 or parameters.top_k is not None
+        truncated = parameters.top_p != 1 or parameters.top_k is not None or parameters.min_p > 0
         if not parameters.log_probs or (parameters.temperature == 1 and not truncated):
             return None
         # Among one candidate the sampled token has probability 1, so its log-prob is 0.
@@ -166,7 +167,7 @@ class SglangDialect:
             "temperature": parameters.temperature,
             "top_p": parameters.top_p,
             "top_k": parameters.top_k or -1,
-            "min_p": 0.0,
+            "min_p": parameters.min_p,
             "repetition_penalty": 1.0,
             "stop_token_ids": list(parameters.stop_token_ids),
             "ignore_eos": True,
@@ -201,17 +202,20 @@ class SglangDialect:
         reason = field(meta, "finish_reason", "type")
         finished = finish_reason(reason, tokens, parameters, interrupts=self.shape.interrupts)
         routes = values = kept = None
+        bad = parameters.drop_bad_log_probs
         if parameters.routed_experts:
             length = len(request.prompt) + tokens.numel()
             found = meta.get("routed_experts")
             routes = routes_of_int32(found, length, self.shape.routes)
         if parameters.log_probs:
-            values = log_probs(_sglang_log_probs(meta, tokens.tolist()), tokens.numel())
+            found = _sglang_log_probs(meta, tokens.tolist())
+            values = log_probs(found, tokens.numel(), with_bad=bad)
         if parameters.sampling_mask:
             kept = kept_rows(meta.get("output_token_sampling_mask"), tokens, self.shape.vocab_size)
             # Those above are of the distribution before truncation, these of the sampled one.
             if parameters.log_probs:
-                values = log_probs(meta.get("output_token_sampling_logprobs"), tokens.numel())
+                found = meta.get("output_token_sampling_logprobs")
+                values = log_probs(found, tokens.numel(), with_bad=bad)
         head = None
         if parameters.head:
             rows = _sglang_top_logprobs(meta)

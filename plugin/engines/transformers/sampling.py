@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,16 +20,18 @@ _WIDTH = 128
 def sampling_log_probs(logits: Tensor, parameters: SamplingParameters) -> Tensor:
     """[B, V] float32 log-probs after temperature and truncation; -inf where truncated.
 
-    top-k is applied before top-p; ties at the edge are all kept. The likeliest token always
-    survives.
+    Min-p is applied first, then top-k, then top-p; ties at the edge are all kept. The likeliest
+    token always survives.
     """
     logits = logits.float()
     if parameters.temperature != 1:
         logits = logits / parameters.temperature
     log_probs = torch.log_softmax(logits, dim=-1)
-    if parameters.top_k is None and parameters.top_p >= 1:
+    if parameters.top_k is None and parameters.top_p >= 1 and not parameters.min_p:
         return log_probs
     kept = torch.ones_like(log_probs, dtype=torch.bool)
+    if parameters.min_p:
+        kept &= log_probs >= log_probs.amax(-1, keepdim=True) + math.log(parameters.min_p)
     if parameters.top_k is not None and parameters.top_k < log_probs.shape[-1]:
         kept &= log_probs >= log_probs.topk(parameters.top_k, dim=-1).values[:, -1:]
     if parameters.top_p < 1:

@@ -263,6 +263,7 @@ class VllmEngine(GeneratesBySteps):
             temperature=parameters.temperature,
             top_p=parameters.top_p,
             top_k=parameters.top_k or 0,
+            min_p=parameters.min_p,
             seed=request.seeds[place],
             max_tokens=min(room, parameters.max_response_length),
             stop_token_ids=list(parameters.stop_token_ids),
@@ -284,7 +285,7 @@ class VllmEngine(GeneratesBySteps):
         if parameters.log_probs and completion.logprobs is not None:
             pairs = zip(completion.token_ids, completion.logprobs, strict=True)
             log_probs = torch.tensor([position[token].logprob for token, position in pairs])
-            if not bool(log_probs.isfinite().all()):
+            if not parameters.drop_bad_log_probs and not bool(log_probs.isfinite().all()):
                 return GenerationFailure("vLLM reported a log-prob that is not finite")
         head = None
         if parameters.head and completion.logprobs is not None:

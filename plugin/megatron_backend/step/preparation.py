@@ -168,9 +168,10 @@ def add_batch_statistics(
 def _log_ratios(
     config: TrainerConfig, microbatch: PreparedMicrobatch, declared: dict[str, Declaration]
 ) -> Tensor:
-    """[n]: train - rollout of the local tokens with loss."""
+    """[n]: proximal - rollout of the local tokens with loss."""
     known = KnownTokens.of(config, microbatch.columns, microbatch.inputs.shards)
-    train, rollout = known.fields["train_log_probs"], known.fields["rollout_log_probs"]
+    rollout, of_version = (known.fields.get(f"{p}_log_probs") for p in ("rollout", "proximal"))
+    train = known.fields["train_log_probs"] if of_version is None else of_version
     if train is None or rollout is None:
         raise BatchError(
             f"{', '.join(declared)} looks at train and rollout log-probs of the whole batch first, "

@@ -12,6 +12,7 @@ from plugin.config import TrainerConfig
 from plugin.errors import BatchError
 from plugin.loss.interfaces import LossInputs, LossOutputs
 from plugin.loss.normalization import token_weights
+from plugin.ppo_utils.importance_ratio import MAX_LOG_RATIO, log_ratio
 from plugin.ppo_utils.mismatch_metrics import record_mismatch, summarize
 from plugin.ppo_utils.sufficient_statistics import StatisticsTable
 from plugin.ragged import Ragged
@@ -59,7 +60,7 @@ def record_step(
             record_mismatch(
                 own,
                 mask=inputs.mask,
-                train_log_probs=inputs.train_log_probs,
+                train_log_probs=inputs.compared_with_rollout(config),
                 rollout_log_probs=inputs.rollout_log_probs,
                 position=inputs.shards.positions,
                 cur_log_probs=inputs.cur_log_probs,
@@ -69,8 +70,20 @@ def record_step(
                 weights=outputs.policy.weight,
                 correction_ratio=outputs.policy.ratio,
             )
+            _record_sequences(own, inputs, config)
     _check_same_cells(table, own)
     table.merge(own)
+
+
+def _record_sequences(table: StatisticsTable, inputs: LossInputs, config: TrainerConfig) -> None:
+    """Add the chi^2 of whole responses: the mean square of their ratios, less 1.
+
+    One collective under context parallelism, whose ranks then count every sample alike.
+    """
+    train, rollout = inputs.compared_with_rollout(config), inputs.require_rollout()
+    log_r, count = inputs.shards.sequence_sums(log_ratio(train, rollout, inputs.mask), inputs.mask)
+    chi2 = torch.expm1(2 * log_r.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    table.add_mean("mismatch/sequence_chi2", chi2, count > 0)
 
 
 def _check_same_cells(before: StatisticsTable, own: StatisticsTable) -> None:

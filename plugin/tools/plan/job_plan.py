@@ -51,6 +51,7 @@ class RankKind:
     flops: of one step
     extrapolated: whether more microbatches are in flight than were run
     trained: number of parameters with gradients
+    host_bytes: of the weights of earlier versions that are kept in host memory
     """
 
     kind: str
@@ -63,6 +64,7 @@ class RankKind:
     flops: float
     extrapolated: bool
     trained: int = 0
+    host_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -200,6 +202,7 @@ def _kind(
     ]
     parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
     trained = sum(p.numel() for p in parameters if p.requires_grad)
+    a_version = sum(p.nbytes for p in parameters if p.requires_grad)
     sizes = [run.planned.copy_bytes(run.config, other) for other in models.copies.values()]
     other = sum(sizes)
     if sizes and run.config.reference_offload:
@@ -231,6 +234,7 @@ def _kind(
         float(measured.flops + measured.attention_flops),
         extrapolated,
         trained,
+        run.config.kept_weight_versions * a_version,
     )
 
 

@@ -58,6 +58,7 @@ def as_json(plan: JobPlan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
                 "trained_parameters": kind.trained,
                 "bytes": {part: kind.bytes[part] for part in _PARTS},
                 "peak_bytes": kind.peak_bytes,
+                "host_bytes": kind.host_bytes,
                 "flops": kind.flops,
                 "extrapolated": kind.extrapolated,
             }
@@ -112,6 +113,7 @@ def as_text(report: dict[str, Any]) -> list[str]:
         *_memory_table(report),
         "",
         _verdict(report, gpu),
+        *_kept_versions(report),
     ]
     lines += [
         f"  {a['flags']}: {_gib(a['peak_bytes'])}{' (fits)' if a['fits'] else ''}"
@@ -149,6 +151,12 @@ def _verdict(report: dict[str, Any], gpu: dict[str, Any] | None) -> str:
         return f"it fits: the fullest rank takes {share}"
     tail = "; these flags help most:" if report["advice"] else ""
     return f"it does NOT fit: the fullest rank needs {share}{tail}"
+
+
+def _kept_versions(report: dict[str, Any]) -> list[str]:
+    most = max(rank["host_bytes"] for rank in report["ranks"])
+    line = f"host memory: up to {_gib(most)} per rank for weights of earlier versions"
+    return [f"{line} (--train-log-probs engine-version)"] if most else []
 
 
 def _memory_table(report: dict[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ VLLM_SERVER = {**SGLANG, "rollout_server": "vllm"}
         ({}, False),
         ({"rollout_top_p": 0.9}, True),
         ({"rollout_top_k": 20}, True),
+        ({"rollout_min_p": 0.1}, True),
         ({"rollout_top_k": 20, "use_rollout_sampling_mask": "on"}, True),
         ({"rollout_top_k": 20, "rollout_engine": "vllm"}, True),
         ({"rollout_top_k": 20, **SGLANG}, True),
@@ -68,6 +69,20 @@ def test_truncation_without_a_report_is_refused_where_there_is_a_ratio(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         JobConfig.from_sources({"rollout_top_p": 0.9, **settings})
+
+
+@pytest.mark.parametrize(
+    "engine", [{"rollout_engine": "vllm"}, {"rollout_engine": "sglang"}, SGLANG]
+)
+def test_ids_that_min_p_keeps_are_known_of_the_transformers_engine_alone(
+    engine: dict[str, Any],
+) -> None:
+    for mask in ({}, {"use_rollout_sampling_mask": "on"}):
+        message = (
+            "--rollout-min-p keeps; use --rollout-engine transformers|--rollout-min-p: the engine"
+        )
+        with pytest.raises(ConfigError, match=message):
+            JobConfig.from_sources({"rollout_min_p": 0.1, **engine, **mask})
 
 
 def test_without_a_ratio_it_is_a_warning() -> None:

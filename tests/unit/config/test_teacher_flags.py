@@ -40,7 +40,7 @@ def test_teachers_are_directories_or_servers() -> None:
         ({**SERVED, "rollout_temperature": 0.7}, "--rollout-temperature is 0.7 with a teacher beh"),
         (
             {**SERVED, "rollout_top_k": 5},
-            "--rollout-top-p or --rollout-top-k with a teacher behind HTTP",
+            "--rollout-top-k with a teacher behind HTTP",
         ),
         ({**SERVED, "teacher_hf_checkpoint": "x"}, "--teacher-hf-checkpoint with --teacher-url"),
         ({"teacher_url": "http://u:secret@h:1"}, "--teacher-url holds a password or key"),

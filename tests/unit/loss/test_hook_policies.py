@@ -17,6 +17,7 @@ CUR = torch.tensor([-2.0, -2.0])
 OWN, ROLLOUT = [-1.5, -2.5], [-1.0, -3.0]
 #: Version 4 sampled, 5 is the trainer's, 5.5 the current one: alpha = 1 / 1.5.
 BETWEEN = [-1 + 2 / 3 * (-2 + 1), -3 + 2 / 3 * (-2 + 3)]
+OF_VERSION = [-1.25, -2.75]
 
 REPORTING = """
 import torch
@@ -37,6 +38,7 @@ def batch(**changes: Any) -> dict[str, Any]:
         "advantages": [torch.tensor([1.0, -2.0])],
         "rollout_log_probs": [torch.tensor(ROLLOUT)],
         "log_probs": [torch.tensor(OWN)],
+        "proximal_log_probs": [torch.tensor(OF_VERSION)],
         "weight_versions": [4],
         "trainer_version": 5,
         "current_version": 5.5,
@@ -65,7 +67,13 @@ def found(config: LossConfig, columns: dict[str, Any]) -> dict[str, list[float]]
 
 
 @pytest.mark.parametrize(
-    "choice, proximal", [("recompute", OWN), ("approximate", BETWEEN), ("rollout", ROLLOUT)]
+    "choice, proximal",
+    [
+        ("recompute", OWN),
+        ("engine-version", OF_VERSION),
+        ("approximate", BETWEEN),
+        ("rollout", ROLLOUT),
+    ],
 )
 @pytest.mark.parametrize("named", [("train_log_probs", "proximal_log_probs"), ()])
 def test_train_log_probs_are_the_trainers_own_whatever_the_ratio_is_taken_against(
@@ -82,7 +90,7 @@ def test_without_a_pass_the_trainers_own_are_those_of_the_update(tmp_path: Path)
     assert values["proximal_log_probs"] == pytest.approx(BETWEEN)
 
 
-@pytest.mark.parametrize("choice", ["approximate", "rollout"])
+@pytest.mark.parametrize("choice", ["engine-version", "approximate", "rollout"])
 def test_a_hook_that_knows_only_train_log_probs_is_refused_at_set_up(
     tmp_path: Path, choice: str
 ) -> None:

@@ -120,6 +120,7 @@ def test_the_driver_describes_a_batch_by_what_the_table_lists() -> None:
     config = JobConfig(max_response_length=4, overlong_buffer_length=2, overlong_penalty_factor=1.0)
     described = known(describe_batch(config, rollouts.batch, rollouts, version=1))
     elsewhere = {"reward/<part>", "stale_token_share", "kept_ids_per_token"}
+    elsewhere |= {"lost_version_share", "bad_log_prob_share"}
     assert described == rows_of("Rewards and responses") - elsewhere
     assert known(queue.metrics()) == rows_of("Prompts and groups")
 
@@ -137,6 +138,8 @@ def test_steps_and_evaluations_of_real_jobs_record_what_the_table_lists() -> Non
     found = known(name for line in lines for name in json.loads(line))
     titles = ("Progress and time", "Rewards and responses", "Prompts and groups")
     wanted = set.union(*map(rows_of, (*titles, "The optimizer step", "Evaluation", "Critic")))
-    # of float16, --train-log-probs approximate, --overlong-buffer-length, --max-token-staleness, top-p
+    # of float16, --train-log-probs approximate and engine-version, --overlong-buffer-length, --max-token-staleness,
+    # --bad-log-probs, top-p
     elsewhere = {"loss_scale", "critic/loss_scale", "seconds_log_probs_saved", "overlong_penalty"}
+    elsewhere |= {"lost_version_share", "bad_log_prob_share"}
     assert wanted - found == elsewhere | {"stale_token_share", "kept_ids_per_token"}

@@ -40,6 +40,17 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     assert probabilities(top_p=0.01) == [1.0, 0.0, 0.0, 0.0]
 
 
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest() -> None:
+    # Of 0.5, 0.3, 0.15, 0.05: at least 0.6 and 0.25 times 0.5; an edge is kept.
+    assert probabilities(min_p=0.59) == [0.625, 0.375, 0.0, 0.0]
+    assert probabilities(min_p=0.25) == [round(p / 0.95, 5) for p in (0.5, 0.3, 0.15)] + [0.0]
+    assert probabilities(min_p=0.999) == [1.0, 0.0, 0.0, 0.0]
+    # After temperature 0.5, by the squares: 0.09 is 0.36 times 0.25.
+    assert probabilities(min_p=0.4, temperature=0.5) == [1.0, 0.0, 0.0, 0.0]
+    # Before top-p: of 0.625 and 0.375 the first reaches 0.6; of all four it needs two.
+    assert probabilities(min_p=0.59, top_p=0.6) == [1.0, 0.0, 0.0, 0.0]
+
+
 def test_top_k_is_applied_before_top_p() -> None:
     # Of the top 3, renormalized by 0.95: 0.526, 0.316, 0.158. The first two reach 0.8, all three 0.85.
     assert probabilities(top_k=3, top_p=0.8)[2] == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,8 +105,9 @@ def test_truncated_sampling_reports_the_renormalized_log_probs() -> None:
         assert bool(expected.isfinite().all())
 
 
-def test_kept_ids_are_those_that_the_whole_sequence_gives() -> None:
-    truncated = SamplingParameters(top_p=0.7, top_k=12, max_response_length=6, sampling_mask=True)
+@pytest.mark.parametrize("kept", [{"top_p": 0.7, "top_k": 12}, {"min_p": 0.6}])
+def test_kept_ids_are_those_that_the_whole_sequence_gives(kept: dict[str, Any]) -> None:
+    truncated = SamplingParameters(**kept, max_response_length=6, sampling_mask=True)
     model = hf_model(FAMILIES["qwen3"]())
     answers = loaded_engine().generate(REQUESTS, truncated)
     check_generations(REQUESTS, answers, truncated)
@@ -115,10 +117,10 @@ def test_kept_ids_are_those_that_the_whole_sequence_gives() -> None:
             logits = model(sequence[None]).logits[0, len(request.prompt) - 1 : -1]
         expected = sampling_log_probs(logits, truncated).isfinite()
         mask = generation.sampling_mask
-        assert mask is not None and max(mask.lengths) <= 12
+        assert mask is not None and 0 < max(mask.lengths) < expected.shape[1]
         assert [row.tolist() for row in mask] == [r.nonzero()[:, 0].tolist() for r in expected]
     # Nothing was dropped: no entry, however large the vocabulary.
-    everything = replace(truncated, top_p=1.0, top_k=10**6)
+    everything = replace(truncated, top_p=1.0, top_k=10**6, min_p=0.0)
     for _, generation in flat(loaded_engine().generate(REQUESTS, everything)):
         assert generation.sampling_mask is not None and not generation.sampling_mask.lengths.any()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -53,3 +55,26 @@ def test_the_error_of_an_approximated_old_policy_is_reported_where_the_true_one_
     record_step(table, config, inputs, compute_loss(config, inputs), torch.ones(3), columns)
     found = step_metrics(table).get("old_log_prob_error")
     assert found == (pytest.approx(0.25) if known else None)
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_the_chi_square_of_sequences_is_of_products_of_ratios(cut: int) -> None:
+    # train - rollout: 0.1 + 0.2 of the first sample, -0.4 of the second (its other token is masked), none of the third.
+    # (exp(0.6) + exp(-0.8)) / 2 - 1 = 0.1357
+    columns = {
+        "loss_masks": [torch.tensor([1, 1]), torch.tensor([0, 1]), torch.tensor([0])],
+        "advantages": [torch.ones(2), torch.ones(2), torch.ones(1)],
+        "rollout_log_probs": [torch.tensor([-1.0, -2.0]), torch.tensor([math.nan, -1.0]), torch.tensor([-1.0])],
+        "log_probs": [torch.tensor([-0.9, -1.8]), torch.tensor([-1.0, -1.4]), torch.tensor([-5.0])],
+    }  # fmt: skip
+    table = StatisticsTable()
+    for part in (slice(0, cut), slice(cut, 3)):
+        own = {name: values[part] for name, values in columns.items()}
+        lengths = [len(mask) for mask in own["loss_masks"]]
+        own |= {"response_lengths": lengths, "total_lengths": [1 + n for n in lengths]}
+        config = TrainerConfig()
+        inputs = loss_inputs(config, own, torch.full((sum(lengths),), -1.5).requires_grad_())
+        outputs = compute_loss(config, inputs)
+        record_step(table, config, inputs, outputs, torch.ones(sum(lengths)), own)
+    expected = (math.exp(0.6) + math.exp(-0.8)) / 2 - 1
+    assert step_metrics(table)["mismatch/sequence_chi2"] == pytest.approx(expected, rel=1e-5)
