@@ -141,3 +141,12 @@ def test_what_vllm_reserves_is_held_against_what_is_left_and_what_is_asked() -> 
     assert lines(with_room(512 - 7, **room, weights=7 * ROW), **vllm, **half) == []
     (found,) = lines(with_room(512 - 8, **room, weights=7 * ROW), **vllm, **half)
     assert found.endswith("lower --vllm-args gpu_memory_utilization")
+
+
+def test_the_memory_of_kept_weight_versions_is_said() -> None:
+    room = Room(memory=1 << 40, rank=1 << 40, engine=1 << 40, weights=0, versions=3 << 29)
+    machine = Machine(on_cuda=False, multiplies_bfloat16=False, room=room)
+    (line,) = lines(
+        machine, train_log_probs="engine-version", async_rollouts=True, max_weight_staleness=3
+    )
+    assert "keeps the weights of 3 versions, 1.5 GiB of host memory" in line

@@ -6,10 +6,13 @@ import pytest
 
 from plugin.config import JobConfig
 from plugin.controller.preflight.resource_checks import (
+    LeastBytes,
     RayMachine,
     refuse_few_files,
+    refuse_many_versions,
     rollout_bytes,
     store_warnings,
+    version_bytes,
 )
 from plugin.errors import ConfigError
 
@@ -53,3 +56,19 @@ def test_a_private_ray_without_shared_memory_says_how_to_mount_more() -> None:
     [line] = store_warnings(JobConfig(), GIB, stores, machine)
     assert line.startswith("/dev/shm has 64 MiB") and line.endswith("--shm-size 7g)")
     assert not list(store_warnings(JobConfig(), GIB, stores, ROOMY))
+
+
+def test_kept_weight_versions_are_refused_where_host_memory_does_not_hold_them() -> None:
+    least = LeastBytes(parameters=3 * GIB, gradients=GIB, optimizer=GIB)
+    asked = {"train_log_probs": "engine-version", "async_rollouts": True, "max_weight_staleness": 4}
+    config = JobConfig(**asked, num_gpus_per_node=8)  # type: ignore[arg-type]
+    assert version_bytes(config, least) == 12 * GIB
+    assert version_bytes(JobConfig(async_rollouts=True, use_tis=True), least) == 0
+    adapters = JobConfig(**asked, lora_rank=4)  # type: ignore[arg-type]
+    assert version_bytes(adapters, least) == 0
+    refuse_many_versions(config, 12 * GIB, 12 * GIB)
+    message = (
+        "the weights of 4 versions in host memory, 12.0 GiB, .* 10.0 GiB for each of the 8 ranks"
+    )
+    with pytest.raises(ConfigError, match=message):
+        refuse_many_versions(config, 12 * GIB, 10 * GIB)

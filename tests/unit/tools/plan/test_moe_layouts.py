@@ -137,3 +137,14 @@ def held_by(rank: int, plan: JobPlan) -> tuple[int, ...]:
         run = StageRun(built, plan.config, plan.model, plan.lengths, plan.batching)
         measured = run._run(1)
     return measured.parameters, *map(measured.resident.__getitem__, RESIDENT)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_plan_says_the_host_memory_of_kept_weight_versions(lora: int) -> None:
+    asked = {"train_log_probs": "engine-version", "async_rollouts": True, "max_weight_staleness": 3}
+    config = job(2, 1, 1, 1, **asked, lora_rank=lora, train_dtype="float32")
+    [kind] = planned(config, gpu=None).kinds
+    assert kind.host_bytes == 3 * 4 * kind.trained > 0
+    assert (kind.trained < kind.parameters) == bool(lora)
+    [kind] = planned(job(2, 1, 1, 1), gpu=None).kinds
+    assert kind.host_bytes == 0
