@@ -159,7 +159,7 @@ def _of_sampled_versions(
     total = sum(sampled.tokens.values(), np.zeros(len(batch), np.int64))
     older = sum((sampled.tokens[version] for version in kept), np.zeros_like(total))
     # The current weights first, on every token of a sample; what is older then takes its places.
-    scored = {None: (older < total) | (total == 0)}
+    scored: dict[int | None, Any] = {None: (older < total) | (total == 0)}
     scored |= {version: sampled.tokens[version] > 0 for version in kept}
     column: TokenColumn | None = None
     place = np.full(len(batch), -1)

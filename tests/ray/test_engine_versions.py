@@ -26,7 +26,16 @@ STALE: dict[str, Any] = {
     [
         pytest.param({"num_nodes": 1, "tensor_model_parallel_size": 2}, id="TP2"),
         pytest.param(
-            {"num_nodes": 2, "partial_rollouts": True, "global_batch_size": 8}, id="DP2, partial"
+            {
+                "num_nodes": 2,
+                "partial_rollouts": True,
+                "global_batch_size": 8,
+                "num_rollouts": 5,
+                "max_response_length": 12,
+                # One whose responses new weights interrupt.
+                "rollout_engine": "tests.ray.test_partial_rollouts:make_slow_engine",
+            },
+            id="DP2, partial",
         ),
         pytest.param({"num_nodes": 1, "lora_rank": 4, "lora_alpha": 8.0, "lr": 1e-2}, id="LoRA"),
     ],
@@ -34,7 +43,12 @@ STALE: dict[str, Any] = {
 def test_stale_tokens_differ_from_the_engine_by_numerics_alone(
     two_nodes: str, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    result = run_small(two_nodes, tmp_path / "run", **{**STALE, "num_rollouts": 6, **settings})
+    result = run_small(
+        two_nodes,
+        tmp_path / "run",
+        learns_every_step=False,
+        **{**STALE, "num_rollouts": 6, **settings},
+    )
     stale = [line for line in result.history if line["staleness_max"] >= 1]
     assert stale
     for line in result.history:
@@ -55,8 +69,9 @@ def test_after_a_restart_lost_versions_are_counted_and_later_ones_are_kept(
     run_dir = tmp_path / "run"
     with AfterSteps(run_dir, 6, lambda: kill_one("TrainerRank")) as killed:
         result = run_small(
-            two_nodes, run_dir, **STALE, num_nodes=1, num_rollouts=14, save_interval=2
-        )
+            two_nodes, run_dir, **STALE, num_nodes=1, num_rollouts=14, save_interval=2,
+            learns_every_step=False,
+        )  # fmt: skip
     assert killed.done and result.history[-1]["trainer_restarts"] == 1
     lost = [line["step"] for line in result.history if line.get("lost_version_share", 0) > 0]
     restarted = next(line["step"] for line in result.history if line["trainer_restarts"])

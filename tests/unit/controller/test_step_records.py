@@ -15,7 +15,7 @@ from plugin.batch_types import RolloutBatch
 from plugin.cluster import array_transport
 from plugin.cluster.array_transport import store
 from plugin.config import JobConfig
-from plugin.controller import step_records
+from plugin.controller import batch as batch_module
 from plugin.controller.shared_devices import OwnDevices
 from plugin.controller.step_records import StepRecords, seen_columns
 from plugin.controller.training_loop import Position, TrainingLoop
@@ -134,7 +134,7 @@ def test_a_step_is_recorded_though_its_weights_cannot_be_sent() -> None:
 def test_detectors_get_every_nth_sample_of_a_large_step_and_routes_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_records, "MAX_TOKENS", 10)
+    monkeypatch.setattr(batch_module, "MAX_TOKENS", 10)
     ones = [torch.ones(3, dtype=torch.int64)] * 8
     routes = [torch.full((4, 1, 1), i, dtype=torch.int8) for i in range(8)]
     batch = RolloutBatch(

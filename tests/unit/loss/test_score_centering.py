@@ -349,7 +349,7 @@ def test_metrics_are_over_unmasked_tokens() -> None:
     ({"policy_loss": "gspo"}, "weights a token by its whole sequence"),
     ({"policy_loss": "ipo_kl"}, "mixes a penalty into the loss"),
     ({"distill_topk": 3}, "one set of ids per token"),
-    ({"train_log_probs": "approximate"}, "interpolated policy"),
+    ({"train_log_probs": "approximate"}, "not known for tokens that were not sampled"),
     ({"use_tis": True, "custom_tis_function_path": "tests.unit.loss.test_score_centering.plain_hook"},
      "write it as a function of tokens"),
 ])  # fmt: skip
