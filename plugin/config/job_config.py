@@ -442,6 +442,13 @@ class JobConfig(
         return WEIGHT_TRANSPORTS[self.weight_transport]
 
     @property
+    def delta_copies(self) -> tuple[int, int]:
+        """Whole models in host memory for --weight-sync delta: of all ranks, and of an engine."""
+        if self.weight_transport != "delta":
+            return 0, 0
+        return 1, self.rollout_num_gpus_per_engine * self.engine_traits.keeps_delta_base
+
+    @property
     def weight_transports(self) -> tuple[WeightTransport, ...]:
         """Transports of the engine, or of the servers behind it, the best one first."""
         if self.engine_traits.asks_servers and self.rollout_server == "sglang":

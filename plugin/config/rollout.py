@@ -108,10 +108,17 @@ class RolloutFlags(FlagGroup):
 
     weight_sync: Literal["auto", WeightTransport] = flag(
         "auto",
-        "how engines get new weights: over a process group with the trainer's ranks, by CUDA "
+        "how engines get new weights: over a process group with the trainer's ranks (broadcast; "
+        "delta = only the elements that changed), by CUDA "
         "IPC from a rank on the same device, from files in --rollout-weights-dir, or "
         "through Ray's object store; auto = broadcast, ipc with --colocate, or the next of these "
         "that the engine supports",
+    )
+    full_weights_every: int = flag(
+        50,
+        "with deltas: of so many weight versions, one is sent in full",
+        at_least=1,
+        needs=Needs("--weight-sync delta", lambda config: config.weight_sync == "delta"),
     )
     verify_weights: str = flag(
         "first",

@@ -37,6 +37,7 @@ from plugin.host_storage import SleepingModel
 from plugin.weights import make_receiver
 from plugin.weights.buckets import NO_WEIGHTS
 from plugin.weights.checksums import Checksums
+from plugin.weights.delta import DeltaReader, by_kind
 from plugin.weights.group import Membership, WeightGroup
 from plugin.weights.ipc import device_id
 
@@ -148,8 +149,11 @@ class TransformersEngine(GeneratesBySteps):
         with self._membership.of(group, lambda: make_receiver(group, first)) as receiver:
             receiver.barrier(version)
             with self._pause_point.changing():
+                since = NO_WEIGHTS if self._weights.is_partial else self._weights.version
                 self._weights.begin(version)
-                receiver.receive(version, self._weights.take)
+                delta = DeltaReader(self._weights.place_of, since)
+                receiver.receive(version, by_kind(self._weights.take, delta))
+                delta.require_exact(self._name)
                 self._weights.end()
 
     def weight_checksums(self) -> Checksums | None:
