@@ -132,7 +132,7 @@ def _check_abilities(config: JobConfig) -> None:
 
 
 def _check_partial_rollouts(config: JobConfig) -> None:
-    if not config.partial_rollouts:
+    if not config.interrupts_responses:
         return
     engine, modes = config.rollout_engine, config.engine_traits.partial_rollout_modes
     expect(

@@ -55,7 +55,7 @@ def make_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> T
         dtype=engine_dtype(config, cuda=torch.cuda.is_available()),
         quantization=config.rollout_quantization,
         max_batch=config.rollout_max_batch,
-        interrupts=config.partial_rollout_mode if config.partial_rollouts else None,
+        interrupts=config.partial_rollout_mode if config.interrupts_responses else None,
         lora_scale=config.lora_scale if config.syncs_adapters else None,
         name=name,
     )

@@ -67,7 +67,7 @@ class VllmEngine(GeneratesBySteps):
             self._adapters = AdapterShape(config.lora_rank, config.lora_alpha)
             scale = config.lora_alpha / config.lora_rank
         super().__init__(name, weight_ledger(hf_config, lora_scale=scale))
-        self._interrupts, self._max_batch = config.partial_rollouts, config.rollout_max_batch
+        self._interrupts, self._max_batch = config.interrupts_responses, config.rollout_max_batch
         self._pause_point = PausePoint(waits=self._interrupts)
         # Responses under way by vLLM's name for them: ticket, place, request, parameters.
         self._open: dict[str, tuple[int, int, GenerationRequest, SamplingParameters]] = {}
