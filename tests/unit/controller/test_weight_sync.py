@@ -322,7 +322,6 @@ def test_a_delta_that_does_not_lead_to_the_weights_is_repaired_and_is_an_error_i
         GroupStore(engines.groups[0]).barrier("joined")
     # A delta that succeeds in between is forgiven; one after the next is not.
     sync.send(2, wait=True)
-    engines.script[4, 1] = raising(DeltaError("engine 1: first of them b"))
     engines.script[3, 1] = raising(DeltaError("engine 1: first of them b"))
     sync.send(3, wait=True)
     engines.script[5, 1] = raising(DeltaError("engine 1: first of them b"))
