@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,9 @@ def save_spread(model: str, directory: Path) -> str:
         for parameter in loaded.parameters():
             bits = parameter.view(torch.int32)
             # bfloat16 is the upper half of float32's bits; the lower half says where in between.
-            moved = bits + torch.randint(-32767, 32768, bits.shape, generator=draw, dtype=torch.int32)
+            moved = bits + torch.randint(
+                -32767, 32768, bits.shape, generator=draw, dtype=torch.int32
+            )
             parameter.copy_(torch.where(bits == 0, bits, moved).view(torch.float32))
     loaded.save_pretrained(directory)
     AutoTokenizer.from_pretrained(model).save_pretrained(directory)
@@ -98,10 +99,6 @@ def cost(model: str, share: float, rounds: int) -> dict[str, float]:
     def place_of(spec: TensorSpec) -> torch.Tensor:
         return engine[spec.name]
 
-    def copy_all() -> None:
-        for name, tensor in state.items():
-            engine[name].copy_(tensor)
-
     found: dict[str, list[float]] = {"encode": [], "apply": [], "copy": []}
     size = 0
     for version in range(rounds):
@@ -109,24 +106,21 @@ def cost(model: str, share: float, rounds: int) -> dict[str, float]:
             # The last bit of some elements.
             bits = tensor.view(torch.int16)
             bits ^= (torch.rand(bits.shape, generator=draw) < share).to(torch.int16)
-        chunks: list[tuple[str, torch.Tensor]] = []
-        found["encode"].append(
-            _seconds(lambda v=version: chunks.extend(copy.delta(v + 1, v, state.items())))  # type: ignore[misc]
-        )
-        reader = DeltaReader(place_of, version)
-        found["apply"].append(_seconds(lambda r=reader, c=chunks: r.take(c)))  # type: ignore[misc]
+        began = time.process_time()
+        chunks = copy.delta(version + 1, version, state.items())
+        found["encode"].append(time.process_time() - began)
+        reader, began = DeltaReader(place_of, version), time.process_time()
+        reader.take(chunks)
+        found["apply"].append(time.process_time() - began)
         reader.require_exact()
-        found["copy"].append(_seconds(copy_all))
+        began = time.process_time()
+        for name, tensor in state.items():
+            engine[name].copy_(tensor)
+        found["copy"].append(time.process_time() - began)
         size = sum(chunk.nbytes for _, chunk in chunks)
     total = sum(tensor.nbytes for tensor in state.values())
     medians = {name: sorted(values)[len(values) // 2] for name, values in found.items()}
     return {"share": share, "of_bytes": size / total, "mb": total / 2**20, **medians}
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    began = time.process_time()
-    work()
-    return time.process_time() - began
 
 
 def main() -> None:
@@ -144,7 +138,9 @@ def main() -> None:
         return
     further = dict(item.split("=", 1) for item in options.further)
     names = ("weight_sync_bytes", "weight_changed_share", "seconds_weight_sync", "weight_repairs")
-    for step in shares(str(Path(options.hf_checkpoint).resolve()), options.steps, options.spread, further):
+    for step in shares(
+        str(Path(options.hf_checkpoint).resolve()), options.steps, options.spread, further
+    ):
         print(json.dumps({name: step.get(name) for name in ("step", *names)}), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Which versions deltas may follow: what the trainer's ranks sent last, and what every engine has."""
+"""Which versions deltas may follow: what trainer ranks sent last, and what every engine has."""
 
 from __future__ import annotations
 

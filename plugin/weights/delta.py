@@ -33,8 +33,8 @@ CHUNK_BYTES = 16 << 20
 _HEADER_BYTES = 16
 _ALIGNMENT = 8
 
-#: How the positions of a tensor's changed elements are written: there are none; 2 bytes each, within
-#: blocks that are counted; a bit for every element; or not at all, because all elements are sent.
+#: How the positions of a tensor's changed elements are written: there are none; 2 bytes each,
+#: within blocks that are counted; a bit for every element; or not, because all elements are sent.
 _NONE, _OFFSETS, _BITMAP, _WHOLE = range(4)
 _BLOCK = 1 << 16
 
@@ -251,9 +251,7 @@ class DeltaBase:
         self._delta = DeltaReader(self._place_of, NO_WEIGHTS)
         self.version = NO_WEIGHTS
 
-    def beginning(
-        self, take: Callable[[NamedTensors], None]
-    ) -> Callable[[NamedTensors], None]:
+    def beginning(self, take: Callable[[NamedTensors], None]) -> Callable[[NamedTensors], None]:
         """What takes the buckets of a version: those of a full one are for `take` as well."""
         self._delta = DeltaReader(self._place_of, self.version)
         self.version = NO_WEIGHTS

@@ -52,9 +52,7 @@ def send_on_rank(
 ) -> list[tuple[int, int]]:
     """Bytes of every version, and how many elements a delta has changed."""
     chunks = loaded_model(config, state, groups, settings)
-    manifest = Manifest.of(
-        export_own_part(chunks, groups, round_bytes=1, described=True), 20_000
-    )
+    manifest = Manifest.of(export_own_part(chunks, groups, round_bytes=1, described=True), 20_000)
     sender = None
     if sends_own_part(groups):
         sender = BroadcastSender(group, groups.pp_rank * groups.ep_size + groups.ep_rank)

@@ -38,7 +38,9 @@ class Engine:
         self.version = version
 
     def equals(self, state: Mapping[str, Tensor]) -> bool:
-        return all(bits_equal(self.held[name], t.to(self.held[name].dtype)) for name, t in state.items())
+        return all(
+            bits_equal(self.held[name], t.to(self.held[name].dtype)) for name, t in state.items()
+        )
 
 
 def bits_equal(one: Tensor, other: Tensor) -> bool:
@@ -196,7 +198,9 @@ def test_a_delta_since_another_version_is_not_applied() -> None:
     copy, engine = SentCopy(torch.bfloat16), Engine(first)
     sent(copy, 3, first)
     engine.take(2, list(first.items()))
-    with pytest.raises(DeltaError, match="since version 3, chunk 0, where the engine has version 2"):
+    with pytest.raises(
+        DeltaError, match="since version 3, chunk 0, where the engine has version 2"
+    ):
         engine.take(4, copy.delta(4, 3, second.items()))
     assert engine.equals(first)
     with pytest.raises(WeightError, match=r"since weight version 3 .* copy is of 4"):

@@ -35,7 +35,9 @@ def test_copies_for_deltas_are_one_of_the_trainer_and_one_of_every_worker_of_vll
         rollout_num_gpus_per_engine=4,
     )
     assert refuse_large_copies(config, 60 * GIB, 9 * 60 * GIB) == 9 * 60 * GIB
-    with pytest.raises(ConfigError, match=r"keeps 9 copies of 60\.0 GiB .*\(1 of the trainer, 4 of"):
+    with pytest.raises(
+        ConfigError, match=r"keeps 9 copies of 60\.0 GiB .*\(1 of the trainer, 4 of"
+    ):
         refuse_large_copies(config, 60 * GIB, 512 * GIB)
 
 

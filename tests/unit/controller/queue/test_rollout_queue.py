@@ -304,7 +304,10 @@ LONG = {
         ({"async_rollouts": False, "max_weight_staleness": None}, False),
         # It has no such mode, or its servers may have none.
         ({"rollout_engine": "mine.engines:make"}, False),
-        ({"rollout_engine": "http", "rollout_url": "http://a:1", "rollout_weights_dir": "/w"}, False),
+        (
+            {"rollout_engine": "http", "rollout_url": "http://a:1", "rollout_weights_dir": "/w"},
+            False,
+        ),
         # It would not report the routes that a response was sampled with.
         (
             {
