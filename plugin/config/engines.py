@@ -112,7 +112,7 @@ ENGINES: dict[str, EngineTraits] = {
         reads_views=True,
         reports_kept_ids=True,
         partial_rollout_modes=("recompute", "continue"),
-        weight_transports=("broadcast", "delta", "ipc", "object-store"),
+        weight_transports=("broadcast", "ipc", "object-store", "delta"),
         sleeps=True,
         takes_adapters=True,
         reports_checksums=True,
@@ -122,7 +122,7 @@ ENGINES: dict[str, EngineTraits] = {
     "vllm": EngineTraits(
         "plugin.engines.vllm.engine:VllmEngine",
         package=_VLLM,
-        weight_transports=("broadcast", "delta", "ipc", "object-store"),
+        weight_transports=("broadcast", "ipc", "object-store", "delta"),
         reports_kept_ids=True,
         lowest_temperature=0.01,
         smallest_head_dim=32,

@@ -29,7 +29,7 @@ _CHUNK_NAME = "changes since version {}, chunk {}"
 _IS_CHUNK = re.compile(r"changes since version \d+, chunk \d+$")
 #: Changed elements of more tensors are joined up to so many bytes.
 CHUNK_BYTES = 16 << 20
-#: In front of a chunk: size of its index, and checksum of all that follows; int64 both.
+#: In front of a chunk: checksum of all that follows, and size of its index; int64 both.
 _HEADER_BYTES = 16
 _ALIGNMENT = 8
 
@@ -215,11 +215,11 @@ class DeltaReader:
             )
 
     def _apply(self, name: str, chunk: Tensor) -> None:
-        size, checksum = chunk[:_HEADER_BYTES].view(torch.int64).tolist()
-        body = chunk[_HEADER_BYTES:]
-        if bit_checksum(body) != checksum:
+        checksum, size = chunk[:_HEADER_BYTES].view(torch.int64).tolist()
+        if bit_checksum(chunk[8:]) != checksum:
             self._wrong.append(f"{name}, which was damaged on its way")
             return
+        body = chunk[_HEADER_BYTES:]
         rows = json.loads(zlib.decompress(body[:size].cpu().numpy().tobytes()))
         start = _aligned(size)
         for entry in rows:
@@ -349,7 +349,7 @@ def _aligned(size: int) -> int:
 
 
 def _joined(rows: list[_Row], pieces: Iterable[Tensor]) -> Tensor:
-    """A chunk: size of the index, checksum of the rest, index and pieces; [bytes] uint8."""
+    """A chunk: checksum of the rest, size of the index, index and pieces; [bytes] uint8."""
     index = zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), 1)
     parts: list[Any] = [torch.frombuffer(bytearray(index), dtype=torch.uint8)]
     parts += [piece.contiguous().view(torch.uint8) for piece in pieces]
@@ -360,5 +360,6 @@ def _joined(rows: list[_Row], pieces: Iterable[Tensor]) -> Tensor:
     for part, (start, _) in zip(parts, pairwise(starts), strict=True):
         chunk[start : start + part.numel()] = part
     header = chunk[: starts[0]].view(torch.int64)
-    header[0], header[1] = len(index), bit_checksum(chunk[starts[0] :])
+    header[1] = len(index)
+    header[0] = bit_checksum(chunk[8:])
     return chunk

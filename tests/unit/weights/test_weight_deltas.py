@@ -68,7 +68,7 @@ def test_positions_take_two_bytes_or_a_bit_or_nothing_whichever_is_least() -> No
         new = old.clone()
         new[:changed] = 1.0
         chunk = chunk_of(old, new)
-        size = int(chunk[:8].view(torch.int64))
+        size = int(chunk[8:16].view(torch.int64))
         return chunk.numel() - 16 - -(-size // 8) * 8
 
     # 80,000 elements are 2 blocks of 65,536, whose counts take 4 bytes each; a bitmap is 10,000
