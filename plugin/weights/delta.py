@@ -62,6 +62,7 @@ class _Row(NamedTuple):
     """What the index of a chunk says of a tensor.
 
     dtype: of the values
+    changed: how many elements
     checksum: of all of the tensor in `checked_dtype`, once the changes are applied
     """
 
@@ -69,7 +70,7 @@ class _Row(NamedTuple):
     dtype: str
     shape: list[int]
     kind: int
-    count: int
+    changed: int
     checked_dtype: str
     checksum: int
 
@@ -167,13 +168,10 @@ class SentCopy:
         self.changes.changed += index.numel()
         self.changes.elements += new.numel()
         checked = _narrower(tensor, self._dtype)
-        row = _Row(
-            *TensorSpec.of(name, tensor).to_json(),
-            kind,
-            index.numel(),
-            str(checked).split(".")[-1],
-            bit_checksum(tensor.to(checked)),
-        )
+        _, dtype, shape = TensorSpec.of(name, tensor).to_json()
+        checked_name = str(checked).split(".")[-1]
+        checksum = bit_checksum(tensor.to(checked))
+        row = _Row(name, dtype, list(shape), kind, index.numel(), checked_name, checksum)
         return row, [piece.to("cpu", copy=kind == _WHOLE) for piece in pieces]
 
 
@@ -227,7 +225,7 @@ class DeltaReader:
             spec = row.spec
             self.specs.append(spec)
             pieces = []
-            for dtype, count in _sizes(row.kind, row.count, spec):
+            for dtype, count in _sizes(row.kind, row.changed, spec):
                 end = start + count * dtype.itemsize
                 pieces.append(body[start:end].view(dtype))
                 start = _aligned(end)
