@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 #: Smaller weights are multiplied faster as they are: a call of oneDNN costs more.
 _FEWEST_NUMBERS = 100_000
@@ -19,7 +20,7 @@ _FEWEST_NUMBERS = 100_000
 
 def has_slow_products() -> bool:
     """Whether torch's own products leave half of this CPU unused."""
-    found = torch.cpu.get_capabilities()
+    found = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.6 has none
     return bool(
         found.get("avx512_f")
         and str(found.get("cpu_name", "")).startswith("AMD")
@@ -68,6 +69,7 @@ class CpuProduct(torch.autograd.Function):
         return _times_transposed(inputs, weight)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         inputs, weight = ctx.saved_tensors
         of_inputs = of_weight = None
@@ -81,4 +83,6 @@ class CpuProduct(torch.autograd.Function):
 
 def _times_transposed(left: Tensor, right: Tensor) -> Tensor:
     """[..., K] times the transpose of [M, K]; both may be views with any strides."""
+    if not (left.numel() and right.numel()):  # an expert without tokens; oneDNN refuses these
+        return left @ right.t()
     return torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
