@@ -211,9 +211,9 @@ class SamplingFlags(FlagGroup):
     )
     abort_surplus_groups: bool = flag(
         False,
-        "train on the first --rollout-batch-size finished groups with a spread of rewards and abort "
-        "the rest of the round, whose prompts are sampled again; faster, but batches depend on "
-        "timing and favor short responses",
+        "train on the first --rollout-batch-size finished groups with a spread of rewards and "
+        "abort the rest of the round, whose prompts are sampled again; faster, but batches depend "
+        "on timing and favor short responses",
         needs=needs_flag("over_sampling_batch_size"),
     )
     overlong_filtering: bool = flag(

@@ -181,7 +181,9 @@ def _read_lines(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
             continue
         # One string per name, not per line: most of what a long history would hold.
         yield {
-            sys.intern(key): float(value) if value in ("nan", "inf", "-inf") else _within_floats(value)
+            sys.intern(key): float(value)
+            if value in ("nan", "inf", "-inf")
+            else _within_floats(value)
             for key, value in line.value.items()
         }
 
