@@ -42,7 +42,7 @@ class Machine:
     @classmethod
     def here(cls, room: Room) -> Machine:
         """The driver's."""
-        found = torch.cpu.get_capabilities()
+        found = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.6 has none
         native = any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
         return cls(torch.cuda.is_available(), native, room)
 
