@@ -164,7 +164,7 @@ def test_a_run_without_readable_settings_is_shown_and_fails(
     assert "config.yaml: not readable (" in output.out + output.err
 
 
-@pytest.mark.parametrize("settings", ["a: [", "no mapping", "\0", "lr: &a [*a]", "policy_loss: x"])
+@pytest.mark.parametrize("settings", ["a: [", "no mapping", "\0", "lr: &a [*a]"])
 def test_a_run_without_readable_settings_is_not_exported(
     tmp_path: Path, settings: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
