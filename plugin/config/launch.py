@@ -51,7 +51,7 @@ class LaunchFlags(FlagGroup):
     threads_per_rank: int | Literal["auto"] = runtime_flag(
         "auto",
         "torch threads of a rank or engine on CPU; auto = the node's cores over its ranks, or over "
-        "the engines; asynchronous: over both; 1 for a model of hidden size below 256",
+        "the engines; 1 for a model of hidden size below 256",
         at_least=1,
     )
     start_timeout: float = runtime_flag(300.0, "seconds the actors may take to start", above=0)

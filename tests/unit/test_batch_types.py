@@ -321,3 +321,12 @@ def test_a_padding_microbatch_contributes_nothing() -> None:
 def test_a_real_sample_that_is_fully_masked_is_not_padding() -> None:
     batch = RolloutBatch.from_samples([sample(loss_mask=torch.zeros(3))])
     assert not Microbatch(batch).is_padding
+
+
+def test_what_is_reduced_over_each_tensor_knows_empty_ones() -> None:
+    column = Ragged(torch.tensor([3, 1, 2, 5]), [0, 2, 0, 1, 1, 0])
+    assert column.reduced(np.minimum, 9).tolist() == [9, 1, 9, 2, 5, 9]
+    assert column.reduced(np.add, 0).tolist() == [0, 4, 0, 2, 5, 0]
+    # Of booleans the number, not whether there is any; of none nothing.
+    assert column.like(column.values > 1).reduced(np.add, 0).tolist() == [0, 1, 0, 1, 1, 0]
+    assert Ragged(torch.zeros(0, dtype=torch.int64), []).reduced(np.add, 0).tolist() == []
