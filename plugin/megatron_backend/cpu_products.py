@@ -20,7 +20,7 @@ _FEWEST_NUMBERS = 100_000
 
 def has_slow_products() -> bool:
     """Whether torch's own float32 products use only half of this CPU."""
-    found = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.6 has none
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.6 has none
     return bool(
         found.get("avx512_f")
         and str(found.get("cpu_name", "")).startswith("AMD")
@@ -69,7 +69,7 @@ class CpuProduct(torch.autograd.Function):
         return _times_transposed(inputs, weight)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         inputs, weight = ctx.saved_tensors
         of_inputs = of_weight = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class Machine:
     @classmethod
     def here(cls, room: Room) -> Machine:
         """The driver's."""
-        found = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.6 has none
+        found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.6 has none
         native = any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
         # oneDNN multiplies float32 as fast there.
         return cls(torch.cuda.is_available(), native and not has_slow_products(), room)

@@ -213,11 +213,16 @@ class LocalCoreAttention(MegatronModule):
         is_slow = q.device.type == "cpu" and q.dtype.itemsize == 2
         dtype = torch.float32 if is_slow else q.dtype
         size, shared = max(q.shape[-1], v.shape[-1]), q.shape[1] != k.shape[1]
-        wide = (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
+        query, key, value = (
+            (x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))).to(dtype)
+            for x in (q, k, v)
+        )
         if "attn_mask" in mask and mask["attn_mask"].is_floating_point():
             mask["attn_mask"] = mask["attn_mask"].to(dtype)
         context = F.scaled_dot_product_attention(
-            *(x.to(dtype) for x in wide),
+            query,
+            key,
+            value,
             dropout_p=self._dropout_now(),
             scale=self.softmax_scale,
             enable_gqa=shared,
