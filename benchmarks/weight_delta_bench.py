@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--spread", action="store_true")
     parser.add_argument("further", nargs="*", help="of the job, as name=value")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.what == "cost":
         torch.set_num_threads(1)
         for share in (0.0, 0.001, 0.01, 0.03, 0.1, 0.5):

@@ -42,9 +42,9 @@ class RolloutFlags(FlagGroup):
     num_rollout_engines: int = flag(1, "engines; prompts are distributed over them", at_least=1)
     min_rollout_engines: int | None = runtime_flag(
         None,
-        "the job starts and goes on with so many engines while there is no room for the others, "
-        "and takes these when the cluster has it; none = it starts with all and goes on with 1; "
-        "with --colocate all are needed",
+        "start and continue with this many engines while the cluster has no room for the others, "
+        "which join as soon as it has; none = start with all, continue with at least 1; --colocate "
+        "needs all",
         at_least=1,
     )
     rollout_num_gpus_per_engine: int = flag(
@@ -224,9 +224,9 @@ class SamplingFlags(FlagGroup):
     )
     abort_surplus_groups: bool = flag(
         False,
-        "train on the first --rollout-batch-size groups with a spread of rewards that are finished "
-        "and abort the others of the round, whose prompts are sampled again; faster, but batches "
-        "depend on timing and short responses come first",
+        "train on the first --rollout-batch-size finished groups with a spread of rewards and "
+        "abort the rest of the round, whose prompts are sampled again; faster, but batches depend "
+        "on timing and favor short responses",
         needs=needs_flag("over_sampling_batch_size"),
     )
     overlong_filtering: bool = flag(

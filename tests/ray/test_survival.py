@@ -441,6 +441,43 @@ def _node_with_engine(nodes: list[Any]) -> Any:
 
 
 @pytest.mark.slow
+def test_routes_that_are_lost_with_a_node_cost_one_restart_of_the_trainer(tmp_path: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    cluster, run_dir = Cluster(), tmp_path / "run"
+    # Routes of short responses would be kept by the driver, not by the engine's node.
+    cluster.add_node(
+        num_cpus=2, include_dashboard=False, _system_config={"max_direct_call_object_size": 100}
+    )
+    extra = cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    try:
+        with AfterSteps(run_dir, 4, lambda: cluster.remove_node(extra)) as leave:
+            result = run_small(
+                cluster.address,
+                run_dir,
+                num_nodes=1,
+                num_rollouts=12,
+                num_rollout_engines=2,
+                save_interval=3,
+                embedded_model="qwen3_moe",
+                use_rollout_routing_replay="ids",
+                async_rollouts=True,
+                max_weight_staleness=3,
+                use_tis=True,
+                start_timeout=60.0,
+            )
+        assert leave.done
+    finally:
+        cluster.shutdown()
+    last, trained = result.history[-1], trained_prompts(run_dir)
+    assert last["trainer_restarts"] <= 1
+    assert len(set(trained)) == len(trained) == last["prompts_trained"] == 12 * 4
+    dropped = sum(last[f"dropped_{cause}"] for cause in ("stale", "failed", "uniform"))
+    assert last["prompts_issued"] == 12 * 4 + dropped + last["prompts_under_way"]
+
+
+@pytest.mark.slow
 def test_a_job_starts_with_the_engines_there_is_room_for_and_takes_the_others_as_nodes_come(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

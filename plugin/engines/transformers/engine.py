@@ -41,9 +41,9 @@ from plugin.weights.delta import DeltaReader, by_kind
 from plugin.weights.group import Membership, WeightGroup
 from plugin.weights.ipc import device_id
 
-#: Joining reads prompts and copies the cache: so many of all rows are free before any is filled.
+#: Share of rows that must be free before responses join, which reads prompts and copies the cache.
 _SHARE_THAT_JOINS = 1 / 4
-#: Logits that are sampled from at once on CPU: what is computed from them stays in its caches.
+#: Logits that are sampled from at once on CPU, so that what is computed stays in its caches.
 _SAMPLED_AT_ONCE = 2**19
 
 

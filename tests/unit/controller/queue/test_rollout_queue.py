@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugin.batch_types import RolloutSample
+from plugin.batch_types import RolloutBatch, RolloutSample
 from plugin.cluster import assignments
 from plugin.cluster.assignments import Assignments
 from plugin.config import JobConfig
@@ -25,6 +27,7 @@ from plugin.engines.protocol import GenerationRequest, SamplingParameters
 from plugin.engines.transformers.engine import TransformersEngine
 from plugin.environments.trajectory import Rollouts, Trajectory, failed
 from plugin.errors import ConfigError, EngineError
+from plugin.ragged import Stored
 from plugin.tasks.copy_digits import ALPHABET, CharacterTokenizer, CopyDigitsTask
 from tests.parallel.tiny_models import tiny_qwen3
 from tests.unit.engines.tiny_engines import load, loaded_engine
@@ -498,6 +501,33 @@ def test_a_trainer_that_goes_back_trains_on_the_groups_that_its_engines_have() -
         *range(8, 12),
     ]
     assert len({request.prompt_index for request in direct.served}) == queue.counts.issued
+    assert queue.counts.issued == queue.counts.taken + queue.under_way
+
+
+@pytest.mark.parametrize("parts_are_elsewhere", [False, True])
+def test_finished_groups_of_which_parts_may_be_lost_are_generated_again(
+    parts_are_elsewhere: bool,
+) -> None:
+    queue, direct = make_queue(async_rollouts=True, max_weight_staleness=2, rollout_max_batch=8)
+    queue.begin()
+    direct.work()
+    start = json.loads(json.dumps(queue.state()))
+    queue.take(0)
+    if parts_are_elsewhere:
+        for group in queue._ready.values():
+            nowhere = Stored([0], np.zeros(len(group.rollouts.batch), int), np.arange(8))
+            columns = {**group.rollouts.batch.columns, "rollout_routed_experts": nowhere}
+            group.rollouts = replace(group.rollouts, batch=RolloutBatch(columns))
+    queue.pump()
+    assert len(direct.waiting) > 0 and len(queue._ready) == 4
+    queue.forget_stored()
+    # 8 to 11 are running and stay in any case.
+    assert queue.restore(start, keep_for=1) == (4 if parts_are_elsewhere else 8)
+    trained = sorted(g.index for _ in range(3) for g in queue.take(1))
+    assert trained == list(range(12))
+    asked = [request.prompt_index for request in direct.served]
+    twice = [i for i in range(12) if asked.count(i) == 2]
+    assert twice == [*range(8 if parts_are_elsewhere else 4)]
     assert queue.counts.issued == queue.counts.taken + queue.under_way
 
 
