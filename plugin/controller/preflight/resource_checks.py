@@ -154,6 +154,7 @@ def check_memory(config: JobConfig, policy: ModelSource) -> Room | None:
     weights = (counts.dense + counts.experts) * element
     ranks, versions = config.ranks_per_node, version_bytes(config, least)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host -= refuse_large_copies(config, weights, host)
     if on_cuda:
         memory = torch.cuda.get_device_properties(0).total_memory
         refuse_what_cannot_fit(least, memory, "on its GPU")
@@ -168,6 +169,22 @@ def check_memory(config: JobConfig, policy: ModelSource) -> Room | None:
     weights *= 2  # an engine on CPU has them as they arrive, and packed
     left = (host - ranks * (least.total + versions)) // config.num_rollout_engines - weights
     return Room(host, of_rank - versions, max(0, left), weights, versions)
+
+
+def refuse_large_copies(config: JobConfig, weights: int, memory: int) -> int:
+    """Bytes of the copies that deltas are made from and applied to, or a `ConfigError`.
+
+    weights: bytes of the model; memory: of this machine
+    """
+    of_ranks, of_engine = config.delta_copies
+    copies = weights * (of_ranks + of_engine * config.num_rollout_engines)
+    if copies > memory:
+        raise ConfigError(
+            f"--weight-sync delta keeps {copies / weights:.0f} copies of {_size(weights)} in host "
+            f"memory ({of_ranks} of the trainer, {of_engine} of every engine), and this machine "
+            f"has {_size(memory)}; use --weight-sync broadcast"
+        )
+    return copies
 
 
 #: Of the driver and of Ray's own processes without any actor, and for each actor; as seen, doubled.

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from plugin.cluster.model_source import ModelSource
 from plugin.config import JobConfig
@@ -150,3 +151,13 @@ def test_the_memory_of_kept_weight_versions_is_said() -> None:
         machine, train_log_probs="engine-version", async_rollouts=True, max_weight_staleness=3
     )
     assert "keeps the weights of 3 versions, 1.5 GiB of host memory" in line
+
+
+def test_bfloat16_is_advised_only_where_float32_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    instructions = {"avx512_f": True, "avx512_bf16": True}
+    for name, faster in (("Intel(R) Xeon(R)", True), ("AMD EPYC", False)):
+        found = instructions | {"cpu_name": name}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
+        assert Machine.here(PLENTY).multiplies_bfloat16 is faster
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert not Machine.here(PLENTY).multiplies_bfloat16
