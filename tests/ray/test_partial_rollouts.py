@@ -26,9 +26,9 @@ class SlowEngine(TransformersEngine):
         if last:
             torch.save(self._model.state_dict(), self.kept / f"version-{version}.pt")
 
-    def _forward(self, *arguments: Any) -> Any:
+    def _forward(self, *arguments: Any, **options: Any) -> Any:
         time.sleep(0.2)
-        return super()._forward(*arguments)
+        return super()._forward(*arguments, **options)
 
 
 def make_slow_engine(config: Any, hf_config: Any, name: str) -> SlowEngine:
