@@ -59,6 +59,10 @@ class TransferError(MegatronTisError):
     """Weights on their way were cut off by a lost or hung process; they can be sent again."""
 
 
+class DeltaError(TransferError):
+    """A delta did not lead to the trainer's weights; a full version does."""
+
+
 class TrainingError(MegatronTisError):
     """Training would go on without changing the weights."""
 

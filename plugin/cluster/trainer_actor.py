@@ -38,6 +38,7 @@ from plugin.cluster.interfaces import set_network
 from plugin.cluster.model_source import ModelSource
 from plugin.cluster.remote_calls import ReportingActor
 from plugin.config import JobConfig
+from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
 from plugin.errors import CheckpointError
 from plugin.megatron_backend.checkpoint.directory import complete_checkpoints, resolve
@@ -49,6 +50,7 @@ from plugin.vocabulary_ids import HEAD_IDS, HEAD_LOG_PROBS
 from plugin.weights import make_sender
 from plugin.weights.buckets import BUCKET_BYTES, pack_buckets
 from plugin.weights.checksums import Checksums, with_checksums
+from plugin.weights.delta import CHUNK_BYTES, Changes, SentCopy, on_device
 from plugin.weights.group import Membership, WeightGroup, open_store
 from plugin.weights.ipc import device_id
 from plugin.weights.lane import bucket_sizes
@@ -117,12 +119,14 @@ class SentPart:
     """What a rank has sent of a version, and in how many messages.
 
     checksums: of the tensors it sent, where they were asked for
+    changes: of a delta
     """
 
     sender: int
     nbytes: int
     messages: int
     checksums: Checksums = field(default_factory=dict)
+    changes: Changes | None = None
 
 
 class TrainerRank(ReportingActor):
@@ -141,6 +145,7 @@ class TrainerRank(ReportingActor):
         set_cuda_environment(config)
         self._membership = Membership()
         self._manifests: dict[Any, Manifest] = {}
+        self._sent_copy: SentCopy | None = None
         import_megatron()
         # While other actors still import theirs, and before `join`, which waits for all of them.
         import plugin.megatron_backend.trainer  # noqa: F401
@@ -363,6 +368,7 @@ class TrainerRank(ReportingActor):
         group: WeightGroup,
         with_base: bool = True,
         checksum_dtype: DtypeName | None = None,
+        since: int | None = None,
     ) -> SentPart | None:
         """Send this rank's part of the policy; None on ranks that only help to gather it.
 
@@ -370,6 +376,7 @@ class TrainerRank(ReportingActor):
 
         with_base: where adapters are sent, also the weights that they belong to
         checksum_dtype: also report checksums of the tensors in this dtype
+        since: send only what has changed since this version
         """
         from plugin.megatron_backend.hf_weights.export import sends_own_part
 
@@ -390,13 +397,29 @@ class TrainerRank(ReportingActor):
             sums: dict[str, int] = {}
             if checksum_dtype is not None:
                 exported = with_checksums(exported, getattr(torch, checksum_dtype), sums)
+            changes, sent = None, exported
+            if self._config.weight_transport == "delta":
+                copy = self._copy_of_sent()
+                if since is None:
+                    sent = exported = copy.remembered(version, exported)
+                else:
+                    chunks = copy.delta(version, since, exported)
+                    sent, manifest = on_device(chunks), Manifest.of(chunks, CHUNK_BYTES)
+                    changes = copy.changes
             with self._membership.of(group, lambda: make_sender(group, number)) as sender:
-                nbytes, messages = sender.send(version, exported, manifest)
-                return SentPart(number, nbytes, messages, sums)
+                nbytes, messages = sender.send(version, sent, manifest)
+                return SentPart(number, nbytes, messages, sums, changes)
         finally:
             # Also after an error: the others of the stage would wait in the next gather.
             for _ in exported:
                 pass
+
+    def _copy_of_sent(self) -> SentCopy:
+        """What this rank sent last, which deltas are made from."""
+        if self._sent_copy is None:
+            dtype = engine_dtype(self._config, cuda=torch.cuda.is_available())
+            self._sent_copy = SentCopy(getattr(torch, dtype))
+        return self._sent_copy
 
     def _own_part(self, group: WeightGroup, with_base: bool) -> Callable[..., Iterator[Any]]:
         """What this rank sends, by another export at every call."""

@@ -319,13 +319,15 @@ class TrainerGroup:
         *,
         with_base: bool = True,
         checksum_dtype: DtypeName | None = None,
+        since: int | None = None,
     ) -> dict[Any, str]:
         """The calls by which every rank sends its part of the weights, with the ranks' names.
 
-        with_base, checksum_dtype: see `TrainerRank.send_weights`
+        with_base, checksum_dtype, since: see `TrainerRank.send_weights`
         """
+        arguments = (version, group, with_base, checksum_dtype, since)
         return {
-            rank.call.remote("send_weights", version, group, with_base, checksum_dtype): name
+            rank.call.remote("send_weights", *arguments): name
             for rank, name in zip(self._ranks, self._names(), strict=True)
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -282,6 +283,12 @@ def test_half_precision_log_probs_pass_the_check() -> None:
 def test_a_sample_without_a_response_is_fine() -> None:
     empty = sample(response_length=0, loss_mask=torch.zeros(0), rollout_log_probs=torch.zeros(0))
     assert len(RolloutBatch.from_samples([empty, sample()])) == 2
+    # Nor is a rank's share of such samples alone, with ids per token.
+    none = Ragged(torch.zeros(0, dtype=torch.int32), [])
+    alone = RolloutBatch.from_samples([replace(empty, sampling_mask=none)])
+    for name, column in HEAD.items():
+        alone = alone.with_column(name, [column[:0]])
+    alone.check(vocabulary=12)
 
 
 def test_a_padding_microbatch_has_every_field_of_the_table() -> None:

@@ -285,6 +285,51 @@ def test_partial_rollouts_that_cannot_work_are_refused(
         JobConfig.from_sources({**settings, "policy_loss": "icepop"})
 
 
+LONG = {
+    "async_rollouts": True,
+    "max_weight_staleness": 2,
+    "max_response_length": 4096,
+    "policy_loss": "icepop",
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "interrupts"),
+    [
+        ({}, True),
+        ({"rollout_engine": "vllm"}, True),
+        ({"rollout_engine": "vllm_server"}, True),
+        ({"max_token_staleness": 1}, True),
+        # A group with a response over three versions would be dropped.
+        ({"max_weight_staleness": 1}, False),
+        # Waiting is short.
+        ({"max_response_length": 4095}, False),
+        ({"async_rollouts": False, "max_weight_staleness": None}, False),
+        # It has no such mode, or its servers may have none.
+        ({"rollout_engine": "mine.engines:make"}, False),
+        (
+            {"rollout_engine": "http", "rollout_url": "http://a:1", "rollout_weights_dir": "/w"},
+            False,
+        ),
+        # It would not report the routes that a response was sampled with.
+        (
+            {
+                "rollout_engine": "vllm",
+                "use_rollout_routing_replay": "ids",
+                "embedded_model": "qwen3_moe",
+            },
+            False,
+        ),
+        ({"partial_rollouts": False}, False),
+        ({"max_response_length": 8, "partial_rollouts": True}, True),
+    ],
+)
+def test_weights_do_not_wait_for_long_responses_where_pausing_loses_nothing(
+    settings: dict[str, Any], interrupts: bool
+) -> None:
+    assert JobConfig.from_sources(LONG | settings).interrupts_responses == interrupts
+
+
 def test_prompts_are_shared_out_among_engines() -> None:
     queue, direct = make_queue(engines=2)
     queue._issue()

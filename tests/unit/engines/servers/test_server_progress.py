@@ -141,5 +141,5 @@ def test_a_server_of_the_job_that_is_silent_is_replaced(monkeypatch: pytest.Monk
     monkeypatch.setattr(HttpEngine, "step", lambda self: [])
     assert engine.step() == []
     engine.pool.servers[0].is_silent = True
-    with pytest.raises(ServerEnded, match="has generated nothing for too long"):
+    with pytest.raises(ServerEnded, match="but has generated nothing for too long"):
         engine.step()
