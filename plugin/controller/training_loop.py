@@ -261,9 +261,9 @@ class TrainingLoop:
         if config.max_token_staleness is not None:
             oldest = self._at.version - config.max_token_staleness
             rollouts, masked["stale_token_share"] = without_old_tokens(rollouts, oldest)
-        batch = prepare_batch(config, rollouts, self._parts.route_shape)
-        described = describe_batch(config, batch, rollouts, self._at.version) | masked
         parts = reward_parts(groups)
+        batch = prepare_batch(config, rollouts, self._parts.route_shape, parts)
+        described = describe_batch(config, batch, rollouts, self._at.version) | masked
         described |= {f"reward/{name}": float(values.mean()) for name, values in parts.items()}
         trained, rollout = [group.index for group in groups], self._at.rollouts
         if config.log_samples:

@@ -217,6 +217,8 @@ SECTIONS: tuple[Section, ...] = (
             _tokens("is_masked", "tokens dropped by loss or correction", "share"),
             _tokens("is_masked_high", "tokens dropped above the band", "share"),
             _tokens("is_masked_low", "tokens dropped below the band", "share"),
+            _tokens("covariance", "(A − mean A)(log π − mean log π), clip_cov and kl_cov", "nats"),
+            _tokens("kl_cov_pulled", "tokens pulled to the old policy (kl_cov)", "share"),
             _tokens("cispo/ratio_clamped_mean", "weight after clipping"),
             Metric("cispo/ratio_max", "largest π_cur / π_train"),
             Metric("cispo/ratio_min", "smallest π_cur / π_train"),

@@ -70,6 +70,14 @@ LOSSES: dict[str, dict[str, Any]] = {
     "minpro": {"eps_clip_high": 0.1},
     "gmpo": {"eps_clip": 0.05, "eps_clip_high": 0.1, "use_tis": True, "tis_batch_normalize": True},
     "ipo_tv": {"ipo_threshold": 0.005, "kl_tau": 0.1, "positive_nll_coef": 0.1},
+    "clip_cov": {
+        "clip_cov_low": 0.0,
+        "clip_cov_high": 50.0,
+        "clip_cov_ratio": 0.2,
+        "use_tis": True,
+        "tis_clip": 1.2,
+    },
+    "kl_cov": {"kl_cov_ratio": 0.2, "kl_cov_coef": 0.5, "entropy_coef": 0.02},
     "sapo": {
         "use_tis": True,
         "custom_tis_function_path": f"{HOOK}icepop_function,{HOOK}geometric_mask_function",
@@ -117,7 +125,8 @@ def test_every_policy_loss_gives_the_step_of_one_process(
     # Something is cut off by every loss that can, or its bounds were never tried.
     for name, outcome in outcomes.items():
         metrics = outcome.steps[0].metrics
-        cut = max(metrics.get(key, 0.0) for key in ("pg_clipfrac", "is_masked"))
+        keys = ("pg_clipfrac", "is_masked", "kl_cov_pulled")
+        cut = max(metrics.get(key, 0.0) for key in keys)
         assert name in ("reinforce", "sapo", "vespo", "dro") or cut > 0, name
 
 
