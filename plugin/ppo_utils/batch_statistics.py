@@ -119,7 +119,8 @@ def microbatch_statistics(
 @functools.cache
 def _warn_of_microbatches() -> None:
     warnings.warn(
-        "a correction with a threshold over the whole batch is called microbatch by microbatch: "
+        "a loss or correction with a threshold over the whole batch is called microbatch by "
+        "microbatch: "
         "the threshold is each microbatch's own and depends on the cut. Train with megatron-tis or "
         "MegatronTrainer for the whole batch's.",
         stacklevel=4,

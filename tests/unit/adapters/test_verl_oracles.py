@@ -78,7 +78,7 @@ LOSSES: dict[str, tuple[str, LossConfig, SimpleNamespace]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:a correction with a threshold")
+@pytest.mark.filterwarnings("ignore:a loss or correction with a")
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_with_a_covariance_are_verls(core_algos: Any, name: str) -> None:
     theirs, config, namespace = LOSSES[name]
