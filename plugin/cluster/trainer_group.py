@@ -207,13 +207,18 @@ class TrainerGroup:
         return dict.fromkeys(columns, self._located(parts, plan))
 
     def train(
-        self, batch: RolloutBatch, version: int, progress: float, learning_rate: float
+        self,
+        batch: RolloutBatch,
+        version: int,
+        progress: float,
+        learning_rate: float,
+        entropy_coef: float | None = None,
     ) -> TrainedStep:
         """One optimizer step; the arguments are those of `TrainerRank.train`."""
         plan, shares = self._delivered(batch)
         watched = self._config.detect_mismatch or self._config.dump_log_probs is not None
         watched = watched and "rollout_log_probs" in batch
-        arguments = (version, progress, learning_rate, watched)
+        arguments = (version, progress, learning_rate, entropy_coef, watched)
         results, parts = self._call_apart("train", *arguments, shares=shares)
         step: TrainedStep = results[0]
         return replace(step, log_probs=self._located(parts, plan)) if watched else step

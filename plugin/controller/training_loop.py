@@ -54,6 +54,7 @@ from plugin.errors import (
     ParallelError,
     TrainingError,
 )
+from plugin.loss.entropy_control import EntropyBonus
 from plugin.megatron_backend.checkpoint.directory import set_aside_later, step_of
 from plugin.observe.console import Console
 from plugin.observe.run_files import RunFiles
@@ -68,6 +69,8 @@ class Position:
     """Rollouts trained on, optimizer updates made, and the version of the trainer's weights.
 
     skipped, critic_skipped: of the updates, those that changed nothing
+    entropy_coef: of the bonus that holds the entropy at a target, None before the first update;
+        entropy_below: whether the entropy was below it
     """
 
     rollouts: int = 0
@@ -75,6 +78,8 @@ class Position:
     version: int = 0
     skipped: int = 0
     critic_skipped: int = 0
+    entropy_coef: float | None = None
+    entropy_below: bool = True
 
 
 class TrainingLoop:
@@ -372,6 +377,14 @@ class TrainingLoop:
             except MegatronTisError as error:
                 self._console.error(f"the weights are not saved: {error}")
 
+    def _entropy_bonus(self) -> EntropyBonus | None:
+        """That of the next update, if there is an entropy to hold."""
+        if self._config.entropy_target is None:
+            return None
+        if self._at.entropy_coef is None:
+            return EntropyBonus(self._config.entropy_coef)
+        return EntropyBonus(self._at.entropy_coef, self._at.entropy_below)
+
     def _one_update(
         self, batch: RolloutBatch, progress: float, described: dict[str, float], began: float
     ) -> bool:
@@ -388,8 +401,16 @@ class TrainingLoop:
             described = described | of_critic
             if self._at.rollouts < self._config.num_critic_only_rollouts:
                 rate = 0.0
+        bonus = self._entropy_bonus()
         called = time.monotonic()
-        trained = self._trainer.train(batch, self._at.version, progress, rate)
+        trained = self._trainer.train(
+            batch, self._at.version, progress, rate, None if bonus is None else bonus.in_force
+        )
+        held: dict[str, float] = {}
+        if bonus is not None:
+            held["entropy_coef"] = bonus.in_force
+            bonus = bonus.after(trained.metrics.get("entropy_loss", math.nan), self._config)
+            self._at.entropy_coef, self._at.entropy_below = bonus
         self._at.updates += 1
         self._at.skipped += trained.skipped is not None
         now = time.monotonic()
@@ -403,6 +424,7 @@ class TrainingLoop:
             "rollout": self._at.rollouts,
             "weight_version": self._at.version,
             "lr": rate,
+            **held,
             "tokens_per_second": tokens / max(now - began, 1e-9),
             "seconds_training": now - started,
             "seconds_transport": now - called - trained.seconds,

@@ -105,6 +105,7 @@ SECTIONS: tuple[Section, ...] = (
             _bookkeeping("epoch", "passes over --prompt-data, dropped rows included"),
             _bookkeeping("weight_version", "version of the trainer's weights before the step"),
             _bookkeeping("lr", "learning rate of the step"),
+            _bookkeeping("entropy_coef", "entropy bonus of the step (--entropy-target)"),
             _bookkeeping("skipped", "1 if the step changed nothing (bad gradient), else 0"),
             _bookkeeping("engine_restarts", "rollout engines replaced so far"),
             _bookkeeping("rollout_engines", "rollout engines that are there, or about to be"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plugin.loss.policy_losses import POLICY_LOSSES
+from plugin.megatron_backend.parallel_groups import ParallelGroups
 from tests.parallel import tiny_models
 from tests.parallel.training_jobs import (
     Case,
@@ -16,6 +17,7 @@ from tests.parallel.training_jobs import (
     RunRanks,
     Start,
     differences,
+    new_trainer,
     run_cases,
 )
 
@@ -128,6 +130,18 @@ def test_every_policy_loss_gives_the_step_of_one_process(
         keys = ("pg_clipfrac", "is_masked", "kl_cov_pulled")
         cut = max(metrics.get(key, 0.0) for key in keys)
         assert name in ("reinforce", "sapo", "vespo", "dro") or cut > 0, name
+
+
+def _with_an_entropy_bonus(groups: ParallelGroups, start: Start) -> list[dict[str, float]]:
+    """A step whose bonus was set before it, and one whose configuration has it."""
+    later, from_start = (new_trainer(groups, start, s) for s in ({}, {"entropy_coef": 0.3}))
+    later.set_entropy_coef(0.3)
+    return [trainer.train_step(start.batch_of(Case())).metrics for trainer in (later, from_start)]
+
+
+def test_an_entropy_bonus_that_is_set_between_steps_acts_on_the_next(run_ranks: RunRanks) -> None:
+    [(later, from_start)] = run_ranks(_with_an_entropy_bonus, 1, Start.of("qwen3"))
+    assert later == from_start and later["loss"] != later["pg_loss"]
 
 
 # --- An independent check: transformers and plain autograd, no code of this package between tokens and gradient. ---

@@ -27,7 +27,7 @@ from plugin.config.loss.loss_config import ESTIMATOR_TRAITS
 from plugin.config.loss.policy_loss import traits_of
 from plugin.controller.job import run_job
 from plugin.loss import POLICY_LOSSES
-from plugin.observe.run_record import read_samples
+from plugin.observe.run_record import read_run, read_samples
 from plugin.tools.compare.correction_catalog import correction_functions
 from tests.ray.small_jobs import SIZES, run_small
 from tests.ray.tokenizer_files import save_character_tokenizer
@@ -78,6 +78,23 @@ def test_every_policy_loss_runs_in_an_asynchronous_job(
         async_rollouts=True,
         rollout_quantization="int8",
     )
+
+
+def test_a_held_entropy_moves_the_bonus_and_a_resumed_job_goes_on_with_it(
+    two_nodes: str, tmp_path: Path
+) -> None:
+    # No entropy of this vocabulary reaches 100 nats: the bonus grows to its bound.
+    held = {"num_nodes": 1, "save_interval": 2, "entropy_target": 100.0, "entropy_coef_step": 0.002}
+    whole = run_small(two_nodes, tmp_path / "whole", **held, num_rollouts=4).history
+    run_small(two_nodes, tmp_path / "parts", **held, num_rollouts=2)
+    run_small(two_nodes, tmp_path / "parts", **held, num_rollouts=4, resume=True)
+    parts = read_run(tmp_path / "parts").steps
+    assert [line["entropy_coef"] for line in whole] == pytest.approx([0.0, 0.002, 0.004, 0.005])
+    for name in ("entropy_coef", "loss", "grad_norm", "entropy_loss"):
+        assert [line[name] for line in parts] == [line[name] for line in whole], name
+    plain = run_small(two_nodes, tmp_path / "plain", num_nodes=1, num_rollouts=2).history
+    assert plain[0]["grad_norm"] == whole[0]["grad_norm"]
+    assert plain[1]["grad_norm"] != whole[1]["grad_norm"] and "entropy_coef" not in plain[1]
 
 
 @pytest.mark.parametrize(
