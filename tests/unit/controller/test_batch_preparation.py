@@ -57,8 +57,12 @@ def test_rloo_subtracts_the_mean_of_the_others() -> None:
 
 
 def test_gdpo_takes_every_reward_with_the_weight_of_its_flag() -> None:
-    rewards = {"prompt_data": "rows.jsonl", "reward": ("exact", "length_penalty:2")}
-    config = JobConfig(advantage_estimator="gdpo", **rewards)
+    config = JobConfig(
+        advantage_estimator="gdpo",
+        prompt_data="rows.jsonl",
+        hf_checkpoint="model",
+        reward=("exact", "length_penalty:2"),
+    )
     rollouts = Rollouts.of([group([1.0, 200.0, 201.0, 0.0])])
     parts = {
         "length_penalty": np.array([0.0, 100.0, 100.0, 0.0]),
@@ -83,7 +87,12 @@ def test_gdpo_takes_every_reward_with_the_weight_of_its_flag() -> None:
 )
 def test_gdpo_without_several_rewards_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        JobConfig(advantage_estimator="gdpo", prompt_data="rows.jsonl", **settings)
+        JobConfig(
+            advantage_estimator="gdpo",
+            prompt_data="rows.jsonl",
+            hf_checkpoint="model",
+            **settings,
+        )
 
 
 @pytest.mark.parametrize(
