@@ -54,7 +54,7 @@ def read_flags(argv: list[str]) -> argparse.Namespace:
 
 def refuse_what_slime_refuses(args: argparse.Namespace) -> None:
     """slime and vime check this before a job starts, so their batches never reach our loss."""
-    if args.use_score_centering and args.loss_type != "policy_loss":
+    if args.use_score_centering and args.loss_type not in (None, "policy_loss"):
         raise ConfigError(
             f"--use-score-centering with --loss-type {args.loss_type}: slime and vime center their "
             "own loss only; drop --loss-type, or train with megatron-tis and --score-centering-topk"
