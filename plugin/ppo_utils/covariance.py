@@ -44,7 +44,7 @@ def clip_cov_rounds(values: Tensor, config: Any, known: Sequence[Tensor]) -> Ten
     if not known:
         return _moments(values)
     if len(known) == 1:
-        return inside_cov_band(covariances(*values, known[0]), config).sum().reshape(1)
+        return inside_cov_band(covariances(values[0], values[1], known[0]), config).sum().reshape(1)
     return None
 
 
@@ -67,7 +67,7 @@ def kl_cov_rounds(values: Tensor, config: Any, known: Sequence[Tensor]) -> Tenso
     rounds = len(known) - 1
     if rounds == len(_SHIFTS):
         return None
-    keys = _ordered(covariances(*values, known[0]))
+    keys = _ordered(covariances(values[0], values[1], known[0]))
     if rounds:
         keys = keys[(keys >> _SHIFTS[rounds - 1]) == _leading_bits(known, config)]
     width = 1 << ((32 if rounds == 0 else _SHIFTS[rounds - 1]) - _SHIFTS[rounds])
