@@ -85,14 +85,15 @@ def test_a_held_entropy_moves_the_bonus_and_a_resumed_job_goes_on_with_it(
 ) -> None:
     # No entropy of this vocabulary reaches 100 nats: the bonus grows to its bound.
     held = {"num_nodes": 1, "save_interval": 2, "entropy_target": 100.0, "entropy_coef_step": 0.002}
-    whole = run_small(two_nodes, tmp_path / "whole", **held, num_rollouts=4).history
+    run_small(two_nodes, tmp_path / "whole", **held, num_rollouts=4)
     run_small(two_nodes, tmp_path / "parts", **held, num_rollouts=2)
     run_small(two_nodes, tmp_path / "parts", **held, num_rollouts=4, resume=True)
-    parts = read_run(tmp_path / "parts").steps
+    whole, parts = (read_run(tmp_path / name).steps for name in ("whole", "parts"))
     assert [line["entropy_coef"] for line in whole] == pytest.approx([0.0, 0.002, 0.004, 0.005])
     for name in ("entropy_coef", "loss", "grad_norm", "entropy_loss"):
         assert [line[name] for line in parts] == [line[name] for line in whole], name
-    plain = run_small(two_nodes, tmp_path / "plain", num_nodes=1, num_rollouts=2).history
+    run_small(two_nodes, tmp_path / "plain", num_nodes=1, num_rollouts=2)
+    plain = read_run(tmp_path / "plain").steps
     assert plain[0]["grad_norm"] == whole[0]["grad_norm"]
     assert plain[1]["grad_norm"] != whole[1]["grad_norm"] and "entropy_coef" not in plain[1]
 
