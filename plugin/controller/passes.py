@@ -78,6 +78,8 @@ class LogProbPasses:
             column, lost = _of_sampled_versions(self._trainer, batch, sampled)
             batch = batch.with_column("proximal_log_probs", column)
             saved["lost_version_share"] = lost
+            if self._whole_batch_first:  # some look at the policy before the update, too
+                batch = batch.with_column("log_probs", self._trainer.log_probs("policy", batch))
         elif len(updates) > 1 or self._config.use_routing_replay or self._whole_batch_first:
             batch = batch.with_column("log_probs", self._train_log_probs(batch, updates))
         if self._parts.reference is not None:

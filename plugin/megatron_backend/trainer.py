@@ -133,6 +133,11 @@ class MegatronTrainer(RankModel):
         own = columns["weight_versions"].values == version
         return found.like(torch.where(own, found.values, columns["proximal_log_probs"].values))
 
+    def set_entropy_coef(self, value: float) -> None:
+        """Use `value` from the next step on."""
+        if value != self.config.entropy_coef:
+            self.config = replace(self.config, entropy_coef=value)
+
     def train_step(
         self,
         batch: RolloutBatch | BatchShare,
