@@ -25,17 +25,19 @@ from plugin.cluster.trainer_group import TrainerGroup
 from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.config.model import DtypeName
-from plugin.engines.weight_changes import ProbeAnswer
+from plugin.engines.weight_changes import ProbeAnswer, wrong_tensors
 from plugin.errors import (
     ActorLost,
     EngineError,
+    FindingError,
     MegatronTisError,
     ParallelError,
     TransferError,
 )
 from plugin.observe.console import Console
+from plugin.observe.probe_diagnosis import checksum_finding
 from plugin.weights.buckets import NO_WEIGHTS
-from plugin.weights.checksums import Checksums, differing
+from plugin.weights.checksums import Checksums
 from plugin.weights.group import WeightGroup, abort, forget_version, open_store
 
 _POLL_SECONDS = 0.02
@@ -174,7 +176,7 @@ class WeightSync:
         return {
             "weight_sync": self._config.weight_transport,
             "weight_sync_bytes": self._bytes,
-            "weight_repairs": self.repairs,
+            "weight_repairs": self.repairs + self._engines.repairs,
             "seconds_weight_sync": self._seconds,
         }
 
@@ -196,7 +198,7 @@ class WeightSync:
             buckets, self._bytes, self.checksums = self._trainer.export_weights(
                 self._checksum_dtype()
             )
-            self._engines.send_weights(buckets)
+            self._engines.send_weights(buckets, self.checksums)
             if wait:
                 self._engines.finish_loads()
         self._seconds = time.monotonic() - began
@@ -252,10 +254,14 @@ class WeightSync:
 
     def _send_to_lagging(self) -> None:
         """Send the newest version to the engines that have started and do not have it."""
-        for _ in range(1 + self._config.max_restarts):
+        attempts = 1 + self._config.max_restarts
+        while attempts:
             members = self._members()
+            before = self.repairs
             if not members or self._transfer(members):
                 return
+            # An engine is repaired once, whatever --max-restarts says.
+            attempts -= self.repairs == before
         raise EngineError(
             f"weights of version {self.version} could not be sent to engines "
             f"{', '.join(map(str, self._engines.lagging()))} in {1 + self._config.max_restarts} "
@@ -317,12 +323,12 @@ class WeightSync:
             for part in transfer.sent:
                 self.checksums = {**self.checksums, **part.checksums}
             before = self.repairs
+            if transfer.trouble is not None:
+                self._group = None
             for member, answers in transfer.received.items():
                 if not self._is_to_be_repaired(member, answers or ()):
                     self._engines.has_received(member.engine, member.actor, answers)
                     self._have_base.add(member.actor)
-            if transfer.trouble is not None:
-                self._group = None
         if transfer.trouble is not None:
             return False
         self._bytes = sum(part.nbytes for part in transfer.sent)
@@ -333,11 +339,16 @@ class WeightSync:
     def _is_to_be_repaired(self, member: Member, answers: Sequence[ProbeAnswer]) -> bool:
         """Whether an engine's checksums are not the trainer's, for the first time at this version.
 
-        It gets the version again. If they still differ then, the verification ends the job.
+        It gets the version again. If they still differ then, the verification ends the job, or a
+        `FindingError` where the engine generated nothing that could be verified.
         """
-        own = [answer.checksums for answer in answers if answer.checksums]
-        wrong = sorted({name for sums in own for name in differing(sums, self.checksums)})
-        if not wrong or member.actor in self._repaired:
+        wrong = wrong_tensors(answers, self.checksums)
+        if not wrong:
+            return False
+        if member.actor in self._repaired:
+            if not any(answer.answers for answer in answers):
+                name = f"engine {member.engine}"
+                raise FindingError(checksum_finding(name, wrong, self._config).text)
             return False
         self._repaired.add(member.actor)
         self.repairs += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from plugin.engines.servers.answers import (
     token_ids,
 )
 from plugin.engines.servers.calls import MalformedAnswer, ServerCall
+from plugin.weights.checksums import Shares
 from plugin.weights.group import WeightGroup
 from plugin.weights.lane import group_backend
 from plugin.weights.tensor_layout import TensorSpec
@@ -145,6 +147,24 @@ class ExtendedVllmDialect(VllmDialect):
 
     load_method: ClassVar = ("load_directory", "directory")
 
+    def weight_checksums(self, dtype: str) -> ServerCall:
+        """A call that is answered with what `shares_of` reads."""
+        return ServerCall("/collective_rpc", {"method": "weight_checksums", "args": [dtype]})
+
+    def shares_of(self, body: Any) -> list[Shares]:
+        """What every worker sums up; JSON has turned numbers of shares into texts."""
+        workers = field(body, "results")
+        try:
+            return [
+                {
+                    name: {int(number): operator.index(value) for number, value in held.items()}
+                    for name, held in worker.items()
+                }
+                for worker in workers
+            ]
+        except (AttributeError, TypeError, ValueError):
+            raise MalformedAnswer(f"checksums {shown(workers)}") from None
+
 
 @dataclass(frozen=True)
 class SglangDialect:
@@ -266,6 +286,8 @@ class SglangDialect:
             "dtypes": [str(spec.dtype).split(".")[-1] for spec in specs],
             "shapes": [list(spec.shape) for spec in specs],
             "group_name": group_name,
+            # The bytes of all tensors, one after the other, in one broadcast.
+            "load_format": "flattened_bucket",
             "flush_cache": True,
             "weight_version": label,
         }

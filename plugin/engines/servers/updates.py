@@ -12,7 +12,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,15 @@ from plugin.engines.servers.calls import (
     ServerSession,
     ServerTrouble,
 )
-from plugin.engines.servers.dialects import Dialect, SglangDialect
+from plugin.engines.servers.dialects import Dialect, ExtendedVllmDialect, SglangDialect
 from plugin.engines.servers.pool import UPDATE_POLL_SECONDS, Server, ServerPool
 from plugin.engines.transformers.weight_loader import WeightLoader
 from plugin.errors import ActorLost, TransferError, WeightError
+from plugin.weights.announced import Announcements
+from plugin.weights.checksums import Checksums, joined
 from plugin.weights.directory import WeightDirectory
 from plugin.weights.group import GroupStore, Membership, WeightGroup
+from plugin.weights.tensor_layout import TensorSpec
 
 _PROBE_TIMEOUT = 10.0
 _REVIVE_SECONDS = 0.5
@@ -65,6 +68,15 @@ class ServerMember:
     def close(self, *, abort: bool = False) -> None:
         """Leave the group; the servers stay in theirs until they end or are told of another."""
         self.store.waits.end("this member has left")
+
+
+def _buckets(
+    announcements: Announcements, senders: int, version: int
+) -> Iterator[tuple[int, list[TensorSpec]]]:
+    """Sender and content of every announced bucket of a version, one sender after the other."""
+    for sender in range(senders):
+        for specs, _ in announcements.read(version, sender):
+            yield sender, specs
 
 
 class ServerUpdates:
@@ -219,7 +231,7 @@ class ServerUpdates:
                 await member.unless_aborted(joins)
                 member.joined = True
             store.engine_is_ready(version, speaks_for)
-            buckets = store.buckets(version)
+            buckets = _buckets(Announcements(store, group.name), group.senders, version)
             while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
                 sender, specs = bucket
                 self._ledger.take(
@@ -233,6 +245,20 @@ class ServerUpdates:
                 self._pool.put_in(server, self.label)
 
     # -- both
+
+    def checksums(self, dtype: str) -> Checksums:
+        """Of the weights that the only server's workers compute with."""
+        dialect, [server] = self._dialect, self._pool.servers
+        assert isinstance(dialect, ExtendedVllmDialect), "other servers have no such method"
+
+        async def ask() -> Checksums:
+            async with self._session() as session:
+                call = dialect.weight_checksums(dtype)
+                return joined(
+                    dialect.shares_of(await session.call(server.url, call, self._timeout))
+                )
+
+        return asyncio.run(ask())
 
     async def _wait_for_one(self, session: ServerSession) -> None:
         """Before the first version wait until a server answers; a `WeightError` if none does."""

@@ -96,7 +96,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         super().__init__(*arguments)
         self._membership = Membership()
         self._group: WeightGroup | None = None
-        self._number = 0
+        self._number, self.is_first = 0, True
         self._reload: WeightReload | None = None
         self.received = Received()
 
@@ -104,6 +104,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         """Take the place of the next transfers; the group is joined when they begin."""
         parallel = self.parallel_config
         self._number = init_info.first + parallel.rank
+        self.is_first = parallel.rank == 0
         self._group = WeightGroup(**init_info.group)
 
     def start_weight_update(self) -> None:
@@ -129,6 +130,8 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
                 receiver.receive(version, self._load)
         except TransferError as error:
             self.received.aborted = str(error)
+        except WeightError as error:
+            self.received.refused = str(error)
 
     def _load(self, bucket: NamedTensors) -> None:
         self.received.specs += [TensorSpec.of(n, t) for n, t in bucket]
@@ -143,7 +146,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         """End the loading; also after one that was aborted, so that the next begins afresh."""
         if self._reload is None:
             return
-        if self.received.aborted is not None:
+        if self.received.aborted is not None or self.received.refused is not None:
             self._reload.abort()
             return
         try:
@@ -167,8 +170,13 @@ class WorkerExtension:
         return device_id()
 
     def received_weights(self) -> Received:
-        """What was received of the last version, without the tensors themselves."""
-        return replace(self.weight_transfer_engine.received, adapters={})
+        """What was received of the last version, without the tensors themselves.
+
+        All workers receive the same; the first one says what.
+        """
+        engine = self.weight_transfer_engine
+        specs = engine.received.specs if engine.is_first else []
+        return replace(engine.received, specs=specs, adapters={})
 
     def weight_checksums(self, dtype: str) -> Shares:
         """Of what this worker holds and computes with."""
@@ -240,7 +248,13 @@ class WeightReload:
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load some tensors, by the names of a Hugging Face checkpoint."""
         model: Any = self._model
-        loaded = model.load_weights(named_tensors)
+        try:
+            loaded = model.load_weights(named_tensors)
+        except (ValueError, KeyError, AssertionError) as error:
+            raise WeightError(
+                f"vLLM's {type(model).__name__} refuses the weights: {type(error).__name__}: "
+                f"{error}"
+            ) from error
         if loaded is None:
             raise WeightError(
                 f"vLLM's {type(model).__name__} does not report which weights it loads, so new "

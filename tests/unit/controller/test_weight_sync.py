@@ -18,7 +18,14 @@ from plugin.config import JobConfig
 from plugin.controller import weight_sync
 from plugin.controller.weight_sync import WeightSync
 from plugin.engines.weight_changes import ProbeAnswer
-from plugin.errors import ActorLost, EngineError, ParallelError, TransferError, WeightError
+from plugin.errors import (
+    ActorLost,
+    EngineError,
+    FindingError,
+    ParallelError,
+    TransferError,
+    WeightError,
+)
 from plugin.weights.group import GroupStore, WeightGroup
 
 pytestmark = pytest.mark.usefixtures("jumping_clock")
@@ -49,7 +56,7 @@ class Engines:
         self.catch_up = None
         self.frozen: set[str] = set()
         self.devices = {0: ["GPU-a", "GPU-b"], 1: ["GPU-c"]}
-        self.any_probe_due = False
+        self.any_probe_due, self.repairs = False, 0
         self.again: list[int] = []
         self.probed: dict[int, Any] = {}
 
@@ -152,15 +159,22 @@ def test_answers_to_the_probe_and_checksums_come_with_the_transfer_that_they_bel
     assert sync.checksums == {}
 
 
-def test_an_engine_with_a_wrong_tensor_gets_the_version_again_once_and_it_is_counted() -> None:
+#: A response to the probe, by which the verification judges.
+RESPONSE: Any = object()
+
+
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_an_engine_with_a_wrong_tensor_gets_the_version_again_once_and_it_is_counted(
+    max_restarts: int,
+) -> None:
     right, wrong = ({"a": 7, "b": 1}, {"a": 7, "b": 2})
     answers = iter([wrong, right, wrong, wrong, right])
     engines = Engines({})
     for number in range(1, 9):
-        engines.script[number, 0] = lambda: [ProbeAnswer("", [], next(answers))]
+        engines.script[number, 0] = lambda: [ProbeAnswer("", [RESPONSE], next(answers))]
     trainer = Trainer({n: lambda: SentPart(0, 100, 0, right) for n in range(1, 9)})
     said: list[str] = []
-    sync = sync_of(engines, trainer, rollout_dtype="bfloat16")
+    sync = sync_of(engines, trainer, rollout_dtype="bfloat16", max_restarts=max_restarts)
     sync._console = SimpleNamespace(warn=said.append)  # type: ignore[assignment]
     engines.any_probe_due = True
     sync.send(0, wait=True)
@@ -173,6 +187,19 @@ def test_an_engine_with_a_wrong_tensor_gets_the_version_again_once_and_it_is_cou
     assert engines.probed[0][0].checksums == wrong and sync.metrics()["weight_repairs"] == 2
     sync.send(2, wait=True)
     assert engines.again == [0, 0] and trainer.sent == 5
+
+
+def test_an_engine_that_is_wrong_again_and_has_no_memory_for_a_response_ends_the_job() -> None:
+    engines, right, wrong = Engines({}), {"a": 7, "b": 1}, {"a": 7, "b": 2}
+    for number in (1, 2):
+        engines.script[number, 0] = lambda: [ProbeAnswer("", (), wrong)]
+    trainer = Trainer({n: lambda: SentPart(0, 100, 0, right) for n in (1, 2)})
+    sync = sync_of(engines, trainer)
+    sync._console = SimpleNamespace(warn=lambda _: None)  # type: ignore[assignment]
+    engines.any_probe_due = True
+    with pytest.raises(FindingError, match=r"checksums of 1 tensors .* sent again: b"):
+        sync.send(0, wait=True)
+    assert engines.again == [0] and engines.versions[0] is None
 
 
 @pytest.mark.parametrize(
