@@ -23,7 +23,13 @@ from plugin.config.flags import expect, read_yaml
 from plugin.config.launch import LaunchFlags, OutputFlags
 from plugin.config.loss.loss_config import ESTIMATOR_TRAITS, estimator_traits
 from plugin.config.loss.policy_loss import POLICY_LOSS_TRAITS, RATIO_LOSSES, ROLLOUT_LOSSES
-from plugin.config.rollout import ConversationFlags, RolloutFlags, SamplingFlags, check_sampling
+from plugin.config.rollout import (
+    LONG_RESPONSE,
+    ConversationFlags,
+    RolloutFlags,
+    SamplingFlags,
+    check_sampling,
+)
 from plugin.config.servers import ServerFlags
 from plugin.config.teachers import TeacherFlags
 from plugin.config.trainer_config import CriticFlags, TrainerConfig
@@ -196,7 +202,7 @@ class JobConfig(
         if self.weight_timeout is not None:
             return self.weight_timeout
         patience = min(self.step_timeout, 3 * self.engine_patience)
-        if not self.async_rollouts or self.partial_rollouts:
+        if not self.async_rollouts or self.interrupts_responses:
             return patience
         # Weights wait for the trajectories under way.
         if self.task_path is None:
@@ -407,6 +413,21 @@ class JobConfig(
         return engine_traits(self.rollout_engine)
 
     @property
+    def interrupts_responses(self) -> bool:
+        """Whether new weights pause running responses instead of waiting for them.
+
+        By default where waiting is long and pausing loses nothing: a response over three versions
+        has tokens that are two versions old, and long ones would be dropped if they may not be.
+        """
+        if self.partial_rollouts is not None:
+            return self.partial_rollouts
+        traits = self.engine_traits
+        keeps_routes = traits.keeps_interrupted_routes or not self.wants_rollout_routes
+        can_pause = bool(traits.partial_rollout_modes) and keeps_routes and not traits.asks_servers
+        is_long = self.max_response_length >= LONG_RESPONSE
+        return can_pause and is_long and self.staleness_limit >= 2
+
+    @property
     def server_dialect(self) -> str | None:
         """The software of the servers that generate, the job's own or others; None without any."""
         traits = self.engine_traits
@@ -440,6 +461,13 @@ class JobConfig(
     def transport_traits(self) -> TransportTraits:
         """Traits of the job's weight transport."""
         return WEIGHT_TRANSPORTS[self.weight_transport]
+
+    @property
+    def delta_copies(self) -> tuple[int, int]:
+        """Whole models in host memory for --weight-sync delta: of all ranks, and of an engine."""
+        if self.weight_transport != "delta":
+            return 0, 0
+        return 1, self.rollout_num_gpus_per_engine * self.engine_traits.keeps_delta_base
 
     @property
     def weight_transports(self) -> tuple[WeightTransport, ...]:

@@ -93,7 +93,7 @@ def describe_batch(
     """
     rewards = rollouts.rewards
     oldest, newest = rollouts.oldest_version, rollouts.newest_version
-    behind = version - rollouts.token_versions[0]
+    behind = version - rollouts.token_versions()
     starts = np.flatnonzero(np.diff(rollouts.groups, prepend=-1))
     uniform = np.maximum.reduceat(rewards, starts) == np.minimum.reduceat(rewards, starts)
     penalty = overlong_penalty(config, rollouts)

@@ -49,6 +49,7 @@ from plugin.controller.weight_verification import WeightVerification
 from plugin.errors import (
     ActorLost,
     BatchError,
+    BatchLost,
     FindingError,
     MegatronTisError,
     ParallelError,
@@ -439,6 +440,8 @@ class TrainingLoop:
                     self._engines.keep_groups()
                 else:
                     self._engines.forget()
+                if isinstance(error, BatchLost):
+                    self._queue.forget_stored()
                 with self._devices.restarting():
                     self._trainer.restart()
                 self._go_back_to_checkpoint(keeps_groups=config.staleness_limit > 0)

@@ -131,6 +131,12 @@ SECTIONS: tuple[Section, ...] = (
             _bookkeeping("seconds_evaluating", "all sets of an evaluation", "s"),
             _bookkeeping("weight_sync", "weight transport, by name"),
             Metric("weight_sync_bytes", "bytes of the newest weights as they were sent", "bytes"),
+            _share(
+                "weight_changed_share",
+                "elements that differ from the version before in the engine's dtype; of a version "
+                "that was sent as a delta (`--weight-sync delta`)",
+                "elements of the model",
+            ),
             _bookkeeping(
                 "weight_repairs",
                 "how often an engine got a version again, because its checksums differed",

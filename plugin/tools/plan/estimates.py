@@ -15,7 +15,7 @@ from plugin.config import JobConfig
 from plugin.config.device_defaults import engine_dtype
 from plugin.engines.expert_routes import RouteShape
 from plugin.errors import ConfigError
-from plugin.weights.traffic import expert_ways
+from plugin.weights.expert_ways import expert_ways
 
 if TYPE_CHECKING:
     from plugin.tools.plan.job_plan import JobPlan, RankKind
@@ -201,7 +201,11 @@ def weight_sync(plan: JobPlan) -> dict[str, Any]:
     links = config.transport_traits.links
     if config.syncs_adapters:
         links += "; once, then adapters alone"
+    of_ranks, of_engine = config.delta_copies
+    copy = plan.total_parameters * _BYTES[engine_dtype(config, cuda=plan.gpu is not None)]
     return _expert_ways(plan, size) | {
+        "trainer_host_bytes": of_ranks * copy,
+        "engine_host_bytes": of_engine * copy,
         "bytes": plan.total_parameters * size,
         "transport": config.weight_transport,
         "links": links,

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from plugin.errors import TransferError
+from plugin.weights.expert_ways import expert_ways
 from plugin.weights.lane import bucket_sizes
 from plugin.weights.manifest import Manifest, Packing, in_turns
-from plugin.weights.traffic import expert_ways, traffic_of
 from tests.unit.tools.plan.model_facts import MODELS
+from tests.unit.weights.traffic import traffic_of
 
 Part = Iterator[tuple[str, Tensor] | None]
 
