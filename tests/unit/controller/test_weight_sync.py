@@ -246,7 +246,7 @@ def test_a_lost_engine_is_replaced_and_all_that_lack_the_version_get_it_again() 
     sync_of(engines, trainer).send(0, wait=True)
     assert engines.replaced == [0] and engines.versions == {0: 0, 1: 0}
     assert trainer.sent == 2
-    with pytest.raises(TransferError, match="called off: engine 0: died"):
+    with pytest.raises(TransferError, match="aborted: engine 0: died"):
         GroupStore(engines.groups[0]).barrier("joined")
 
 
@@ -339,7 +339,7 @@ def test_a_delta_that_does_not_lead_to_the_weights_is_repaired_and_is_an_error_i
     assert trainer.since == [None, 0, None] and engines.versions == {0: 1, 1: 1}
     assert sync.metrics()["weight_repairs"] == 1 and not engines.replaced
     assert said == ["engine 1: first of them b; it gets all of version 1"]
-    with pytest.raises(TransferError, match="called off: a delta did not lead"):
+    with pytest.raises(TransferError, match="aborted: a delta did not lead"):
         GroupStore(engines.groups[0]).barrier("joined")
     # A delta that succeeds in between is forgiven; one after the next is not.
     sync.send(2, wait=True)
@@ -389,7 +389,7 @@ def test_a_frozen_engine_is_replaced_long_before_a_transfer_has_to_end(
     sync = sync_of(engines, Trainer(), step_timeout=1e5)
     sync.send(0, wait=True)
     assert engines.replaced == [1] and engines.versions == {0: 0, 1: 0}
-    with pytest.raises(TransferError, match="called off: engine 1 did not react"):
+    with pytest.raises(TransferError, match="aborted: engine 1 did not react"):
         GroupStore(engines.groups[0]).barrier("joined")
 
 
@@ -399,7 +399,7 @@ def test_a_slow_engine_that_reacts_is_waited_for(monkeypatch: pytest.MonkeyPatch
     engines = Engines({(1, 1): None})
     sync = sync_of(engines, Trainer(), step_timeout=0.3)
     sync.send(0, wait=True)
-    with pytest.raises(TransferError, match="called off: it took longer"):
+    with pytest.raises(TransferError, match="aborted: it took longer"):
         GroupStore(engines.groups[0]).barrier("joined")
 
 

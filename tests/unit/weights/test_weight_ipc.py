@@ -164,7 +164,7 @@ def test_a_worker_that_dies_before_it_has_loaded_releases_the_rank_and_its_memor
         time.sleep(0.2)
         assert not sent.done() and lent_files(), "the rank waits for the worker"
         abort(store, group, "engine 0 died")
-        with pytest.raises(TransferError, match="called off: engine 0 died"):
+        with pytest.raises(TransferError, match="aborted: engine 0 died"):
             sent.result(timeout=10)
     assert not lent_files()
     assert not in_shm(worker)
