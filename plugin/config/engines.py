@@ -170,7 +170,6 @@ ENGINES: dict[str, EngineTraits] = {
         tensor_parallel=True,
         weight_transports=("directory",),
         starts_servers="vllm",
-        reports_checksums=True,
         reports_tokens=True,
     ),
 }

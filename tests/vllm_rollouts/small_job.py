@@ -49,7 +49,6 @@ def train(run_dir: Path, *flags: str, on_gpus: bool = False) -> list[dict[str, A
         env=os.environ | ({} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}),
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (run_dir / "output.txt").write_text(done.stdout + done.stderr)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
 
 

@@ -18,9 +18,6 @@ def test_a_job_starts_a_server_trains_on_its_responses_and_ends_it(tmp_path: Pat
     hf_model(vllm_config(tie_word_embeddings=True)).save_pretrained(model)
     lines = train(run, "--rollout-engine", "vllm_server", *save_prompts(model, tmp_path))
     check_steps(lines, largest_mismatch=1e-6)
-    # 2 layers of 11 tensors, embedding, norm and head: its workers' sums are the trainer's.
-    assert "tensors have its checksums" in (tmp_path / "run.log").read_text()
-    assert "tensors have its checksums" in (run / "output.txt").read_text()
     log = (run / "engine_0.log").read_text()
     assert "Application startup complete" in log
     directory = log.partition("megatron_tis_server_")[2][:8]

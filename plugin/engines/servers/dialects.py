@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from plugin.engines.servers.answers import (
     token_ids,
 )
 from plugin.engines.servers.calls import MalformedAnswer, ServerCall
-from plugin.weights.checksums import Shares
 from plugin.weights.group import WeightGroup
 from plugin.weights.lane import group_backend
 from plugin.weights.tensor_layout import TensorSpec
@@ -147,24 +145,6 @@ class ExtendedVllmDialect(VllmDialect):
     """A vLLM server of the job's own: its workers have our `WorkerExtension`."""
 
     load_method: ClassVar = ("load_directory", "directory")
-
-    def weight_checksums(self, dtype: str) -> ServerCall:
-        """A call that is answered with what `shares_of` reads."""
-        return ServerCall("/collective_rpc", {"method": "weight_checksums", "args": [dtype]})
-
-    def shares_of(self, body: Any) -> list[Shares]:
-        """What every worker sums up; JSON has turned numbers of shares into texts."""
-        workers = field(body, "results")
-        try:
-            return [
-                {
-                    name: {int(number): operator.index(value) for number, value in held.items()}
-                    for name, held in worker.items()
-                }
-                for worker in workers
-            ]
-        except (AttributeError, TypeError, ValueError):
-            raise MalformedAnswer(f"checksums {shown(workers)}") from None
 
 
 @dataclass(frozen=True)

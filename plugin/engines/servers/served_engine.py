@@ -33,11 +33,9 @@ from plugin.engines.protocol import (
     GenerationRequest,
     SamplingParameters,
 )
-from plugin.engines.servers.calls import CallRefused, MalformedAnswer, ServerTrouble
 from plugin.engines.servers.http_engine import HttpEngine
 from plugin.engines.servers.process import ServerEnded, ServerProcess, free_port
 from plugin.engines.vllm.startup import IN_PROCESS_ENVIRONMENT, cpu_options
-from plugin.weights.checksums import Checksums
 from plugin.weights.group import WeightGroup
 
 #: SGLang's settings in the directory of its model, which belongs to this user alone.
@@ -49,9 +47,9 @@ def make_sglang_engine(config: JobConfig, hf_config: Mapping[str, Any], name: st
     return ServedEngine(config, hf_config, name, "sglang", sglang_command)
 
 
-def make_vllm_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> VllmServer:
+def make_vllm_engine(config: JobConfig, hf_config: Mapping[str, Any], name: str) -> ServedEngine:
     """A vLLM server and its client, with the settings of a job."""
-    return VllmServer(config, hf_config, name, "extended vllm", vllm_command)
+    return ServedEngine(config, hf_config, name, "extended vllm", vllm_command)
 
 
 @dataclass(frozen=True)
@@ -238,19 +236,3 @@ class ServedEngine(HttpEngine):
     def close(self) -> None:
         """End the server."""
         self.server.close()
-
-
-class VllmServer(ServedEngine):
-    """One with vLLM, whose workers report checksums."""
-
-    def __init__(self, config: JobConfig, *arguments: Any) -> None:
-        super().__init__(config, *arguments)
-        self._dtype = engine_dtype(config, cuda=torch.cuda.is_available())
-
-    def weight_checksums(self) -> Checksums:
-        """Of the weights that the workers compute with; see `answer_probe`."""
-        with self._alive():
-            try:
-                return self.updates.checksums(self._dtype)
-            except (ServerTrouble, CallRefused, MalformedAnswer) as trouble:
-                raise ServerEnded(f"its checksums: {trouble}") from trouble

@@ -25,12 +25,11 @@ from plugin.engines.servers.calls import (
     ServerSession,
     ServerTrouble,
 )
-from plugin.engines.servers.dialects import Dialect, ExtendedVllmDialect, SglangDialect
+from plugin.engines.servers.dialects import Dialect, SglangDialect
 from plugin.engines.servers.pool import UPDATE_POLL_SECONDS, Server, ServerPool
 from plugin.engines.transformers.weight_loader import WeightLoader
 from plugin.errors import ActorLost, TransferError, WeightError
 from plugin.weights.announced import Announcements
-from plugin.weights.checksums import Checksums, joined
 from plugin.weights.directory import WeightDirectory
 from plugin.weights.group import GroupStore, Membership, WeightGroup
 from plugin.weights.tensor_layout import TensorSpec
@@ -245,20 +244,6 @@ class ServerUpdates:
                 self._pool.put_in(server, self.label)
 
     # -- both
-
-    def checksums(self, dtype: str) -> Checksums:
-        """Of the weights that the only server's workers compute with."""
-        dialect, [server] = self._dialect, self._pool.servers
-        assert isinstance(dialect, ExtendedVllmDialect), "other servers have no such method"
-
-        async def ask() -> Checksums:
-            async with self._session() as session:
-                call = dialect.weight_checksums(dtype)
-                return joined(
-                    dialect.shares_of(await session.call(server.url, call, self._timeout))
-                )
-
-        return asyncio.run(ask())
 
     async def _wait_for_one(self, session: ServerSession) -> None:
         """Before the first version wait until a server answers; a `WeightError` if none does."""

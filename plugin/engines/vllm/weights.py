@@ -103,7 +103,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         super().__init__(*arguments)
         self._membership = Membership()
         self._group: WeightGroup | None = None
-        self._number, self.is_first = 0, True
+        self._number = 0
         self._base: DeltaBase | None = None
         self._reload: WeightReload | None = None
         self.received = Received()
@@ -112,7 +112,6 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         """Take the place of the next transfers; the group is joined when they begin."""
         parallel = self.parallel_config
         self._number = init_info.first + parallel.rank
-        self.is_first = parallel.rank == 0
         self._group = WeightGroup(**init_info.group)
         if init_info.base_dtype is not None and self._base is None:
             self._base = DeltaBase(getattr(torch, init_info.base_dtype))
@@ -146,8 +145,6 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
             self.received.damaged = str(error)
         except TransferError as error:
             self.received.aborted = str(error)
-        except WeightError as error:
-            self.received.refused = str(error)
 
     def _load_changed(self, version: int, base: DeltaBase) -> None:
         """After a delta, load all of the version from the copy; an error leaves the group."""
@@ -167,8 +164,7 @@ class StreamEngine(WeightTransferEngine[StreamInit, StreamUpdate]):
         """End the loading; also after one that was aborted, so that the next begins afresh."""
         if self._reload is None:
             return
-        received = self.received
-        if received.aborted or received.damaged or received.refused:
+        if self.received.aborted is not None or self.received.damaged is not None:
             self._reload.abort()
             return
         try:
@@ -192,13 +188,8 @@ class WorkerExtension:
         return device_id()
 
     def received_weights(self) -> Received:
-        """What was received of the last version, without the tensors themselves.
-
-        All workers receive the same; the first one says what.
-        """
-        engine = self.weight_transfer_engine
-        specs = engine.received.specs if engine.is_first else []
-        return replace(engine.received, specs=specs, adapters={})
+        """What was received of the last version, without the tensors themselves."""
+        return replace(self.weight_transfer_engine.received, adapters={})
 
     def weight_checksums(self, dtype: str) -> Shares:
         """Of what this worker holds and computes with."""
@@ -270,13 +261,7 @@ class WeightReload:
     def load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load some tensors, by the names of a Hugging Face checkpoint."""
         model: Any = self._model
-        try:
-            loaded = model.load_weights(named_tensors)
-        except (ValueError, KeyError, AssertionError) as error:
-            raise WeightError(
-                f"vLLM's {type(model).__name__} refuses the weights: {type(error).__name__}: "
-                f"{error}"
-            ) from error
+        loaded = model.load_weights(named_tensors)
         if loaded is None:
             raise WeightError(
                 f"vLLM's {type(model).__name__} does not report which weights it loads, so new "
