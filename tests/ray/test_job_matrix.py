@@ -322,7 +322,9 @@ def _wait_until_healthy(url: str, head: subprocess.Popen[bytes]) -> None:
     raise AssertionError(f"{url} is not healthy after 180 s: {trouble}")
 
 
-def test_a_private_ray_leaves_the_port_of_ray_agents_to_others() -> None:
+def test_a_private_ray_leaves_the_port_of_ray_agents_to_others_and_keeps_no_event_of_calls() -> (
+    None
+):
     """Whoever runs `ray start --head` beside a job needs it for `ray job submit`."""
     script = (
         "from plugin.config import JobConfig\n"
@@ -331,7 +333,12 @@ def test_a_private_ray_leaves_the_port_of_ray_agents_to_others() -> None:
         "    connected()\n"
         "    import ray._private.worker\n"
         "    print('port', ray._private.worker._global_node.dashboard_agent_listen_port)\n"
+        "    import psutil\n"
+        "    for child in psutil.Process().children(recursive=True):\n"
+        "        if child.name() == 'gcs_server':\n"
+        "            print('events', child.environ()['RAY_task_events_report_interval_ms'])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     [port] = [int(s.split()[1]) for s in done.stdout.splitlines() if s.startswith("port ")]
     assert port > 0 and port != DEFAULT_DASHBOARD_AGENT_LISTEN_PORT, done.stdout + done.stderr
+    assert "events 0" in done.stdout.splitlines(), done.stdout + done.stderr
