@@ -303,6 +303,7 @@ class TrainerRank(ReportingActor):
         version: int,
         progress: float,
         learning_rate: float,
+        entropy_coef: float | None,
         with_log_probs: bool,
         every: int,
     ) -> tuple[TrainedStep, list[Arrays]]:
@@ -311,12 +312,15 @@ class TrainerRank(ReportingActor):
         version: of the weights before the rollout's first update, counted in weight syncs; ages
             refer to it
         progress: share of the rollout's updates that have been made since
+        entropy_coef: from this update on; None = as before
         with_log_probs: of all samples
         every: of which samples detectors see what is light, by their numbers; 0 = none
         """
         trainer = self._trainers["policy"]
         trainer.version, trainer.version_progress = version, progress
         trainer.set_learning_rate(learning_rate)
+        if entropy_coef is not None:
+            trainer.set_entropy_coef(entropy_coef)
         arrived = self._arrived(share)
         began = time.monotonic()
         result = trainer.train_step(

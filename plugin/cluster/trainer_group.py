@@ -208,7 +208,12 @@ class TrainerGroup:
         return dict.fromkeys(columns, self._located(parts, plan.orders()))
 
     def train(
-        self, batch: RolloutBatch, version: int, progress: float, learning_rate: float
+        self,
+        batch: RolloutBatch,
+        version: int,
+        progress: float,
+        learning_rate: float,
+        entropy_coef: float | None = None,
     ) -> TrainedStep:
         """One optimizer step; the arguments are those of `TrainerRank.train`."""
         plan, shares = self._delivered(batch)
@@ -216,7 +221,7 @@ class TrainerGroup:
         dumped = comparable and self._config.dump_log_probs is not None
         if comparable and self._config.detect_mismatch:
             every = max(1, -(-int(batch.columns["response_lengths"].sum()) // MAX_TOKENS))
-        arguments = (version, progress, learning_rate, dumped, every)
+        arguments = (version, progress, learning_rate, entropy_coef, dumped, every)
         parts = max(1, dumped + (every > 0))
         results, found = self._call_apart("train", *arguments, shares=shares, parts=parts)
         step: TrainedStep = results[0]

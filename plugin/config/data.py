@@ -213,6 +213,12 @@ class RewardFlags(FlagGroup):
         common_in="eval",
     )
 
+    @property
+    def reward_specs(self) -> tuple[RewardSpec, ...]:
+        """The rewards that the flags name, none where they leave it to the default."""
+        path = self.reward_function_path
+        return parse_rewards(self.reward if path is None else (*self.reward, path))
+
     def check(self) -> None:
         if self.reward_function_path is not None:
             parse_rewards((*self.reward, self.reward_function_path), "--reward-function-path")

@@ -108,6 +108,7 @@ class JobConfig(
         check_evaluation(self)
         self._check_other_policies()
         self._check_estimator()
+        self._check_entropy_target()
         self._check_lora()
 
     @property
@@ -246,10 +247,41 @@ class JobConfig(
         )
         if not estimator_traits(name).rewards:
             self._check_without_rewards()
+        if estimator_traits(name).parts:
+            self._check_several_rewards()
         expect(
             self.lambd == 1 or name not in ESTIMATOR_TRAITS or estimator_traits(name).values,
             f"--lambd is {self.lambd}: only GAE has a lambda, so --advantage-estimator {name} "
             "would ignore it; drop it, or use --advantage-estimator gae",
+        )
+
+    def _check_entropy_target(self) -> None:
+        if self.entropy_target is None:
+            return
+        option = f"--entropy-target {self.entropy_target}"
+        expect(
+            self.entropy_coef <= self.entropy_coef_max,
+            f"{option} starts at --entropy-coef {self.entropy_coef}, above --entropy-coef-max "
+            f"{self.entropy_coef_max}; raise the latter or lower the former",
+        )
+        expect(
+            not (self.loss_denominator == "kept" and self.per_token),
+            f"{option} with --loss-denominator kept and a global token denominator: the entropy "
+            "bonus would need a second one; use --no-calculate-per-token-loss or the original one",
+        )
+
+    def _check_several_rewards(self) -> None:
+        name, given = self.advantage_estimator, len(self.reward_specs)
+        expect(
+            given > 1,
+            f"--advantage-estimator {name} with {given} --reward: it normalizes each of several "
+            "rewards by itself; name at least two, or use grpo",
+        )
+        expect(
+            self.overlong_buffer_length is None,
+            f"--overlong-buffer-length is {self.overlong_buffer_length} with --advantage-estimator "
+            f"{name}: the penalty is taken off the sum of the rewards, which {name} does not look "
+            "at; drop it, or add --reward length_penalty",
         )
 
     def _check_without_rewards(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from plugin.config.flags import FlagGroup, Needs, absolute_path, expect, flag
+from plugin.config.flags import FlagGroup, Needs, absolute_path, expect, flag, needs_flag
 from plugin.config.loss.loss_config import LossConfig
 from plugin.config.model import LoraFlags, ModelFlags
 
@@ -58,6 +58,21 @@ class OptimizerFlags(FlagGroup):
         None,
         "gather updated weights while the next forward pass runs; none = on CUDA with "
         "--use-distributed-optimizer",
+    )
+    entropy_target: float | None = flag(
+        None,
+        "hold the policy's entropy (nats, metric entropy_loss) here: the entropy bonus starts at "
+        "--entropy-coef, moves after every update, and acts only below",
+        above=0,
+    )
+    entropy_coef_step: float = flag(
+        1e-4,
+        "how far the bonus moves: up where the entropy is below the target, else down",
+        above=0,
+        needs=needs_flag("entropy_target"),
+    )
+    entropy_coef_max: float = flag(
+        5e-3, "the largest bonus", above=0, needs=needs_flag("entropy_target")
     )
     skip_on_grad_norm: float | None = flag(
         None, "skip a step whose gradient norm is above this", above=0
