@@ -53,6 +53,7 @@ _SEEN = {
     "advantages": np.float32,
     "weight_versions": np.int64,
     "log_probs": np.float32,
+    "ref_log_probs": np.float32,
 }
 
 
@@ -94,7 +95,7 @@ class Rank:
             return None, {}
         chosen = np.flatnonzero(share["/samples"] % arguments[-1] == 0)
         totals, responses = (share[name][chosen] for name in _KEPT[:2])
-        arrays = {name: np.full(responses.sum(), -1, dtype) for name, dtype in _SEEN.items()}
+        arrays = {name: np.full(responses.sum(), -1).astype(dtype) for name, dtype in _SEEN.items()}
         arrays["unconcat_tokens"] = np.ones(totals.sum(), np.int32)
         arrays |= {"total_lengths": totals, "response_lengths": responses}
         return TrainedStep({}, None, None), arrays

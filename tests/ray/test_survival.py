@@ -441,6 +441,7 @@ def _node_with_engine(nodes: list[Any]) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # of these it waits --load-timeout for an engine that has no node
 def test_routes_that_are_lost_with_a_node_cost_one_restart_of_the_trainer(tmp_path: Path) -> None:
     from ray.cluster_utils import Cluster
 
@@ -465,7 +466,6 @@ def test_routes_that_are_lost_with_a_node_cost_one_restart_of_the_trainer(tmp_pa
                 async_rollouts=True,
                 max_weight_staleness=3,
                 use_tis=True,
-                start_timeout=60.0,
             )
         assert leave.done
     finally:
