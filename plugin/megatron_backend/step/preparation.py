@@ -70,14 +70,16 @@ def prepare(
     transformer_engine: bool = False,
     sequence_parallel: bool = False,
     alignment: int = 1,
+    equal_rows: bool = False,
     device: torch.device | str = "cpu",
 ) -> list[PreparedMicrobatch]:
     """Lay out every microbatch of a step for this rank.
 
     alignment: what the rows of a matrix have to be a multiple of (FP8)
+    equal_rows: fill up all rows to the longest
     """
     at_least = 0
-    if groups.vpp_size:
+    if groups.vpp_size or equal_rows:
         # The interleaved schedule announces the shapes of its messages to the next and to the
         # previous stage at once. With two stages these are one peer, and the shapes of different
         # microbatches come out swapped.
