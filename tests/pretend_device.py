@@ -210,7 +210,8 @@ def _waits_until_it_arrives(func: Any, args: Any, kwargs: dict[str, Any]) -> boo
 def _place(func: Any) -> str:
     """The operation, and the innermost line of this package or of Megatron-Core that caused it."""
     ours = ("/plugin/", "/megatron/core/")
-    frames = [f for f in traceback.extract_stack() if any(part in f.filename for part in ours)]
+    stack = [f for f in traceback.extract_stack() if not f.filename.endswith("cpu_runtime.py")]
+    frames = [f for f in stack if any(part in f.filename for part in ours)]
     if not frames:
         return str(func)
     frame = frames[-1]

@@ -279,7 +279,7 @@ class _HostCopies(TorchFunctionMode):
             return id(first) not in self._copies
         if func is torch.Tensor.pin_memory:
             return first
-        result = first.clone() if func is torch.Tensor.cpu else func(*args, **(kwargs or {}))
+        result = args[0].clone() if func is torch.Tensor.cpu else func(*args, **(kwargs or {}))
         if func is torch.Tensor.cpu or (id(first) in self._copies and torch.is_tensor(result)):
             self._copies[id(result)] = result
         return result
@@ -391,7 +391,7 @@ SHIMS: tuple[Shim, ...] = (
     Shim(
         name="fp8_state",
         stands_in_for="FP8GlobalStateManager and two contexts of FP8 in tensor_parallel.random",
-        cause="recomputing norms and latent projections asks for FP8, also without Transformer Engine",
+        cause="recomputing norms and latent projections asks for FP8, with any layers",
         removed_when="CheckpointWithoutOutput takes fp8=False for what it says",
         missing=_lacks_fp8,
         install=_define_missing_fp8,

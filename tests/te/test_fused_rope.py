@@ -14,6 +14,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from torch import Tensor
 
 from plugin.config import TrainerConfig
+from plugin.megatron_backend import cpu_runtime
 from tests.parallel import tiny_models
 from tests.te.te_models import built
 
@@ -24,6 +25,7 @@ LENGTHS = (8, 4, 12)
 @pytest.fixture(autouse=True)
 def without_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
     """One size of blocks: trying several needs a device's clock."""
+    cpu_runtime.activate()
     for name in ("fwd_q", "bwd_q", "fwd_kv", "bwd_kv"):
         kernel = getattr(fused, f"rotary_{name}_kernel")
         monkeypatch.setattr(kernel, "configs", [kernel.configs[2]])

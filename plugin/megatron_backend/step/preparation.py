@@ -132,7 +132,9 @@ def _local_columns(microbatch: Microbatch, inputs: ModelInputs) -> dict[str, Any
     for name, values in columns.items():
         if name == "loss_masks":
             # A copy: hooks may write into it, and the batch may lie in shared, read-only memory.
-            columns[name] = values.like(values.values.to(shards.device, copy=True))
+            columns[name] = values.like(
+                values.values.to(shards.device, copy=True, non_blocking=True)
+            )
         elif FIELDS[name].shape in PER_RESPONSE_TOKEN:
             local = shards.local(values).to(shards.device, non_blocking=True)
             columns[name] = Ragged(local, shards.held)
