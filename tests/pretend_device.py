@@ -2,8 +2,7 @@
 
 Tensors on it hold a CPU tensor inside and compute with it, but behave like an accelerator's in the two ways that
 matter: an operation that mixes them with tensors of the host raises, and everything that makes the host wait for
-the device is counted: reading values, and copies to it that CUDA would finish before the next line. It is torch's
-PrivateUse1 device with a Python backend, named `pretend`.
+their values is counted. It is torch's PrivateUse1 device with a Python backend, named `pretend`.
 """
 
 from __future__ import annotations
@@ -69,38 +68,27 @@ class PretendTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
-    def type(self, *args: Any, **kwargs: Any) -> Any:
-        # Megatron's optimizers know parameters by the name that CUDA's have.
-        if args or kwargs:
-            return super().type(*args, **kwargs)
-        return self.held.type().replace("torch.", "torch.cuda.", 1)
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+        return _run(func, args, kwargs or {}, _reads)
 
 
 _reads: list[str] = []
-_writes: list[str] = []
 _registered = False
 
 
 class PretendDevice(TorchDispatchMode):
-    """While active, tensors can be created on `pretend`.
-
-    reads: where the host waited for values; writes: where it waited until a copy had arrived
-    """
+    """While active, tensors can be created on `pretend`; `reads` says where the host waited."""
 
     def __init__(self) -> None:
         _register()
         super().__init__()
         self.device = torch.device("pretend", 0)
-        self.reads, self.writes = _reads, _writes
+        self.reads = _reads
         self.reads.clear()
-        self.writes.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+        return _run(func, args, kwargs or {}, self.reads)
 
     def __enter__(self) -> PretendDevice:
         # The threads of autograd's engine are counted once, perhaps before this device existed.
@@ -146,7 +134,7 @@ def _names_pretend(device: Any) -> bool:
     return device is not None and torch.device(device).type == "pretend"
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _run(func: Any, args: Any, kwargs: dict[str, Any], reads: list[str]) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     held = [leaf.held if isinstance(leaf, PretendTensor) else leaf for leaf in leaves]
     mine = [leaf for leaf in leaves if isinstance(leaf, PretendTensor)]
@@ -157,9 +145,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is aten.copy_.default:
             leaves_home = not isinstance(args[0], PretendTensor)
         if func.overloadpacket in READS or _indexes_by_mask(func, args) or leaves_home:
-            _reads.append(_place(func))
-    if _waits_until_it_arrives(func, args, kwargs):
-        _writes.append(_place(func))
+            reads.append(_place(func))
     if _names_pretend(asked):
         held = ["cpu" if isinstance(leaf, torch.device) else leaf for leaf in held]
     inner_args, inner_kwargs = tree_unflatten(held, spec)
@@ -196,24 +182,8 @@ def _indexes_by_mask(func: Any, args: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
-def _waits_until_it_arrives(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this is a copy to the device that torch would end by waiting for the stream."""
-    if func is aten.copy_.default:
-        target, source, *rest = args
-        waits = not (rest[0] if rest else kwargs.get("non_blocking"))
-        return waits and isinstance(target, PretendTensor) and not isinstance(source, PretendTensor)
-    if func.overloadpacket is not aten._to_copy or not _names_pretend(kwargs.get("device")):
-        return False
-    return not isinstance(args[0], PretendTensor) and not kwargs.get("non_blocking")
-
-
 def _place(func: Any) -> str:
-    """The operation, and the innermost line of this package or of Megatron-Core that caused it."""
-    ours = ("/plugin/", "/megatron/core/")
-    stack = [f for f in traceback.extract_stack() if not f.filename.endswith("cpu_runtime.py")]
-    frames = [f for f in stack if any(part in f.filename for part in ours)]
-    if not frames:
-        return str(func)
-    frame = frames[-1]
-    file = frame.filename[max(frame.filename.rfind(part) for part in ours) + 1 :]
-    return f"{func} at {file}:{frame.lineno} in {frame.name}: {frame.line}"
+    """The operation, and the innermost line of the package that caused it."""
+    frames = [f for f in traceback.extract_stack() if "/plugin/" in f.filename]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    return f"{func}{where}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 
 from tests.te.python_of_te import import_te
 
@@ -20,6 +19,4 @@ def _is_whole() -> bool:
 if importlib.util.find_spec("transformer_engine") is None or _is_whole():
     collect_ignore_glob = ["test_*"]
 else:
-    # Megatron's Triton kernels are read when they are imported.
-    os.environ["TRITON_INTERPRET"] = "1"
     import_te()  # before Megatron-Core looks for it

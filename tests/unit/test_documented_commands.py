@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import shlex
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +22,7 @@ from plugin.cluster.placement import (
 )
 from plugin.config import JobConfig
 from plugin.config.device_defaults import Capabilities, cuda_environment, on_device
-from plugin.controller.preflight.resource_checks import (
-    WeightCounts,
-    least_bytes,
-    refuse_what_cannot_fit,
-)
 from plugin.megatron_backend.model.layout_rules import check_model, with_engine_for
-from plugin.tools.plan.estimates import gpu_named
 
 ROOT = Path(__file__).parents[2]
 NODE = {"CPU": 128.0, "GPU": 8.0}
@@ -151,57 +144,6 @@ def test_a_documented_command_cuts_its_model_and_has_the_environment_of_its_kind
     queue = cuda_environment(config).get("CUDA_DEVICE_MAX_CONNECTIONS")
     cuts = config.tensor_model_parallel_size > 1 or config.context_parallel_size > 1
     assert queue == ("1" if cuts else None)
-
-
-def on_h100s() -> list[Any]:
-    """The commands that name GPUs, or a published model."""
-    return [
-        command
-        for command in documented_commands()
-        if "--address" in command.values[0]
-        or Path(parsed(command.values[0]).hf_checkpoint or "").name in PUBLISHED
-    ]
-
-
-@cache
-def published(name: str) -> Any:
-    """transformers' config of a model."""
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(**PUBLISHED[name])
-
-
-@cache
-def counts_of(name: str) -> WeightCounts:
-    from plugin.tools.plan.workload import whole_counts
-
-    return whole_counts(published(name))
-
-
-@pytest.mark.parametrize(("words", "nodes"), on_h100s())
-def test_a_documented_command_leaves_room_on_its_gpus(words: list[str], nodes: int | None) -> None:
-    config, name = parsed(words), Path(parsed(words).hf_checkpoint or "").name
-    assert name in PUBLISHED, "a command for GPUs names a model, whose shape belongs into this file"
-    least = least_bytes(counts_of(name), config, on_cuda=True)
-    refuse_what_cannot_fit(least, int(0.8 * gpu_named("h100-80g").memory), "on an H100")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("words", "nodes"), on_h100s())
-def test_the_plan_of_a_documented_command_fits_into_its_gpus(
-    words: list[str], nodes: int | None
-) -> None:
-    from plugin.megatron_backend.cpu_runtime import import_megatron
-    from plugin.tools.plan.job_plan import Models, plan_job
-    from plugin.tools.plan.workload import sample_lengths
-
-    import_megatron()
-    config = parsed(words)
-    model = published(Path(config.hf_checkpoint or "").name)
-    copies = {"reference": model} if config.use_kl_loss and not config.reference_is_base else {}
-    lengths = sample_lengths(config, None, model.max_position_embeddings)
-    plan = plan_job(config, Models(model, copies), lengths, gpu_named("h100-80g"), quick=True)
-    assert plan.fits, f"{plan.fullest.peak_bytes / 2**30:.1f} GiB on {plan.fullest.kind}"
 
 
 def test_the_commands_are_found() -> None:

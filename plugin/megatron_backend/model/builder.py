@@ -97,14 +97,9 @@ def transformer_arguments(
     arguments = family_of(hf_config).transformer_arguments(hf_config)
     found = capabilities() if found is None else found
     config = on_device(config, with_engine_for(hf_config, config, found))
-    if arguments.get("multi_latent_attention"):
-        # A kernel of Megatron's, which multiplies by the factor of YaRN and has Triton's sizes.
-        names = ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        fits = all(arguments[name].bit_count() == 1 for name in names)
-        fuses_rope = arguments.get("rope_type") == "yarn" and fits
-    else:
-        # Transformer Engine's for packed rows knows neither of these.
-        fuses_rope = not arguments.get("rotary_interleaved") and rope_factor(hf_config) == 1.0
+    # The fused RoPE of packed rows supports neither of these, nor a factor (YaRN).
+    special = arguments.get("multi_latent_attention") or arguments.get("rotary_interleaved")
+    fuses_rope = not special and rope_factor(hf_config) == 1.0
     return arguments | {
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
